@@ -1,0 +1,128 @@
+"""Merge fine-tuned language models by DARE: drop most of each change, rescale the rest, add up.
+
+    import dare
+
+    report = dare.merge(dare.load_recipe("recipe.toml"))
+    print(report)
+
+Names are imported when they are first used, so that `import dare` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dare.api import load_recipe, merge, merge_arrays, plan
+    from dare.compat import (
+        DareConfig,
+        DareMerger,
+        dare_drop,
+        dare_merge,
+        dare_slerp_merge,
+        dare_sparsify,
+        dare_ties_merge,
+        detect_delta_sparsity,
+        ties_disjoint_merge,
+        ties_elect_sign,
+        ties_trim,
+    )
+    from dare.errors import (
+        DareError,
+        DareWarning,
+        HeaderError,
+        InputError,
+        MismatchError,
+        OutputError,
+        RecipeError,
+        VerificationError,
+    )
+    from dare.mask import MASK_VERSION, keep_mask
+    from dare.plan import Plan
+    from dare.recipe import ModelEntry, Recipe, TensorRule
+    from dare.report import Report
+    from dare.verify import Verification, verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "api": ("load_recipe", "merge", "merge_arrays", "plan"),
+    "compat": (
+        "DareConfig",
+        "DareMerger",
+        "dare_drop",
+        "dare_merge",
+        "dare_slerp_merge",
+        "dare_sparsify",
+        "dare_ties_merge",
+        "detect_delta_sparsity",
+        "ties_disjoint_merge",
+        "ties_elect_sign",
+        "ties_trim",
+    ),
+    "errors": (
+        "DareError",
+        "DareWarning",
+        "HeaderError",
+        "InputError",
+        "MismatchError",
+        "OutputError",
+        "RecipeError",
+        "VerificationError",
+    ),
+    "mask": ("MASK_VERSION", "keep_mask"),
+    "plan": ("Plan",),
+    "recipe": ("ModelEntry", "Recipe", "TensorRule"),
+    "report": ("Report",),
+    "verify": ("Verification", "verify"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "MASK_VERSION",
+    "DareConfig",
+    "DareError",
+    "DareMerger",
+    "DareWarning",
+    "HeaderError",
+    "InputError",
+    "MismatchError",
+    "ModelEntry",
+    "OutputError",
+    "Plan",
+    "Recipe",
+    "RecipeError",
+    "Report",
+    "TensorRule",
+    "Verification",
+    "VerificationError",
+    "__version__",
+    "dare_drop",
+    "dare_merge",
+    "dare_slerp_merge",
+    "dare_sparsify",
+    "dare_ties_merge",
+    "detect_delta_sparsity",
+    "keep_mask",
+    "load_recipe",
+    "merge",
+    "merge_arrays",
+    "plan",
+    "ties_disjoint_merge",
+    "ties_elect_sign",
+    "ties_trim",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'dare' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"dare.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,190 @@
+"""The library's verbs: plan, merge, merge arrays. Each tells its story in a few lines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dare.arrays import array_source, like_original
+from dare.errors import DareWarning, InputError, RecipeError
+from dare.io.digest import text_digest
+from dare.io.header import TensorInfo
+from dare.io.sources import open_source
+from dare.io.writer import ArraySink, PartialOutput, check_target
+from dare.manifest import (
+    checked_metadata,
+    embedded_manifest,
+    find_manifest,
+    full_manifest,
+    metadata_of,
+    read_manifest,
+)
+from dare.plan import Plan, make_plan
+from dare.progress import show_progress
+from dare.recipe import Recipe, read_toml, recipe_from_document
+from dare.report import Report, make_report
+from dare.run import execute
+
+COMPILING = "compiling kernels (once; a few seconds)"
+
+
+def load_recipe(path: str | PathLike[str]) -> Recipe:
+    """Read a recipe from a TOML file, or from the manifest of a finished merge.
+
+    A finished output stands for its manifest; its recipe demands the very same inputs.
+    """
+    path = Path(path)
+    manifest_file = find_manifest(path)
+    if manifest_file is None:
+        return read_toml(path)
+    manifest = read_manifest(manifest_file)
+    digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
+    document = {**manifest["recipe"], "input_digests": digests}
+    return recipe_from_document(document, str(manifest_file))
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Read the headers and say what a merge would do, without reading or writing weights."""
+    base = open_source(recipe.base)
+    models = [open_source(entry.file) for entry in recipe.models]
+    return make_plan(recipe, base, models, _distinct([entry.name for entry in recipe.models]))
+
+
+def merge(
+    recipe: Recipe, *, overwrite: bool = False, resume: bool = True, backend: str = "cpu"
+) -> Report:
+    """Carry out a recipe: write the merged model to `recipe.output` and say what was done.
+
+    A merge that was interrupted goes on where it stopped, unless `resume` is false. An existing
+    output is only replaced with `overwrite`; an input never is.
+    """
+    started = time.perf_counter()
+    planned = plan(recipe)
+    if planned.layout is None:
+        raise RecipeError("output is missing: say where the merged model shall go")
+    sources = (planned.base, *planned.models)
+    check_target(planned.layout, [f for s in sources for f in s.files], overwrite=overwrite)
+    _warn(recipe, planned.warnings)
+
+    bytes_read = 0
+    counting = threading.Lock()
+    metadata = metadata_of(embedded_manifest(planned))
+    with (
+        PartialOutput(planned.layout, metadata, _fingerprint(planned), resume=resume) as output,
+        show_progress(planned.bytes_read, visible=recipe.verbose) as display,
+    ):
+
+        def advance(nbytes: int) -> None:
+            nonlocal bytes_read
+            with counting:
+                bytes_read += nbytes
+            display.advance(nbytes)
+
+        records = execute(
+            planned,
+            output,
+            backend=backend,
+            done=output.resumed,
+            progress=advance,
+            announce=lambda: display.announce(COMPILING),
+        )
+        report = make_report(
+            planned,
+            records,
+            seconds=time.perf_counter() - started,
+            bytes_read=bytes_read,
+            resumed_chunks=len(output.resumed),
+        )
+        _check_inputs(recipe, report)
+        digests = report.digests
+        embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
+        beside = json.dumps(full_manifest(planned, report, embedded), indent=1, ensure_ascii=False)
+        output.finish(checked_metadata(planned.layout, embedded), beside.encode() + b"\n")
+    _warn(recipe, report.warnings[len(planned.warnings) :])
+    return report
+
+
+def merge_arrays(
+    base: Mapping[str, Any],
+    models: Sequence[Mapping[str, Any]],
+    *,
+    backend: str = "cpu",
+    **settings: Any,
+) -> tuple[dict[str, Any], Report]:
+    """Merge dicts of NumPy arrays or torch tensors; the result has the base's types.
+
+    Settings are those of a `Recipe`.
+
+    >>> import numpy as np
+    >>> base = {"w": np.zeros(4, np.float32)}
+    >>> tuned = {"w": np.array([1, 2, 3, 4], np.float32)}
+    >>> merge_arrays(base, [tuned], method="sum", scale=0.5, verbose=False)[0]["w"]
+    array([0.5, 1. , 1.5, 2. ], dtype=float32)
+    """
+    started = time.perf_counter()
+    names = [f"model {index}" for index in range(len(models))]
+    recipe = Recipe(**{"base": "base", "models": names, **settings})
+    sources = [array_source(model, f"model {i}") for i, model in enumerate(models)]
+    planned = make_plan(recipe, array_source(base, "base"), sources, names)
+    _warn(recipe, planned.warnings)
+    written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
+    sink = ArraySink(written)
+    records = execute(planned, sink, backend=backend)
+    report = make_report(
+        planned,
+        records,
+        seconds=time.perf_counter() - started,
+        bytes_read=planned.bytes_read,
+        resumed_chunks=0,
+    )
+    _warn(recipe, report.warnings[len(planned.warnings) :])
+    merged = {
+        info.name: like_original(base[info.name], info, sink.arrays[info.name])
+        for info in written
+    }
+    return {name: merged[name] for name in base}, report
+
+
+def _warn(recipe: Recipe, messages: Sequence[str]) -> None:
+    if recipe.verbose:
+        for message in messages:
+            warnings.warn(message, DareWarning, stacklevel=3)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Number the names that occur more than once."""
+    return [
+        f"{name} ({index + 1})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def _fingerprint(planned: Plan) -> str:
+    """What must be the same for the chunks of an earlier try to be of use."""
+    described = [
+        embedded_manifest(planned),
+        [source.fingerprint() for source in (planned.base, *planned.models)],
+        [tensor.name for tensor in planned.tensors],
+    ]
+    return text_digest(json.dumps(described, sort_keys=True, default=str).encode())
+
+
+def _check_inputs(recipe: Recipe, report: Report) -> None:
+    """A recipe from a manifest is for those inputs and no others."""
+    if recipe.input_digests is None:
+        return
+    found = (report.digests.base, *report.digests.models)
+    files = (recipe.base, *(entry.file for entry in recipe.models))
+    for file, expected, digest in zip(files, recipe.input_digests, found, strict=True):
+        if digest != expected:
+            raise InputError(
+                f"{file}: is not what it was when the manifest was written "
+                f"(digest {digest}, then {expected}); take input_digests out of the recipe "
+                "to merge it all the same"
+            )

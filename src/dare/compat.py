@@ -1,0 +1,413 @@
+"""The functions and classes that the published descriptions of DARE use, by their names.
+
+They are thin: each turns its arguments into a recipe and hands it to `merge` or `merge_arrays`.
+Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels as kernel_backends
+from dare.api import merge, merge_arrays
+from dare.arrays import like_original, stored
+from dare.errors import InputError, RecipeError, did_you_mean
+from dare.io.header import TensorInfo
+from dare.kernels import BLOCK
+from dare.recipe import Recipe
+from dare.report import Report
+from dare.stages import STAGES, Block
+from dare.stages.dare import Rescale
+
+logger = logging.getLogger("dare")
+
+Arrays = Mapping[str, Any]
+AnyPath = str | PathLike[str]
+NO_THRESHOLD = 3.0e38
+"""For functions that say nothing about large deltas."""
+MERGE_METHODS = ("linear", "ties", "sum")
+
+
+# ---------------------------------------------------------------- the program (seed 002)
+
+
+@dataclass(frozen=True)
+class DareConfig:
+    """How to merge.
+
+    >>> DareConfig(drop_rate=0.95).delta_threshold
+    0.002
+    """
+
+    drop_rate: float = 0.9
+    delta_threshold: float = 0.002
+    verbose: bool = True
+    method: str = "dare+linear"
+    seed: int = 42
+
+
+class DareMerger:
+    """Merges safetensors files: `DareMerger(base_file=…, merge_files=[…]).merge("out.safetensors")`."""
+
+    def __init__(
+        self,
+        base_file: AnyPath,
+        merge_files: Sequence[AnyPath],
+        config: DareConfig | None = None,
+    ) -> None:
+        self.base_file = base_file
+        self.merge_files = merge_files
+        self.config = config or DareConfig()
+
+    def merge(self, output_file: AnyPath, *, overwrite: bool = False) -> Report:
+        """Write the merged model."""
+        config = self.config
+        recipe = Recipe(
+            base=self.base_file,
+            models=self.merge_files,
+            output=output_file,
+            method=config.method,
+            stages={"dare": {"drop_rate": config.drop_rate}},
+            seed=config.seed,
+            delta_threshold=config.delta_threshold,
+            verbose=config.verbose,
+        )
+        report = merge(recipe, overwrite=overwrite)
+        if config.verbose:
+            print(report)
+        return report
+
+
+# ---------------------------------------------------------------- dicts of arrays
+
+
+def dare_sparsify(
+    pretrained: Arrays, finetuned: Arrays, drop_rate: float = 0.9, seed: int = 42
+) -> dict[str, Any]:
+    """Apply DARE to one fine-tune: pretrained + DARE(finetuned - pretrained)."""
+    merged, _ = merge_arrays(
+        pretrained,
+        [finetuned],
+        method="dare+sum",
+        stages={"dare": {"drop_rate": drop_rate}},
+        seed=seed,
+        delta_threshold=NO_THRESHOLD,
+    )
+    return merged
+
+
+def dare_drop(
+    task_vector: Arrays, drop_rate: float = 0.9, seed: int | None = None, rescale: Rescale = True
+) -> dict[str, Any]:
+    """Apply DARE to deltas; without a seed, a different one every time.
+
+    >>> import numpy as np
+    >>> dare_drop({"w": np.ones(8, np.float32)}, drop_rate=0.5, seed=1)["w"]
+    array([2., 0., 0., 0., 2., 0., 2., 0.], dtype=float32)
+    """
+    dropped, report = merge_arrays(
+        _zeros(task_vector),
+        [task_vector],
+        method="dare+sum",
+        stages={"dare": {"drop_rate": drop_rate, "rescale": rescale}},
+        seed=_seed(seed),
+        delta_threshold=NO_THRESHOLD,
+    )
+    realised = report.models[0].drop_rate_realised
+    if realised is not None:
+        logger.info("DARE: dropped %.2f%% (target: %.2f%%)", 100 * realised, 100 * drop_rate)
+    return dropped
+
+
+def dare_slerp_merge(
+    model_a: Arrays,
+    model_b: Arrays,
+    pretrained: Arrays,
+    drop_rate: float = 0.9,
+    t: float = 0.5,
+    seed: int = 42,
+) -> dict[str, Any]:
+    """Apply DARE to both models, then interpolate between them on the sphere."""
+    merged, _ = merge_arrays(
+        pretrained,
+        [model_a, model_b],
+        method="dare+slerp",
+        stages={"dare": {"drop_rate": drop_rate}, "slerp": {"t": t}},
+        seed=seed,
+        delta_threshold=NO_THRESHOLD,
+    )
+    return merged
+
+
+def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
+    """Keep the largest elements of each delta: keep_ratio of those that are not zero."""
+    trim = STAGES["trim"]
+    settings = trim.settings({"keep_ratio": keep_ratio}, "")
+    kernels = kernel_backends.load("cpu")
+
+    def trimmed(name: str, delta: Any) -> Any:
+        values = _as_floats(delta, name)
+
+        def blocks() -> Iterator[Block]:
+            for start in range(0, values.size, BLOCK):
+                part = values[start : start + BLOCK]
+                count = int(np.count_nonzero(part))
+                yield Block(kernels, name, start, 0, part, count, np.empty(0, np.uint8))
+
+        walk = _ArrayWalk(values.nbytes, blocks)
+        if trim.survey is not None and trim.surveys_when(settings):
+            summary = trim.survey(walk, **settings)
+            for block in blocks():
+                block.summary = summary
+                trim.apply(block, **settings)
+        return _as_original(delta, name, values)
+
+    return {name: trimmed(name, delta) for name, delta in task_vector.items()}
+
+
+class _ArrayWalk:
+    def __init__(self, spare_bytes: int, blocks: Any) -> None:
+        self.spare_bytes = spare_bytes
+        self._blocks = blocks
+
+    def __call__(self) -> Iterator[Block]:
+        found: Iterator[Block] = self._blocks()
+        return found
+
+
+def ties_elect_sign(task_vectors: Sequence[Arrays]) -> dict[str, Any]:
+    """Return the sign (-1, 0, 1) of the sum of the deltas, element by element."""
+
+    def elected(name: str) -> Any:
+        present = [vector[name] for vector in task_vectors if name in vector]
+        floats = [_as_floats(delta, name) for delta in present]
+        above = sum(np.maximum(values, 0) for values in floats)
+        below = sum(np.minimum(values, 0) for values in floats)
+        return _as_original(present[0], name, np.sign(above + below))
+
+    return {name: elected(name) for name in _names(task_vectors)}
+
+
+def ties_disjoint_merge(task_vectors: Sequence[Arrays], elected: Arrays) -> dict[str, Any]:
+    """Average, element by element, the deltas that are not zero and have the elected sign."""
+
+    def merged(name: str) -> Any:
+        present = [vector[name] for vector in task_vectors if name in vector]
+        sign = _as_floats(elected[name], name)
+        total = np.zeros_like(sign)
+        count = np.zeros_like(sign)
+        for delta in present:
+            values = _as_floats(delta, name)
+            agrees = (np.sign(values) == sign) & (sign != 0)
+            total += np.where(agrees, values, np.float32(0))
+            count += agrees
+        mean = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
+        return _as_original(present[0], name, mean)
+
+    return {name: merged(name) for name in _names(task_vectors)}
+
+
+def detect_delta_sparsity(task_vector: Arrays) -> float:
+    """Return the share of delta elements under 1 % of the largest magnitude.
+
+    Goes over the tensors twice instead of joining them. The figures and, above 70 %, what they
+    mean for the drop rate go to the log.
+    """
+    largest, total, squares, count = 0.0, 0.0, 0.0, 0
+    for name, delta in task_vector.items():
+        magnitudes = np.abs(_as_floats(delta, name))
+        largest = max(largest, float(magnitudes.max(initial=0.0)))
+        total += float(magnitudes.sum(dtype=np.float64))
+        squares += float(np.square(magnitudes, dtype=np.float64).sum())
+        count += magnitudes.size
+    if count == 0:
+        raise InputError("there are no elements whose sparsity could be measured")
+    threshold = np.float32(0.01 * largest)
+    below = sum(
+        int((np.abs(_as_floats(delta, name)) < threshold).sum())
+        for name, delta in task_vector.items()
+    )
+    mean = total / count
+    deviation = max(0.0, (squares - count * mean**2) / max(count - 1, 1)) ** 0.5
+    logger.info(
+        "natural sparsity %.1f%%, max %.6f, mean %.6f, std %.6f",
+        100 * below / count,
+        largest,
+        mean,
+        deviation,
+    )
+    if below > 0.7 * count:
+        logger.info("most of this delta is nearly zero already; a lower drop rate may serve better")
+    return below / count
+
+
+# ---------------------------------------------------------------- files (seed 001)
+
+
+def dare_merge(
+    base_path: AnyPath,
+    finetuned_paths: Sequence[AnyPath],
+    output_path: AnyPath,
+    drop_rate: float = 0.9,
+    lambda_coeff: float = 1.0,
+    merge_method: str = "linear",
+    dtype: Any = "bfloat16",
+    seed: int | None = 42,
+    *,
+    overwrite: bool = False,
+) -> Report:
+    """Apply DARE to safetensors models and merge them by `merge_method`.
+
+    A tensor that a model lacks counts as unchanged there, and one that only a model has is left
+    out; either is warned of.
+    """
+    if merge_method not in MERGE_METHODS:
+        raise RecipeError(
+            f"merge_method {merge_method!r}: not known"
+            f"{did_you_mean(merge_method, MERGE_METHODS)}; use one of {', '.join(MERGE_METHODS)}"
+        )
+    recipe = Recipe(
+        base=base_path,
+        models=finetuned_paths,
+        output=output_path,
+        method=f"dare+{merge_method}",
+        stages={"dare": {"drop_rate": drop_rate}},
+        scale=lambda_coeff,
+        dtype=dtype,
+        seed=_seed(seed),
+        on_missing="base",
+        on_extra="drop",
+    )
+    return merge(recipe, overwrite=overwrite)
+
+
+@overload
+def dare_ties_merge(
+    models: Sequence[Arrays],
+    pretrained: Arrays,
+    drop_rate: float = 0.9,
+    density: float = 0.2,
+    *,
+    seed: int = 42,
+) -> dict[str, Any]: ...
+
+
+@overload
+def dare_ties_merge(
+    base_path: AnyPath,
+    finetuned_paths: Sequence[AnyPath],
+    output_path: AnyPath,
+    dare_drop_rate: float = 0.9,
+    ties_keep_ratio: float = 0.5,
+    lambda_coeff: float = 1.0,
+    dtype: Any = "bfloat16",
+    *,
+    seed: int = 42,
+    overwrite: bool = False,
+) -> Report: ...
+
+
+def dare_ties_merge(*arguments: Any, **keywords: Any) -> Any:
+    """Apply DARE, trim what is left, elect signs and average.
+
+    Two published forms share this name, and what is passed tells them apart:
+    `dare_ties_merge([model, …], pretrained, drop_rate=0.9, density=0.2)` merges dicts of arrays,
+    `dare_ties_merge(base_path, [path, …], output_path, dare_drop_rate=0.9, ties_keep_ratio=0.5)`
+    merges files. Trimming counts the elements that DARE has kept.
+    """
+    first = arguments[0] if arguments else None
+    takes_files = "base_path" in keywords or isinstance(first, str | PathLike)
+    form = _dare_ties_merge_files if takes_files else _dare_ties_merge_arrays
+    return form(*arguments, **keywords)
+
+
+def _dare_ties_merge_arrays(
+    models: Sequence[Arrays],
+    pretrained: Arrays,
+    drop_rate: float = 0.9,
+    density: float = 0.2,
+    *,
+    seed: int = 42,
+) -> dict[str, Any]:
+    merged, _ = merge_arrays(
+        pretrained,
+        models,
+        method="dare+ties",
+        stages={"dare": {"drop_rate": drop_rate}, "ties": {"keep_ratio": density}},
+        seed=seed,
+        delta_threshold=NO_THRESHOLD,
+    )
+    return merged
+
+
+def _dare_ties_merge_files(
+    base_path: AnyPath,
+    finetuned_paths: Sequence[AnyPath],
+    output_path: AnyPath,
+    dare_drop_rate: float = 0.9,
+    ties_keep_ratio: float = 0.5,
+    lambda_coeff: float = 1.0,
+    dtype: Any = "bfloat16",
+    *,
+    seed: int = 42,
+    overwrite: bool = False,
+) -> Report:
+    recipe = Recipe(
+        base=base_path,
+        models=finetuned_paths,
+        output=output_path,
+        method="dare+ties",
+        stages={"dare": {"drop_rate": dare_drop_rate}, "ties": {"keep_ratio": ties_keep_ratio}},
+        scale=lambda_coeff,
+        dtype=dtype,
+        seed=seed,
+        on_missing="base",
+        on_extra="drop",
+    )
+    return merge(recipe, overwrite=overwrite)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _names(task_vectors: Sequence[Arrays]) -> list[str]:
+    """All names, in the order in which they first occur."""
+    return list(dict.fromkeys(name for vector in task_vectors for name in vector))
+
+
+def _seed(seed: int | None) -> int:
+    return secrets.randbits(63) if seed is None else seed
+
+
+def _zeros(arrays: Arrays) -> dict[str, Any]:
+    def zeros(name: str, array: Any) -> Any:
+        kind, shape, raw = stored(array, name)
+        return like_original(array, TensorInfo(name, kind, shape, 0), np.zeros_like(raw))
+
+    return {name: zeros(name, array) for name, array in arrays.items()}
+
+
+def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
+    """A flat float32 copy of an array of any weight type."""
+    kind, shape, raw = stored(array, name)
+    if not kind.is_weight:
+        raise InputError(f"{name}: {kind.name} is not a weight type")
+    values = np.empty(TensorInfo(name, kind, shape, 0).elements, np.float32)
+    kernel_backends.load("cpu").decode(raw.view(kind.carrier), values)
+    return values
+
+
+def _as_original(original: Any, name: str, values: NDArray[np.float32]) -> Any:
+    """Flat float32 values as an array of the type and shape of `original`."""
+    kind, shape, _ = stored(original, name)
+    raw = np.empty(values.size, kind.carrier)
+    kernel_backends.load("cpu").encode(values, raw)
+    return like_original(original, TensorInfo(name, kind, shape, 0), raw.view(np.uint8))

@@ -1,0 +1,1 @@
+"""Ways to carry out the tasks of a merge: threads of this process."""

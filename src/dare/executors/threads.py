@@ -1,0 +1,80 @@
+"""Run tasks on the threads of this process.
+
+Tasks are handed out in order. A task may wait for an earlier one, since that one has already been
+handed out; it must not wait for a later one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+Worker = TypeVar("Worker", contravariant=True)
+
+
+class Task(Protocol[Worker]):
+    """A piece of work."""
+
+    def prefetch(self) -> None:
+        """Say what will be read when the task runs, some time before it does."""
+
+    def run(self, worker: Worker) -> None:
+        """Do the work."""
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_tasks(
+    tasks: Sequence[Task[Worker]],
+    make_worker: Callable[[threading.Event], Worker],
+    threads: int,
+) -> None:
+    """Carry out all tasks; the first error, or Ctrl-C, stops the others and is raised here.
+
+    `make_worker` makes the private state of one thread; the event it is given is set when work is
+    to stop.
+    """
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    lock = threading.Lock()
+    handed_out = 0
+
+    def next_index() -> int:
+        nonlocal handed_out
+        with lock:
+            handed_out += 1
+            return handed_out - 1
+
+    def work() -> None:
+        try:
+            worker = make_worker(stop)
+            while not stop.is_set() and (index := next_index()) < len(tasks):
+                if index + threads < len(tasks):
+                    tasks[index + threads].prefetch()
+                tasks[index].run(worker)
+        except BaseException as error:
+            with lock:
+                errors.append(error)
+            stop.set()
+
+    crew = [threading.Thread(target=work, name=f"dare-{n}", daemon=True) for n in range(threads)]
+    for thread in crew:
+        thread.start()
+    try:
+        for thread in crew:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:
+        stop.set()
+        for thread in crew:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]

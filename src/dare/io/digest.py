@@ -1,0 +1,52 @@
+"""Digests of tensors that do not depend on how they are read or laid out.
+
+A tensor is cut into chunks of CHUNK elements, each chunk is hashed with XXH3-128, and the tensor's
+digest is the hash of its chunks' digests. The digest of a model is the hash of a line for each
+tensor, in order of name. So chunks can be hashed in any order, by any thread, while they pass by,
+and a model has the same digest in one file and in seven.
+
+XXH3 finds accidents (a flipped bit, a truncated copy, the wrong file). It is no protection against
+someone who forges a collision on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+from dare.io.header import TensorInfo
+
+CHUNK = 1 << 20
+"""Elements per chunk: the unit of work, of resuming and of digests."""
+DIGEST_LENGTH = 32
+"""Characters of a digest in hexadecimal."""
+
+
+def chunk_count(elements: int) -> int:
+    """How many chunks a tensor has; an empty one has none."""
+    return -(-elements // CHUNK)
+
+
+def new_hash() -> xxhash.xxh3_128:
+    """A hash to feed one chunk's bytes to."""
+    return xxhash.xxh3_128()
+
+
+def tensor_digest(chunk_digests: Iterable[str]) -> str:
+    """Combine the digests of a tensor's chunks, in order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(digest) for digest in chunk_digests))
+
+
+def model_digest(tensors: Iterable[tuple[TensorInfo, str]]) -> str:
+    """Combine the digests of tensors with their names, types and shapes."""
+    lines = sorted(
+        f"{info.name}\t{info.dtype.name}\t{list(info.shape)}\t{digest}\n"
+        for info, digest in tensors
+    )
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
+
+
+def text_digest(text: bytes) -> str:
+    """Hash a header or a manifest."""
+    return xxhash.xxh3_128_hexdigest(text)

@@ -1,0 +1,263 @@
+"""Where weights come from: tensors by name, whatever holds them.
+
+A source is opened twice: once to read headers, for the plan, and once to read weights. In between
+no file is held open, and the second time each file must still be the one that was planned for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.dtypes import StorageType
+from dare.errors import HeaderError, InputError
+from dare.io.header import Header, TensorInfo, read_header
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 100_000_000
+
+
+class Source(Protocol):
+    """Tensors by name, readable at any offset from any thread."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files behind the source; none for arrays."""
+
+    def fingerprint(self) -> list[Any]:
+        """What must stay the same for a half-finished merge to be resumed."""
+
+    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+        """Fill `into` with a tensor's bytes from `offset` on."""
+
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        """Say that these bytes will be read soon."""
+
+    def __enter__(self) -> Self:
+        """Open for reading weights."""
+
+    def __exit__(self, *_error: object) -> None:
+        """Close."""
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """How to tell that a file is still the same."""
+
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file_descriptor: int) -> Self:
+        status = os.fstat(file_descriptor)
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+class FileSource:
+    """One safetensors file, or the shards of one model."""
+
+    def __init__(
+        self, path: Path, headers: Mapping[Path, Header], stamps: Mapping[Path, _Stamp]
+    ) -> None:
+        self.path = path
+        self.headers = headers
+        self.tensors: dict[str, TensorInfo] = {}
+        self._home: dict[str, Path] = {}
+        self._stamps = stamps
+        self._open_files: dict[Path, int] = {}
+        for file, header in headers.items():
+            for name, info in header.tensors.items():
+                if name in self._home:
+                    raise HeaderError(
+                        f"{path}: {name} is in both {self._home[name].name} and {file.name}"
+                    )
+                self.tensors[name] = info
+                self._home[name] = file
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self.headers)
+
+    def fingerprint(self) -> list[Any]:
+        return [
+            [os.path.realpath(file), stamp.size, stamp.modified_ns]
+            for file, stamp in self._stamps.items()
+        ]
+
+    def __enter__(self) -> Self:
+        try:
+            for file, stamp in self._stamps.items():
+                self._open_files[file] = _open(file)
+                if _Stamp.of(self._open_files[file]) != stamp:
+                    raise InputError(f"{file}: changed since the merge was planned; plan again")
+        except InputError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for file_descriptor in self._open_files.values():
+            os.close(file_descriptor)
+        self._open_files = {}
+
+    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+        file = self._home[name]
+        position = self.tensors[name].start + offset
+        rest = memoryview(into)
+        try:
+            while rest:
+                count = _read_at(self._open_files[file], rest, position)
+                if count == 0:
+                    raise InputError(f"{file}: ends inside {name}; it was cut while being read")
+                rest = rest[count:]
+                position += count
+        except OSError as error:
+            raise InputError(f"{file}: cannot read {name}: {error.strerror or error}") from error
+
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            start = self.tensors[name].start + offset
+            file_descriptor = self._open_files[self._home[name]]
+            os.posix_fadvise(file_descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _read_at(file_descriptor: int, into: memoryview, position: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file_descriptor, [into], position)
+    data = os.pread(file_descriptor, len(into), position)
+    into[: len(data)] = data
+    return len(data)
+
+
+class ArraySource:
+    """Arrays in memory, as flat bytes of a storage type."""
+
+    files: tuple[Path, ...] = ()
+
+    def __init__(
+        self, arrays: Mapping[str, tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]]
+    ) -> None:
+        self.tensors = {
+            name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
+        }
+        self._bytes = {name: raw for name, (_, _, raw) in arrays.items()}
+
+    def fingerprint(self) -> list[Any]:
+        return []
+
+    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+        into[:] = self._bytes[name][offset : offset + into.size]
+
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+def open_source(path: str | os.PathLike[str]) -> FileSource:
+    """Read the headers of a safetensors file, or of a directory with one or with shards."""
+    path = Path(path)
+    if _is_directory(path):
+        files = _files_of(path)
+    else:
+        files = {path: None}
+    headers, stamps = {}, {}
+    for file, expected in files.items():
+        file_descriptor = _open(file)
+        try:
+            headers[file] = read_header(file_descriptor, str(file))
+            stamps[file] = _Stamp.of(file_descriptor)
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
+        finally:
+            os.close(file_descriptor)
+        if expected is not None:
+            _check_against_index(path, file, set(headers[file].tensors), expected)
+    return FileSource(path, headers, stamps)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _files_of(directory: Path) -> dict[Path, set[str] | None]:
+    """Find a directory's weight files, each with the tensors its index promises, if it has one."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be listed: {error.strerror}") from error
+    if INDEX_NAME in names:
+        return dict(_read_index(directory))
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if SINGLE_NAME in weights:
+        return {directory / SINGLE_NAME: None}
+    if len(weights) == 1:
+        return {directory / weights[0]: None}
+    if weights:
+        raise InputError(
+            f"{directory}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which "
+            "belong together; name one file"
+        )
+    raise InputError(f"{directory}: has no safetensors file and no {INDEX_NAME}")
+
+
+def _read_index(directory: Path) -> dict[Path, set[str]]:
+    index = directory / INDEX_NAME
+    try:
+        with index.open("rb") as file:
+            text = file.read(MAX_INDEX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{index}: cannot be read: {error.strerror}") from error
+    if len(text) > MAX_INDEX_BYTES:
+        raise HeaderError(f"{index}: larger than {MAX_INDEX_BYTES} bytes")
+    try:
+        weight_map = json.loads(text)["weight_map"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise HeaderError(f"{index}: not JSON with a weight_map") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise HeaderError(f"{index}: weight_map must map tensors to files")
+    shards: dict[Path, set[str]] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+            raise HeaderError(
+                f"{index}: {tensor} is said to be in {name!r}; "
+                "a shard must be a file in the same folder"
+            )
+        shards.setdefault(directory / name, set()).add(tensor)
+    return shards
+
+
+def _check_against_index(directory: Path, file: Path, found: set[str], promised: set[str]) -> None:
+    for tensors, complaint in ((promised - found, "lacks"), (found - promised, "also holds")):
+        if tensors:
+            raise HeaderError(
+                f"{directory / INDEX_NAME}: {file.name} {complaint} {sorted(tensors)[0]}"
+                + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
+                + "; the index and the shards do not belong together"
+            )
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{file}: cannot be opened: {error.strerror}") from error

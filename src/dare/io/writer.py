@@ -1,0 +1,299 @@
+"""The output while it is being made: `TARGET.partial/`, a journal, and the rename at the end.
+
+Blocks are written at their final offsets in any order. After each chunk a line goes into the
+journal. When a merge is resumed, every chunk the journal speaks of is hashed again on disk, and
+only those that are there byte for byte count as done; so it does not matter what was and was not
+synced when the process or the machine died. The target's name appears when everything is in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.errors import OutputError
+from dare.io.digest import CHUNK, new_hash
+from dare.io.header import TensorInfo
+from dare.io.layout import Layout
+
+JOURNAL_NAME = "journal.jsonl"
+JOURNAL_VERSION = 1
+MANIFEST_NAME = "dare-manifest.json"
+
+Record = dict[str, Any]
+"""A line of the journal: what is known of a finished chunk."""
+
+
+class Sink(Protocol):
+    """Somewhere to put merged tensors."""
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        """Store a tensor's bytes from `offset` on; may be called from any thread."""
+
+    def record(self, record: Record) -> None:
+        """Note that a chunk is complete."""
+
+
+class ArraySink:
+    """Keeps merged tensors in memory."""
+
+    def __init__(self, tensors: Iterable[TensorInfo]) -> None:
+        self.arrays = {info.name: np.empty(info.nbytes, np.uint8) for info in tensors}
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        self.arrays[name][offset : offset + data.size] = data
+
+    def record(self, record: Record) -> None:
+        pass
+
+
+class PartialOutput:
+    """An output under way; use as a context manager, and call `finish` at the end."""
+
+    def __init__(
+        self, layout: Layout, metadata: Mapping[str, str], fingerprint: str, *, resume: bool = True
+    ) -> None:
+        self.layout = layout
+        self.folder = layout.target.with_name(layout.target.name + ".partial")
+        self.resumed: list[Record] = []
+        self.started_over = False
+        """Whether a partial output of another merge was found and discarded."""
+        self._fingerprint = fingerprint
+        self._resume = resume
+        self._built = layout.build(metadata)
+        self._places = {
+            name: (file, info)
+            for file, (_, placed) in self._built.items()
+            for name, info in placed.items()
+        }
+        self._open_files: dict[str, int] = {}
+        self._journal = -1
+
+    def __enter__(self) -> Self:
+        try:
+            with _explaining(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._open_journal()
+                for file, (header, placed) in self._built.items():
+                    path = self.folder / file
+                    self._open_files[file] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                    size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
+                    os.truncate(self._open_files[file], size)
+                    _write_all(self._open_files[file], header, 0)
+            self._check_free_space()
+            self.resumed = self._intact(self.resumed)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for file_descriptor in (*self._open_files.values(), self._journal):
+            if file_descriptor >= 0:
+                os.close(file_descriptor)
+        self._open_files = {}
+        self._journal = -1
+
+    def _open_journal(self) -> None:
+        path = self.folder / JOURNAL_NAME
+        self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        if not _lock(self._journal):
+            raise OutputError(f"{self.folder}: another process is writing this output")
+        first = {"journal": JOURNAL_VERSION, "fingerprint": self._fingerprint}
+        lines = _whole_lines(path.read_bytes())
+        if self._resume and lines and lines[0] == first:
+            self.resumed = lines[1:]
+            return
+        self.started_over = bool(lines)
+        for leftover in self.folder.iterdir():
+            if leftover != path:
+                leftover.unlink()
+        os.truncate(self._journal, 0)
+        self._append(first)
+
+    def _append(self, line: Record) -> None:
+        os.write(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def _check_free_space(self) -> None:
+        missing = sum(
+            max(0, status.st_size - status.st_blocks * 512)
+            for status in map(os.fstat, self._open_files.values())
+        )
+        free = shutil.disk_usage(self.folder).free
+        if missing > free:
+            raise OutputError(
+                f"{self.layout.target}: needs {missing / 1e9:.2f} GB more and the disk has "
+                f"{free / 1e9:.2f} GB free; make room or choose another place, then run it again"
+            )
+
+    def _intact(self, records: list[Record]) -> list[Record]:
+        """Keep the records whose chunk on disk has the digest the journal says."""
+
+        def is_intact(record: Record) -> bool:
+            _, info = self._places[record["tensor"]]
+            start = record["chunk"] * CHUNK
+            count = min(CHUNK, info.elements - start)
+            data = self.read(info.name, start * info.dtype.itemsize, count * info.dtype.itemsize)
+            digest = new_hash()
+            digest.update(data)
+            return digest.hexdigest() == record["output"]
+
+        with ThreadPoolExecutor() as pool:
+            return [r for r, good in zip(records, pool.map(is_intact, records)) if good]
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Read back what was written of a tensor."""
+        file, info = self._places[name]
+        return os.pread(self._open_files[file], nbytes, info.start + offset)
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        file, info = self._places[name]
+        with _explaining(self.folder / file):
+            _write_all(self._open_files[file], data, info.start + offset)
+
+    def record(self, record: Record) -> None:
+        with _explaining(self.folder / JOURNAL_NAME):
+            self._append(record)
+
+    def finish(self, metadata: Mapping[str, Mapping[str, str]], manifest: bytes) -> None:
+        """Write the final headers (metadata for each file), sync, and rename into place."""
+        with _explaining(self.folder):
+            for file, file_descriptor in self._open_files.items():
+                header, _ = self.layout.build(metadata[file])[file]
+                if len(header) != len(self._built[file][0]):
+                    raise AssertionError("the final header must be as long as the first one")
+                _write_all(file_descriptor, header, 0)
+                os.fsync(file_descriptor)
+            beside = {self._manifest_name: manifest}
+            if (index := self.layout.index()) is not None:
+                beside[self.layout.index_name] = index
+            for name, content in beside.items():
+                _write_synced(self.folder / name, content)
+            self._publish()
+
+    @property
+    def _manifest_name(self) -> str:
+        return manifest_path(self.layout.target).name
+
+    def _publish(self) -> None:
+        target = self.layout.target
+        if self.layout.is_directory:
+            _sync_folder(self.folder)
+            replaced = None
+            if target.exists():
+                replaced = target.with_name(f"{target.name}.replaced-{os.getpid()}")
+                target.rename(replaced)
+            self.folder.rename(target)
+            (target / JOURNAL_NAME).unlink()
+            if replaced is not None:
+                shutil.rmtree(replaced)
+        else:
+            (self.folder / self._manifest_name).replace(manifest_path(target))
+            (self.folder / target.name).replace(target)
+            shutil.rmtree(self.folder)
+        _sync_folder(target.parent)
+
+
+def manifest_path(target: Path) -> Path:
+    """Where the manifest of an output lies."""
+    if target.suffix == ".safetensors":
+        return target.with_name(target.name + ".manifest.json")
+    return target / MANIFEST_NAME
+
+
+def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
+    """Refuse to overwrite an input, ever, and an existing output unless told to."""
+    target = Path(os.path.realpath(layout.target))
+    for file in inputs:
+        source = Path(os.path.realpath(file))
+        if target == source or (layout.is_directory and target in source.parents):
+            raise OutputError(
+                f"{layout.target}: the output would overwrite the input {file}; "
+                "choose another output"
+            )
+        if layout.target.exists() and layout.target.samefile(file):
+            raise OutputError(f"{layout.target}: is the same file as the input {file}")
+    if not layout.target.exists():
+        return
+    if not overwrite:
+        raise OutputError(
+            f"{layout.target}: exists already; choose another output, "
+            "or allow it with overwrite = true"
+        )
+    if layout.is_directory != layout.target.is_dir():
+        raise OutputError(f"{layout.target}: is a {'file' if layout.is_directory else 'directory'}")
+    if layout.is_directory and any(layout.target.iterdir()):
+        if not (layout.target / MANIFEST_NAME).exists():
+            raise OutputError(
+                f"{layout.target}: not made by dare (it has no {MANIFEST_NAME}), "
+                "so it is not replaced; remove it yourself or choose another output"
+            )
+
+
+def _whole_lines(text: bytes) -> list[Record]:
+    """Parse a journal up to the first line that is torn."""
+    lines = []
+    for line in text.split(b"\n")[:-1]:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _write_all(file_descriptor: int, data: bytes | NDArray[np.uint8], position: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(file_descriptor, rest, position)
+        rest = rest[count:]
+        position += count
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    file_descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)
+
+
+def _lock(file_descriptor: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+@contextmanager
+def _explaining(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"{place}: the disk is full; make room and run the same merge again, "
+                "it goes on where it stopped"
+            ) from error
+        raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error

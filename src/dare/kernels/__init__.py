@@ -1,0 +1,24 @@
+"""The arithmetic, on blocks of one tensor that fit in a cache.
+
+`reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
+bits, fast. Both are modules with one set of names, and `load` returns one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dare.errors import RecipeError, did_you_mean
+
+BACKENDS = ("cpu", "reference")
+BLOCK = 1 << 16
+"""Elements per block: what a kernel is called on."""
+
+
+def load(backend: str) -> Any:
+    """Import a backend by name; Numba is only imported when it is asked for."""
+    if backend not in BACKENDS:
+        hint = did_you_mean(backend, BACKENDS)
+        raise RecipeError(f"backend {backend!r}: not known{hint}; use one of {', '.join(BACKENDS)}")
+    return importlib.import_module(f"dare.kernels.{backend}")

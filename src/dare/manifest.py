@@ -1,0 +1,135 @@
+"""What was done, written into the output and beside it, and checked again by `verify`.
+
+The header of every output file holds a short manifest: recipe, mask version, digests of inputs
+and output. It names no path, no time, no version of the program and no number of threads, because
+the bytes of an output depend on the recipe and the inputs alone. The JSON file beside the weights
+adds those things and the digest of every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dare.errors import InputError
+from dare.io.digest import DIGEST_LENGTH, text_digest
+from dare.io.layout import Layout
+from dare.io.writer import manifest_path
+from dare.mask import MASK_VERSION
+from dare.plan import Plan
+from dare.report import Report
+
+FORMAT = 1
+METADATA_KEY = "dare"
+UNKNOWN = "0" * DIGEST_LENGTH
+"""Stands where a digest will be, so that a header has its final length from the start."""
+
+
+def embedded_manifest(
+    plan: Plan, base: str = UNKNOWN, models: tuple[str, ...] | None = None, output: str = UNKNOWN
+) -> dict[str, Any]:
+    """The manifest that goes into the output's own header, before its check is filled in."""
+    recipe = plan.recipe
+    return {
+        "format": FORMAT,
+        "mask": MASK_VERSION,
+        "method": "+".join(stage.name for stage in plan.stages),
+        "stages": [settings for _, settings in recipe.chain],
+        "embedding_drop_rate": recipe.embedding_drop_rate,
+        "tensors": [[list(rule.match), rule.settings] for rule in recipe.tensors],
+        "scale": recipe.scale,
+        "dtype": recipe.dtype,
+        "base": base,
+        "models": [
+            {"digest": digest, "weight": weight, "seed": seed, "settings": entry.settings}
+            for digest, weight, seed, entry in zip(
+                models or [UNKNOWN] * len(plan.models),
+                recipe.weights(),
+                recipe.seeds(),
+                recipe.models,
+                strict=True,
+            )
+        ],
+        "output": output,
+        "check": UNKNOWN,
+    }
+
+
+def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The safetensors metadata that carries a manifest."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return {"format": "pt", METADATA_KEY: text}
+
+
+def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """For each file the metadata with the check filled in: a digest of that file's header.
+
+    The check is taken over the header as it is while the check is all zeros.
+    """
+    unchecked = layout.build(metadata_of(manifest))
+    return {
+        file: metadata_of({**manifest, "check": text_digest(header)})
+        for file, (header, _) in unchecked.items()
+    }
+
+
+def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest that lies beside the weights."""
+    recipe = plan.recipe
+    resolved = recipe.model_copy(
+        update={
+            "base": recipe.base.resolve(),
+            "models": tuple(
+                entry.model_copy(update={"file": entry.file.resolve()}) for entry in recipe.models
+            ),
+            "output": recipe.output.resolve() if recipe.output else None,
+        }
+    )
+    digests = asdict(report.digests)
+    return {
+        **{key: value for key, value in embedded.items() if key != "check"},
+        "recipe": resolved.to_document(),
+        "versions": {
+            "dare": version("dare-merge"),
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("numpy", "numba")},
+        },
+        "machine": platform.machine(),
+        "digests": {
+            "base": digests["base_tensors"],
+            "models": digests["model_tensors"],
+            "output": digests["output_tensors"],
+        },
+        "report": {
+            key: value
+            for key, value in report.to_dict().items()
+            if key not in ("tensors", "digests", "output")
+        },
+    }
+
+
+def find_manifest(path: Path) -> Path | None:
+    """The manifest that a path stands for: itself, or the one of the output it names."""
+    if path.name.endswith(".json"):
+        return path
+    if path.suffix == ".safetensors" or path.is_dir():
+        return manifest_path(path)
+    return None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest beside an output."""
+    try:
+        manifest = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the manifest: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: the manifest is not valid JSON: {error}") from None
+    if not isinstance(manifest, dict) or "recipe" not in manifest:
+        raise InputError(f"{path}: is not a manifest made by dare")
+    return manifest

@@ -1,0 +1,124 @@
+"""Mask v1: which elements of a delta are kept, as a function of position.
+
+    keep(seed, tensor name, element index, drop rate) -> bool
+
+Nothing else matters: not the shape, the block or thread that asks, the order of tensors, the file
+they lie in or the other models. docs/mask.md is the specification with test vectors; this module
+is its executable form, in NumPy, and the fast kernels are tested against it bit for bit.
+
+The generator is Philox4x32 with seven rounds (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011; seven is the fewest rounds that pass BigCrush there). One call yields sixteen bytes, one for each of sixteen neighbouring elements. A byte decides
+255 times out of 256; where it equals the threshold's first byte, a 32-bit word of a second call
+decides, so a rate is exact to 2**-41.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.errors import RecipeError
+
+MASK_VERSION = 1
+ROUNDS = 7
+LANES_PER_CALL = 16
+THRESHOLD_BITS = 40
+TIE_BREAK = 1
+"""Third counter word of the calls that break ties; it is 0 in the calls that fill lanes."""
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+
+Words = NDArray[np.uint64]
+"""32-bit words held in uint64, so that products do not overflow."""
+
+
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[int, int], rounds: int = ROUNDS
+) -> tuple[Words, Words, Words, Words]:
+    """Run Philox4x32 on arrays of counter words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        product0 = _MULTIPLIERS[0] * c0
+        product1 = _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
+            product1 & _LOW,
+            (product0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
+            product0 & _LOW,
+        )
+        k0 = (k0 + _WEYL[0]) & 0xFFFFFFFF
+        k1 = (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def mask_key(seed: int, name: str) -> tuple[int, int]:
+    """Derive the Philox key of one tensor of one model."""
+    text = f"dare mask v{MASK_VERSION}\n{seed}\n{name}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def keep_threshold(drop_rate: float) -> int:
+    """Return the keep probability 1 - p as a whole number of 2**-40.
+
+    >>> keep_threshold(0.0) == 2**40, keep_threshold(0.5) == 2**39
+    (True, True)
+    """
+    return round(math.ldexp(1.0 - check_drop_rate(drop_rate), THRESHOLD_BITS))
+
+
+def check_drop_rate(drop_rate: float) -> float:
+    """Return the rate if it lies in [0, 1), else say why it cannot be used."""
+    if drop_rate == 1:
+        raise RecipeError(
+            "drop_rate = 1 would drop every change and leave nothing to rescale; "
+            "use a rate below 1 (0.9 is usual), or leave the model out"
+        )
+    if not 0 <= drop_rate < 1:
+        raise RecipeError(f"drop_rate = {drop_rate}: must be at least 0 and below 1")
+    return drop_rate
+
+
+def keep_mask(
+    name: str, size: int, drop_rate: float, seed: int, start: int = 0
+) -> NDArray[np.bool_]:
+    """Say which of the elements start … start + size of the tensor called `name` are kept.
+
+    >>> whole = keep_mask("lm_head.weight", 1000, 0.9, seed=42)
+    >>> bool((keep_mask("lm_head.weight", 10, 0.9, seed=42, start=500) == whole[500:510]).all())
+    True
+    """
+    if size < 0 or start < 0:
+        raise RecipeError(f"size = {size}, start = {start}: neither may be negative")
+    threshold = keep_threshold(drop_rate)
+    return keep_lanes(mask_key(seed, name), size, threshold >> 32, threshold & 0xFFFFFFFF, start)
+
+
+def keep_lanes(
+    key: tuple[int, int], size: int, high: int, low: int, start: int
+) -> NDArray[np.bool_]:
+    """Compute a mask from a derived key and the two parts of a threshold."""
+    first_call = start // LANES_PER_CALL
+    last_call = -(-(start + size) // LANES_PER_CALL)
+    words = _call(np.arange(first_call, last_call, dtype=np.uint64), 0, key)
+    lanes = np.stack(words, axis=1).astype("<u4").view(np.uint8).reshape(-1)
+    skip = start - first_call * LANES_PER_CALL
+    lanes = lanes[skip : skip + size]
+
+    keep = lanes < np.uint16(high)  # high is 256 when nothing is dropped
+    ties = np.flatnonzero(lanes == np.uint16(high))
+    tie_words = _call(ties.astype(np.uint64) + np.uint64(start), TIE_BREAK, key)[0]
+    keep[ties] = tie_words < np.uint64(low)
+    return keep
+
+
+def _call(index: Words, domain: int, key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+    third = np.full_like(index, domain)
+    return philox4x32((index & _LOW, index >> _SHIFT, third, np.zeros_like(index)), key)

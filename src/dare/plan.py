@@ -1,0 +1,412 @@
+"""From a recipe and the headers of its files to what will be done: every tensor, byte and cost.
+
+Everything that can be found wrong without reading weights is found here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from dare.dtypes import STORAGE_TYPES, StorageType
+from dare.errors import MismatchError, RecipeError
+from dare.executors.threads import available_cores
+from dare.io.digest import CHUNK, chunk_count
+from dare.io.header import TensorInfo
+from dare.io.layout import Layout, lay_out
+from dare.io.sources import Source
+from dare.kernels import BLOCK
+from dare.recipe import Recipe
+from dare.stages import Settings, Stage
+
+INTERPRETER_BYTES = 200 << 20
+"""About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
+FINDINGS_SHOWN = 20
+
+
+class Fate(StrEnum):
+    """What becomes of a tensor."""
+
+    MERGED = "merged"
+    COPIED = "copied from base (not a weight type)"
+    BASE_ONLY = "copied from base (no model has it)"
+    MISMATCHED = "copied from base (a model's does not fit)"
+    LEFT_OUT = "left out (only in a model)"
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the output."""
+
+    name: str
+    fate: Fate
+    shape: tuple[int, ...]
+    base: TensorInfo
+    dtype: StorageType
+    """Storage type in the output."""
+    models: tuple[int, ...]
+    """The models that take part: whose delta is merged, or whose copy is compared."""
+    settings: tuple[tuple[Settings, ...], ...]
+    """For each of those models, the settings of each delta stage."""
+    combine: Settings
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return self.base.elements
+
+    @property
+    def chunks(self) -> int:
+        """How many pieces of work it is cut into."""
+        return chunk_count(self.elements)
+
+    def surveyed_stages(self, chain: Sequence[Stage], model: int) -> list[int]:
+        """Positions of the delta stages that must survey this tensor of this model first."""
+        settings = self.settings[self.models.index(model)]
+        return [
+            position
+            for position, (stage, values) in enumerate(zip(chain, settings, strict=False))
+            if stage.kind == "delta" and stage.surveys_when(values)
+        ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a merge will do, and what it will cost."""
+
+    recipe: Recipe
+    base: Source
+    models: tuple[Source, ...]
+    model_names: tuple[str, ...]
+    tensors: tuple[TensorPlan, ...]
+    left_out: tuple[str, ...]
+    """Tensors that only models have, and that the recipe allows to be dropped."""
+    warnings: tuple[str, ...]
+    layout: Layout | None
+    """None when the result stays in memory."""
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The chain of stages."""
+        return tuple(stage for stage, _ in self.recipe.chain)
+
+    @property
+    def combine(self) -> Stage:
+        """The combine stage."""
+        return self.stages[-1]
+
+    @cached_property
+    def passes(self) -> int:
+        """How often a tensor is read at the most, if surveys can remember what they see."""
+        most = 0
+        for tensor in self.merged():
+            deltas = max(
+                (len(tensor.surveyed_stages(self.stages, m)) for m in tensor.models), default=0
+            )
+            most = max(most, deltas + self.combine.surveys_when(tensor.combine))
+        return most + 1
+
+    def merged(self) -> Iterator[TensorPlan]:
+        """The tensors that are merged."""
+        return (tensor for tensor in self.tensors if tensor.fate is Fate.MERGED)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Buffers of one thread."""
+        widest = max((kind.itemsize for kind in self._kinds()), default=1)
+        floats = 2 + self.combine.rows  # base, delta, and what the combine stage borrows
+        return BLOCK * (3 * widest + 4 * floats + 1)
+
+    def _kinds(self) -> Iterator[StorageType]:
+        for tensor in self.tensors:
+            yield tensor.base.dtype
+            yield tensor.dtype
+            for model in tensor.models:
+                yield self.models[model].tensors[tensor.name].dtype
+
+    @property
+    def threads(self) -> int:
+        """Worker threads, as many as the recipe or the machine says and the memory allows."""
+        wanted = self.recipe.threads or available_cores()
+        return max(1, min(wanted, self.recipe.max_memory // self.workspace_bytes))
+
+    @property
+    def spare_bytes(self) -> int:
+        """What one thread's survey may remember: half of what the buffers leave."""
+        left = self.recipe.max_memory - self.threads * self.workspace_bytes
+        return left // 2 // self.threads if self.passes > 1 else 0
+
+    @property
+    def peak_memory(self) -> int:
+        """Forecast of the most memory the process takes."""
+        return INTERPRETER_BYTES + self.threads * (self.workspace_bytes + self.spare_bytes)
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes that are read at least (a survey that cannot remember reads more than once)."""
+        total = 0
+        for tensor in self.tensors:
+            base = tensor.base.nbytes
+            models = {m: self.models[m].tensors[tensor.name].nbytes for m in tensor.models}
+            total += base + sum(models.values())
+            if tensor.fate is Fate.MERGED:
+                total += sum(
+                    len(tensor.surveyed_stages(self.stages, m)) * (base + size)
+                    for m, size in models.items()
+                )
+                if self.combine.surveys_when(tensor.combine):
+                    total += base + sum(models.values())
+        return total
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """Bytes of weights in the output."""
+        return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, ready for JSON."""
+        return {
+            "method": "+".join(stage.name for stage in self.stages),
+            "models": [
+                {"name": name, "weight": weight, "seed": seed}
+                for name, weight, seed in zip(
+                    self.model_names, self.recipe.weights(), self.recipe.seeds(), strict=True
+                )
+            ],
+            "passes": self.passes,
+            "threads": self.threads,
+            "peak_memory_bytes": self.peak_memory,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "warnings": list(self.warnings),
+            "tensors": [
+                {
+                    "name": tensor.name,
+                    "fate": tensor.fate.value,
+                    "shape": list(tensor.shape),
+                    "dtype": tensor.dtype.name,
+                    "models": [self.model_names[m] for m in tensor.models],
+                    "place": self._places.get(tensor.name),
+                }
+                for tensor in self.tensors
+            ],
+            "left_out": list(self.left_out),
+        }
+
+    @cached_property
+    def _places(self) -> dict[str, dict[str, Any]]:
+        """File and position, counted from the start of the data, of every tensor."""
+        places = {}
+        for file, tensors in self.layout.files.items() if self.layout else ():
+            position = 0
+            for name, dtype, shape in tensors:
+                nbytes = TensorInfo(name, dtype, shape, 0).nbytes
+                places[name] = {"file": file, "data_offsets": [position, position + nbytes]}
+                position += nbytes
+        return places
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """The plan in a few lines."""
+        fates = {fate: 0 for fate in Fate}
+        for tensor in self.tensors:
+            fates[tensor.fate] += 1
+        fates[Fate.LEFT_OUT] = len(self.left_out)
+        elements = sum(tensor.elements for tensor in self.tensors)
+        lines = [
+            f"{'+'.join(stage.name for stage in self.stages)} of {len(self.models)} models "
+            f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
+            *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
+            f"  reads {_size(self.bytes_read)} in {self.passes} pass(es), "
+            f"writes {_size(self.bytes_written)}, {self.threads} threads, "
+            f"about {_size(self.peak_memory)} of memory at the most",
+        ]
+        if self.layout is not None:
+            lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def make_plan(
+    recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]
+) -> Plan:
+    """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
+    problems: list[str] = []
+    warnings = list(_recipe_warnings(recipe))
+    tensors = [
+        _plan_tensor(recipe, info, models, names, problems, warnings)
+        for _, info in sorted(base.tensors.items())
+    ]
+    extras = _find_extras(recipe, base, models, names, problems, warnings)
+    if problems:
+        raise MismatchError(_list(problems))
+
+    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    layout = None
+    if recipe.output is not None:
+        layout = lay_out(recipe.output, described, recipe.shard_size)
+        order = {
+            name: number
+            for number, (name, _, _) in enumerate(t for f in layout.files.values() for t in f)
+        }
+        tensors.sort(key=lambda tensor: order[tensor.name])
+    plan = Plan(
+        recipe,
+        base,
+        tuple(models),
+        tuple(names),
+        tuple(tensors),
+        tuple(extras),
+        tuple(warnings),
+        layout,
+    )
+    if plan.workspace_bytes > recipe.max_memory:
+        raise RecipeError(
+            f"max_memory = {recipe.max_memory}: one thread needs {plan.workspace_bytes} bytes; "
+            f"allow at least {_size(plan.workspace_bytes)}"
+        )
+    return plan
+
+
+def _plan_tensor(
+    recipe: Recipe,
+    base: TensorInfo,
+    models: Sequence[Source],
+    names: Sequence[str],
+    problems: list[str],
+    warnings: list[str],
+) -> TensorPlan:
+    name = base.name
+    takes_part, mismatched, missing = [], [], []
+    for index, model in enumerate(models):
+        info = model.tensors.get(name)
+        if info is None:
+            missing.append(names[index])
+        elif info.shape != base.shape or (info.dtype != base.dtype and not _both_weights(info, base)):
+            mismatched.append(
+                f"{name}: base is {_describe(base)}, {names[index]} is {_describe(info)}"
+            )
+        else:
+            takes_part.append(index)
+
+    if missing:
+        line = f"{name}: not in {', '.join(missing)}"
+        if recipe.on_missing == "error":
+            problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
+        else:
+            warnings.append(f"{line}; its change there counts as zero")
+    for line in mismatched:
+        if recipe.on_mismatch == "error":
+            problems.append(f"{line}; set on_mismatch = \"base\" to keep the base's")
+        else:
+            warnings.append(f"{line}; the base's is kept")
+
+    if mismatched:
+        fate, takes_part = Fate.MISMATCHED, []
+    elif not base.dtype.is_weight:
+        fate = Fate.COPIED
+        takes_part = takes_part if recipe.on_integer_mismatch == "error" else []
+    else:
+        fate = Fate.MERGED if takes_part else Fate.BASE_ONLY
+
+    dtype = base.dtype
+    if base.dtype.is_weight and recipe.dtype is not None:
+        dtype = STORAGE_TYPES[recipe.dtype]
+    resolved = [recipe.settings_for(name, index) for index in takes_part]
+    return TensorPlan(
+        name,
+        fate,
+        base.shape,
+        base,
+        dtype,
+        tuple(takes_part),
+        tuple(settings[:-1] for settings in resolved),
+        recipe.settings_for(name, 0)[-1],
+    )
+
+
+def _find_extras(
+    recipe: Recipe,
+    base: Source,
+    models: Sequence[Source],
+    names: Sequence[str],
+    problems: list[str],
+    warnings: list[str],
+) -> list[str]:
+    owners: dict[str, list[str]] = {}
+    for model, model_name in zip(models, names, strict=True):
+        for tensor in model.tensors:
+            if tensor not in base.tensors:
+                owners.setdefault(tensor, []).append(model_name)
+    for tensor, found_in in sorted(owners.items()):
+        line = f"{tensor}: in {', '.join(found_in)}, not in the base"
+        if recipe.on_extra == "error":
+            problems.append(f'{line}; set on_extra = "drop" to leave it out')
+        else:
+            warnings.append(f"{line}; left out")
+    return sorted(owners)
+
+
+def _recipe_warnings(recipe: Recipe) -> Iterator[str]:
+    """What is allowed, and usually a mistake."""
+    seeds = recipe.seeds()
+    stages = [stage.name for stage, _ in recipe.chain]
+    if "dare" in stages and len(set(seeds)) < len(seeds):
+        yield (
+            f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions, "
+            "so nothing is gained over scaling; give each its own"
+        )
+    for rate in sorted(_values(recipe, "drop_rate")):
+        if rate > 0.95:
+            yield (
+                f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
+                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains"
+            )
+    for rescale in _values(recipe, "rescale"):
+        if rescale is False and "dare" in stages:
+            yield (
+                "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
+                "each change is applied (a tenth at p = 0.9); this is not DARE"
+            )
+
+
+def _values(recipe: Recipe, parameter: str) -> set[Any]:
+    places: Iterable[Mapping[str, Any]] = (
+        *(settings for _, settings in recipe.chain),
+        *(entry.settings for entry in recipe.models),
+        *(rule.settings for rule in recipe.tensors),
+    )
+    return {settings[parameter] for settings in places if parameter in settings}
+
+
+def _both_weights(left: TensorInfo, right: TensorInfo) -> bool:
+    return left.dtype.is_weight and right.dtype.is_weight
+
+
+def _describe(info: TensorInfo) -> str:
+    shape = "×".join(map(str, info.shape)) or "a scalar"
+    return f"{shape} {info.dtype.name}"
+
+
+def _list(problems: Sequence[str]) -> str:
+    shown = list(problems[:FINDINGS_SHOWN])
+    if len(problems) > FINDINGS_SHOWN:
+        shown.append(f"… and {len(problems) - FINDINGS_SHOWN} more")
+    head = f"{len(problems)} tensor(s) do not fit together:" if len(problems) > 1 else ""
+    return "\n  ".join([head, *shown]) if head else shown[0]
+
+
+def chunk_range(tensor: TensorPlan, chunk: int) -> tuple[int, int]:
+    """First element of a chunk and the one after its last."""
+    return chunk * CHUNK, min((chunk + 1) * CHUNK, tensor.elements)

@@ -1,0 +1,48 @@
+"""The progress bar: bytes read, on stderr, and only where somebody is looking."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Display:
+    """Where progress goes."""
+
+    advance: Callable[[int], None]
+    announce: Callable[[str], None]
+
+
+@contextmanager
+def show_progress(total_bytes: int, *, visible: bool) -> Iterator[Display]:
+    """Show a bar if `visible` and stderr is a terminal; announcements need no terminal."""
+    if not visible:
+        yield Display(lambda _nbytes: None, lambda _text: None)
+        return
+    if not sys.stderr.isatty():
+        yield Display(lambda _nbytes: None, lambda text: print(text, file=sys.stderr))
+        return
+
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(
+        TextColumn("merging"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("merging", total=total_bytes)
+        yield Display(lambda nbytes: bar.advance(task, nbytes), bar.console.print)

@@ -1,0 +1,414 @@
+"""What the user asks for: typed, strict, and the same as a TOML file or a Python object.
+
+The two tables of a small recipe are enough:
+
+    [dare]
+    drop_rate = 0.9
+
+    [models]
+    base_file = "base.safetensors"
+    merge_files = ["math.safetensors", "code.safetensors"]
+    output_file = "merged.safetensors"
+
+Everything else has a default. A stage's parameters stand in a table of its name. A model may be
+an inline table with its own `weight`, `seed` and parameters. `[[tensors]]` rules set parameters
+for the tensors whose names match; a later rule wins over an earlier one, and any rule over a
+model's own value.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from dare.dtypes import weight_type
+from dare.errors import InputError, RecipeError, did_you_mean
+from dare.stages import STAGES, Stage, parse_method
+from dare.stages.dare import DropRate
+
+EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight")
+"""Names of embeddings and heads, whose deltas behave unlike those of other layers."""
+
+
+
+
+def parse_size(value: object) -> object:
+    """Read a size in bytes: a whole number, or text such as `"512MiB"`, `"5GB"`, `"2G"`.
+
+    >>> parse_size("2GiB") == 2 * 2**30, parse_size("5MB")
+    (True, 5000000)
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", value, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write 1073741824, '1GiB' or '5GB'")
+    number, unit, suffix = match.groups()
+    power = "KMGT".index(unit.upper()) + 1 if unit else 0
+    return int(float(number) * (1000 if suffix and suffix.upper() == "B" else 1024) ** power)
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+AnyPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise _explained(error, type(self)) from None
+
+
+class ModelEntry(_Strict):
+    """One fine-tune: its file or directory, its share, and what is different for it.
+
+    >>> ModelEntry(file="math.safetensors", weight=0.5, settings={"drop_rate": 0.8}).weight
+    0.5
+    """
+
+    file: AnyPath
+    weight: float | None = None
+    seed: int | None = Field(default=None, ge=0)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What the model is called in messages."""
+        generic = {"model", "pytorch_model", "adapter_model"}
+        path = self.file
+        return path.parent.name if path.stem in generic and path.parent.name else path.stem
+
+
+class TensorRule(_Strict):
+    """Parameters for the tensors whose names match a pattern (`*` and `?` as in a shell)."""
+
+    match: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @field_validator("match", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+
+    def matches(self, tensor: str) -> bool:
+        """Say whether the rule applies to a tensor."""
+        return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in self.match)
+
+
+Policy = Literal["error", "base"]
+
+
+class Recipe(_Strict):
+    """A merge, completely described.
+
+    >>> recipe = Recipe(base="b.safetensors", models=["m.safetensors"], output="o.safetensors")
+    >>> recipe.method, recipe.seed
+    ('dare+linear', 42)
+    """
+
+    base: AnyPath
+    models: tuple[ModelEntry, ...] = Field(min_length=1)
+    output: AnyPath | None = None
+
+    method: str = "dare+linear"
+    stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Parameters by stage name."""
+    tensors: tuple[TensorRule, ...] = ()
+    embedding_drop_rate: DropRate | None = None
+    """Drop rate of embeddings and head (see EMBEDDINGS)."""
+    seed: int = Field(default=42, ge=0)
+    """Model i uses seed + i unless it has its own."""
+    scale: float = 1.0
+    """λ, applied to the merged delta."""
+    dtype: str | None = None
+    """Storage type of the merged weights; None keeps the base's."""
+
+    on_missing: Policy = "error"
+    """A tensor that a model lacks: refuse, or count its delta as zero."""
+    on_extra: Literal["error", "drop"] = "error"
+    """A tensor that only models have: refuse, or leave it out."""
+    on_mismatch: Policy = "error"
+    """A tensor of another shape or kind in a model: refuse, or keep the base's."""
+    on_integer_mismatch: Policy = "error"
+    """Integer or boolean tensors that differ between base and model: refuse, or keep the base's."""
+
+    delta_threshold: float = Field(default=0.002, ge=0)
+    """Elements whose |δ| exceeds this are counted, and warned of."""
+    verbose: bool = True
+    shard_size: Size | None = None
+    """Largest output file, in bytes of weights; the output is then a directory."""
+    max_memory: Size = 1 << 30
+    """Bytes that buffers may take."""
+    threads: int | None = Field(default=None, gt=0)
+    """Worker threads; None takes one for each core."""
+    input_digests: tuple[str, ...] | None = None
+    """What the inputs must hash to, base first; a recipe from a manifest has this."""
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _entries(cls, value: object) -> object:
+        if isinstance(value, str | PathLike):
+            value = [value]
+        if not isinstance(value, Sequence):
+            return value
+        return tuple(
+            ModelEntry(file=entry) if isinstance(entry, str | PathLike) else entry
+            for entry in value
+        )
+
+    @field_validator("tensors", "input_digests", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _weight_type(cls, value: object) -> object:
+        return None if value is None else weight_type(value).name
+
+    @model_validator(mode="after")
+    def _chain_fits(self) -> Self:
+        chain = self.chain
+        names = [stage.name for stage, _ in chain]
+        for name in self.stages:
+            if name not in STAGES:
+                raise RecipeError(f"[{name}]: no such stage{did_you_mean(name, STAGES)}")
+            if name not in names:
+                raise RecipeError(
+                    f"[{name}] would have no effect: method {self.method!r} has the stages "
+                    f"{', '.join(names)}"
+                )
+        for entry in self.models:
+            self._check_overrides(entry.settings, f"model {entry.name}: ", combine=False)
+        for rule in self.tensors:
+            where = f"tensors matching {', '.join(map(repr, rule.match))}: "
+            self._check_overrides(rule.settings, where, combine=True)
+        combine = chain[-1][0]
+        if combine.models not in (None, len(self.models)):
+            raise RecipeError(
+                f"{combine.name} merges {combine.models} models, and {len(self.models)} are given"
+            )
+        if combine.default_weight is None:
+            for entry in self.models:
+                if entry.weight is not None:
+                    raise RecipeError(
+                        f"model {entry.name}: {combine.name} takes no weights; "
+                        f"its parameters are {', '.join(combine.parameters)}"
+                    )
+        if self.embedding_drop_rate is not None and "drop_rate" not in self._parameters(False):
+            raise RecipeError(
+                f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
+            )
+        return self
+
+    def _parameters(self, combine: bool) -> set[str]:
+        return {
+            name
+            for stage, _ in self.chain
+            if combine or stage.kind == "delta"
+            for name in stage.parameters
+        }
+
+    def _check_overrides(self, settings: Mapping[str, Any], where: str, *, combine: bool) -> None:
+        known = self._parameters(combine)
+        for name, value in settings.items():
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise RecipeError(
+                    f"{where}{name} is not a parameter here{hint}; "
+                    f"known: {', '.join(sorted(known)) or 'none'}"
+                )
+            for stage, _ in self.chain:
+                if name in stage.parameters:
+                    stage.parameters[name].check(value, where)
+
+    @cached_property
+    def chain(self) -> tuple[tuple[Stage, dict[str, Any]], ...]:
+        """The stages with their settings, before any model's or tensor's own values."""
+        stages = parse_method(self.method)
+        given = {name: dict(table) for name, table in self.stages.items()}
+        chain = []
+        for stage in stages:
+            table = given.get(stage.name, {})
+            settings = stage.settings(table, f"[{stage.name}] ")
+            for parameter, implied in stage.preceded_by.items():
+                overridden = any(
+                    parameter in place.settings for place in (*self.models, *self.tensors)
+                )
+                value = settings[parameter]
+                if (value is not None or overridden) and STAGES[implied] not in stages:
+                    chain.append((STAGES[implied], {parameter: 1.0 if value is None else value}))
+            chain.append((stage, settings))
+        return tuple(chain)
+
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each model."""
+        return tuple(
+            self.seed + index if entry.seed is None else entry.seed
+            for index, entry in enumerate(self.models)
+        )
+
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each model."""
+        default = self.chain[-1][0].default_weight
+        usual = default(len(self.models)) if default else 1.0
+        return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
+
+    def settings_for(self, tensor: str, model: int) -> tuple[dict[str, Any], ...]:
+        """The settings of every stage for one tensor of one model."""
+        overrides = dict(self.models[model].settings)
+        if self.embedding_drop_rate is not None and is_embedding(tensor):
+            overrides["drop_rate"] = self.embedding_drop_rate
+        for rule in self.tensors:
+            if rule.matches(tensor):
+                overrides.update(rule.settings)
+        return tuple(
+            settings | {name: overrides[name] for name in settings if name in overrides}
+            for _, settings in self.chain
+        )
+
+    def to_toml(self) -> str:
+        """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
+        import tomli_w
+
+        return tomli_w.dumps(self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """The recipe as the plain tables of its TOML form, without what is at its default."""
+        plain = self.model_dump(mode="json", exclude_defaults=True)
+        base, output = plain.pop("base"), plain.pop("output", None)
+        models = [
+            entry["file"]
+            if set(entry) == {"file"}
+            else {"file": entry["file"], **_flat(entry, "file")}
+            for entry in plain.pop("models")
+        ]
+        rules = [{"match": rule["match"], **_flat(rule, "match")} for rule in plain.pop("tensors", [])]
+        stages = plain.pop("stages", {})
+        document: dict[str, Any] = dict(plain)
+        document["models"] = {"base_file": base, "merge_files": models}
+        if output is not None:
+            document["models"]["output_file"] = output
+        document.update(stages)
+        if rules:
+            document["tensors"] = rules
+        return document
+
+
+def is_embedding(tensor: str) -> bool:
+    """Say whether a tensor is an embedding or a head, by its name."""
+    return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in EMBEDDINGS)
+
+
+def read_toml(path: Path) -> Recipe:
+    """Read a recipe from a TOML file."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot read the recipe: {error}") from None
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    return recipe_from_document(document, str(path))
+
+
+_LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
+"""Keys that may stand in the table [dare] but belong to the whole recipe."""
+
+_FILE_KEYS = {"base_file": "base", "merge_files": "models", "output_file": "output"}
+
+
+def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
+    """Build a recipe from the tables of its TOML form."""
+    given = dict(document)
+    try:
+        files = _table(given.pop("models", {}), "models")
+        for key in files:
+            if key not in _FILE_KEYS:
+                raise RecipeError(f"[models] {key}: not known{did_you_mean(key, _FILE_KEYS)}")
+        for key, field_name in _FILE_KEYS.items():
+            if key in files:
+                given[field_name] = files[key]
+        for key in ("base_file", "merge_files"):
+            if key not in files:
+                raise RecipeError(f"[models] {key} is missing")
+        if isinstance(given["models"], list):
+            given["models"] = [
+                ModelEntry(**_nested(entry, ("file", "weight", "seed")))
+                if isinstance(entry, dict)
+                else entry
+                for entry in given["models"]
+            ]
+        if "tensors" in given:
+            given["tensors"] = [
+                TensorRule(**_nested(_table(rule, "tensors"), ("match",)))
+                for rule in given["tensors"]
+            ]
+        stages = {name: dict(given.pop(name)) for name in list(given) if _is_stage(name, given)}
+        for key in _LIFTED:
+            if key in stages.get("dare", {}):
+                given[key] = stages["dare"].pop(key)
+        if not stages.get("dare", True):
+            del stages["dare"]
+        return Recipe(**given, stages=stages)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def _is_stage(name: str, document: Mapping[str, Any]) -> bool:
+    return isinstance(document[name], dict) and name not in Recipe.model_fields
+
+
+def _table(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RecipeError(f"{name}: must be a table, as in [{name}]")
+    return value
+
+
+def _nested(entry: Mapping[str, Any], own: Sequence[str]) -> dict[str, Any]:
+    """Move the keys that are not an entry's own into its `settings`."""
+    nested: dict[str, Any] = {key: entry[key] for key in own if key in entry}
+    nested["settings"] = {key: value for key, value in entry.items() if key not in own}
+    return nested
+
+
+def _flat(entry: dict[str, Any], without: str) -> dict[str, Any]:
+    """Undo `_nested`."""
+    own = {key: value for key, value in entry.items() if key not in ("settings", without)}
+    settings: dict[str, Any] = entry.get("settings", {})
+    return own | settings
+
+
+def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
+    """Say the first thing that is wrong in our words."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    name = ".".join(map(str, first["loc"]))
+    if isinstance(cause, RecipeError):
+        return cause
+    if first["type"] == "extra_forbidden":
+        return RecipeError(f"{name}: not known{did_you_mean(name, model.model_fields)}")
+    if first["type"] == "missing":
+        return RecipeError(f"{name} is missing")
+    reason = str(cause) if cause else first["msg"]
+    return RecipeError(f"{name} = {first['input']!r}: {reason}")

@@ -1,0 +1,34 @@
+"""The stages: importing this package registers all of them.
+
+To add one, write its function in a file here, decorate it and import the file below.
+"""
+
+from dare.stages import dare, linear, slerp, ties, trim
+from dare.stages.registry import (
+    ALIASES,
+    STAGES,
+    Block,
+    Deltas,
+    Parameter,
+    Settings,
+    Stage,
+    Walk,
+    parse_method,
+)
+
+__all__ = [
+    "ALIASES",
+    "STAGES",
+    "Block",
+    "Deltas",
+    "Parameter",
+    "Settings",
+    "Stage",
+    "Walk",
+    "dare",
+    "linear",
+    "parse_method",
+    "slerp",
+    "ties",
+    "trim",
+]

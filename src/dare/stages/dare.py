@@ -1,0 +1,65 @@
+"""Drop And REscale."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import AfterValidator
+
+from dare.mask import check_drop_rate, keep_threshold, mask_key
+from dare.stages.registry import Block, Walk, delta_stage
+
+DropRate = Annotated[float, AfterValidator(check_drop_rate)]
+Rescale = bool | Literal["l1"]
+
+
+def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001
+    """Find the factor that gives the kept elements the L1 norm of the whole delta."""
+    before = after = 0.0
+    for block in walk():
+        before += block.kernels.sum_magnitudes(block.values)
+        _drop(block, drop_rate, 1.0)
+        after += block.kernels.sum_magnitudes(block.values)
+    return before / after if after else 1.0
+
+
+@delta_stage(
+    paper="arXiv:2311.03099",
+    survey=survey_l1,
+    surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
+)
+def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) -> None:
+    """Drop each element with probability p and divide the others by 1 - p.
+
+    δ̂ᵢ = mᵢ·δᵢ / (1 - p), mᵢ = 1 with probability 1 - p, else 0, so that E[δ̂] = δ.
+
+    `rescale = false` leaves the others as they are (then E[δ̂] = (1 - p)·δ), and `rescale = "l1"`
+    scales them to the L1 norm of the whole delta, as mergekit does.
+    """
+    if rescale == "l1":
+        factor = block.summary if drop_rate > 0 else 1.0
+    else:
+        factor = 1.0 / (1.0 - drop_rate) if rescale else 1.0
+    _drop(block, drop_rate, factor)
+
+
+def _drop(block: Block, drop_rate: float, factor: float) -> None:
+    high, low = divmod(keep_threshold(drop_rate), 1 << 32)
+    if high == 256:  # everything is kept, and the factor is 1
+        return
+    key0, key1 = _key(block.seed, block.tensor)
+    block.survivors = block.kernels.drop(
+        block.values,
+        block.start,
+        np.uint32(key0),
+        np.uint32(key1),
+        high,
+        np.uint32(low),
+        np.float32(factor),
+        block.scratch,
+    )
+
+
+_key = lru_cache(maxsize=1024)(mask_key)

@@ -1,0 +1,273 @@
+"""What a stage is, and the one table of them.
+
+A stage is a function with keyword-only parameters. Those parameters, their defaults and their
+ranges are the recipe's schema; its docstring is its documentation. There are two kinds:
+
+- a *delta stage* changes one block of one model's delta in place:
+  `dare(block, *, drop_rate, rescale)`
+- a *combine stage* turns the deltas of all models, which come one after the other, into one:
+  `linear(deltas)`
+
+A stage sees one block at a time. One that must know something of the whole tensor first has a
+*survey*: a function of the same parameters that walks over the tensor's blocks and returns
+whatever the stage wants to find in `summary` later. `surveys_when` says for which parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from dare.errors import RecipeError, did_you_mean
+
+Floats = NDArray[np.float32]
+Settings = Mapping[str, Any]
+"""Parameter values of one stage, complete and checked."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A run of elements of one model's delta, on its way through the delta stages."""
+
+    kernels: Any
+    tensor: str
+    start: int
+    """Index of the first element in the tensor."""
+    seed: int
+    values: Floats
+    survivors: int
+    """How many elements no stage has dropped yet (zeros of the delta itself count)."""
+    scratch: NDArray[np.uint8]
+    summary: Any = None
+    """What the survey of the stage being applied returned."""
+
+
+class Walk(Protocol):
+    """What a survey is given: the blocks of one tensor, as often as it asks for them."""
+
+    spare_bytes: int
+    """Memory the survey may use to remember what it has seen."""
+
+    def __call__(self) -> Iterator[Any]:
+        """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""
+
+
+class Deltas:
+    """The deltas of all models at one block, in recipe order; each is gone when the next comes."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        base: Floats,
+        weights: Sequence[float],
+        rows: Sequence[Floats],
+        stream: Iterator[Floats],
+        summary: Any = None,
+    ) -> None:
+        self.kernels = kernels
+        self.base = base
+        self.weights = weights
+        self.summary = summary
+        self._rows = rows
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[tuple[Floats, np.float32]]:
+        for values, weight in zip(self._stream, self.weights, strict=True):
+            yield values, np.float32(weight)
+
+    def rows(self, count: int) -> list[Floats]:
+        """Lend `count` zeroed arrays of the block's size; a stage declares how many it takes."""
+        rows = [row[: self.base.size] for row in self._rows[:count]]
+        for row in rows:
+            row.fill(0)
+        return rows
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a stage: its place in the recipe, its default and its check."""
+
+    name: str
+    default: Any
+    adapter: TypeAdapter[Any] = field(repr=False, compare=False)
+    annotation: Any = field(repr=False, compare=False)
+
+    def check(self, value: Any, where: str) -> Any:
+        """Return the value if it fits, else say where it does not."""
+        try:
+            return self.adapter.validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            cause = first.get("ctx", {}).get("error")
+            reason = str(cause) if cause else f"{self.name} = {value!r}: {first['msg']}"
+            raise RecipeError(where + reason) from None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A registered stage."""
+
+    name: str
+    kind: Literal["delta", "combine"]
+    apply: Callable[..., Any]
+    parameters: Mapping[str, Parameter]
+    paper: str
+    survey: Callable[..., Any] | None
+    surveys_when: Callable[[Settings], bool]
+    rows: int
+    """Block-sized arrays that a combine stage borrows."""
+    default_weight: Callable[[int], float] | None
+    """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
+    models: int | None
+    """How many models a combine stage takes, if not any number."""
+    preceded_by: Mapping[str, str]
+    """Parameters that, when given, put the delta stage named here before this one."""
+
+    @property
+    def summary_line(self) -> str:
+        """The first sentence of the stage's documentation."""
+        return (inspect.getdoc(self.apply) or "").split("\n")[0]
+
+    def settings(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Fill in defaults and check every value."""
+        for name in given:
+            if name not in self.parameters:
+                hint = did_you_mean(name, self.parameters)
+                known = ", ".join(self.parameters) or "none"
+                raise RecipeError(
+                    f"{where}{name}: {self.name} has no such parameter{hint}; it has: {known}"
+                )
+        return {
+            name: parameter.check(given[name], where) if name in given else parameter.default
+            for name, parameter in self.parameters.items()
+        }
+
+
+STAGES: dict[str, Stage] = {}
+ALIASES: dict[str, str] = {
+    "task_arithmetic": "sum",
+    "dare_linear": "dare+linear",
+    "dare_ties": "dare+ties",
+    "dare_slerp": "dare+slerp",
+    "dare_task_arithmetic": "dare+sum",
+    "average": "linear",
+    "dare": "dare+linear",
+    "trim": "trim+linear",
+}
+"""Names that people bring along, as chains of ours."""
+
+
+def delta_stage(
+    *,
+    paper: str = "",
+    survey: Callable[..., Any] | None = None,
+    surveys_when: Callable[[Settings], bool] = lambda _settings: True,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function of one block as a delta stage."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        _register(function, "delta", paper, survey, surveys_when)
+        return function
+
+    return register
+
+
+def combine_stage(
+    *,
+    paper: str = "",
+    survey: Callable[..., Any] | None = None,
+    surveys_when: Callable[[Settings], bool] = lambda _settings: True,
+    rows: int = 1,
+    default_weight: Callable[[int], float] | None = lambda _models: 1.0,
+    models: int | None = None,
+    preceded_by: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
+    """Register a function of all models' deltas as a combine stage."""
+
+    def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
+        _register(
+            function,
+            "combine",
+            paper,
+            survey,
+            surveys_when,
+            rows=rows,
+            default_weight=default_weight,
+            models=models,
+            preceded_by=preceded_by or {},
+        )
+        return function
+
+    return register
+
+
+def _register(
+    function: Callable[..., Any],
+    kind: Literal["delta", "combine"],
+    paper: str,
+    survey: Callable[..., Any] | None,
+    surveys_when: Callable[[Settings], bool],
+    *,
+    rows: int = 0,
+    default_weight: Callable[[int], float] | None = lambda _models: 1.0,
+    models: int | None = None,
+    preceded_by: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    hints = get_type_hints(function, include_extras=True)
+    parameters = {
+        name: Parameter(
+            name,
+            parameter.default,
+            TypeAdapter(hints[name], config=ConfigDict(strict=True)),
+            hints[name],
+        )
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    name = function.__name__
+    STAGES[name] = Stage(
+        name,
+        kind,
+        function,
+        parameters,
+        paper,
+        survey,
+        surveys_when if survey else lambda _settings: False,
+        rows,
+        default_weight,
+        models,
+        preceded_by,
+    )
+
+
+def parse_method(method: str) -> tuple[Stage, ...]:
+    """Turn `"dare+ties"`, or an alias such as `"dare_ties"`, into its stages.
+
+    >>> [stage.name for stage in parse_method("dare_ties")]
+    ['dare', 'ties']
+    """
+    chain = ALIASES.get(method, method)
+    stages = []
+    for name in chain.split("+"):
+        if name not in STAGES:
+            known = [*STAGES, *ALIASES]
+            hint = did_you_mean(name, known) or did_you_mean(method, known)
+            raise RecipeError(
+                f"method {method!r}: there is no stage {name!r}{hint}; "
+                f"stages: {', '.join(STAGES)}; other names: {', '.join(ALIASES)}"
+            )
+        stages.append(STAGES[name])
+    if [stage.kind for stage in stages] != ["delta"] * (len(stages) - 1) + ["combine"]:
+        combiners = ", ".join(stage.name for stage in STAGES.values() if stage.kind == "combine")
+        raise RecipeError(
+            f"method {method!r}: a method is any delta stages and then one combine stage "
+            f"({combiners}), as in 'dare+linear'"
+        )
+    return tuple(stages)

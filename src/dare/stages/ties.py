@@ -1,0 +1,32 @@
+"""Sign election and disjoint mean."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from dare.stages.registry import Deltas, Floats, combine_stage
+from dare.stages.trim import KeepRatio
+
+
+@combine_stage(paper="arXiv:2306.01708", rows=4, preceded_by={"keep_ratio": "trim"})
+def ties(
+    deltas: Deltas,
+    *,
+    keep_ratio: KeepRatio | None = None,  # noqa: ARG001 (read by the planner: see preceded_by)
+    divide_by: Literal["weights", "count"] = "weights",
+) -> Floats:
+    """Elect a sign for each element, then average the models that agree with it.
+
+    P = Σ wᵢ·δ̂ᵢ over the positive terms, N over the negative ones. Where P + N > 0 the result is
+    P / Σ wᵢ over the models that made up P, where P + N < 0 it is N / Σ wᵢ likewise, and where
+    they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does.
+    `keep_ratio` trims each delta first, as the stage `trim` does.
+    """
+    above, below, above_share, below_share = deltas.rows(4)
+    for values, weight in deltas:
+        share = abs(weight) if divide_by == "weights" else np.float32(1)
+        deltas.kernels.vote(above, below, above_share, below_share, values, weight, share)
+    deltas.kernels.elect(above, below, above_share, below_share)
+    return above
