@@ -39,10 +39,10 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from dare.mask import MASK_VERSION, keep_mask
-    from dare.plan import Plan
+    from dare.planning import Plan
     from dare.recipe import ModelEntry, Recipe, TensorRule
     from dare.report import Report
-    from dare.verify import Verification, verify
+    from dare.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -72,10 +72,10 @@ _HOMES = {
         "VerificationError",
     ),
     "mask": ("MASK_VERSION", "keep_mask"),
-    "plan": ("Plan",),
+    "planning": ("Plan",),
     "recipe": ("ModelEntry", "Recipe", "TensorRule"),
     "report": ("Report",),
-    "verify": ("Verification", "verify"),
+    "verification": ("Verification", "verify"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -25,9 +25,9 @@ from dare.manifest import (
     metadata_of,
     read_manifest,
 )
-from dare.plan import Plan, make_plan
+from dare.planning import Plan, make_plan
 from dare.progress import show_progress
-from dare.recipe import Recipe, read_toml, recipe_from_document
+from dare.recipe import ModelEntry, Recipe, read_toml, recipe_from_document
 from dare.report import Report, make_report
 from dare.run import execute
 
@@ -44,8 +44,11 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
     if manifest_file is None:
         return read_toml(path)
     manifest = read_manifest(manifest_file)
-    digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
-    document = {**manifest["recipe"], "input_digests": digests}
+    try:
+        digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
+        document = {**manifest["recipe"], "input_digests": digests}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
     return recipe_from_document(document, str(manifest_file))
 
 
@@ -104,8 +107,12 @@ def merge(
         _check_inputs(recipe, report)
         digests = report.digests
         embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
-        beside = json.dumps(full_manifest(planned, report, embedded), indent=1, ensure_ascii=False)
-        output.finish(checked_metadata(planned.layout, embedded), beside.encode() + b"\n")
+        beside = json.dumps(full_manifest(planned, report, embedded), indent=1)
+        output.finish(
+            checked_metadata(planned.layout, embedded),
+            beside.encode() + b"\n",
+            overwrite=overwrite,
+        )
     _warn(recipe, report.warnings[len(planned.warnings) :])
     return report
 
@@ -114,12 +121,14 @@ def merge_arrays(
     base: Mapping[str, Any],
     models: Sequence[Mapping[str, Any]],
     *,
+    weights: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
     backend: str = "cpu",
     **settings: Any,
 ) -> tuple[dict[str, Any], Report]:
-    """Merge dicts of NumPy arrays or torch tensors; the result has the base's types.
+    """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
 
-    Settings are those of a `Recipe`.
+    Weights and seeds are one for each model; settings are those of a `Recipe`.
 
     >>> import numpy as np
     >>> base = {"w": np.zeros(4, np.float32)}
@@ -129,8 +138,13 @@ def merge_arrays(
     """
     started = time.perf_counter()
     names = [f"model {index}" for index in range(len(models))]
-    recipe = Recipe(**{"base": "base", "models": names, **settings})
-    sources = [array_source(model, f"model {i}") for i, model in enumerate(models)]
+    unset = [None] * len(models)
+    entries = [
+        ModelEntry(file=name, weight=weight, seed=seed)
+        for name, weight, seed in zip(names, weights or unset, seeds or unset, strict=True)
+    ]
+    recipe = Recipe(base="base", models=entries, **settings)
+    sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     planned = make_plan(recipe, array_source(base, "base"), sources, names)
     _warn(recipe, planned.warnings)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
@@ -145,8 +159,7 @@ def merge_arrays(
     )
     _warn(recipe, report.warnings[len(planned.warnings) :])
     merged = {
-        info.name: like_original(base[info.name], info, sink.arrays[info.name])
-        for info in written
+        info.name: like_original(base[info.name], info, sink.arrays[info.name]) for info in written
     }
     return {name: merged[name] for name in base}, report
 
@@ -170,7 +183,9 @@ def _fingerprint(planned: Plan) -> str:
     described = [
         embedded_manifest(planned),
         [source.fingerprint() for source in (planned.base, *planned.models)],
-        [tensor.name for tensor in planned.tensors],
+        [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
+        list(planned.layout.files) if planned.layout else [],
+        planned.recipe.delta_threshold,
     ]
     return text_digest(json.dumps(described, sort_keys=True, default=str).encode())
 

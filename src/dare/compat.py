@@ -24,7 +24,7 @@ from dare.io.header import TensorInfo
 from dare.kernels import BLOCK
 from dare.recipe import Recipe
 from dare.report import Report
-from dare.stages import STAGES, Block
+from dare.stages import STAGES, Block, Scratch
 from dare.stages.dare import Rescale
 
 logger = logging.getLogger("dare")
@@ -55,7 +55,7 @@ class DareConfig:
 
 
 class DareMerger:
-    """Merges safetensors files: `DareMerger(base_file=…, merge_files=[…]).merge("out.safetensors")`."""
+    """Merges files: `DareMerger(base_file=…, merge_files=[…]).merge("out.safetensors")`."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ def dare_drop(
 
     >>> import numpy as np
     >>> dare_drop({"w": np.ones(8, np.float32)}, drop_rate=0.5, seed=1)["w"]
-    array([2., 0., 0., 0., 2., 0., 2., 0.], dtype=float32)
+    array([0., 2., 2., 2., 0., 2., 2., 2.], dtype=float32)
     """
     dropped, report = merge_arrays(
         _zeros(task_vector),
@@ -153,21 +153,26 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
     settings = trim.settings({"keep_ratio": keep_ratio}, "")
     kernels = kernel_backends.load("cpu")
 
+    scratch = Scratch(BLOCK)
+
     def trimmed(name: str, delta: Any) -> Any:
         values = _as_floats(delta, name)
+        origin = np.zeros(BLOCK, np.float32)
 
         def blocks() -> Iterator[Block]:
             for start in range(0, values.size, BLOCK):
                 part = values[start : start + BLOCK]
-                count = int(np.count_nonzero(part))
-                yield Block(kernels, name, start, 0, part, count, np.empty(0, np.uint8))
+                base = origin[: part.size]
+                block = Block(kernels, name, start, 0, part, base, scratch, np.int32(0))
+                block.survivors = int(np.count_nonzero(part))
+                yield block
 
-        walk = _ArrayWalk(values.nbytes, blocks)
         if trim.survey is not None and trim.surveys_when(settings):
-            summary = trim.survey(walk, **settings)
+            summary = trim.survey(_ArrayWalk(values.nbytes, blocks), **settings)
             for block in blocks():
                 block.summary = summary
                 trim.apply(block, **settings)
+                values[block.start : block.start + block.size] = block.values
         return _as_original(delta, name, values)
 
     return {name: trimmed(name, delta) for name, delta in task_vector.items()}

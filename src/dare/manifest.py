@@ -21,7 +21,7 @@ from dare.io.digest import DIGEST_LENGTH, text_digest
 from dare.io.layout import Layout
 from dare.io.writer import manifest_path
 from dare.mask import MASK_VERSION
-from dare.plan import Plan
+from dare.planning import Plan
 from dare.report import Report
 
 FORMAT = 1

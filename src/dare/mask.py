@@ -7,9 +7,10 @@ they lie in or the other models. docs/mask.md is the specification with test vec
 is its executable form, in NumPy, and the fast kernels are tested against it bit for bit.
 
 The generator is Philox4x32 with seven rounds (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011; seven is the fewest rounds that pass BigCrush there). One call yields sixteen bytes, one for each of sixteen neighbouring elements. A byte decides
-255 times out of 256; where it equals the threshold's first byte, a 32-bit word of a second call
-decides, so a rate is exact to 2**-41.
+1, 2, 3", SC 2011; seven rounds are the fewest that pass BigCrush there). One call yields sixteen
+bytes, one for each of sixteen neighbouring elements. A byte decides 255 times out of 256; where it
+equals the threshold's first byte, a 32-bit word of a second call decides, so a rate is exact to
+2**-41.
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ import fnmatch
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -46,8 +47,6 @@ EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "outpu
 """Names of embeddings and heads, whose deltas behave unlike those of other layers."""
 
 
-
-
 def parse_size(value: object) -> object:
     """Read a size in bytes: a whole number, or text such as `"512MiB"`, `"5GB"`, `"2G"`.
 
@@ -61,14 +60,26 @@ def parse_size(value: object) -> object:
         raise ValueError(f"{value!r} is not a size; write 1073741824, '1GiB' or '5GB'")
     number, unit, suffix = match.groups()
     power = "KMGT".index(unit.upper()) + 1 if unit else 0
-    return int(float(number) * (1000 if suffix and suffix.upper() == "B" else 1024) ** power)
+    thousand = 1000 if suffix and suffix.upper() == "B" else 1024
+    return int(Fraction(number) * thousand**power)
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-AnyPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
+def _as_path(value: object) -> Path:
+    if not isinstance(value, str | PathLike):
+        raise ValueError("must be the path of a file or directory")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~somebody who is not there
+        raise ValueError(str(error)) from None
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=1 << 63)]
+AnyPath = Annotated[Path, BeforeValidator(_as_path)]
 
 
 class _Strict(BaseModel):
+    """Refuses unknown names and wrong types, in our words."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def __init__(self, **given: Any) -> None:
@@ -85,6 +96,10 @@ class ModelEntry(_Strict):
     0.5
     """
 
+    if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
+
+        def __init__(self, **given: Any) -> None: ...
+
     file: AnyPath
     weight: float | None = None
     seed: int | None = Field(default=None, ge=0)
@@ -93,13 +108,19 @@ class ModelEntry(_Strict):
     @property
     def name(self) -> str:
         """What the model is called in messages."""
-        generic = {"model", "pytorch_model", "adapter_model"}
         path = self.file
+        if path.suffix != ".safetensors":
+            return path.name
+        generic = {"model", "pytorch_model", "adapter_model"}
         return path.parent.name if path.stem in generic and path.parent.name else path.stem
 
 
 class TensorRule(_Strict):
     """Parameters for the tensors whose names match a pattern (`*` and `?` as in a shell)."""
+
+    if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
+
+        def __init__(self, **given: Any) -> None: ...
 
     match: tuple[str, ...]
     settings: dict[str, Any]
@@ -107,7 +128,9 @@ class TensorRule(_Strict):
     @field_validator("match", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
 
     def matches(self, tensor: str) -> bool:
         """Say whether the rule applies to a tensor."""
@@ -124,6 +147,10 @@ class Recipe(_Strict):
     >>> recipe.method, recipe.seed
     ('dare+linear', 42)
     """
+
+    if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
+
+        def __init__(self, **given: Any) -> None: ...
 
     base: AnyPath
     models: tuple[ModelEntry, ...] = Field(min_length=1)
@@ -185,6 +212,22 @@ class Recipe(_Strict):
     def _weight_type(cls, value: object) -> object:
         return None if value is None else weight_type(value).name
 
+    @field_validator("stages")
+    @classmethod
+    def _without_gaps(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """None is no value in TOML, and what it says is said by leaving the key out."""
+        given = {
+            stage: {name: setting for name, setting in table.items() if setting is not None}
+            for stage, table in value.items()
+        }
+        return {stage: table for stage, table in given.items() if table or stage not in STAGES}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A recipe with some fields changed, checked like any other."""
+        del deep  # nothing in a recipe can be changed
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(fields | dict(update or {})))
+
     @model_validator(mode="after")
     def _chain_fits(self) -> Self:
         chain = self.chain
@@ -214,6 +257,11 @@ class Recipe(_Strict):
                         f"model {entry.name}: {combine.name} takes no weights; "
                         f"its parameters are {', '.join(combine.parameters)}"
                     )
+        if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
+            raise RecipeError(
+                f"input_digests: {len(self.input_digests)} given for a base and "
+                f"{len(self.models)} models"
+            )
         if self.embedding_drop_rate is not None and "drop_rate" not in self._parameters(False):
             raise RecipeError(
                 f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
@@ -251,12 +299,19 @@ class Recipe(_Strict):
             table = given.get(stage.name, {})
             settings = stage.settings(table, f"[{stage.name}] ")
             for parameter, implied in stage.preceded_by.items():
-                overridden = any(
-                    parameter in place.settings for place in (*self.models, *self.tensors)
+                overridden = any(parameter in entry.settings for entry in self.models) or any(
+                    parameter in rule.settings for rule in self.tensors
                 )
                 value = settings[parameter]
-                if (value is not None or overridden) and STAGES[implied] not in stages:
-                    chain.append((STAGES[implied], {parameter: 1.0 if value is None else value}))
+                if STAGES[implied] not in stages:
+                    if value is not None or overridden:
+                        default = 1.0 if value is None else value
+                        chain.append((STAGES[implied], {parameter: default}))
+                elif value is not None:
+                    raise RecipeError(
+                        f"[{stage.name}] {parameter}: method {self.method!r} has the stage "
+                        f"{implied!r} already; set it in [{implied}]"
+                    )
             chain.append((stage, settings))
         return tuple(chain)
 
@@ -276,6 +331,11 @@ class Recipe(_Strict):
     def settings_for(self, tensor: str, model: int) -> tuple[dict[str, Any], ...]:
         """The settings of every stage for one tensor of one model."""
         overrides = dict(self.models[model].settings)
+        if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
+            raise RecipeError(
+                f"input_digests: {len(self.input_digests)} given for a base and "
+                f"{len(self.models)} models"
+            )
         if self.embedding_drop_rate is not None and is_embedding(tensor):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self.tensors:
@@ -302,7 +362,9 @@ class Recipe(_Strict):
             else {"file": entry["file"], **_flat(entry, "file")}
             for entry in plain.pop("models")
         ]
-        rules = [{"match": rule["match"], **_flat(rule, "match")} for rule in plain.pop("tensors", [])]
+        rules = [
+            {"match": rule["match"], **_flat(rule, "match")} for rule in plain.pop("tensors", [])
+        ]
         stages = plain.pop("stages", {})
         document: dict[str, Any] = dict(plain)
         document["models"] = {"base_file": base, "merge_files": models}
@@ -354,22 +416,26 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
                 raise RecipeError(f"[models] {key} is missing")
         if isinstance(given["models"], list):
             given["models"] = [
-                ModelEntry(**_nested(entry, ("file", "weight", "seed")))
-                if isinstance(entry, dict)
-                else entry
+                ModelEntry(**_nested(entry, ModelEntry)) if isinstance(entry, dict) else entry
                 for entry in given["models"]
             ]
         if "tensors" in given:
+            if not isinstance(given["tensors"], list):
+                raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
             given["tensors"] = [
-                TensorRule(**_nested(_table(rule, "tensors"), ("match",)))
+                TensorRule(**_nested(_table(rule, "[tensors]"), TensorRule))
                 for rule in given["tensors"]
             ]
+        if "stages" in given:
+            raise RecipeError("stages: a stage's parameters stand in a table of its name: [dare]")
         stages = {name: dict(given.pop(name)) for name in list(given) if _is_stage(name, given)}
         for key in _LIFTED:
             if key in stages.get("dare", {}):
                 given[key] = stages["dare"].pop(key)
-        if not stages.get("dare", True):
-            del stages["dare"]
+        for key in stages.get("dare", {}):
+            if key not in STAGES["dare"].parameters:
+                known = [*STAGES["dare"].parameters, *_LIFTED]
+                raise RecipeError(f"[dare] {key}: not known{did_you_mean(key, known)}")
         return Recipe(**given, stages=stages)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
@@ -385,8 +451,13 @@ def _table(value: object, name: str) -> dict[str, Any]:
     return value
 
 
-def _nested(entry: Mapping[str, Any], own: Sequence[str]) -> dict[str, Any]:
-    """Move the keys that are not an entry's own into its `settings`."""
+def _nested(entry: Mapping[str, Any], kind: type[ModelEntry | TensorRule]) -> dict[str, Any]:
+    """Move the parameters among an entry's keys into its `settings`."""
+    parameters = {name for stage in STAGES.values() for name in stage.parameters}
+    own = set(kind.model_fields) - {"settings"}
+    for key in entry:
+        if key not in own | parameters:
+            raise RecipeError(f"{key}: not known here{did_you_mean(key, own | parameters)}")
     nested: dict[str, Any] = {key: entry[key] for key in own if key in entry}
     nested["settings"] = {key: value for key, value in entry.items() if key not in own}
     return nested
@@ -407,6 +478,12 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
     if isinstance(cause, RecipeError):
         return cause
     if first["type"] == "extra_forbidden":
+        for stage in STAGES.values():
+            if name in stage.parameters:
+                return RecipeError(
+                    f"{name}: is a parameter of {stage.name}: "
+                    f"stages={{{stage.name!r}: {{{name!r}: …}}}}"
+                )
         return RecipeError(f"{name}: not known{did_you_mean(name, model.model_fields)}")
     if first["type"] == "missing":
         return RecipeError(f"{name} is missing")

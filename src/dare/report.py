@@ -14,7 +14,7 @@ import numpy as np
 from dare.io.digest import model_digest, tensor_digest
 from dare.io.header import TensorInfo
 from dare.io.writer import Record
-from dare.plan import Plan
+from dare.planning import Plan, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def make_report(
         chunks.sort(key=lambda record: record["chunk"])
 
     tensors = tuple(
-        _tensor_report(plan, tensor.name, by_tensor[tensor.name]) for tensor in plan.merged()
+        _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
     )
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
     exceptions = [record["exceptions"] for record in records]
@@ -145,13 +145,12 @@ def make_report(
     )
 
 
-def _tensor_report(plan: Plan, name: str, chunks: Sequence[Record]) -> TensorReport:
-    tensor = next(t for t in plan.tensors if t.name == name)
+def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
     figures = np.array([chunk["models"] for chunk in chunks], np.int64)  # chunk, model, figure
-    figures = figures.reshape(len(chunks), len(tensor.models), -1)
+    figures = figures.reshape(len(chunks), len(tensor.models), 1 + len(plan.stages))
     peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
     return TensorReport(
-        name,
+        tensor.name,
         tuple(plan.model_names[model] for model in tensor.models),
         tuple(float(peak) for peak in peaks),
         tuple(int(count) for count in figures[:, :, 1].sum(axis=0)),
@@ -191,17 +190,15 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
     )
 
 
-def _warnings(
-    plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: int
-) -> list[str]:
+def _warnings(plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: int) -> list[str]:
     found = []
     for model in models:
         if model.over_threshold:
             found.append(
                 f"{model.name}: |δ| exceeds {plan.recipe.delta_threshold:g} in "
                 f"{model.over_threshold:,} of {model.elements:,} elements "
-                f"({model.over_threshold / model.elements:.2%}), by up to {model.largest_delta:.3g} "
-                f"in {model.largest_delta_in}; DARE is at its best where changes are small"
+                f"({model.over_threshold / model.elements:.2%}), and reaches "
+                f"{model.largest_delta:.3g} in {model.largest_delta_in}; DARE is at its best where changes are small"
             )
     if overflowed:
         found.append(
@@ -222,8 +219,9 @@ def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
         base[tensor.name] = tensor_digest(chunk["inputs"][0] for chunk in chunks)
         output[tensor.name] = tensor_digest(chunk["output"] for chunk in chunks)
         for place, model in enumerate(tensor.models, start=1):
-            digest = tensor_digest(chunk["inputs"][place] for chunk in chunks)
-            models[model][tensor.name] = digest
+            if tensor.name in plan.models[model].tensors:
+                digest = tensor_digest(chunk["inputs"][place] for chunk in chunks)
+                models[model][tensor.name] = digest
     written = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
     return Digests(
         base=model_digest((plan.base.tensors[name], digest) for name, digest in base.items()),
@@ -236,5 +234,3 @@ def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
         model_tensors=tuple(models),
         output_tensors=output,
     )
-
-

@@ -8,10 +8,11 @@ plan and the inputs alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,22 @@ from dare import kernels as kernel_backends
 from dare.errors import MismatchError
 from dare.executors.threads import run_tasks
 from dare.io.digest import new_hash
+from dare.io.files import ALIGNMENT, aligned_bytes
 from dare.io.header import TensorInfo
 from dare.io.sources import Source
 from dare.io.writer import Record, Sink
 from dare.kernels import BLOCK
-from dare.plan import Fate, Plan, TensorPlan, chunk_range
-from dare.stages import Block, Deltas
+from dare.planning import Fate, Plan, TensorPlan, chunk_range
+from dare.stages import Block, Deltas, Scratch
 
+Floats = NDArray[np.float32]
+Raw = NDArray[Any]
+"""Stored elements, as carriers of their type."""
 Progress = Callable[[int], None]
 """Told of every few bytes that have been read."""
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818
     """Another thread has failed, or the user has interrupted: leave without a word."""
 
 
@@ -70,6 +75,8 @@ def execute(
             stack.enter_context(source)
         stack.enter_context(job.kernels.announcing(announce))
         run_tasks(_tasks(job, finished), lambda stop: Worker(job, stop), plan.threads)
+        for source in (plan.base, *plan.models):
+            source.check_unchanged()
     return job.records
 
 
@@ -116,18 +123,15 @@ class Worker:
         plan = job.plan
         self.job = job
         self._stop = stop
-        widest = max((tensor.dtype.itemsize for tensor in plan.tensors), default=1)
-        widest = max(
-            [widest]
-            + [info.dtype.itemsize for s in (plan.base, *plan.models) for info in s.tensors.values()]
-        )
-        self._base_bytes = np.empty(BLOCK * widest, np.uint8)
-        self._model_bytes = np.empty(BLOCK * widest, np.uint8)
-        self.output_bytes = np.empty(BLOCK * widest, np.uint8)
+        self._base_bytes = np.empty(BLOCK * plan.widest, np.uint8)
+        self._model_bytes = np.empty(BLOCK * plan.widest, np.uint8)
+        self._output_bytes = aligned_bytes(BLOCK * plan.widest + ALIGNMENT)
         self._base = np.empty(BLOCK, np.float32)
-        self._delta = np.empty(BLOCK, np.float32)
         self._rows = [np.empty(BLOCK, np.float32) for _ in range(plan.combine.rows)]
-        self._scratch = np.empty(BLOCK, np.uint8)
+        self._scratch = Scratch(BLOCK)
+        self._seeds = plan.recipe.seeds()
+        self._weights = plan.recipe.weights()
+        self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
     def blocks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Cut a range of elements into blocks: (start, count)."""
@@ -136,84 +140,82 @@ class Worker:
                 raise Stopped
             yield start, min(BLOCK, last - start)
 
-    def read_base(self, info: TensorInfo, start: int, count: int) -> NDArray[np.uint8]:
+    def read_base(self, tensor: TensorPlan, start: int, count: int) -> Raw:
         """Read the base's stored bytes of a block."""
-        return self._read(self.job.plan.base, info, start, count, self._base_bytes)
+        return self._read(self.job.plan.base, tensor.base, start, count, self._base_bytes)
 
-    def read_model(self, tensor: TensorPlan, model: int, start: int, count: int) -> NDArray[np.uint8]:
+    def read_model(self, tensor: TensorPlan, model: int, start: int, count: int) -> Raw:
         """Read a model's stored bytes of a block."""
-        source = self.job.plan.models[model]
+        source = self.job.plan.source_of(tensor, model)
         return self._read(source, source.tensors[tensor.name], start, count, self._model_bytes)
 
     def _read(
         self, source: Source, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> NDArray[np.uint8]:
+    ) -> Raw:
         size = info.dtype.itemsize
         view = into[: count * size]
         source.read(info.name, start * size, view)
         self.job.progress(view.size)
-        return view
+        return view.view(info.dtype.carrier)
 
-    def decode_base(self, tensor: TensorPlan, stored: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def decode_base(self, raw: Raw) -> Floats:
         """Widen a block of the base."""
-        raw = stored.view(tensor.base.dtype.carrier)
         base = self._base[: raw.size]
         self.job.kernels.decode(raw, base)
         return base
 
-    def subtract(
-        self, tensor: TensorPlan, model: int, stored: NDArray[np.uint8], base: NDArray[np.float32]
-    ) -> tuple[NDArray[np.float32], int, int]:
-        """Take a model's delta; also its largest magnitude's bits and the count over threshold."""
-        raw = stored.view(self.job.plan.models[model].tensors[tensor.name].dtype.carrier)
-        delta = self._delta[: raw.size]
-        threshold = np.float32(self.job.plan.recipe.delta_threshold).view(np.int32)
-        peak, over = self.job.kernels.delta(raw, base, delta, threshold)
-        return delta, peak, over
+    def output_block(self, tensor: TensorPlan, start: int, count: int) -> NDArray[np.uint8]:
+        """Room for a block of the output, aligned in memory as it will be in the file."""
+        size = tensor.dtype.itemsize
+        shift = self.job.sink.position(tensor.name, start * size) % ALIGNMENT
+        return self._output_bytes[shift : shift + count * size]
 
-    def run_stages(
+    def delta(
         self,
         tensor: TensorPlan,
         model: int,
         start: int,
-        delta: NDArray[np.float32],
-        summaries: dict[int, Any],
+        tuned: Raw,
+        base: Floats,
+        *,
         before: int | None = None,
+        found: Mapping[int, Any] | None = None,
     ) -> tuple[Block, list[int]]:
-        """Run the delta stages (those before position `before`); also count survivors after each."""
+        """Run a block through the delta stages (those before position `before`).
+
+        `found` is what the surveys found, if it is not to be waited for. Also returns how many
+        elements survived each stage.
+        """
         plan = self.job.plan
         block = Block(
             self.job.kernels,
             tensor.name,
             start,
-            plan.recipe.seeds()[model],
-            delta,
-            delta.size,
+            self._seeds[model],
+            tuned,
+            base,
             self._scratch,
+            self._threshold_bits,
         )
-        settings = tensor.settings[tensor.models.index(model)][:before]
+        summaries = self._summaries(tensor, model) if found is None else found
         survivors = []
-        for position, values in enumerate(settings):
+        for position, settings in enumerate(tensor.settings_of(model)[:before]):
             block.summary = summaries.get(position)
-            plan.stages[position].apply(block, **values)
+            plan.stages[position].apply(block, **settings)
             survivors.append(block.survivors)
         return block, survivors
 
-    def deltas(
-        self,
-        tensor: TensorPlan,
-        base: NDArray[np.float32],
-        stream: Iterator[NDArray[np.float32]],
-        summary: Any,
-    ) -> Deltas:
-        """Present the models' deltas to the combine stage."""
-        weights = [self.job.plan.recipe.weights()[model] for model in tensor.models]
-        return Deltas(self.job.kernels, base, weights, self._rows, stream, summary)
-
-    def summaries(self, tensor: TensorPlan, model: int) -> dict[int, Any]:
+    def _summaries(self, tensor: TensorPlan, model: int) -> Mapping[int, Any]:
         """What the surveys of a model's delta found; waits for them."""
         future = self.job.delta_summaries.get((tensor.name, model))
         return future.result() if future else {}
+
+    def combine(
+        self, tensor: TensorPlan, base: Floats, stream: Iterator[Block], summary: Any
+    ) -> Deltas:
+        """Present the models' deltas to the combine stage."""
+        weights = [self._weights[model] for model in tensor.models]
+        return Deltas(self.job.kernels, base, weights, self._rows, stream, summary)
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class _Task:
 
     def _sources(self) -> list[Source]:
         plan = self.job.plan
-        return [plan.base, *(plan.models[model] for model in self.tensor.models)]
+        return [plan.base, *(plan.source_of(self.tensor, m) for m in self.tensor.models)]
 
 
 @dataclass(frozen=True)
@@ -266,23 +268,21 @@ class SurveyDelta(_Survey):
         _settle(future, lambda: self._survey(worker))
 
     def _survey(self, worker: Worker) -> dict[int, Any]:
-        stages = self.job.plan.stages
-        settings = self.tensor.settings[self.tensor.models.index(self.model)]
+        plan, tensor = self.job.plan, self.tensor
         found: dict[int, Any] = {}
-        for position in self.tensor.surveyed_stages(stages, self.model):
-            walk = _Walk(self.job.plan.spare_bytes, lambda p=position: self._walk(worker, found, p))
-            survey = stages[position].survey
-            assert survey is not None  # noqa: S101 (surveyed_stages has looked)
-            found[position] = survey(walk, **settings[position])
+        for position in tensor.surveyed_stages(plan.stages, self.model):
+            survey = plan.stages[position].survey
+            assert survey is not None  # surveyed_stages has looked
+            walk = _Walk(plan.spare_bytes, partial(self._walk, worker, found, position))
+            found[position] = survey(walk, **tensor.settings_of(self.model)[position])
         return found
 
     def _walk(self, worker: Worker, found: dict[int, Any], position: int) -> Iterator[Block]:
-        tensor = self.tensor
+        tensor, model = self.tensor, self.model
         for start, count in worker.blocks(0, tensor.elements):
-            base = worker.decode_base(tensor, worker.read_base(tensor.base, start, count))
-            stored = worker.read_model(tensor, self.model, start, count)
-            delta, _, _ = worker.subtract(tensor, self.model, stored, base)
-            yield worker.run_stages(tensor, self.model, start, delta, found, position)[0]
+            base = worker.decode_base(worker.read_base(tensor, start, count))
+            tuned = worker.read_model(tensor, model, start, count)
+            yield worker.delta(tensor, model, start, tuned, base, before=position, found=found)[0]
 
 
 @dataclass(frozen=True)
@@ -294,27 +294,21 @@ class SurveyCombine(_Survey):
         _settle(self.job.combine_summaries[self.tensor.name], lambda: self._survey(worker))
 
     def _survey(self, worker: Worker) -> Any:
-        survey = self.job.plan.combine.survey
-        assert survey is not None  # noqa: S101 (the task exists because there is one)
-        walk = _Walk(self.job.plan.spare_bytes, lambda: self._walk(worker))
-        return survey(walk, **self.tensor.combine)
+        plan = self.job.plan
+        assert plan.combine.survey is not None  # the task exists because there is one
+        walk = _Walk(plan.spare_bytes, partial(self._walk, worker))
+        return plan.combine.survey(walk, **self.tensor.combine)
 
     def _walk(self, worker: Worker) -> Iterator[Deltas]:
-        tensor = self.tensor
-        for start, count in worker.blocks(0, tensor.elements):
-            base = worker.decode_base(tensor, worker.read_base(tensor.base, start, count))
+        for start, count in worker.blocks(0, self.tensor.elements):
+            base = worker.decode_base(worker.read_base(self.tensor, start, count))
+            stream = self._stream(worker, start, count, base)
+            yield worker.combine(self.tensor, base, stream, None)
 
-            def stream(
-                base: NDArray[np.float32] = base, start: int = start, count: int = count
-            ) -> Iterator[NDArray[np.float32]]:
-                for model in tensor.models:
-                    stored = worker.read_model(tensor, model, start, count)
-                    delta, _, _ = worker.subtract(tensor, model, stored, base)
-                    summaries = worker.summaries(tensor, model)
-                    worker.run_stages(tensor, model, start, delta, summaries)
-                    yield delta
-
-            yield worker.deltas(tensor, base, stream(), None)
+    def _stream(self, worker: Worker, start: int, count: int, base: Floats) -> Iterator[Block]:
+        for model in self.tensor.models:
+            tuned = worker.read_model(self.tensor, model, start, count)
+            yield worker.delta(self.tensor, model, start, tuned, base)[0]
 
 
 @dataclass(frozen=True)
@@ -328,9 +322,6 @@ class _Chunk(_Task):
             size = source.tensors[self.tensor.name].dtype.itemsize
             source.prefetch(self.tensor.name, first * size, (last - first) * size)
 
-    def _hashes(self) -> list[Any]:
-        return [new_hash() for _ in self._sources()]
-
     def _finish(self, inputs: Sequence[Any], output: Any, **figures: Any) -> None:
         record = {
             "tensor": self.tensor.name,
@@ -343,28 +334,24 @@ class _Chunk(_Task):
         self.job.records.append(record)
 
     def _add_to_base(
-        self,
-        stored_base: NDArray[np.uint8] | None,
-        base: NDArray[np.float32],
-        merged: NDArray[np.float32],
-        output: NDArray[np.uint8],
+        self, raw: Raw | None, base: Floats, merged: Floats, output: NDArray[np.uint8]
     ) -> tuple[int, int]:
         """Encode base + scale·merged; count results that overflow or are NaN.
 
-        `stored_base` is what the base's unchanged elements are copied from, if the type stays.
+        `raw` is where the unchanged elements are copied from, if the storage type stays.
         """
-        tensor, kernels = self.tensor, self.job.kernels
+        dtype, kernels = self.tensor.dtype, self.job.kernels
         scale = np.float32(self.job.plan.recipe.scale)
-        encoded = output.view(tensor.dtype.carrier)
-        if tensor.dtype == tensor.base.dtype and stored_base is not None:
-            raw = stored_base.view(tensor.base.dtype.carrier)
+        encoded = output.view(dtype.carrier)
+        if raw is not None:
             peak = kernels.add_to_base(raw, base, merged, scale, encoded)
         else:
             peak = kernels.add_to_base_as(base, merged, scale, encoded)
-        if peak < tensor.dtype.overflow_bits:
+        if peak < dtype.overflow_bits:
             return 0, 0
-        overflow_bits = np.int32(tensor.dtype.overflow_bits)
-        found: tuple[int, int] = kernels.count_exceptions(base, merged, scale, overflow_bits)
+        found: tuple[int, int] = kernels.count_exceptions(
+            base, merged, scale, np.int32(dtype.overflow_bits)
+        )
         return found
 
 
@@ -375,66 +362,64 @@ class MergeChunk(_Chunk):
     def run(self, worker: Worker) -> None:
         """Merge block by block."""
         tensor, job = self.tensor, self.job
-        base_hash, *model_hashes = hashes = self._hashes()
-        output_hash = new_hash()
-        figures = [ModelFigures(len(job.plan.stages) - 1) for _ in tensor.models]
+        base_hash, output_hash = new_hash(), new_hash()
+        stages = len(job.plan.stages) - 1
+        parts = [ModelPart(model, stages) for model in tensor.models]
         exceptions = np.zeros(2, np.int64)
         future = job.combine_summaries.get(tensor.name)
         summary = future.result() if future else None
-
         for start, count in worker.blocks(*chunk_range(tensor, self.chunk)):
-            stored_base = worker.read_base(tensor.base, start, count)
-            base_hash.update(stored_base)
-            base = worker.decode_base(tensor, stored_base)
-
-            def stream(
-                base: NDArray[np.float32] = base, start: int = start, count: int = count
-            ) -> Iterator[NDArray[np.float32]]:
-                for model, digest, figure in zip(
-                    tensor.models, model_hashes, figures, strict=True
-                ):
-                    stored = worker.read_model(tensor, model, start, count)
-                    digest.update(stored)
-                    delta, peak, over = worker.subtract(tensor, model, stored, base)
-                    summaries = worker.summaries(tensor, model)
-                    _, survivors = worker.run_stages(tensor, model, start, delta, summaries)
-                    figure.add(peak, over, survivors)
-                    yield delta
-
-            deltas = worker.deltas(tensor, base, stream(), summary)
+            raw = worker.read_base(tensor, start, count)
+            base_hash.update(raw.data)
+            base = worker.decode_base(raw)
+            stream = self._stream(worker, start, count, base, parts)
+            deltas = worker.combine(tensor, base, stream, summary)
             merged = job.plan.combine.apply(deltas, **tensor.combine)
-            output = worker.output_bytes[: count * tensor.dtype.itemsize]
-            exceptions += self._add_to_base(stored_base, base, merged, output)
-            output_hash.update(output)
+            output = worker.output_block(tensor, start, count)
+            same_type = tensor.dtype == tensor.base.dtype
+            exceptions += self._add_to_base(raw if same_type else None, base, merged, output)
+            output_hash.update(output.data)
             job.sink.write(tensor.name, start * tensor.dtype.itemsize, output)
-
         self._finish(
-            hashes,
+            [base_hash, *(part.hash for part in parts)],
             output_hash,
-            models=[figure.to_list() for figure in figures],
+            models=[part.figures() for part in parts],
             exceptions=exceptions.tolist(),
         )
 
+    def _stream(
+        self, worker: Worker, start: int, count: int, base: Floats, parts: Sequence[ModelPart]
+    ) -> Iterator[Block]:
+        for part in parts:
+            tuned = worker.read_model(self.tensor, part.model, start, count)
+            part.hash.update(tuned.data)
+            block, survivors = worker.delta(self.tensor, part.model, start, tuned, base)
+            yield block
+            part.add(block, survivors)
 
-class ModelFigures:
-    """What is counted of one model in one chunk."""
 
-    def __init__(self, stages: int) -> None:
-        self.peak = 0
-        self.over = 0
-        self.survivors = [0] * stages
+class ModelPart:
+    """What is gathered about one model in one chunk."""
 
-    def add(self, peak: int, over: int, survivors: Sequence[int]) -> None:
-        """Add a block's figures."""
-        self.peak = max(self.peak, int(peak))
-        self.over += int(over)
-        self.survivors = [
-            int(total + new) for total, new in zip(self.survivors, survivors, strict=True)
+    def __init__(self, model: int, stages: int) -> None:
+        self.model = model
+        self.hash = new_hash()
+        self._peak = 0
+        self._over = 0
+        self._survivors = [0] * stages
+
+    def add(self, block: Block, survivors: Sequence[int]) -> None:
+        """Add a block's figures, when the combine stage is through with it."""
+        block.measure()
+        self._peak = max(self._peak, int(block.peak))
+        self._over += int(block.over)
+        self._survivors = [
+            int(total + new) for total, new in zip(self._survivors, survivors, strict=True)
         ]
 
-    def to_list(self) -> list[int]:
+    def figures(self) -> list[int]:
         """As they stand in a record."""
-        return [self.peak, self.over, *self.survivors]
+        return [self._peak, self._over, *self._survivors]
 
 
 @dataclass(frozen=True)
@@ -444,26 +429,31 @@ class CopyChunk(_Chunk):
     def run(self, worker: Worker) -> None:
         """Copy block by block."""
         tensor, job = self.tensor, self.job
-        base_hash, *model_hashes = hashes = self._hashes()
-        output_hash = new_hash()
+        base_hash, output_hash = new_hash(), new_hash()
+        model_hashes = [new_hash() for _ in tensor.models]
         exceptions = np.zeros(2, np.int64)
         for start, count in worker.blocks(*chunk_range(tensor, self.chunk)):
-            stored = worker.read_base(tensor.base, start, count)
-            base_hash.update(stored)
+            raw = worker.read_base(tensor, start, count)
+            base_hash.update(raw.data)
             for model, digest in zip(tensor.models, model_hashes, strict=True):
                 other = worker.read_model(tensor, model, start, count)
-                digest.update(other)
-                if not np.array_equal(stored, other):
-                    raise MismatchError(
-                        f"{tensor.name}: {tensor.base.dtype.name} values of "
-                        f"{job.plan.model_names[model]} differ from the base's, and cannot be "
-                        'merged; set on_integer_mismatch = "base" to keep the base\'s'
-                    )
-            output = stored
-            if tensor.dtype != tensor.base.dtype:
-                base = worker.decode_base(tensor, stored)
-                output = worker.output_bytes[: count * tensor.dtype.itemsize]
+                digest.update(other.data)
+                self._compare(raw, other, model)
+            output = worker.output_block(tensor, start, count)
+            if tensor.dtype == tensor.base.dtype:
+                output[:] = raw.view(np.uint8)
+            else:
+                base = worker.decode_base(raw)
                 exceptions += self._add_to_base(None, base, np.zeros_like(base), output)
-            output_hash.update(output)
+            output_hash.update(output.data)
             job.sink.write(tensor.name, start * tensor.dtype.itemsize, output)
-        self._finish(hashes, output_hash, exceptions=exceptions.tolist())
+        self._finish([base_hash, *model_hashes], output_hash, exceptions=exceptions.tolist())
+
+    def _compare(self, raw: Raw, other: Raw, model: int) -> None:
+        if not np.array_equal(raw.view(np.uint8), other.view(np.uint8)):
+            name = self.job.plan.model_names[model]
+            raise MismatchError(
+                f"{self.tensor.name}: the {self.tensor.base.dtype.name} values of {name} differ "
+                "from the base's and cannot be merged; "
+                'set on_integer_mismatch = "base" to keep the base\'s'
+            )

@@ -11,16 +11,20 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-Worker = TypeVar("Worker", contravariant=True)
+READ_AHEAD = 4
+"""Tasks per thread between asking for bytes and reading them."""
+
+Worker_contra = TypeVar("Worker_contra", contravariant=True)
+Worker = TypeVar("Worker")
 
 
-class Task(Protocol[Worker]):
+class Task(Protocol[Worker_contra]):
     """A piece of work."""
 
     def prefetch(self) -> None:
         """Say what will be read when the task runs, some time before it does."""
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: Worker_contra) -> None:
         """Do the work."""
 
 
@@ -42,6 +46,7 @@ def run_tasks(
     to stop.
     """
     stop = threading.Event()
+    finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
     errors: list[BaseException] = []
     lock = threading.Lock()
     handed_out = 0
@@ -56,25 +61,27 @@ def run_tasks(
         try:
             worker = make_worker(stop)
             while not stop.is_set() and (index := next_index()) < len(tasks):
-                if index + threads < len(tasks):
-                    tasks[index + threads].prefetch()
+                ahead = index + READ_AHEAD * threads
+                if ahead < len(tasks):
+                    tasks[ahead].prefetch()
                 tasks[index].run(worker)
         except BaseException as error:
             with lock:
                 errors.append(error)
             stop.set()
+        finally:
+            finished.release()
 
-    crew = [threading.Thread(target=work, name=f"dare-{n}", daemon=True) for n in range(threads)]
-    for thread in crew:
-        thread.start()
+    for number in range(threads):
+        threading.Thread(target=work, name=f"dare-{number}", daemon=True).start()
+    running = threads
     try:
-        for thread in crew:
-            while thread.is_alive():
-                thread.join(0.2)
+        while running:
+            running -= finished.acquire(timeout=0.2)
     except BaseException:
         stop.set()
-        for thread in crew:
-            thread.join()
+        for _ in range(running):
+            finished.acquire()
         raise
     if errors:
         raise errors[0]

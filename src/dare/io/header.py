@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,12 @@ from dare.errors import HeaderError
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
+MAX_DIMENSIONS = 64
+"""More than any library has."""
 _LENGTH_BYTES = 8
-_ALIGNMENT = 8
+_ALIGNMENT = 4096
+"""Our own headers end on a page, so that weights can be written past the page cache (and mapped
+into memory by whoever reads them)."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,7 @@ def _load_json(text: bytes, where: str) -> dict[str, Any]:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             raise HeaderError(f"{where}: {twice!r} occurs twice in the header")
         return found
 
@@ -109,7 +113,19 @@ def _load_json(text: bytes, where: str) -> dict[str, Any]:
         raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
     if not isinstance(entries, dict):
         raise HeaderError(f"{where}: the header must be a JSON object")
+    for name in entries:
+        if not _is_text(name):
+            raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     return entries
+
+
+def _is_text(name: str) -> bool:
+    """JSON can spell halves of characters, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_entry(
@@ -124,10 +140,10 @@ def _check_entry(
             f"{place}: unknown dtype {entry['dtype']!r}; known: {', '.join(STORAGE_TYPES)}"
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _are_counts(shape):
-        raise HeaderError(f"{place}: shape {shape!r} is not a list of whole numbers")
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise HeaderError(f"{place}: shape {_shown(shape)} is not a list of whole numbers")
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise HeaderError(f"{place}: data_offsets {offsets!r} is not a pair of whole numbers")
+        raise HeaderError(f"{place}: data_offsets {_shown(offsets)} is not a pair of whole numbers")
     begin, end = offsets
     expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected:
@@ -139,7 +155,12 @@ def _check_entry(
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+
+
+def _shown(value: object) -> str:
+    text = ascii(value) if not isinstance(value, list) else ascii(value[:8])
+    return text if len(text) <= 80 else text[:80] + "…"
 
 
 def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, where: str) -> None:
@@ -177,7 +198,7 @@ def build_header(
         }
         position += info.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     data_start = _LENGTH_BYTES + len(text)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {
         info.name: TensorInfo(info.name, info.dtype, info.shape, data_start + info.start)

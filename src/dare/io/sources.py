@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from dare.dtypes import StorageType
 from dare.errors import HeaderError, InputError
+from dare.io.files import read_at
 from dare.io.header import Header, TensorInfo, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -28,7 +30,9 @@ MAX_INDEX_BYTES = 100_000_000
 class Source(Protocol):
     """Tensors by name, readable at any offset from any thread."""
 
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What a header says of each tensor."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -48,6 +52,9 @@ class Source(Protocol):
 
     def __exit__(self, *_error: object) -> None:
         """Close."""
+
+    def check_unchanged(self) -> None:
+        """Raise InputError if what was read may no longer be what was planned for."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +103,18 @@ class FileSource:
 
     def __enter__(self) -> Self:
         try:
-            for file, stamp in self._stamps.items():
+            for file in self._stamps:
                 self._open_files[file] = _open(file)
-                if _Stamp.of(self._open_files[file]) != stamp:
-                    raise InputError(f"{file}: changed since the merge was planned; plan again")
+            self.check_unchanged()
         except InputError:
             self.__exit__()
             raise
         return self
+
+    def check_unchanged(self) -> None:
+        for file, stamp in self._stamps.items():
+            if _Stamp.of(self._open_files[file]) != stamp:
+                raise InputError(f"{file}: changed since the merge was planned; run it again")
 
     def __exit__(self, *_error: object) -> None:
         for file_descriptor in self._open_files.values():
@@ -113,30 +124,18 @@ class FileSource:
     def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
         file = self._home[name]
         position = self.tensors[name].start + offset
-        rest = memoryview(into)
         try:
-            while rest:
-                count = _read_at(self._open_files[file], rest, position)
-                if count == 0:
-                    raise InputError(f"{file}: ends inside {name}; it was cut while being read")
-                rest = rest[count:]
-                position += count
+            count = read_at(self._open_files[file], into.data, position)
         except OSError as error:
             raise InputError(f"{file}: cannot read {name}: {error.strerror or error}") from error
+        if count < into.size:
+            raise InputError(f"{file}: ends inside {name}; it was cut while being read")
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
             start = self.tensors[name].start + offset
             file_descriptor = self._open_files[self._home[name]]
             os.posix_fadvise(file_descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-def _read_at(file_descriptor: int, into: memoryview, position: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file_descriptor, [into], position)
-    data = os.pread(file_descriptor, len(into), position)
-    into[: len(data)] = data
-    return len(data)
 
 
 class ArraySource:
@@ -167,14 +166,14 @@ class ArraySource:
     def __exit__(self, *_error: object) -> None:
         pass
 
+    def check_unchanged(self) -> None:
+        pass
+
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Read the headers of a safetensors file, or of a directory with one or with shards."""
     path = Path(path)
-    if _is_directory(path):
-        files = _files_of(path)
-    else:
-        files = {path: None}
+    files = _files_of(path) if _is_directory(path) else {path: None}
     headers, stamps = {}, {}
     for file, expected in files.items():
         file_descriptor = _open(file)
@@ -195,6 +194,8 @@ def _is_directory(path: Path) -> bool:
         return path.is_dir()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError:
+        return False  # no possible file name; opening it will say so
 
 
 def _files_of(directory: Path) -> dict[Path, set[str] | None]:
@@ -256,8 +257,12 @@ def _check_against_index(directory: Path, file: Path, found: set[str], promised:
 
 def _open(file: Path) -> int:
     try:
-        return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise InputError(f"{file}: is not an ordinary file")
+        return os.open(file, os.O_RDONLY)
     except FileNotFoundError:
         raise InputError(f"{file}: no such file") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be opened: {error.strerror}") from error
+    except ValueError:  # a NUL or half a character
+        raise InputError(f"{str(file)!r}: is not a possible file name") from None

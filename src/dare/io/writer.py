@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import OutputError
-from dare.io.digest import CHUNK, new_hash
+from dare.io.digest import CHUNK, chunk_count, new_hash
+from dare.io.files import OutputFile
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
 
@@ -37,6 +38,9 @@ Record = dict[str, Any]
 class Sink(Protocol):
     """Somewhere to put merged tensors."""
 
+    def position(self, name: str, offset: int) -> int:
+        """Where in its file a tensor's byte lies; data aligned alike in memory is written best."""
+
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         """Store a tensor's bytes from `offset` on; may be called from any thread."""
 
@@ -49,6 +53,9 @@ class ArraySink:
 
     def __init__(self, tensors: Iterable[TensorInfo]) -> None:
         self.arrays = {info.name: np.empty(info.nbytes, np.uint8) for info in tensors}
+
+    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
+        return 0
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         self.arrays[name][offset : offset + data.size] = data
@@ -64,7 +71,7 @@ class PartialOutput:
         self, layout: Layout, metadata: Mapping[str, str], fingerprint: str, *, resume: bool = True
     ) -> None:
         self.layout = layout
-        self.folder = layout.target.with_name(layout.target.name + ".partial")
+        self.folder = partial_folder(layout.target)
         self.resumed: list[Record] = []
         self.started_over = False
         """Whether a partial output of another merge was found and discarded."""
@@ -76,7 +83,7 @@ class PartialOutput:
             for file, (_, placed) in self._built.items()
             for name, info in placed.items()
         }
-        self._open_files: dict[str, int] = {}
+        self._files: dict[str, OutputFile] = {}
         self._journal = -1
 
     def __enter__(self) -> Self:
@@ -85,11 +92,9 @@ class PartialOutput:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._open_journal()
                 for file, (header, placed) in self._built.items():
-                    path = self.folder / file
-                    self._open_files[file] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                     size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
-                    os.truncate(self._open_files[file], size)
-                    _write_all(self._open_files[file], header, 0)
+                    self._files[file] = OutputFile(self.folder / file, size)
+                    self._files[file].write(header, 0)
             self._check_free_space()
             self.resumed = self._intact(self.resumed)
         except BaseException:
@@ -98,10 +103,11 @@ class PartialOutput:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for file_descriptor in (*self._open_files.values(), self._journal):
-            if file_descriptor >= 0:
-                os.close(file_descriptor)
-        self._open_files = {}
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._journal >= 0:
+            os.close(self._journal)
         self._journal = -1
 
     def _open_journal(self) -> None:
@@ -110,25 +116,40 @@ class PartialOutput:
         if not _lock(self._journal):
             raise OutputError(f"{self.folder}: another process is writing this output")
         first = {"journal": JOURNAL_VERSION, "fingerprint": self._fingerprint}
-        lines = _whole_lines(path.read_bytes())
-        if self._resume and lines and lines[0] == first:
-            self.resumed = lines[1:]
+        lines, length = _whole_lines(path.read_bytes())
+        ours = bool(lines) and isinstance(lines[0], dict) and "journal" in lines[0]
+        leftovers = [file for file in self.folder.iterdir() if file != path]
+        if leftovers and not ours:
+            raise OutputError(
+                f"{self.folder}: holds {leftovers[0].name} and no journal of ours; "
+                "move it away, this is where the output is made"
+            )
+        if self._resume and ours and lines[0] == first:
+            self.resumed = list(self._known(lines[1:]))
+            os.truncate(self._journal, length)
             return
-        self.started_over = bool(lines)
-        for leftover in self.folder.iterdir():
-            if leftover != path:
-                leftover.unlink()
+        self.started_over = ours
+        for leftover in leftovers:
+            leftover.unlink()
         os.truncate(self._journal, 0)
         self._append(first)
+
+    def _known(self, lines: Iterable[Any]) -> Iterable[Record]:
+        """The last record of every chunk that the output has."""
+        records = {}
+        for line in lines:
+            if not isinstance(line, dict) or line.get("tensor") not in self._places:
+                continue
+            chunks = chunk_count(self._places[line["tensor"]][1].elements)
+            if type(line.get("chunk")) is int and 0 <= line["chunk"] < chunks:
+                records[line["tensor"], line["chunk"]] = line
+        return records.values()
 
     def _append(self, line: Record) -> None:
         os.write(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def _check_free_space(self) -> None:
-        missing = sum(
-            max(0, status.st_size - status.st_blocks * 512)
-            for status in map(os.fstat, self._open_files.values())
-        )
+        missing = sum(file.unwritten_bytes() for file in self._files.values())
         free = shutil.disk_usage(self.folder).free
         if missing > free:
             raise OutputError(
@@ -146,34 +167,46 @@ class PartialOutput:
             data = self.read(info.name, start * info.dtype.itemsize, count * info.dtype.itemsize)
             digest = new_hash()
             digest.update(data)
-            return digest.hexdigest() == record["output"]
+            return digest.hexdigest() == record.get("output")
 
         with ThreadPoolExecutor() as pool:
-            return [r for r, good in zip(records, pool.map(is_intact, records)) if good]
+            return [
+                r for r, good in zip(records, pool.map(is_intact, records), strict=True) if good
+            ]
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read back what was written of a tensor."""
         file, info = self._places[name]
-        return os.pread(self._open_files[file], nbytes, info.start + offset)
+        return self._files[file].read(info.start + offset, nbytes)
+
+    def position(self, name: str, offset: int) -> int:
+        return self._places[name][1].start + offset
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         file, info = self._places[name]
         with _explaining(self.folder / file):
-            _write_all(self._open_files[file], data, info.start + offset)
+            self._files[file].write(data, info.start + offset)
 
     def record(self, record: Record) -> None:
         with _explaining(self.folder / JOURNAL_NAME):
             self._append(record)
 
-    def finish(self, metadata: Mapping[str, Mapping[str, str]], manifest: bytes) -> None:
+    def finish(
+        self, metadata: Mapping[str, Mapping[str, str]], manifest: bytes, *, overwrite: bool = False
+    ) -> None:
         """Write the final headers (metadata for each file), sync, and rename into place."""
+        if self.layout.target.exists() and not overwrite:
+            raise OutputError(
+                f"{self.layout.target}: has appeared during the merge; move it away and run the "
+                "same merge again, it has only this step left to do"
+            )
         with _explaining(self.folder):
-            for file, file_descriptor in self._open_files.items():
-                header, _ = self.layout.build(metadata[file])[file]
-                if len(header) != len(self._built[file][0]):
+            for name, file in self._files.items():
+                header, _ = self.layout.build(metadata[name])[name]
+                if len(header) != len(self._built[name][0]):
                     raise AssertionError("the final header must be as long as the first one")
-                _write_all(file_descriptor, header, 0)
-                os.fsync(file_descriptor)
+                file.write(header, 0)
+                file.sync()
             beside = {self._manifest_name: manifest}
             if (index := self.layout.index()) is not None:
                 beside[self.layout.index_name] = index
@@ -195,13 +228,20 @@ class PartialOutput:
                 target.rename(replaced)
             self.folder.rename(target)
             (target / JOURNAL_NAME).unlink()
-            if replaced is not None:
+            if replaced is not None and replaced.is_symlink():
+                replaced.unlink()
+            elif replaced is not None:
                 shutil.rmtree(replaced)
         else:
             (self.folder / self._manifest_name).replace(manifest_path(target))
             (self.folder / target.name).replace(target)
             shutil.rmtree(self.folder)
         _sync_folder(target.parent)
+
+
+def partial_folder(target: Path) -> Path:
+    """Where an output is made before it has its name."""
+    return target.with_name(target.name + ".partial")
 
 
 def manifest_path(target: Path) -> Path:
@@ -213,9 +253,16 @@ def manifest_path(target: Path) -> Path:
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to overwrite an input, ever, and an existing output unless told to."""
+    if not layout.target.name:
+        raise OutputError(f"{layout.target}: is not a name for an output; give it one")
     target = Path(os.path.realpath(layout.target))
     for file in inputs:
         source = Path(os.path.realpath(file))
+        if partial_folder(target) in source.parents:
+            raise OutputError(
+                f"{layout.target}: would be made in {partial_folder(target)}, where the input "
+                f"{file} lies; choose another output"
+            )
         if target == source or (layout.is_directory and target in source.parents):
             raise OutputError(
                 f"{layout.target}: the output would overwrite the input {file}; "
@@ -232,31 +279,25 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         )
     if layout.is_directory != layout.target.is_dir():
         raise OutputError(f"{layout.target}: is a {'file' if layout.is_directory else 'directory'}")
-    if layout.is_directory and any(layout.target.iterdir()):
-        if not (layout.target / MANIFEST_NAME).exists():
-            raise OutputError(
-                f"{layout.target}: not made by dare (it has no {MANIFEST_NAME}), "
-                "so it is not replaced; remove it yourself or choose another output"
-            )
+    holds_something = layout.is_directory and any(layout.target.iterdir())
+    if holds_something and not (layout.target / MANIFEST_NAME).exists():
+        raise OutputError(
+            f"{layout.target}: not made by dare (it has no {MANIFEST_NAME}), "
+            "so it is not replaced; remove it yourself or choose another output"
+        )
 
 
-def _whole_lines(text: bytes) -> list[Record]:
-    """Parse a journal up to the first line that is torn."""
-    lines = []
+def _whole_lines(text: bytes) -> tuple[list[Any], int]:
+    """Parse a journal up to the first line that is torn; also return how long that part is."""
+    lines: list[Any] = []
+    length = 0
     for line in text.split(b"\n")[:-1]:
         try:
             lines.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-    return lines
-
-
-def _write_all(file_descriptor: int, data: bytes | NDArray[np.uint8], position: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(file_descriptor, rest, position)
-        rest = rest[count:]
-        position += count
+        length += len(line) + 1
+    return lines, length
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -22,7 +22,7 @@ from numba.extending import intrinsic, overload
 from dare.mask import LANES_PER_CALL, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
-i8, i16, i32, f32, f64 = np.int8, np.int16, np.int32, np.float32, np.float64
+i8, i16, i32, i64, f32, f64 = np.int8, np.int16, np.int32, np.int64, np.float32, np.float64
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 helper = njit(nogil=True, cache=True, inline="always")
@@ -159,9 +159,7 @@ def _from_float(value, like):
     encoders = {
         types.float64: lambda value, like: f64(value) if value == value else f64(np.nan),
         types.float32: single,
-        types.int16: lambda value, like: i16(
-            shrink(value, 16, 10, 15, 0x477FF000, 0x7C00, 0x7E00)
-        ),
+        types.int16: lambda value, like: i16(shrink(value, 16, 10, 15, 0x477FF000, 0x7C00, 0x7E00)),
         types.uint16: bfloat16,
         types.uint8: lambda value, like: u8(shrink(value, 8, 3, 7, 0x43E80001, 0x7F, 0x7F)),
         types.int8: lambda value, like: i8(shrink(value, 8, 2, 15, 0x47700000, 0x7C, 0x7E)),
@@ -190,16 +188,187 @@ def encode(values, out):
     return peak
 
 
+# ---------------------------------------------------------------- the mask
+
+PHILOX_WIDTH = 8
+"""Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
+TILE = 4096
+"""Lanes drawn and settled at a time, so that they stay in the first-level cache."""
+
+_word = ir.IntType(32)
+_narrow = ir.VectorType(_word, PHILOX_WIDTH)
+_wide = ir.VectorType(ir.IntType(64), PHILOX_WIDTH)
+
+
+def _constant(kind, value):
+    return ir.Constant(kind, [value] * PHILOX_WIDTH)
+
+
+def _splat(builder, value, kind):
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _word(0))
+    return builder.shuffle_vector(single, single, _constant(_narrow, 0))
+
+
+def _shuffle(builder, left, right, order):
+    order = ir.Constant(ir.VectorType(_word, len(order)), list(order))
+    return builder.shuffle_vector(left, right, order)
+
+
+def _philox(builder, index, domain, key0, key1):
+    """Emit PHILOX_WIDTH calls on the vector of 64-bit counters `index`; return four vectors."""
+
+    def halves(vector):
+        # Taken by shuffling: shifted and truncated, LLVM would carry on in 64 bits.
+        words = builder.bitcast(vector, ir.VectorType(_word, 2 * PHILOX_WIDTH))
+        low = _shuffle(builder, words, words, range(0, 2 * PHILOX_WIDTH, 2))
+        high = _shuffle(builder, words, words, range(1, 2 * PHILOX_WIDTH, 2))
+        return low, high
+
+    def multiply(words, factor):
+        return halves(builder.mul(builder.zext(words, _wide), _constant(_wide, factor)))
+
+    c0, c1 = halves(index)
+    c2, c3 = _constant(_narrow, domain), _constant(_narrow, 0)
+    for _ in range(ROUNDS):
+        low0, high0 = multiply(c0, 0xD2511F53)
+        low1, high1 = multiply(c2, 0xCD9E8D57)
+        c0 = builder.xor(builder.xor(high1, c1), _splat(builder, key0, _narrow))
+        c2 = builder.xor(builder.xor(high0, c3), _splat(builder, key1, _narrow))
+        c1, c3 = low1, low0
+        key0 = builder.add(key0, _word(0x9E3779B9))
+        key1 = builder.add(key1, _word(0xBB67AE85))
+    return c0, c1, c2, c3
+
+
+def _store(builder, vector, address):
+    builder.store(vector, builder.inttoptr(address, vector.type.as_pointer()), align=4)
+    return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+
+@intrinsic
+def philox_lanes(_typing, first, key0, key1, address):
+    """Store the 16 * PHILOX_WIDTH lanes of the calls first, first + 1, … at `address`."""
+
+    def build(_context, builder, _signature, arguments):
+        first, key0, key1, address = arguments
+        steps = ir.Constant(_wide, list(range(PHILOX_WIDTH)))
+        index = builder.add(_splat(builder, first, _wide), steps)
+        c0, c1, c2, c3 = _philox(builder, index, 0, key0, key1)
+        everything = range(2 * PHILOX_WIDTH)
+        left = _shuffle(builder, c0, c1, everything)
+        right = _shuffle(builder, c2, c3, everything)
+        calls = range(PHILOX_WIDTH)
+        by_call = [word * PHILOX_WIDTH + call for call in calls for word in range(4)]
+        return _store(builder, _shuffle(builder, left, right, by_call), address)
+
+    return types.none(types.uint64, types.uint32, types.uint32, types.intp), build
+
+
+@intrinsic
+def philox_ties(_typing, counters, key0, key1, address):
+    """Store the tie-breaking words of the PHILOX_WIDTH elements listed at `counters`."""
+
+    def build(_context, builder, _signature, arguments):
+        counters, key0, key1, address = arguments
+        index = builder.load(builder.inttoptr(counters, _wide.as_pointer()))
+        index.align = 8
+        c0, _, _, _ = _philox(builder, index, TIE_BREAK, key0, key1)
+        return _store(builder, c0, address)
+
+    return types.none(types.intp, types.uint32, types.uint32, types.intp), build
+
+
+@helper
+def settle_ties(lanes, size, start, key0, key1, high, low, elements, words):
+    """Replace lanes that equal `high` by 0 if their word says keep, else by 255."""
+    eights = lanes.view(u64)
+    ones = u64(0x0101010101010101)
+    pattern = u64(ones * u64(high))
+    ties = 0
+    for i in range((size + 7) // 8):
+        difference = u64(eights[i] ^ pattern)
+        if (difference - ones) & ~difference & u64(0x8080808080808080):  # some byte is zero
+            for j in range(8 * i, 8 * i + 8):
+                elements[ties] = u64(start + j)
+                ties += lanes[j] == high
+    for i in range(0, ties, PHILOX_WIDTH):
+        philox_ties(elements.ctypes.data + 8 * i, key0, key1, words.ctypes.data + 4 * i)
+    for i in range(ties):
+        lanes[i64(elements[i]) - start] = u8(0) if words[i] < low else u8(255)
+
+
+@kernel
+def draw(lanes, size, start, key0, key1, high, low):
+    limit = u8(max(high, 1))  # a settled tie is 0 or 255, on the right side of any limit
+    elements = np.empty(TILE + PHILOX_WIDTH, u64)
+    words = np.empty(TILE + PHILOX_WIDTH, u32)
+    kept = 0
+    for first in range(0, size, TILE):
+        tile = lanes[first : first + TILE]
+        used = min(TILE, size - first)
+        for i in range(0, used, PHILOX_WIDTH * LANES_PER_CALL):
+            call = u64((start + first + i) // LANES_PER_CALL)
+            philox_lanes(call, key0, key1, tile.ctypes.data + i)
+        settle_ties(tile, used, start + first, key0, key1, high, low, elements, words)
+        for i in range(tile.size):
+            tile[i] = u8(0) - u8(tile[i] < limit)
+        for i in range(used, tile.size):
+            tile[i] = u8(0)
+        kept += count_set(tile.view(u64))
+    return kept
+
+
+@helper
+def count_set(eights):
+    """Count the bytes that are 255, in byte-wide counters that are emptied in time."""
+    count = 0
+    for first in range(0, eights.size, 255):
+        sums = u64(0)
+        for i in range(first, min(first + 255, eights.size)):
+            sums += eights[i] & u64(0x0101010101010101)
+        for byte in range(8):
+            count += i64((sums >> u64(8 * byte)) & u64(255))
+    return count
+
+
+@helper
+def masked(value, lane):
+    return float_of(u32(bits_of(value) & u32(i32(i8(lane)))))
+
+
+@kernel
+def keep_lanes(values, lanes):
+    left = 0
+    for i in range(values.size):
+        value = masked(values[i], lanes[i])
+        values[i] = value
+        left += value != f32(0)
+    return left
+
+
 # ---------------------------------------------------------------- deltas in, weights out
 
 
 @kernel
-def delta(raw, base, out, threshold_bits):
+def delta(raw, base, lanes, out, threshold_bits):
     peak = i32(0)
     over = i32(0)
     for i in range(raw.size):
         difference = to_float(raw[i]) - base[i]
-        out[i] = difference
+        out[i] = masked(difference, lanes[i])
+        magnitude = magnitude_of(difference)
+        peak = max(peak, magnitude)
+        over = i32(over + i32(magnitude > threshold_bits))
+    return peak, over
+
+
+@kernel
+def add_delta(raw, base, lanes, weight, total, threshold_bits):
+    peak = i32(0)
+    over = i32(0)
+    for i in range(raw.size):
+        difference = to_float(raw[i]) - base[i]
+        total[i] += weight * masked(difference, lanes[i])
         magnitude = magnitude_of(difference)
         peak = max(peak, magnitude)
         over = i32(over + i32(magnitude > threshold_bits))
@@ -240,132 +409,6 @@ def count_exceptions(base, merged, scale, overflow_bits):
         nans += magnitude > INFINITY
         overflowed += (magnitude >= overflow_bits) & (magnitude <= INFINITY)
     return overflowed, nans
-
-
-# ---------------------------------------------------------------- the mask
-
-PHILOX_WIDTH = 8
-"""Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
-
-
-@intrinsic
-def philox_calls(_typing, first, key0, key1, address):
-    """Store PHILOX_WIDTH calls for the counters first, first + 1, … at `address`."""
-
-    def build(_context, builder, _signature, arguments):
-        first, key0, key1, address = arguments
-        narrow = ir.VectorType(ir.IntType(32), PHILOX_WIDTH)
-        wide = ir.VectorType(ir.IntType(64), PHILOX_WIDTH)
-
-        def splat(value, kind):
-            single = builder.insert_element(
-                ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0)
-            )
-            zeros = ir.Constant(
-                ir.VectorType(ir.IntType(32), PHILOX_WIDTH), [0] * PHILOX_WIDTH
-            )
-            return builder.shuffle_vector(single, single, zeros)
-
-        def constant(kind, value):
-            return ir.Constant(kind, [value] * PHILOX_WIDTH)
-
-        def shuffle(left, right, order):
-            order = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), list(order))
-            return builder.shuffle_vector(left, right, order)
-
-        def multiply(words, factor):
-            # Halves are taken by shuffling: shifted and truncated, LLVM would go on in 64 bits.
-            product = builder.mul(builder.zext(words, wide), constant(wide, factor))
-            halves = builder.bitcast(product, ir.VectorType(ir.IntType(32), 2 * PHILOX_WIDTH))
-            low = shuffle(halves, halves, range(0, 2 * PHILOX_WIDTH, 2))
-            high = shuffle(halves, halves, range(1, 2 * PHILOX_WIDTH, 2))
-            return high, low
-
-        steps = ir.Constant(wide, list(range(PHILOX_WIDTH)))
-        index = builder.add(splat(first, wide), steps)
-        c0 = builder.trunc(index, narrow)
-        c1 = builder.trunc(builder.lshr(index, constant(wide, 32)), narrow)
-        c2 = c3 = constant(narrow, 0)
-        for _ in range(ROUNDS):
-            high0, low0 = multiply(c0, 0xD2511F53)
-            high1, low1 = multiply(c2, 0xCD9E8D57)
-            c0 = builder.xor(builder.xor(high1, c1), splat(key0, narrow))
-            c2 = builder.xor(builder.xor(high0, c3), splat(key1, narrow))
-            c1, c3 = low1, low0
-            key0 = builder.add(key0, ir.IntType(32)(0x9E3779B9))
-            key1 = builder.add(key1, ir.IntType(32)(0xBB67AE85))
-
-        everything = list(range(2 * PHILOX_WIDTH))
-        pairs = shuffle(c0, c1, everything), shuffle(c2, c3, everything)
-        by_call = [word * PHILOX_WIDTH + call for call in range(PHILOX_WIDTH) for word in range(4)]
-        words = shuffle(*pairs, by_call)
-        builder.store(words, builder.inttoptr(address, words.type.as_pointer()), align=4)
-        return ir.Constant(ir.IntType(8).as_pointer(), None)
-
-    return types.none(types.uint64, types.uint32, types.uint32, types.intp), build
-
-
-@helper
-def tie_word(element, key0, key1):
-    c0, c1, c2, c3 = u32(element), u32(element >> u64(32)), u32(TIE_BREAK), u32(0)
-    for _ in range(ROUNDS):
-        product0 = u64(0xD2511F53) * u64(c0)
-        product1 = u64(0xCD9E8D57) * u64(c2)
-        c0 = u32(u32(product1 >> u64(32)) ^ c1 ^ key0)
-        c2 = u32(u32(product0 >> u64(32)) ^ c3 ^ key1)
-        c1, c3 = u32(product1), u32(product0)
-        key0 = u32(key0 + u32(0x9E3779B9))
-        key1 = u32(key1 + u32(0xBB67AE85))
-    return c0
-
-
-@helper
-def fill_lanes(lanes, size, start, key0, key1, high, low):
-    """Set lanes[i] to 1 where element start + i is kept, else to 0; return how many are kept."""
-    for i in range(0, size, PHILOX_WIDTH * LANES_PER_CALL):
-        philox_calls(u64((start + i) // LANES_PER_CALL), key0, key1, lanes.ctypes.data + i)
-
-    eights = lanes.view(u64)
-    eights_used = (size + 7) // 8
-    ones = u64(0x0101010101010101)
-    pattern = u64(ones * u64(high))
-    for i in range(eights_used):
-        difference = u64(eights[i] ^ pattern)
-        if (difference - ones) & ~difference & u64(0x8080808080808080):  # a zero byte: a tie
-            for j in range(8 * i, 8 * i + 8):
-                if lanes[j] == high:
-                    wins = tie_word(u64(start + j), key0, key1) < low
-                    lanes[j] = u8(0) if wins else u8(255)
-
-    limit = u8(max(high, 1))  # winners are 0 and losers 255, on the right side of any limit
-    for i in range(size):
-        lanes[i] = u8(lanes[i] < limit)
-    for i in range(size, 8 * eights_used):
-        lanes[i] = u8(0)
-
-    kept = 0
-    for first in range(0, eights_used, 255):  # 255 additions cannot overflow a byte
-        sums = u64(0)
-        for i in range(first, min(first + 255, eights_used)):
-            sums += eights[i]
-        for byte in range(8):
-            kept += (sums >> u64(8 * byte)) & u64(255)
-    return kept
-
-
-@kernel
-def drop(values, start, key0, key1, high, low, factor, lanes):
-    kept = fill_lanes(lanes, values.size, start, key0, key1, high, low)
-    for i in range(values.size):
-        keep = u32(u32(0) - u32(lanes[i]))
-        values[i] = float_of(u32(bits_of(values[i] * factor) & keep))
-    return kept
-
-
-@kernel
-def scale_by(values, factor):
-    for i in range(values.size):
-        values[i] *= factor
 
 
 # ---------------------------------------------------------------- trimming
@@ -478,6 +521,6 @@ def sum_products(left, right):
 
 
 @kernel
-def add(left, right, out):
-    for i in range(left.size):
-        out[i] = left[i] + right[i]
+def add_onto(base, values, factor, out):
+    for i in range(base.size):
+        out[i] = base[i] + factor * values[i]

@@ -16,11 +16,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.mask import keep_lanes
+from dare import mask
 
 Floats = NDArray[np.float32]
 Raw = NDArray[Any]
 Bits = NDArray[np.uint32]
+Lanes = NDArray[np.uint8]
 
 SUM_LANES = 64
 _INFINITY = 0x7F800000
@@ -68,13 +69,31 @@ def encode(values: Floats, out: Raw) -> int:
     return _peak(values)
 
 
-def delta(raw: Raw, base: Floats, out: Floats, threshold_bits: int) -> tuple[int, int]:
-    """out = tuned - base; return the largest magnitude's bits and how many exceed the threshold."""
-    decode(raw, out)
+def delta(
+    raw: Raw, base: Floats, lanes: Lanes, out: Floats, threshold_bits: int
+) -> tuple[int, int]:
+    """out = tuned - base where the lane is set, else zero.
+
+    Returns the bits of the largest magnitude and how many exceed the threshold, dropped elements
+    included.
+    """
+    difference = np.empty_like(base)
+    decode(raw, difference)
     with np.errstate(invalid="ignore", over="ignore"):
-        out -= base
-    found = magnitude_bits(out)
+        difference -= base
+    out[:] = np.where(lanes[: base.size] != 0, difference, np.float32(0))
+    found = magnitude_bits(difference)
     return int(found.max(initial=0)), int((found > threshold_bits).sum())
+
+
+def add_delta(
+    raw: Raw, base: Floats, lanes: Lanes, weight: np.float32, total: Floats, threshold_bits: int
+) -> tuple[int, int]:
+    """total += weight·delta, in one go: `delta` and then `add_scaled`."""
+    difference = np.empty_like(base)
+    figures = delta(raw, base, lanes, difference, threshold_bits)
+    add_scaled(total, difference, weight)
+    return figures
 
 
 def add_to_base(raw: Raw, base: Floats, merged: Floats, scale: np.float32, out: Raw) -> int:
@@ -99,7 +118,7 @@ def add_to_base_as(base: Floats, merged: Floats, scale: np.float32, out: Raw) ->
 def count_exceptions(
     base: Floats, merged: Floats, scale: np.float32, overflow_bits: int
 ) -> tuple[int, int]:
-    """Count results too large for the output type (infinities included) and results that are NaN."""
+    """Count results too large for the output type, infinities included, and those that are NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         found = magnitude_bits(base + scale * merged)
     return (
@@ -108,30 +127,23 @@ def count_exceptions(
     )
 
 
-def drop(
-    values: Floats,
-    start: int,
-    key0: int,
-    key1: int,
-    high: int,
-    low: int,
-    factor: np.float32,
-    lanes: NDArray[np.uint8],
-) -> int:
-    """Multiply the kept elements by `factor`, set the others to zero; return how many are kept.
+def draw(lanes: Lanes, size: int, start: int, key0: int, key1: int, high: int, low: int) -> int:
+    """Set the lanes of the kept elements among start … start + size; return how many.
 
-    `high` (8 bits) and `low` (32 bits) make up the keep threshold. `lanes` is scratch space of a
-    multiple of 128 bytes, at least one for each value. `start` is a multiple of 16.
+    `high` (8 bits) and `low` (32 bits) make up the keep threshold. A lane is 255 where the element
+    is kept and 0 where it is dropped or beyond `size`. There are a multiple of 4096 lanes, at
+    least `size`; `start` is a multiple of 16.
     """
-    keep = keep_lanes((key0, key1), values.size, high, low, start)
-    with np.errstate(invalid="ignore", over="ignore"):
-        values[:] = np.where(keep, values * factor, np.float32(0))
-    return int(keep.sum())
+    keep = mask.keep_lanes((int(key0), int(key1)), size, high, int(low), start)
+    lanes[:] = 0
+    lanes[:size][keep] = 255
+    return int(np.count_nonzero(keep))
 
 
-def scale_by(values: Floats, factor: np.float32) -> None:
-    """values *= factor."""
-    values *= factor
+def keep_lanes(values: Floats, lanes: Lanes) -> int:
+    """Zero the values whose lane is not set; return how many are left that are not zero."""
+    values[lanes[: values.size] == 0] = 0
+    return int(np.count_nonzero(values))
 
 
 def magnitudes(values: Floats, out: Bits) -> int:
@@ -139,7 +151,7 @@ def magnitudes(values: Floats, out: Bits) -> int:
     found = magnitude_bits(values)
     found = found[found != 0]
     out[: found.size] = found
-    return found.size
+    return int(found.size)
 
 
 def count_high(found: Bits, counts: NDArray[np.int64]) -> None:
@@ -223,6 +235,6 @@ def sum_products(left: Floats, right: Floats) -> float:
     return _lane_sum(left.astype(np.float64) * right.astype(np.float64))
 
 
-def add(left: Floats, right: Floats, out: Floats) -> None:
-    """out = left + right."""
-    np.add(left, right, out=out)
+def add_onto(base: Floats, values: Floats, factor: np.float32, out: Floats) -> None:
+    """out = base + factor·values."""
+    out[:] = base + factor * values

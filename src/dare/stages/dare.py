@@ -20,7 +20,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     before = after = 0.0
     for block in walk():
         before += block.kernels.sum_magnitudes(block.values)
-        _drop(block, drop_rate, 1.0)
+        _drop(block, drop_rate)
         after += block.kernels.sum_magnitudes(block.values)
     return before / after if after else 1.0
 
@@ -38,28 +38,18 @@ def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) ->
     `rescale = false` leaves the others as they are (then E[δ̂] = (1 - p)·δ), and `rescale = "l1"`
     scales them to the L1 norm of the whole delta, as mergekit does.
     """
-    if rescale == "l1":
-        factor = block.summary if drop_rate > 0 else 1.0
-    else:
-        factor = 1.0 / (1.0 - drop_rate) if rescale else 1.0
-    _drop(block, drop_rate, factor)
+    _drop(block, drop_rate)
+    if rescale and drop_rate > 0:
+        block.factor *= block.summary if rescale == "l1" else 1.0 / (1.0 - drop_rate)
 
 
-def _drop(block: Block, drop_rate: float, factor: float) -> None:
+def _drop(block: Block, drop_rate: float) -> None:
     high, low = divmod(keep_threshold(drop_rate), 1 << 32)
-    if high == 256:  # everything is kept, and the factor is 1
+    if high == 256:  # everything is kept
         return
-    key0, key1 = _key(block.seed, block.tensor)
-    block.survivors = block.kernels.drop(
-        block.values,
-        block.start,
-        np.uint32(key0),
-        np.uint32(key1),
-        high,
-        np.uint32(low),
-        np.float32(factor),
-        block.scratch,
-    )
+    size, start, draw = block.size, block.start, block.kernels.draw
+    key0, key1 = map(np.uint32, _key(block.seed, block.tensor))
+    block.mask(lambda lanes: draw(lanes, size, start, key0, key1, high, np.uint32(low)))
 
 
 _key = lru_cache(maxsize=1024)(mask_key)

@@ -19,6 +19,6 @@ def sum(deltas: Deltas) -> Floats:  # noqa: A001
 
 def _weighted_sum(deltas: Deltas) -> Floats:
     (total,) = deltas.rows(1)
-    for values, weight in deltas:
-        deltas.kernels.add_scaled(total, values, weight)
+    for block, weight in deltas:
+        block.add_to(total, weight)
     return total

@@ -32,21 +32,95 @@ Settings = Mapping[str, Any]
 """Parameter values of one stage, complete and checked."""
 
 
-@dataclass(slots=True)
 class Block:
-    """A run of elements of one model's delta, on its way through the delta stages."""
+    """A run of elements of one model's delta, on its way through the stages.
 
-    kernels: Any
-    tensor: str
-    start: int
-    """Index of the first element in the tensor."""
-    seed: int
-    values: Floats
-    survivors: int
-    """How many elements no stage has dropped yet (zeros of the delta itself count)."""
-    scratch: NDArray[np.uint8]
-    summary: Any = None
-    """What the survey of the stage being applied returned."""
+    It is lazy: the difference of tuned and base is taken when `values` is asked for, or by
+    `add_to`, in one loop with the sum. Until then a mask is only remembered. A factor that all
+    elements share is never multiplied in; it is left to the weight in the combine stage.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        tensor: str,
+        start: int,
+        seed: int,
+        tuned: NDArray[Any],
+        base: Floats,
+        scratch: Scratch,
+        threshold_bits: np.int32,
+    ) -> None:
+        self.kernels = kernels
+        self.tensor = tensor
+        self.start = start
+        """Index of the first element in the tensor."""
+        self.seed = seed
+        self.size = tuned.size
+        self.survivors = tuned.size
+        """How many elements no stage has dropped yet."""
+        self.factor = 1.0
+        """What `values` still have to be multiplied by."""
+        self.summary: Any = None
+        """What the survey of the stage being applied returned."""
+        self.peak = 0
+        """Bits of the delta's largest magnitude, before any stage."""
+        self.over = 0
+        """How many magnitudes exceed the threshold, before any stage."""
+        self._tuned = tuned
+        self._base = base
+        self._scratch = scratch
+        self._threshold_bits = threshold_bits
+        self._lanes = scratch.all_kept
+        self._values: Floats | None = None
+        self._measured = False
+
+    @property
+    def values(self) -> Floats:
+        """The delta, to be changed in place, but for `factor`."""
+        if self._values is None:
+            self._values = self._scratch.values[: self.size]
+            self._measured = True
+            self.peak, self.over = self.kernels.delta(
+                self._tuned, self._base, self._lanes, self._values, self._threshold_bits
+            )
+        return self._values
+
+    def measure(self) -> None:
+        """Make sure that `peak` and `over` are known."""
+        if not self._measured:
+            _ = self.values
+
+    def mask(self, draw: Callable[[NDArray[np.uint8]], int]) -> None:
+        """Drop elements: `draw` sets the lanes of those to keep to 255, and returns how many."""
+        if self._lanes is not self._scratch.all_kept:
+            _ = self.values  # applies the mask that is pending
+        lanes = self._scratch.lanes
+        kept = draw(lanes)
+        if self._values is None:
+            self._lanes, self.survivors = lanes, kept
+        else:
+            self.survivors = self.kernels.keep_lanes(self._values, lanes)
+
+    def add_to(self, total: Floats, weight: float) -> None:
+        """total += (weight·factor)·delta."""
+        combined = np.float32(weight * self.factor)
+        if self._values is not None:
+            self.kernels.add_scaled(total, self._values, combined)
+            return
+        self._measured = True
+        self.peak, self.over = self.kernels.add_delta(
+            self._tuned, self._base, self._lanes, combined, total, self._threshold_bits
+        )
+
+
+class Scratch:
+    """One thread's arrays for blocks, used again for each."""
+
+    def __init__(self, size: int) -> None:
+        self.values = np.empty(size, np.float32)
+        self.lanes = np.empty(size, np.uint8)
+        self.all_kept = np.full(size, 255, np.uint8)
 
 
 class Walk(Protocol):
@@ -68,7 +142,7 @@ class Deltas:
         base: Floats,
         weights: Sequence[float],
         rows: Sequence[Floats],
-        stream: Iterator[Floats],
+        stream: Iterator[Block],
         summary: Any = None,
     ) -> None:
         self.kernels = kernels
@@ -78,9 +152,8 @@ class Deltas:
         self._rows = rows
         self._stream = stream
 
-    def __iter__(self) -> Iterator[tuple[Floats, np.float32]]:
-        for values, weight in zip(self._stream, self.weights, strict=True):
-            yield values, np.float32(weight)
+    def __iter__(self) -> Iterator[tuple[Block, float]]:
+        return zip(self._stream, self.weights, strict=True)
 
     def rows(self, count: int) -> list[Floats]:
         """Lend `count` zeroed arrays of the block's size; a stage declares how many it takes."""
@@ -264,6 +337,12 @@ def parse_method(method: str) -> tuple[Stage, ...]:
                 f"stages: {', '.join(STAGES)}; other names: {', '.join(ALIASES)}"
             )
         stages.append(STAGES[name])
+    for stage in stages:
+        if stages.count(stage) > 1:
+            raise RecipeError(
+                f"method {method!r}: {stage.name} stands in it more than once; "
+                "the second would do the same again"
+            )
     if [stage.kind for stage in stages] != ["delta"] * (len(stages) - 1) + ["combine"]:
         combiners = ", ".join(stage.name for stage in STAGES.values() if stage.kind == "combine")
         raise RecipeError(

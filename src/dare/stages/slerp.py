@@ -22,8 +22,9 @@ def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
     first_squared = second_squared = product = 0.0
     for deltas in walk():
         first, second = deltas.rows(2)
-        for row, (values, _weight) in zip((first, second), deltas, strict=True):
-            deltas.kernels.add(values, deltas.base if on == "weights" else row, row)
+        for row, (block, _weight) in zip((first, second), deltas, strict=True):
+            origin = deltas.base if on == "weights" else row
+            deltas.kernels.add_onto(origin, block.values, np.float32(block.factor), row)
         first_squared += deltas.kernels.sum_products(first, first)
         second_squared += deltas.kernels.sum_products(second, second)
         product += deltas.kernels.sum_products(first, second)
@@ -46,9 +47,9 @@ def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats
     """
     coefficients: tuple[float, float] = deltas.summary
     (total,) = deltas.rows(1)
-    for coefficient, (values, _weight) in zip(coefficients, deltas, strict=True):
+    for coefficient, (block, _weight) in zip(coefficients, deltas, strict=True):
         if coefficient:
-            deltas.kernels.add_scaled(total, values, np.float32(coefficient))
+            block.add_to(total, coefficient)
     excess = coefficients[0] + coefficients[1] - 1
     if on == "weights" and excess:
         deltas.kernels.add_scaled(total, deltas.base, np.float32(excess))

@@ -25,8 +25,10 @@ def ties(
     `keep_ratio` trims each delta first, as the stage `trim` does.
     """
     above, below, above_share, below_share = deltas.rows(4)
-    for values, weight in deltas:
-        share = abs(weight) if divide_by == "weights" else np.float32(1)
-        deltas.kernels.vote(above, below, above_share, below_share, values, weight, share)
+    for block, weight in deltas:
+        share = np.float32(abs(weight) if divide_by == "weights" else 1)
+        combined = np.float32(weight * block.factor)
+        values = block.values
+        deltas.kernels.vote(above, below, above_share, below_share, values, combined, share)
     deltas.kernels.elect(above, below, above_share, below_share)
     return above

@@ -34,6 +34,7 @@ class _Magnitudes:
     def __init__(self, walk: Walk) -> None:
         self.survivors = 0
         self._walk = walk
+        self._kernels: Any = None
         self._remembered: list[NDArray[np.uint32]] | None = None
 
     def __call__(self) -> Iterator[tuple[Any, NDArray[np.uint32]]]:

@@ -58,7 +58,8 @@ def verify(path: str | os.PathLike[str]) -> Verification:
     for file, manifest in manifests.items():
         if whole != manifest.get("output"):
             problems.append(f"{file}: the weights' digest is {whole}, not {manifest.get('output')}")
-    problems += _compare_beside(path, found, whole)
+    embedded = next(iter(manifests.values()), {})
+    problems += _compare_beside(path, found, embedded)
     nbytes = sum(info.nbytes for info in source.tensors.values())
     return Verification(path, tuple(problems), len(found), nbytes)
 
@@ -97,7 +98,7 @@ def _digest_tensors(source: FileSource) -> dict[str, str]:
         data = np.empty(count * info.dtype.itemsize, np.uint8)
         source.read(name, chunk * CHUNK * info.dtype.itemsize, data)
         digest = new_hash()
-        digest.update(data)
+        digest.update(data.data)
         return digest.hexdigest()
 
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
@@ -107,15 +108,15 @@ def _digest_tensors(source: FileSource) -> dict[str, str]:
     return {name: tensor_digest(digests) for name, digests in by_tensor.items()}
 
 
-def _compare_beside(path: Path, found: Mapping[str, str], whole: str) -> list[str]:
+def _compare_beside(path: Path, found: Mapping[str, str], embedded: Mapping[str, Any]) -> list[str]:
     """Compare with the manifest beside the weights, which can say which tensor is damaged."""
     beside = manifest_path(path)
     if not beside.exists():
         return []
     try:
         manifest = read_manifest(beside)
-        expected: dict[str, str] = manifest["digests"]["output"]
-    except (InputError, KeyError, TypeError) as error:
+        expected = dict(manifest["digests"]["output"])
+    except (InputError, KeyError, TypeError, ValueError) as error:
         return [f"{beside}: cannot be used: {error}"]
     problems = [
         f"{name}: is not as it was written"
@@ -124,6 +125,10 @@ def _compare_beside(path: Path, found: Mapping[str, str], whole: str) -> list[st
     ]
     problems += [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
     problems += [f"{name}: was not written" for name in sorted(found.keys() - expected.keys())]
-    if not problems and manifest.get("output") != whole:
-        problems.append(f"{beside}: is not the manifest of this output")
+    if not problems:
+        problems += [
+            f"{beside}: {key} is not what the header of the output says"
+            for key, value in embedded.items()
+            if key != "check" and manifest.get(key) != value
+        ]
     return problems

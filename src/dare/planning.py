@@ -16,6 +16,7 @@ from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import MismatchError, RecipeError
 from dare.executors.threads import available_cores
 from dare.io.digest import CHUNK, chunk_count
+from dare.io.files import ALIGNMENT
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout, lay_out
 from dare.io.sources import Source
@@ -64,13 +65,16 @@ class TensorPlan:
         """How many pieces of work it is cut into."""
         return chunk_count(self.elements)
 
+    def settings_of(self, model: int) -> tuple[Settings, ...]:
+        """The settings of each delta stage for one model."""
+        return self.settings[self.models.index(model)]
+
     def surveyed_stages(self, chain: Sequence[Stage], model: int) -> list[int]:
         """Positions of the delta stages that must survey this tensor of this model first."""
-        settings = self.settings[self.models.index(model)]
         return [
             position
-            for position, (stage, values) in enumerate(zip(chain, settings, strict=False))
-            if stage.kind == "delta" and stage.surveys_when(values)
+            for position, settings in enumerate(self.settings_of(model))
+            if chain[position].surveys_when(settings)
         ]
 
 
@@ -110,6 +114,11 @@ class Plan:
             most = max(most, deltas + self.combine.surveys_when(tensor.combine))
         return most + 1
 
+    def source_of(self, tensor: TensorPlan, model: int) -> Source:
+        """Where a model's copy of a tensor is read: the base, if the model lacks it."""
+        source = self.models[model]
+        return source if tensor.name in source.tensors else self.base
+
     def merged(self) -> Iterator[TensorPlan]:
         """The tensors that are merged."""
         return (tensor for tensor in self.tensors if tensor.fate is Fate.MERGED)
@@ -117,16 +126,19 @@ class Plan:
     @property
     def workspace_bytes(self) -> int:
         """Buffers of one thread."""
-        widest = max((kind.itemsize for kind in self._kinds()), default=1)
         floats = 2 + self.combine.rows  # base, delta, and what the combine stage borrows
-        return BLOCK * (3 * widest + 4 * floats + 1)
+        lanes = 2
+        return BLOCK * (3 * self.widest + 4 * floats + lanes) + ALIGNMENT
 
-    def _kinds(self) -> Iterator[StorageType]:
+    @cached_property
+    def widest(self) -> int:
+        """Bytes per element of the widest storage type in inputs and output."""
+        widest = 1
         for tensor in self.tensors:
-            yield tensor.base.dtype
-            yield tensor.dtype
-            for model in tensor.models:
-                yield self.models[model].tensors[tensor.name].dtype
+            models = (self.source_of(tensor, m).tensors[tensor.name] for m in tensor.models)
+            kinds = (tensor.dtype, tensor.base.dtype, *(info.dtype for info in models))
+            widest = max(widest, *(kind.itemsize for kind in kinds))
+        return widest
 
     @property
     def threads(self) -> int:
@@ -138,7 +150,7 @@ class Plan:
     def spare_bytes(self) -> int:
         """What one thread's survey may remember: half of what the buffers leave."""
         left = self.recipe.max_memory - self.threads * self.workspace_bytes
-        return left // 2 // self.threads if self.passes > 1 else 0
+        return max(0, left // 2 // self.threads) if self.passes > 1 else 0
 
     @property
     def peak_memory(self) -> int:
@@ -151,7 +163,9 @@ class Plan:
         total = 0
         for tensor in self.tensors:
             base = tensor.base.nbytes
-            models = {m: self.models[m].tensors[tensor.name].nbytes for m in tensor.models}
+            models = {
+                m: self.source_of(tensor, m).tensors[tensor.name].nbytes for m in tensor.models
+            }
             total += base + sum(models.values())
             if tensor.fate is Fate.MERGED:
                 total += sum(
@@ -215,7 +229,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan in a few lines."""
-        fates = {fate: 0 for fate in Fate}
+        fates = dict.fromkeys(Fate, 0)
         for tensor in self.tensors:
             fates[tensor.fate] += 1
         fates[Fate.LEFT_OUT] = len(self.left_out)
@@ -238,9 +252,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def make_plan(
-    recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]
-) -> Plan:
+def make_plan(recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     problems: list[str] = []
     warnings = list(_recipe_warnings(recipe))
@@ -274,7 +286,7 @@ def make_plan(
     if plan.workspace_bytes > recipe.max_memory:
         raise RecipeError(
             f"max_memory = {recipe.max_memory}: one thread needs {plan.workspace_bytes} bytes; "
-            f"allow at least {_size(plan.workspace_bytes)}"
+            f"allow at least {-(-plan.workspace_bytes // 1000) / 1000:.3f} MB"
         )
     return plan
 
@@ -288,12 +300,17 @@ def _plan_tensor(
     warnings: list[str],
 ) -> TensorPlan:
     name = base.name
+    combine = recipe.chain[-1][0]
     takes_part, mismatched, missing = [], [], []
     for index, model in enumerate(models):
         info = model.tensors.get(name)
         if info is None:
             missing.append(names[index])
-        elif info.shape != base.shape or (info.dtype != base.dtype and not _both_weights(info, base)):
+            if combine.models is not None:  # it takes them all, so this one's delta is read as zero
+                takes_part.append(index)
+        elif info.shape != base.shape or (
+            info.dtype != base.dtype and not _both_weights(info, base)
+        ):
             mismatched.append(
                 f"{name}: base is {_describe(base)}, {names[index]} is {_describe(info)}"
             )
@@ -308,7 +325,7 @@ def _plan_tensor(
             warnings.append(f"{line}; its change there counts as zero")
     for line in mismatched:
         if recipe.on_mismatch == "error":
-            problems.append(f"{line}; set on_mismatch = \"base\" to keep the base's")
+            problems.append(f'{line}; set on_mismatch = "base" to keep the base\'s')
         else:
             warnings.append(f"{line}; the base's is kept")
 
@@ -318,7 +335,8 @@ def _plan_tensor(
         fate = Fate.COPIED
         takes_part = takes_part if recipe.on_integer_mismatch == "error" else []
     else:
-        fate = Fate.MERGED if takes_part else Fate.BASE_ONLY
+        fate = Fate.MERGED if len(missing) < len(models) else Fate.BASE_ONLY
+        takes_part = takes_part if fate is Fate.MERGED else []
 
     dtype = base.dtype
     if base.dtype.is_weight and recipe.dtype is not None:
@@ -387,7 +405,10 @@ def _values(recipe: Recipe, parameter: str) -> set[Any]:
         *(entry.settings for entry in recipe.models),
         *(rule.settings for rule in recipe.tensors),
     )
-    return {settings[parameter] for settings in places if parameter in settings}
+    found = {settings[parameter] for settings in places if parameter in settings}
+    if parameter == "drop_rate" and recipe.embedding_drop_rate is not None:
+        found.add(recipe.embedding_drop_rate)
+    return found
 
 
 def _both_weights(left: TensorInfo, right: TensorInfo) -> bool:

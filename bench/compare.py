@@ -1,0 +1,382 @@
+"""Compare merges by dare, mergekit and plain torch: time, CPU and memory, in one go.
+
+The models are made once, under bench/data. Every run is a process of its own, measured from its
+start to its end, with the inputs in the page cache and nothing left to write back. Our kernels are
+compiled beforehand; how long that takes is given separately. The peers are taken from an
+environment of their own (requirements-peers.txt); a job that cannot be run is listed with the
+reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jobs import BENCH, JOB_NAMES, OUR_JOBS, Inputs, Job, make_jobs, make_our_job
+from measure import Measurement, ProgramError, available_memory_bytes, measure, warm_page_cache
+from models import missing_folders, shape_for
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+DATA = BENCH / "data"
+PEERS_PYTHON = BENCH.parent / ".venv-peers" / "bin" / "python"
+USUAL_PARAMETERS = 0.95e9
+SCALING_PARAMETERS = (0.1e9, 0.3e9, 0.95e9)
+SCALING_MODELS = (2, 3, 5, 8)
+USUAL_MODELS = 3
+SMALL_PARAMETERS = 1e6
+"""Of the merge that has the kernels compiled."""
+SLOW_SECONDS = 30
+"""A job that takes longer is run once."""
+
+console = Console()
+console.width = max(console.width, 100)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of one job, or why there are none."""
+
+    name: str
+    title: str
+    rival: str | None
+    runs: Sequence[Measurement]
+    problem: str | None = None
+
+    @property
+    def best(self) -> Measurement:
+        """The fastest run."""
+        return min(self.runs, key=lambda run: run.wall_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """The median of the wall times."""
+        return statistics.median(run.wall_seconds for run in self.runs)
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """Our dare+linear on so many models of so many parameters."""
+
+    parameters: int
+    models: int
+    wall_seconds: float
+    cpu_seconds: float
+    peak_bytes: int | None
+
+    @property
+    def ns_per_element_and_model(self) -> float:
+        """Wall time for each element of each fine-tune."""
+        return self.wall_seconds * 1e9 / (self.parameters * self.models)
+
+
+def main() -> int:
+    """Compare or scale, as asked; 1 if a job failed."""
+    options = parse_arguments()
+    DATA.mkdir(exist_ok=True)
+    document: dict[str, Any] = {"machine": describe_machine(options.peers_python)}
+    if options.scaling:
+        points = run_scaling(options)
+        fit = fit_scaling(points)
+        print_scaling(points, fit)
+        document |= {"scaling": [asdict(point) for point in points], "fit": fit}
+        failed = False
+    else:
+        results, compile_seconds = run_comparison(options)
+        print_comparison(results, compile_seconds)
+        document |= {
+            "parameters": shape_for(options.parameters).parameters,
+            "models": options.models,
+            "compile_seconds": compile_seconds,
+            "jobs": [asdict(result) for result in results],
+        }
+        failed = any(result.problem and result.problem.startswith("failed") for result in results)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    return int(failed)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example:\n"
+        "  python bench/compare.py --repeat 5 --skip torch --json bench/results/compare.json\n"
+        "  python bench/compare.py --parameters 20e6 --only ours-linear mergekit-linear floor\n\n"
+        f"jobs: {', '.join(JOB_NAMES)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--parameters", type=float, default=USUAL_PARAMETERS, help="size of a model (0.95e9)")
+    add("--models", type=int, default=USUAL_MODELS, help="how many fine-tunes (3)")
+    add("--repeat", type=int, default=3, help=f"runs of a job faster than {SLOW_SECONDS} s (3)")
+    add("--peers-python", type=Path, default=PEERS_PYTHON, metavar="PATH",
+        help="python that has mergekit and torch (.venv-peers/bin/python)")  # fmt: skip
+    add("--only", nargs="+", choices=JOB_NAMES, default=JOB_NAMES, metavar="JOB")
+    add("--skip", nargs="+", choices=JOB_NAMES, default=(), metavar="JOB")
+    add("--json", type=Path, metavar="PATH", help="also write all figures to this file")
+    add("--scaling", action="store_true",
+        help="instead, run dare+linear on models of 0.1, 0.3 and 0.95 billion parameters (or in "
+        "these proportions up to --parameters), and on 2, 3, 5 and 8 of the largest")  # fmt: skip
+    options = parser.parse_args()
+    if options.models < 1 or options.repeat < 1 or options.parameters < SMALL_PARAMETERS:
+        parser.error(f"at least 1 model, 1 run and {SMALL_PARAMETERS:g} parameters")
+    return options
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_comparison(options: argparse.Namespace) -> tuple[list[Result], dict[str, float]]:
+    """Run every job that was asked for; also say how long our kernels take to compile."""
+    chosen = [name for name in JOB_NAMES if name in options.only and name not in options.skip]
+    inputs = provide_inputs([(options.parameters, options.models)])[0]
+    with working_folders() as (work, output):
+        compile_seconds = measure_compilation(chosen)
+        jobs = make_jobs(inputs, work, output, options.peers_python)
+        results = [
+            run_job(job, inputs, output, options.repeat) for job in jobs if job.name in chosen
+        ]
+    return results, compile_seconds
+
+
+def run_job(job: Job, inputs: Inputs, output: Path, repeat: int) -> Result:
+    """Run a job until it has been run often enough."""
+    runs: list[Measurement] = []
+    problem = f"skipped: {job.obstacle}" if job.obstacle else None
+    while problem is None and len(runs) < repeat:
+        what = f"{job.title}, {len(inputs.tuned)} of {inputs.shape.folder_name}"
+        console.print(f"[dim]{what}, run {len(runs) + 1} …[/dim]")
+        try:
+            runs.append(run_once(job, inputs, output))
+        except ProgramError as error:
+            problem = f"failed: {error}"
+            break
+        if runs[0].wall_seconds > SLOW_SECONDS:
+            break
+    return Result(job.name, job.title, job.rival, runs, problem)
+
+
+def run_once(job: Job, inputs: Inputs, output: Path) -> Measurement:
+    """Run a job once, from a clean start, and throw its output away."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
+    os.sync()
+    warm_page_cache(inputs.files)
+    parts = [measure(command, job.environment) for command in job.commands]
+    written = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+    shutil.rmtree(output)
+    if written < inputs.shape.model_bytes:
+        raise ProgramError(f"wrote {written:,} bytes; {inputs.shape.model_bytes:,} are expected")
+    peaks = [part.peak_bytes for part in parts if part.peak_bytes is not None]
+    own_peaks = [part.own_peak_bytes for part in parts if part.own_peak_bytes is not None]
+    return Measurement(
+        sum(part.wall_seconds for part in parts),
+        sum(part.cpu_seconds for part in parts),
+        max(peaks, default=None),
+        max(own_peaks, default=None),
+    )
+
+
+def measure_compilation(chosen: Sequence[str]) -> dict[str, float]:
+    """Have our kernels compiled, and say how much longer a first merge takes for that reason."""
+    ours = [name for name in chosen if name in OUR_JOBS]
+    if not ours:
+        return {}
+    inputs = provide_inputs([(SMALL_PARAMETERS, USUAL_MODELS)])[0]
+    seconds = {}
+    with working_folders() as (work, output):
+        for name in ours:
+            job = make_our_job(name, inputs, work, output)
+            console.print(f"[dim]{job.title}, compiling …[/dim]")
+            run_once(job, inputs, output)
+            warm = run_once(job, inputs, output)
+            with tempfile.TemporaryDirectory() as empty:
+                uncached = replace(job, environment={"NUMBA_CACHE_DIR": empty})
+                cold = run_once(uncached, inputs, output)
+            seconds[name] = cold.wall_seconds - warm.wall_seconds
+    return seconds
+
+
+def run_scaling(options: argparse.Namespace) -> list[ScalingPoint]:
+    """Measure our dare+linear at several sizes and several numbers of models."""
+    largest = options.parameters
+    sizes = [largest * size / SCALING_PARAMETERS[-1] for size in SCALING_PARAMETERS]
+    asked = [(size, USUAL_MODELS) for size in sizes]
+    asked += [(largest, models) for models in SCALING_MODELS if models != USUAL_MODELS]
+    all_inputs = provide_inputs(asked)
+    measure_compilation(["ours-linear"])
+    points = []
+    with working_folders() as (work, output):
+        for inputs in all_inputs:
+            job = make_our_job("ours-linear", inputs, work, output)
+            result = run_job(job, inputs, output, options.repeat)
+            if result.problem:
+                raise SystemExit(f"{job.title}: {result.problem}")
+            best = result.best
+            points.append(
+                ScalingPoint(
+                    inputs.shape.parameters,
+                    len(inputs.tuned),
+                    best.wall_seconds,
+                    best.cpu_seconds,
+                    best.peak_bytes,
+                )
+            )
+    return points
+
+
+def fit_scaling(points: Sequence[ScalingPoint]) -> dict[str, float]:
+    """Fit wall = start + elements·(base + models·model) by least squares."""
+    terms = [[1.0, p.parameters * 1e-9, p.parameters * p.models * 1e-9] for p in points]
+    seconds = [point.wall_seconds for point in points]
+    start, base, model = np.linalg.lstsq(np.array(terms), np.array(seconds))[0].tolist()
+    return {"start_seconds": start, "base_ns_per_element": base, "model_ns_per_element": model}
+
+
+# ---------------------------------------------------------------- what runs need
+
+
+def provide_inputs(asked: Sequence[tuple[float, int]]) -> list[Inputs]:
+    """Make the models that are not there yet, in a process of its own; refuse if the disk is full.
+
+    Our own memory must stay small: see `measure`.
+    """
+    found = [Inputs.find(DATA, shape_for(size), models) for size, models in asked]
+    missing = {
+        folder: inputs.shape.model_bytes
+        for inputs in found
+        for folder in missing_folders(DATA, inputs.shape, len(inputs.tuned))
+    }
+    output_bytes = max(inputs.shape.model_bytes for inputs in found)
+    needed = int(1.02 * (sum(missing.values()) + output_bytes)) + (100 << 20)
+    free = shutil.disk_usage(DATA).free
+    if free < needed:
+        raise SystemExit(
+            f"{DATA} needs {needed / 1e9:.1f} GB of free disk ({len(missing)} models to make, one "
+            f"merged model at a time), and has {free / 1e9:.1f} GB; ask for fewer --parameters or "
+            "--models"
+        )
+    for size, models in asked if missing else ():
+        command = [sys.executable, BENCH / "models.py", DATA]
+        subprocess.run([*command, "--parameters", str(size), "--models", str(models)], check=True)
+    input_bytes = max(inputs.shape.model_bytes * (1 + len(inputs.tuned)) for inputs in found)
+    if input_bytes + output_bytes > available_memory_bytes():
+        console.print("note: the page cache may not hold all inputs, so times include the disk's")
+    return found
+
+
+@contextmanager
+def working_folders() -> Iterator[tuple[Path, Path]]:
+    """Lend a folder for recipes and one for outputs, on the disk that holds the inputs."""
+    with tempfile.TemporaryDirectory(dir=DATA, prefix="work-") as name:
+        yield Path(name), Path(name) / "output"
+
+
+def describe_machine(peers_python: Path) -> dict[str, Any]:
+    """What a reader of the figures must know."""
+    packages = {name: version(name) for name in ("dare-merge", "numpy", "numba")}
+    if peers_python.exists():
+        code = (
+            "from importlib.metadata import version; "
+            "print(*(n + '=' + version(n) for n in ('torch', 'mergekit')))"
+        )
+        told = subprocess.run(
+            [peers_python, "-c", code], capture_output=True, text=True, check=False
+        )
+        packages |= dict(item.split("=", 1) for item in told.stdout.split())
+    return {
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "architecture": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": packages,
+    }
+
+
+# ---------------------------------------------------------------- tables
+
+
+def print_comparison(results: Sequence[Result], compile_seconds: dict[str, float]) -> None:
+    """Print one line for each job."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("job", no_wrap=True)
+    headings = ("runs", "wall s", "median", "CPU s", "peak MB", "own MB")
+    for heading in (*headings, "mergekit ÷ this", "this ÷ floor"):
+        table.add_column(heading, justify="right")
+    seconds = {result.name: result.best.wall_seconds for result in results if result.runs}
+    for result in results:
+        if not result.runs:
+            table.add_row(result.name, "–")
+            continue
+        best = result.best
+        table.add_row(
+            result.name,
+            str(len(result.runs)),
+            f"{best.wall_seconds:.2f}",
+            f"{result.median_seconds:.2f}",
+            f"{best.cpu_seconds:.2f}",
+            megabytes(best.peak_bytes),
+            megabytes(best.own_peak_bytes),
+            ratio(seconds.get(result.rival or ""), best.wall_seconds),
+            ratio(best.wall_seconds, seconds.get("floor")),
+        )
+    console.print(table)
+    console.print("wall: best of the runs, start-up included")
+    console.print("peak: resident memory; own: without the pages of memory-mapped files")
+    for name, extra in compile_seconds.items():
+        console.print(f"{name}: the first merge ever takes {extra:.1f} s longer, to compile")
+    for result in results:
+        if result.problem:
+            console.print(f"{result.name}: {result.problem}", style="red", markup=False)
+
+
+def print_scaling(points: Sequence[ScalingPoint], fit: dict[str, float]) -> None:
+    """Print one line for each size, and the line through them."""
+    table = Table(title="dare+linear, drop rate 0.9", box=box.SIMPLE_HEAD)
+    for heading in (
+        "parameters", "models", "wall s", "CPU s", "ns per element and model", "peak MB",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for point in points:
+        table.add_row(
+            f"{point.parameters / 1e9:.3f} billion",
+            str(point.models),
+            f"{point.wall_seconds:.2f}",
+            f"{point.cpu_seconds:.2f}",
+            f"{point.ns_per_element_and_model:.2f}",
+            megabytes(point.peak_bytes),
+        )
+    console.print(table)
+    console.print(
+        f"wall ≈ {fit['start_seconds']:.2f} s + elements × ({fit['base_ns_per_element']:.2f} ns + "
+        f"models × {fit['model_ns_per_element']:.2f} ns)"
+    )
+
+
+def megabytes(count: int | None) -> str:
+    return "–" if count is None else f"{count / 1e6:,.0f}"
+
+
+def ratio(above: float | None, below: float | None) -> str:
+    return f"{above / below:.1f}" if above and below else "–"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

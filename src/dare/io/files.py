@@ -1,0 +1,120 @@
+"""Positioned reads and writes of whole buffers, past the page cache where that is possible.
+
+A merged model is written once and not read again by the merge, so copying it into the page cache
+costs a good part of a core for nothing, and again when it is synced. Where the system allows it
+(O_DIRECT), whole pages go straight from the buffer to the disk; what is left at the edges, and
+everything on other systems, is written in the ordinary way.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 4096
+"""Direct writes start and end at multiples of this, in the file and in memory."""
+
+Bytes = bytes | NDArray[np.uint8]
+
+
+def aligned_bytes(size: int) -> NDArray[np.uint8]:
+    """Memory that begins on a page."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def read_at(file_descriptor: int, into: memoryview, position: int) -> int:
+    """Fill a buffer; return how many bytes there were before the end of the file."""
+    filled = 0
+    while filled < len(into):
+        count = _read_some(file_descriptor, into[filled:], position + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def _read_some(file_descriptor: int, into: memoryview, position: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file_descriptor, [into], position)
+    data = os.pread(file_descriptor, len(into), position)
+    into[: len(data)] = data
+    return len(data)
+
+
+class OutputFile:
+    """A file of known size that is written at any position, by any thread."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._direct = -1
+        try:
+            os.truncate(self._buffered, size)
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        except (AttributeError, OSError) as error:  # no O_DIRECT on this system or file system
+            if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:
+                self.close()
+                raise
+
+    def write(self, data: Bytes, position: int) -> None:
+        """Write a buffer; directly, as far as it is aligned in memory as in the file."""
+        view = memoryview(data) if isinstance(data, bytes) else data.data
+        first = min(-position % ALIGNMENT, len(view))
+        last = max(first, len(view) - (position + len(view)) % ALIGNMENT)
+        if self._direct < 0 or first == last or not _is_aligned(data, first):
+            first = last = 0
+        written = first
+        if first < last:
+            written = self._write_directly(view[first:last], position + first) + first
+        _write_all(self._buffered, view[:first], position)
+        _write_all(self._buffered, view[written:], position + written)
+
+    def _write_directly(self, view: memoryview, position: int) -> int:
+        """Write whole pages; return how many bytes went this way."""
+        done = 0
+        while done < len(view):
+            try:
+                count = os.pwrite(self._direct, view[done:], position + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break  # the device wants something else: leave the rest to the page cache
+            done += count
+            if count % ALIGNMENT:
+                break
+        return done
+
+    def read(self, position: int, nbytes: int) -> bytes:
+        """Read back what was written."""
+        return os.pread(self._buffered, nbytes, position)
+
+    def unwritten_bytes(self) -> int:
+        """About how much of the file has no place on the disk yet."""
+        status = os.fstat(self._buffered)
+        return max(0, status.st_size - status.st_blocks * 512)
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        os.fsync(self._buffered)
+
+    def close(self) -> None:
+        """Close."""
+        for file_descriptor in (self._buffered, self._direct):
+            if file_descriptor >= 0:
+                os.close(file_descriptor)
+        self._buffered = self._direct = -1
+
+
+def _is_aligned(data: Bytes, first: int) -> bool:
+    return isinstance(data, np.ndarray) and (data.ctypes.data + first) % ALIGNMENT == 0
+
+
+def _write_all(file_descriptor: int, rest: memoryview, position: int) -> None:
+    while rest:
+        count = os.pwrite(file_descriptor, rest, position)
+        rest = rest[count:]
+        position += count

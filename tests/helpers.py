@@ -1,0 +1,90 @@
+"""Safetensors files for tests: written byte by byte, or with the safetensors library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dare.io.sources import INDEX_NAME, FileSource
+from dare.recipe import Recipe
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def file_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file with this header (JSON, or bytes as they are), claiming `length` if given."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    claimed = len(text) if length is None else length
+    return claimed.to_bytes(8, "little") + text + data
+
+
+def entry(dtype: Any, shape: Any, *offsets: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+def save(path: Path, arrays: Arrays) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(arrays), path)
+    return path
+
+
+def save_shards(folder: Path, arrays: Arrays, count: int) -> Path:
+    """Deal the arrays out to `count` files with an index; return the folder."""
+    places = {}
+    for number in range(count):
+        name = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        names = sorted(arrays)[number::count]
+        save(folder / name, {tensor: arrays[tensor] for tensor in names})
+        places.update(dict.fromkeys(names, name))
+    write_index(folder, places)
+    return folder
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def write_recipe(folder: Path, base: Arrays, tuned: Sequence[Arrays], **settings: Any) -> Recipe:
+    """Save the arrays and return a quiet recipe that merges them to out.safetensors."""
+    files = [
+        save(folder / f"model{number}.safetensors", model) for number, model in enumerate(tuned)
+    ]
+    given = {
+        "base": save(folder / "base.safetensors", base),
+        "models": files,
+        "output": folder / "out.safetensors",
+        "verbose": False,
+        "threads": 1,
+        **settings,
+    }
+    return Recipe(**given)
+
+
+def read_tensor(source: FileSource, name: str) -> bytes:
+    into = np.empty(source.tensors[name].nbytes, np.uint8)
+    source.read(name, 0, into)
+    return into.tobytes()
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))

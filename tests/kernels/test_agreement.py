@@ -1,0 +1,186 @@
+"""The compiled kernels have the bits of the reference, on any numbers."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from dare.dtypes import STORAGE_TYPES
+from dare.kernels import cpu, reference
+from dare.mask import keep_threshold, mask_key
+
+SIZES = st.integers(0, 200)
+ANY_BITS = st.integers(0, 2**32 - 1)
+WEIGHTS = st.floats(-4, 4, width=32).map(np.float32)
+CARRIERS = [kind.carrier for kind in STORAGE_TYPES.values() if kind.is_weight]
+THRESHOLD = np.float32(0.002).view(np.int32)
+
+
+def any_floats(size):
+    """Normal, subnormal, infinite and NaN numbers."""
+    return arrays.arrays(np.uint32, size, elements=ANY_BITS).map(lambda a: a.view(np.float32))
+
+
+def near_zero(size):
+    """Few distinct values, so that ties and zeros are common."""
+    values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, 3e-39])
+    return arrays.arrays(np.float32, size, elements=values)
+
+
+def lanes(size):
+    return arrays.arrays(np.uint8, size, elements=st.sampled_from([0, 255]))
+
+
+def raws(size):
+    def of(carrier):
+        width = f"u{carrier.itemsize}"
+        return arrays.arrays(np.dtype(width), size).map(lambda a: a.view(carrier))
+
+    return st.sampled_from(CARRIERS).flatmap(of)
+
+
+def assert_same(function, *arguments):
+    """Run a kernel of both backends on copies; all arrays and results must be equal in bits."""
+    outcomes = []
+    for backend in (reference, cpu):
+        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+        returned = getattr(backend, function)(*copies)
+        written = [a.tobytes() for a in copies if isinstance(a, np.ndarray)]
+        outcomes.append((np.array(returned if returned is not None else 0).tolist(), written))
+    assert outcomes[0] == outcomes[1]
+
+
+def without_nan_payload(values):
+    """Machines choose the payload of a NaN they make; ours are made the same when encoded."""
+    return np.where(np.isnan(values), np.float32(np.nan), values)
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(raws(n), any_floats(n), lanes(n), WEIGHTS)))
+def test_deltas_and_weighted_deltas(case):
+    raw, base, lane, weight = case
+    for function, tail in (("delta", ()), ("add_delta", (weight,))):
+        results = []
+        for backend in (reference, cpu):
+            out = np.ones(base.size, np.float32)
+            figures = getattr(backend, function)(raw, base, lane, *tail, out, THRESHOLD)
+            peak = figures[0] if figures[0] <= 0x7F800000 else "NaN"
+            results.append((peak, figures[1], without_nan_payload(out).tobytes()))
+        assert results[0] == results[1]
+
+
+@given(
+    st.sampled_from(CARRIERS).flatmap(
+        lambda carrier: SIZES.flatmap(
+            lambda n: st.tuples(
+                arrays.arrays(np.dtype(f"u{carrier.itemsize}"), n).map(lambda a: a.view(carrier)),
+                any_floats(n),
+                near_zero(n),
+                WEIGHTS,
+            )
+        )
+    )
+)
+def test_results_are_encoded_alike(case):
+    raw, base, merged, scale = case
+    results = []
+    for backend in (reference, cpu):
+        same, other = np.zeros_like(raw), np.zeros_like(raw)
+        peaks = [
+            backend.add_to_base(raw, base, merged, scale, same),
+            backend.add_to_base_as(base, merged, scale, other),
+        ]
+        peaks = [peak if peak <= 0x7F800000 else "NaN" for peak in peaks]
+        counts = backend.count_exceptions(base, merged, scale, np.int32(0x7F7F8000))
+        results.append((peaks, tuple(map(int, counts)), same.tobytes(), other.tobytes()))
+    assert results[0] == results[1]
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 10_000),
+    st.integers(0, 2**40).map(lambda n: 16 * n),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 2**64),
+)
+@example(8192, 0, 0.9961, 0)
+@example(8192, 0, 0.999999, 0)
+@example(8192, 0, 0.003, 0)
+@example(4097, 16, 0.5, 1)
+def test_masks(size, start, rate, seed):
+    high, low = divmod(keep_threshold(rate), 1 << 32)
+    if high == 256:
+        return
+    key0, key1 = map(np.uint32, mask_key(seed, "w"))
+    room = np.full(-(-size // 4096) * 4096, 7, np.uint8)
+    assert_same("draw", room, size, start, key0, key1, high, np.uint32(low))
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n), lanes(n))))
+def test_masking_values(case):
+    assert_same("keep_lanes", *case)
+
+
+@given(SIZES.flatmap(any_floats), st.integers(0, 0xFFFF))
+def test_counting_magnitudes(values, high):
+    room = np.zeros(values.size, np.uint32)
+    assert reference.magnitudes(values, room) == cpu.magnitudes(values, room.copy())
+    found = room[: reference.magnitudes(values, room)]
+    assert_same("count_high", found, np.zeros(1 << 16, np.int64))
+    if found.size:
+        high = int(found[0] >> np.uint32(15))
+    assert_same("count_low", found, np.uint32(high), np.zeros(1 << 15, np.int64))
+    assert_same("count_equal", found, np.uint32(found[0] if found.size else 1))
+
+
+@given(SIZES.flatmap(near_zero), st.sampled_from([0.5, 1.0, 2.0, 0.0]), st.integers(0, 20))
+def test_trimming(values, cut, ties_kept):
+    assert_same("trim", values, np.float32(cut).view(np.uint32), ties_kept)
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n), near_zero(n), WEIGHTS)))
+def test_adding(case):
+    total, values, weight = case
+    assert_same("add_scaled", total, values, weight)
+    assert_same("add_onto", total, values, weight, np.zeros_like(total))
+
+
+@given(
+    SIZES.flatmap(lambda n: st.lists(near_zero(n) | any_floats(n), min_size=1, max_size=4)), WEIGHTS
+)
+def test_voting_and_electing(models, weight):
+    results = []
+    for backend in (reference, cpu):
+        rows = [np.zeros(models[0].size, np.float32) for _ in range(4)]
+        for values in models:
+            backend.vote(*rows, values, weight, np.float32(abs(weight)))
+        backend.elect(*rows)
+        results.append(without_nan_payload(rows[0]).tobytes())
+    assert results[0] == results[1]
+
+
+@given(st.integers(0, 300).flatmap(lambda n: st.tuples(near_zero(n), near_zero(n))))
+def test_sums_have_one_order(case):
+    left, right = case
+    assert reference.sum_magnitudes(left) == cpu.sum_magnitudes(left)
+    assert reference.sum_products(left, right) == cpu.sum_products(left, right)
+
+
+def test_sums_of_many_numbers_have_one_order():
+    values = np.random.default_rng(0).standard_normal(100_001).astype(np.float32)
+    assert reference.sum_magnitudes(values) == cpu.sum_magnitudes(values)
+    assert reference.sum_products(values, values[::-1].copy()) == cpu.sum_products(
+        values, values[::-1].copy()
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("backend", [reference, cpu])
+def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
+    # -0.0, a signalling NaN, a subnormal: all of these an addition would change.
+    raw = np.array([0x8000, 0x7F81, 0x0001, 0x3F80], np.uint16)
+    base = np.empty(4, np.float32)
+    backend.decode(raw, base)
+    out = np.zeros(4, np.uint16)
+    backend.add_to_base(raw, base, np.zeros(4, np.float32), np.float32(scale), out)
+    assert (out == raw).all()

@@ -1,0 +1,123 @@
+"""Small models, our merge of them and a peer's, and how near the two must be.
+
+A test here has one tensor, because every method but the mask works on tensors one by one; the mask
+takes the tensor's name, so the tensor has one: NAME.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from mergekit.merge_methods import merge_tensors
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dare
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+SEED = 42
+ROUNDING = 2.0**-24
+"""The largest relative error of one float32 operation."""
+
+
+def make_models(
+    count: int, shape: Sequence[int] = (37, 53), dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a base (σ = 0.02) and `count` fine-tunes of it (σ of the delta = 0.001)."""
+    generator = torch.Generator().manual_seed(seed)
+    base = 0.02 * torch.randn(shape, generator=generator)
+    tuned = [base + 0.001 * torch.randn(shape, generator=generator) for _ in range(count)]
+    return base.to(dtype), [model.to(dtype) for model in tuned]
+
+
+def make_dyadic_deltas(count: int, shape: Sequence[int] = (37, 53), seed: int = 0) -> list[Tensor]:
+    """Return deltas that are whole multiples of 2⁻¹⁰ and so add up without any rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-64, 65, tuple(shape), generator=generator).float() / 1024
+        for _ in range(count)
+    ]
+
+
+def merge_ours(
+    base: Tensor,
+    models: Sequence[Tensor],
+    method: str,
+    *,
+    weights: Sequence[float] | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Merge with dare: arrays in memory, or through files where models have their own weights."""
+    settings = {"method": method, "seed": SEED, "verbose": False, **settings}
+    if weights is None:
+        merged, _ = dare.merge_arrays({NAME: base}, [{NAME: model} for model in models], **settings)
+        return merged[NAME]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_file({NAME: base}, folder / "base.safetensors")
+        entries = []
+        for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
+            save_file({NAME: model}, folder / f"{index}.safetensors")
+            entries.append(dare.ModelEntry(file=folder / f"{index}.safetensors", weight=weight))
+        output = folder / "merged.safetensors"
+        dare.merge(
+            dare.Recipe(base=folder / "base.safetensors", models=entries, output=output, **settings)
+        )
+        return load_file(output)[NAME].clone()
+
+
+def merge_theirs(
+    base: Tensor,
+    models: Sequence[Tensor],
+    method: str,
+    *,
+    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    **parameters: Any,
+) -> Tensor:
+    """Merge with mergekit's own function."""
+    return merge_tensors(
+        [base, *models],
+        method,
+        parameters=parameters,
+        base_index=0,
+        dtype=dtype,
+        out_dtype=out_dtype,
+    )
+
+
+@contextmanager
+def our_masks(drop_rate: float) -> Iterator[None]:
+    """Let a peer draw, for one tensor of one model after the other, the masks that dare draws."""
+    seeds = iter(range(SEED, SEED + 1000))
+
+    def bernoulli(probabilities: Tensor) -> Tensor:
+        asked = torch.full_like(probabilities, 1 - drop_rate)
+        assert torch.equal(probabilities, asked), "the peer asks for another rate than the test"
+        keep = dare.keep_mask(NAME, probabilities.numel(), drop_rate, next(seeds))
+        return torch.from_numpy(keep).reshape(probabilities.shape).to(probabilities.dtype)
+
+    with mock.patch("torch.bernoulli", bernoulli):
+        yield
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """Every element is equal, and of the same type (0 and -0 count as equal)."""
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    differing = (ours != theirs).sum().item()
+    assert differing == 0, f"{differing} of {ours.numel()} elements differ"
+
+
+def assert_within(ours: Tensor, theirs: Tensor, roundings: float, magnitude: Tensor) -> None:
+    """Ours and theirs differ by no more than so many roundings of numbers of that magnitude."""
+    assert ours.shape == theirs.shape
+    excess = (ours.double() - theirs.double()).abs() / (ROUNDING * magnitude.double().abs())
+    worst = excess.nan_to_num(0.0, posinf=torch.inf).max().item()
+    assert worst <= roundings, f"{worst:.1f} roundings apart; {roundings} are allowed"

@@ -1,0 +1,94 @@
+"""Sums and means of deltas: mergekit's task_arithmetic and dare_linear, PEFT's task_arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft.utils import merge_utils as peft
+from side_by_side import assert_same, assert_within, make_models, merge_ours, merge_theirs
+
+SHAPES = [(), (1,), (37, 53), (300, 301)]
+"""A scalar, one element, an odd size, and more than one of our blocks of 65536 elements."""
+KEEP_ALL = {"dare": {"drop_rate": 0.0}}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+class TestUpToFourModels:
+    """torch adds up to four models from first to last, as we do: the same bits."""
+
+    def test_dare_that_drops_nothing_is_task_arithmetic(self, count, shape):
+        base, models = make_models(count, shape)
+        ours = merge_ours(base, models, "dare+sum", stages=KEEP_ALL)
+        assert_same(ours, merge_theirs(base, models, "dare_linear", density=1.0, weight=1.0))
+        assert_same(ours, merge_theirs(base, models, "task_arithmetic", weight=1.0))
+
+    def test_linear_is_task_arithmetic_with_weights_that_add_up_to_one(self, count, shape):
+        base, models = make_models(count, shape)
+        ours = merge_ours(base, models, "dare+linear", stages=KEEP_ALL)
+        weight = 1 / count
+        assert_same(ours, merge_theirs(base, models, "dare_linear", density=1.0, weight=weight))
+
+    def test_sum_of_deltas_is_pefts(self, count, shape):
+        _, deltas = make_models(count, shape)
+        ours = merge_ours(torch.zeros(shape), deltas, "sum")
+        assert_same(ours, peft.task_arithmetic(deltas, torch.ones(count)))
+
+
+@pytest.mark.parametrize("count", [5, 8, 17])
+def test_more_models_differ_only_by_the_order_of_torchs_sum(count):
+    # torch adds more than four rows in interleaved partial sums. Each of the two orders rounds
+    # once for each model, and once when the base is added.
+    base, models = make_models(count)
+    magnitude = base.abs() + sum((model - base).abs() for model in models)
+    ours = merge_ours(base, models, "sum")
+    theirs = merge_theirs(base, models, "task_arithmetic", weight=1.0)
+    assert_within(ours, theirs, 2 * (count + 1), magnitude)
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.25, 0.7), (1.0, -0.3, 2.0), (0.0, 1.0, 1e-3)])
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_weights_and_scale(weights, scale):
+    base, models = make_models(3)
+    ours = merge_ours(base, models, "sum", weights=weights, scale=scale)
+    theirs = merge_theirs(
+        base, models, "task_arithmetic", weight=list(weights), **{"lambda": scale}
+    )
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_are_rounded_once(dtype):
+    base, models = make_models(3, dtype=dtype)
+    ours = merge_ours(base, models, "linear")
+    weight = 1 / 3
+    in_float32 = merge_theirs(
+        base, models, "task_arithmetic", dtype=torch.float32, out_dtype=dtype, weight=weight
+    )
+    assert_same(ours, in_float32)
+
+
+def test_difference_mergekit_computes_in_the_storage_type_unless_told_otherwise():
+    base, models = make_models(3, dtype=torch.bfloat16)
+    exact = base.double() + sum((model.double() - base.double()) / 3 for model in models)
+    ours = merge_ours(base, models, "linear")
+    theirs = merge_theirs(base, models, "task_arithmetic", weight=1 / 3)
+
+    our_error = (ours.double() - exact).abs()
+    their_error = (theirs.double() - exact).abs()
+    # bfloat16 has 8 bits, so the nearest one is at most 2⁻⁹ of the next power of two away; a
+    # thousandth more is for the float32 arithmetic before that rounding.
+    half_step = 2.0 ** (exact.abs().log2().floor() - 8)
+    assert (our_error <= half_step * 1.001).all()
+    assert (their_error > half_step * 1.001).any()
+    assert their_error.sum() > our_error.sum()
+
+
+def test_difference_weights_default_to_one_over_n_in_linear():
+    """mergekit has no default, and its `normalize` divides by Σw: that is our linear."""
+    base, models = make_models(2)
+    ours = merge_ours(base, models, "dare_linear", stages=KEEP_ALL)
+    normalized = merge_theirs(base, models, "dare_linear", density=1.0, weight=1.0, normalize=True)
+    assert_same(ours, normalized)
+    with pytest.raises(TypeError, match="Missing required parameter weight"):
+        merge_theirs(base, models, "dare_linear", density=1.0)

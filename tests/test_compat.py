@@ -1,0 +1,344 @@
+"""The interface of the published descriptions, on NumPy arrays, torch tensors and files."""
+
+import logging
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dare
+from dare import (
+    DareConfig,
+    DareMerger,
+    DareWarning,
+    InputError,
+    RecipeError,
+    dare_drop,
+    dare_merge,
+    dare_slerp_merge,
+    dare_sparsify,
+    dare_ties_merge,
+    detect_delta_sparsity,
+    keep_mask,
+    ties_disjoint_merge,
+    ties_elect_sign,
+    ties_trim,
+)
+from tests.helpers import save
+
+SIZE = 100_000
+
+
+def vector(*values):
+    return {"w": np.array(values, np.float32)}
+
+
+# ---------------------------------------------------------------- dare_sparsify and dare_drop
+
+
+def test_sparsify_is_the_base_plus_the_dropped_delta():
+    base, model = vector(*range(100)), vector(*range(100, 300, 2))
+    keep = keep_mask("w", 100, 0.5, 42)
+    found = dare_sparsify(base, model, drop_rate=0.5)
+    assert (found["w"] == np.where(keep, base["w"] + 2 * (model["w"] - base["w"]), base["w"])).all()
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others():
+    base, model = vector(*np.zeros(1000)), vector(*np.ones(1000))
+    first, again, other = (
+        dare_sparsify(base, model, seed=seed)["w"].tobytes() for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_rate_zero_is_the_identity():
+    base, model = vector(1, 2), vector(5, 7)
+    assert dare_sparsify(base, model, drop_rate=0.0)["w"].tolist() == [5, 7]
+    assert dare_drop(vector(5, 7), drop_rate=0.0)["w"].tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.2, -0.1])
+def test_a_rate_outside_the_range_is_refused(rate):
+    with pytest.raises(ValueError, match="drop_rate"):
+        dare_drop(vector(1), drop_rate=rate)
+
+
+def test_the_expectation_is_the_delta_and_the_variance_p_over_1_minus_p():
+    # Over 100,000 elements of δ = 1 the mean has deviation √(p/(1-p)/n); five of them are allowed.
+    p = 0.9
+    dropped = dare_drop({"w": np.ones(SIZE, np.float32)}, drop_rate=p, seed=3)["w"]
+    deviation = math.sqrt(p / (1 - p) / SIZE)
+    assert abs(dropped.mean(dtype=np.float64) - 1) <= 5 * deviation
+    # (δ̂ - 1)² is 81 with probability 0.1 and 1 with 0.9: mean 9, deviation √(9·64)... per element
+    squares = (dropped.astype(np.float64) - 1) ** 2
+    spread = math.sqrt((0.1 * 81**2 + 0.9 - 81) / SIZE)
+    assert abs(squares.mean() - p / (1 - p)) <= 5 * spread
+
+
+def test_without_rescale_the_expectation_shrinks_and_that_is_loud():
+    with pytest.warns(DareWarning, match="rescale = false"):
+        dropped = dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=3, rescale=False)["w"]
+    deviation = math.sqrt(0.9 * 0.1 / SIZE)
+    assert abs(dropped.mean(dtype=np.float64) - 0.1) <= 5 * deviation
+
+
+def test_drop_with_seed_43_is_the_mask_of_model_1_with_seed_42():
+    base, ones = vector(*np.zeros(500)), vector(*np.ones(500))
+    merged, _ = dare.merge_arrays(base, [base, ones], method="dare+sum", seed=42)
+    assert (dare_drop(ones, seed=43)["w"] == merged["w"]).all()
+
+
+def test_without_a_seed_the_mask_is_different_every_time():
+    ones = vector(*np.ones(1000))
+    assert dare_drop(ones)["w"].tobytes() != dare_drop(ones)["w"].tobytes()
+
+
+def test_the_realised_fraction_is_logged_beside_the_target(caplog):
+    with caplog.at_level(logging.INFO, "dare"):
+        dropped = dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=1)["w"]
+    share = 100 * (dropped == 0).mean()
+    assert caplog.messages == [f"DARE: dropped {share:.2f}% (target: 90.00%)"]
+
+
+def test_keys_shapes_and_types_are_preserved():
+    delta = {
+        "b": np.ones((2, 3), ml_dtypes.bfloat16),
+        "a": np.float16(1.0) * np.ones((), np.float16),
+    }
+    dropped = dare_drop(delta, seed=0)
+    assert list(dropped) == ["b", "a"]
+    assert [value.shape for value in dropped.values()] == [(2, 3), ()]
+    assert [value.dtype for value in dropped.values()] == [ml_dtypes.bfloat16, np.float16]
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(InputError, match="expected a NumPy array or a torch tensor"):
+        dare_drop({"w": [1.0, 2.0]})
+    with pytest.raises(InputError, match="arrays of complex128 cannot be merged"):
+        dare_drop({"w": np.ones(1, np.complex128)})
+
+
+# ---------------------------------------------------------------- TIES pieces
+
+
+def test_trim_counts_what_is_not_zero():
+    found = ties_trim(vector(0, 0, 1, -3, 0, 2, 4, 0), keep_ratio=0.5)
+    assert found["w"].tolist() == [0, 0, 0, -3, 0, 0, 4, 0]
+
+
+def test_trim_keeps_everything_at_one():
+    assert ties_trim(vector(1, 2), keep_ratio=1.0)["w"].tolist() == [1, 2]
+
+
+def test_elect_sign_of_the_sum():
+    found = ties_elect_sign([vector(3, 1, 0, 1), vector(-1, -2, 0, -1)])
+    assert found["w"].tolist() == [1, -1, 0, 0]
+
+
+def test_disjoint_merge_averages_those_that_agree():
+    vectors = [vector(3, 1, 5), vector(1, -2, 0), vector(-1, -4, 0)]
+    found = ties_disjoint_merge(vectors, ties_elect_sign(vectors))
+    assert found["w"].tolist() == [2, -3, 5]
+
+
+def test_the_pieces_together_are_the_stage():
+    generator = np.random.default_rng(5)
+    base = {"w": np.zeros(5000, np.float32)}
+    models = [{"w": generator.standard_normal(5000).astype(np.float32)} for _ in range(3)]
+    trimmed = [ties_trim(model, 0.3) for model in models]
+    pieces = ties_disjoint_merge(trimmed, ties_elect_sign(trimmed))
+    stage, _ = dare.merge_arrays(
+        base, models, method="ties", stages={"ties": {"keep_ratio": 0.3}}, verbose=False
+    )
+    np.testing.assert_allclose(pieces["w"], stage["w"], rtol=1e-6)
+
+
+# ---------------------------------------------------------------- combined, over dicts
+
+
+def test_dare_ties_of_dicts_gives_each_model_its_own_mask():
+    base = {"w": np.zeros(1000, np.float32)}
+    models = [{"w": np.ones(1000, np.float32)}, {"w": np.ones(1000, np.float32)}]
+    found = dare_ties_merge(models, base, drop_rate=0.5, density=1.0)["w"]
+    either = keep_mask("w", 1000, 0.5, 42) | keep_mask("w", 1000, 0.5, 43)
+    assert (found == 2.0 * either).all()
+
+
+def test_dare_ties_trims_among_survivors():
+    base = {"w": np.zeros(1000, np.float32)}
+    model = {"w": np.arange(1, 1001, dtype=np.float32)}
+    found = dare_ties_merge([model], base, drop_rate=0.9, density=0.2)["w"]
+    survivors = int(keep_mask("w", 1000, 0.9, 42).sum())
+    assert np.count_nonzero(found) == int(0.2 * survivors)
+
+
+def test_dare_slerp_of_dicts_ends_at_the_models():
+    base = {"w": np.array([1.0, 2.0, 3.0], np.float32)}
+    first, second = vector(1.5, 1.0, 3.0), vector(0.5, 2.0, 4.0)
+    for t, end in ((0.0, first), (1.0, second)):
+        found = dare_slerp_merge(first, second, base, drop_rate=0.0, t=t)
+        assert found["w"].tolist() == end["w"].tolist()
+
+
+# ---------------------------------------------------------------- sparsity of a delta
+
+
+def test_sparsity_is_the_share_under_a_hundredth_of_the_largest(caplog):
+    delta = {"a": np.array([100, 0.5, -0.5], np.float32), "b": np.array([-2, 0.99], np.float32)}
+    with caplog.at_level(logging.INFO, "dare"):
+        assert detect_delta_sparsity(delta) == 3 / 5
+    assert caplog.messages == [
+        "natural sparsity 60.0%, max 100.000000, mean 20.798000, std 44.280266"
+    ]
+
+
+def test_a_sparse_delta_is_advised_on(caplog):
+    with caplog.at_level(logging.INFO, "dare"):
+        assert detect_delta_sparsity(vector(1, 0, 0, 0)) == 0.75
+    assert "lower drop rate" in caplog.messages[-1]
+
+
+def test_no_elements_have_no_sparsity():
+    with pytest.raises(InputError, match="no elements"):
+        detect_delta_sparsity({})
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture
+def files(tmp_path):
+    generator = np.random.default_rng(2)
+    base = {"w": generator.standard_normal(5000).astype(np.float32), "b": np.zeros(3, np.float32)}
+    paths = [save(tmp_path / "base.safetensors", base)]
+    for number in range(2):
+        model = {"w": base["w"] + generator.standard_normal(5000).astype(np.float32) / 1000}
+        if number:
+            model["b"] = np.ones(3, np.float32)
+        paths.append(save(tmp_path / f"m{number}.safetensors", model))
+    return paths
+
+
+@pytest.mark.parametrize("merge_method", ["linear", "ties"])
+def test_dare_merge_writes_bfloat16_and_counts_a_missing_tensor_as_unchanged(
+    files, tmp_path, merge_method
+):
+    output = tmp_path / "out.safetensors"
+    with pytest.warns(DareWarning) as caught:
+        dare_merge(files[0], files[1:], output, drop_rate=0.0, merge_method=merge_method)
+    assert any("b: not in m0" in str(warning.message) for warning in caught)
+    merged = load_file(output)
+    assert merged["w"].dtype == ml_dtypes.bfloat16
+    assert merged["b"].tolist() == ([0.5] * 3 if merge_method == "linear" else [1.0] * 3)
+
+
+def test_dare_merge_scales_by_lambda(tmp_path):
+    base, model = vector(1.0, 2.0), vector(2.0, 4.0)
+    paths = [save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", model)]
+    output = tmp_path / "out.safetensors"
+    with pytest.warns(DareWarning, match="exceeds"):
+        dare_merge(paths[0], paths[1:], output, drop_rate=0.0, lambda_coeff=0.5, dtype="float32")
+    assert load_file(output)["w"].tolist() == [1.5, 3.0]
+
+
+def test_an_unknown_method_lists_the_known_ones_and_the_nearest(files, tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'linear'.*linear, ties, sum"):
+        dare_merge(files[0], files[1:], tmp_path / "o.safetensors", merge_method="liner")
+
+
+def test_dare_ties_merge_of_files(files, tmp_path):
+    output = tmp_path / "out.safetensors"
+    with pytest.warns(DareWarning):
+        report = dare_ties_merge(files[0], files[1:], output, dare_drop_rate=0.9)
+    assert report.method == "dare+trim+ties"
+    assert dare.verify(output).ok
+
+
+def test_the_merger_writes_and_prints_what_it_did(files, tmp_path, capsys):
+    config = DareConfig(drop_rate=0.9, delta_threshold=10.0, verbose=True)
+    model = save(tmp_path / "m.safetensors", load_file(files[2]))
+    DareMerger(base_file=files[0], merge_files=[model], config=config).merge(
+        tmp_path / "o.safetensors"
+    )
+    assert "dropped 9" in capsys.readouterr().out
+
+
+def test_the_merger_is_silent_when_asked(files, tmp_path, capfd, recwarn):
+    config = DareConfig(drop_rate=0.95, delta_threshold=0.001, verbose=False)
+    merger = DareMerger(base_file=str(files[0]), merge_files=[str(files[2])], config=config)
+    report = merger.merge(str(tmp_path / "o.safetensors"))
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+    assert report.models[0].over_threshold > 0
+
+
+def test_the_merger_does_not_overwrite_unless_told(files, tmp_path):
+    output = tmp_path / "o.safetensors"
+    merger = DareMerger(files[0], [files[2]], DareConfig(verbose=False))
+    merger.merge(output)
+    with pytest.raises(dare.OutputError, match="exists already"):
+        merger.merge(output)
+    merger.merge(output, overwrite=True)
+
+
+def test_wrong_settings_are_refused_by_name(files, tmp_path):
+    merger = DareMerger(files[0], files[1:], DareConfig(method="dare+tise"))
+    with pytest.raises(RecipeError, match="did you mean 'ties'"):
+        merger.merge(tmp_path / "o.safetensors")
+
+
+# ---------------------------------------------------------------- torch
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_torch_tensors_come_back_as_torch_tensors_with_numpys_bits(dtype):
+    torch = pytest.importorskip("torch")
+    base = torch.linspace(-2, 2, 999).reshape(3, 333).to(getattr(torch, dtype))
+    model = (base.to(torch.float32) * 1.5).to(getattr(torch, dtype))
+    found = dare_sparsify({"w": base}, {"w": model}, drop_rate=0.5, seed=1)["w"]
+    assert (found.dtype, found.shape, found.device) == (base.dtype, base.shape, base.device)
+    as_numpy = dare_sparsify({"w": numpy_of(base)}, {"w": numpy_of(model)}, drop_rate=0.5, seed=1)
+    assert found.view(torch.uint8).numpy().tobytes() == as_numpy["w"].tobytes()
+
+
+def numpy_of(tensor):
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtype = getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else np.dtype(name)
+    return tensor.view(torch.uint8).numpy().view(dtype)
+
+
+def test_torch_task_vectors_go_through_every_function():
+    torch = pytest.importorskip("torch")
+    vectors = [
+        {"w": torch.tensor([3.0, 1.0, 5.0], dtype=torch.bfloat16)},
+        {"w": torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16)},
+    ]
+    elected = ties_elect_sign(vectors)
+    merged = ties_disjoint_merge(vectors, elected)["w"]
+    assert merged.dtype == torch.bfloat16
+    assert merged.tolist() == [2.0, -2.0, 5.0]
+    assert ties_trim(vectors[0], 0.4)["w"].tolist() == [0.0, 0.0, 5.0]
+    assert dare_drop(vectors[0], 0.0)["w"].tolist() == [3.0, 1.0, 5.0]
+    assert detect_delta_sparsity(vectors[1]) == pytest.approx(1 / 3)
+
+
+def test_torch_tensors_that_need_gradients_or_are_not_contiguous_are_read():
+    torch = pytest.importorskip("torch")
+    base = torch.zeros(4, 3, requires_grad=True)
+    model = torch.arange(12.0).reshape(3, 4).T
+    found = dare_sparsify({"w": base}, {"w": model}, drop_rate=0.0)["w"]
+    assert found.tolist() == model.tolist()
+
+
+def test_dare_merge_takes_a_torch_dtype(files, tmp_path):
+    torch = pytest.importorskip("torch")
+    output = tmp_path / "o.safetensors"
+    with pytest.warns(DareWarning):
+        dare_merge(files[0], files[1:], output, dtype=torch.float16)
+    assert load_file(output)["w"].dtype == np.float16

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dare
+
+ROOT = Path(dare.__file__).parent
+LAYERS = (
+    ("cli", "__main__"),
+    ("compat",),
+    ("api",),
+    ("recipe", "plan", "run", "report", "manifest", "verify", "analysis", "arrays", "progress"),
+    ("stages", "io", "kernels", "executors"),
+    ("mask", "dtypes"),
+    ("errors",),
+)
+"""From the top down. A module may import from its own layer and from those below."""
+
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+STRANGERS = {
+    "stages": {"io", "executors"},
+    "io": {"stages", "kernels", "executors"},
+    "kernels": {"stages", "io", "executors"},
+    "executors": {"stages", "io", "kernels"},
+}
+"""What parts of one layer may not import from each other."""
+
+HEAVY = {
+    "torch",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "huggingface_hub",
+    "gradio",
+    "pandas",
+    "numba",
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """The modules that are imported anywhere below a node, functions included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.update(
+                full if (full := f"{node.module}.{alias.name}") in SOURCES else node.module
+                for alias in node.names
+            )
+    return found
+
+
+def part(module: str) -> str:
+    """The module or package directly below `dare`."""
+    return module.split(".")[1]
+
+
+ARROWS = {
+    (name, target)
+    for name, tree in TREES.items()
+    if name != "dare"
+    for target in imports(tree)
+    if target.split(".")[0] == "dare" and target != name
+}
+
+
+def test_every_module_has_a_layer():
+    assert {part(name) for name in SOURCES if name != "dare"} <= set(RANKS)
+
+
+def test_arrows_point_down():
+    assert [
+        f"{source} imports {target}"
+        for source, target in sorted(ARROWS)
+        if target == "dare" or RANKS[part(target)] < RANKS[part(source)]
+    ] == []
+
+
+def test_stages_io_kernels_and_executors_do_not_know_each_other():
+    assert [
+        f"{source} imports {target}"
+        for source, target in sorted(ARROWS)
+        if part(target) in STRANGERS.get(part(source), ())
+    ] == []
+
+
+def test_executors_import_nothing_of_the_package_but_errors():
+    targets = {part(target) for source, target in ARROWS if part(source) == "executors"}
+    assert targets <= {"executors", "errors"}
+
+
+def test_there_are_no_circles():
+    graph: dict[str, set[str]] = {}
+    for source, target in ARROWS:
+        if not source.startswith(f"{target}."):  # a package's own module may import from it
+            graph.setdefault(source, set()).add(target)
+    graph = {
+        source: {target for target in targets if not target.startswith(f"{source}.")}
+        for source, targets in graph.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def test_heavy_packages_are_imported_in_one_place_each():
+    places: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        for target in imports(tree):
+            places.setdefault(target.split(".")[0], set()).add(name)
+    assert {name: found for name, found in places.items() if name in HEAVY and len(found) > 1} == {}
+    assert places["numba"] == {"dare.kernels.cpu"}
+
+
+def test_optional_packages_are_imported_only_when_used():
+    optional = HEAVY - {"numba"}
+    assert [
+        f"{name} imports {target}"
+        for name, tree in TREES.items()
+        for statement in tree.body
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        for target in imports(statement)
+        if target.split(".")[0] in optional
+    ] == []
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def modules_after(code: str) -> set[str]:
+    return set(
+        json.loads(run_python(f"{code}\nimport json, sys; print(json.dumps([*sys.modules]))"))
+    )
+
+
+def test_importing_dare_imports_next_to_nothing():
+    loaded = modules_after("import dare")
+    assert {name for name in loaded if name.split(".")[0] == "dare"} == {"dare"}
+    assert loaded & (HEAVY | {"numpy", "pydantic", "rich", "safetensors"}) == set()
+
+
+def test_the_public_names_import_nothing_heavy():
+    names = [name for name in dare.__all__ if name != "__version__"]
+    loaded = modules_after(f"from dare import {', '.join(names)}")
+    assert "dare.api" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_importing_dare_takes_no_time():
+    code = "import time; t = time.perf_counter(); import dare; print(time.perf_counter() - t)"
+    assert min(float(run_python(code)) for _ in range(5)) < 0.2
+
+
+def test_all_public_names_are_there_and_nothing_else():
+    assert dir(dare) == sorted(dare.__all__)
+    assert set(dare._HOME_OF) == set(dare.__all__) - {"__version__"}
+    for module, names in dare._HOMES.items():
+        home = importlib.import_module(f"dare.{module}")
+        for name in names:
+            assert dare.__getattr__(name) is getattr(home, name)
+
+
+def test_type_checkers_see_the_public_names():
+    (block,) = (node for node in TREES["dare"].body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    seen = {
+        node.module: tuple(alias.name for alias in node.names)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == {f"dare.{module}": names for module, names in dare._HOMES.items()}
+
+
+@pytest.mark.parametrize("first", ["dare.merge", "import dare.plan", "import dare.verify"])
+def test_public_names_mean_the_same_whatever_was_imported_before(first):
+    code = f"import dare\n{first}\nprint(type(dare.plan).__name__, type(dare.verify).__name__)"
+    assert run_python(code).split() == ["function", "function"]
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'dare' has no attribute 'mrege'"):
+        dare.mrege  # noqa: B018

@@ -1,0 +1,370 @@
+"""Whole merges: the same bytes always, nothing lost, nothing changed that should not be."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dare
+from dare import MismatchError, ModelEntry, Recipe, TensorRule, keep_mask
+from tests.helpers import save, save_shards, sha256, write_recipe
+
+BF16 = ml_dtypes.bfloat16
+
+
+def llama_like(generator, dtype=BF16, rows=700):
+    """Odd sizes, several blocks and chunks, a scalar, an empty tensor and an integer one."""
+    shapes = {
+        "model.embed_tokens.weight": (rows, 2000),
+        "model.layers.0.mlp.up_proj.weight": (333, 77),
+        "model.layers.0.self_attn.q_proj.weight": (601, 1000),
+        "model.layers.10.input_layernorm.weight": (5,),
+        "model.norm.weight": (),
+        "nothing": (0, 4),
+    }
+    arrays = {
+        name: (0.02 * generator.standard_normal(shape)).astype(dtype)
+        for name, shape in shapes.items()
+    }
+    return arrays | {"position_ids": np.arange(6).reshape(2, 3)}
+
+
+def tuned(generator, base, size=0.001):
+    return {
+        name: value
+        if value.dtype == np.int64
+        else (value.astype(np.float32) + size * generator.standard_normal(value.shape)).astype(
+            value.dtype
+        )
+        for name, value in base.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A base and three fine-tunes, as single files and in shards."""
+    folder = tmp_path_factory.mktemp("models")
+    generator = np.random.default_rng(1)
+    base = llama_like(generator)
+    arrays = {"base": base} | {f"m{number}": tuned(generator, base) for number in range(3)}
+    for name, shards in zip(arrays, (2, 7, 1, 3), strict=True):
+        save(folder / f"{name}.safetensors", arrays[name])
+        save_shards(folder / f"{name}-sharded", arrays[name], shards)
+    return folder
+
+
+METHODS = {
+    "dare+linear": {},
+    "dare+ties": {"ties": {"keep_ratio": 0.5}},
+    "dare+trim+sum": {"dare": {"rescale": "l1"}},
+}
+
+
+def recipe(models, output, method="dare+linear", layout=".safetensors", **settings):
+    return Recipe(
+        base=models / f"base{layout}",
+        models=[models / f"m{number}{layout}" for number in range(3)],
+        output=output,
+        method=method,
+        stages=METHODS[method],
+        verbose=False,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_recipe_has_one_sha256(models, tmp_path, method):
+    found = set()
+    for layout in (".safetensors", "-sharded"):
+        for threads in (1, 2, 7):
+            for max_memory in ("64MiB", "1GiB"):
+                output = tmp_path / "out.safetensors"
+                given = recipe(
+                    models, output, method, layout, threads=threads, max_memory=max_memory
+                )
+                dare.merge(given, overwrite=True)
+                found.add(sha256(output))
+    assert len(found) == 1
+
+
+def test_another_process_writes_the_same_bytes(models, tmp_path):
+    here, there = tmp_path / "here.safetensors", tmp_path / "there.safetensors"
+    dare.merge(recipe(models, here))
+    script = tmp_path / "recipe.toml"
+    script.write_text(recipe(models, there, threads=3).to_toml())
+    code = "import dare, sys; dare.merge(dare.load_recipe(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, script], check=True)
+    assert sha256(here) == sha256(there)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "dare+slerp"])
+def test_the_reference_backend_writes_the_same_bytes(models, tmp_path, method):
+    fast, slow = tmp_path / "fast.safetensors", tmp_path / "slow.safetensors"
+    for output, backend in ((fast, "cpu"), (slow, "reference")):
+        given = Recipe(
+            base=models / "base.safetensors",
+            models=[models / f"m{number}.safetensors" for number in range(2)],
+            output=output,
+            method=method,
+            stages=METHODS.get(method, {}),
+            verbose=False,
+        )
+        dare.merge(given, backend=backend)
+    assert sha256(fast) == sha256(slow)
+
+
+def test_what_is_merged_is_what_the_formula_says(models, tmp_path):
+    output = tmp_path / "out.safetensors"
+    report = dare.merge(recipe(models, output))
+    merged, base = load_file(output), load_file(models / "base.safetensors")
+    for name, original in base.items():
+        if original.dtype != BF16:
+            assert (merged[name] == original).all()
+            continue
+        origin = original.astype(np.float32).reshape(-1)
+        total = np.zeros_like(origin)
+        for number in range(3):
+            values = load_file(models / f"m{number}.safetensors")[name].astype(np.float32)
+            keep = keep_mask(name, origin.size, 0.9, seed=42 + number)
+            weight = np.float32(1 / 3 * (1.0 / (1.0 - 0.9)))
+            total += weight * np.where(keep, values.reshape(-1) - origin, np.float32(0))
+        expected = np.where(total == 0, original.reshape(-1), (origin + total).astype(BF16))
+        assert (merged[name].reshape(-1).view(np.uint16) == expected.view(np.uint16)).all()
+    assert report.models[0].drop_rate_realised == pytest.approx(0.9, abs=0.002)
+
+
+def test_the_report_counts_what_is_there(models, tmp_path):
+    report = dare.merge(recipe(models, tmp_path / "out.safetensors", delta_threshold=0.003))
+    base = load_file(models / "base.safetensors")
+    for number, model in enumerate(report.models):
+        values = load_file(models / f"m{number}.safetensors")
+        deltas = {
+            name: np.abs(values[name].astype(np.float32) - base[name].astype(np.float32))
+            for name in base
+            if base[name].dtype == BF16
+        }
+        assert model.over_threshold == sum(
+            int((delta > np.float32(0.003)).sum()) for delta in deltas.values()
+        )
+        assert model.largest_delta == max(delta.max(initial=0) for delta in deltas.values())
+        assert model.elements == sum(delta.size for delta in deltas.values())
+        kept = sum(
+            int(keep_mask(name, delta.size, 0.9, 42 + number).sum())
+            for name, delta in deltas.items()
+        )
+        assert model.drop_rate_realised == 1 - kept / model.elements
+    assert json.loads(report.to_json())["bytes_read"] == report.bytes_read
+    assert "dropped 9" in str(report)
+
+
+def test_bytes_read_are_those_planned(models, tmp_path):
+    given = recipe(models, tmp_path / "out.safetensors", "dare+ties")
+    assert dare.merge(given).bytes_read == dare.plan(given).bytes_read
+
+
+@pytest.mark.parametrize(
+    ("dtype", "patterns"),
+    [
+        (BF16, [0x8000, 0x7F81, 0x0001, 0x3F80, 0x7F80]),
+        (np.float16, [0x8000, 0x7C01, 0x0001, 0x3C00, 0x7C00]),
+        (np.float32, [0x80000000, 0x7F800001, 0x00000001, 0x3F800001, 0x7F800000]),
+        (np.float64, [1 << 63, 0x7FF0000000000001, 1, 0x3FF0000000000001, 0x7FF0000000000000]),
+        (ml_dtypes.float8_e4m3fn, [0x80, 0x7F, 0x01, 0x38, 0x7E]),
+        (ml_dtypes.float8_e5m2, [0x80, 0x7D, 0x01, 0x3C, 0x7C]),
+    ],
+)
+def test_where_everything_is_dropped_the_base_is_there_bit_for_bit(dtype, patterns):
+    width = f"u{np.dtype(dtype).itemsize}"
+    base = np.array(patterns * 20, width).view(dtype)
+    model = np.zeros_like(base)
+    merged, _ = dare.merge_arrays(
+        {"w": base},
+        [{"w": model}],
+        stages={"dare": {"drop_rate": 1 - 2**-45}},
+        delta_threshold=3e38,
+        verbose=False,
+    )
+    assert (merged["w"].view(width) == base.view(width)).all()
+
+
+def test_dtype_changes_weights_and_nothing_else(models, tmp_path):
+    output = tmp_path / "out.safetensors"
+    dare.merge(recipe(models, output, dtype="float32"))
+    assert {str(array.dtype) for array in load_file(output).values()} == {"float32", "int64"}
+
+
+def test_a_directory_of_shards_holds_the_same_model(models, tmp_path):
+    whole, shards = tmp_path / "whole.safetensors", tmp_path / "shards"
+    first = dare.merge(recipe(models, whole))
+    second = dare.merge(recipe(models, shards, shard_size="1MB"))
+    assert first.digests.output == second.digests.output
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) == 3
+    assert dare.verify(shards).ok
+    merged = load_file(whole)
+    for file in files:
+        for name, array in load_file(shards / file).items():
+            assert array.tobytes() == merged[name].tobytes()
+
+
+def test_other_models_do_not_change_a_models_mask(tmp_path):
+    base = {"w": np.zeros(1000, np.float32)}
+    one, none = {"w": np.ones(1000, np.float32)}, {"w": np.zeros(1000, np.float32)}
+    alone, _ = dare.merge_arrays(base, [one], method="dare+sum", verbose=False)
+    among, _ = dare.merge_arrays(base, [one, none, none], method="dare+sum", verbose=False)
+    assert (alone["w"] == among["w"]).all()
+
+
+# ---------------------------------------------------------------- settings of models and tensors
+
+
+def test_models_have_their_own_rates_and_tensors_theirs(tmp_path):
+    names = ["model.embed_tokens.weight", "layers.0.mlp.weight", "layers.0.attn.weight"]
+    base = {name: np.zeros(2000, np.float32) for name in names}
+    ones = {name: np.ones(2000, np.float32) for name in names}
+    recipe = write_recipe(tmp_path, base, [ones], method="dare+sum")
+    recipe = recipe.model_copy(
+        update={
+            "models": (ModelEntry(file=recipe.models[0].file, settings={"drop_rate": 0.5}),),
+            "embedding_drop_rate": 0.25,
+            "tensors": (TensorRule(match="*.mlp.*", settings={"drop_rate": 0.75}),),
+        }
+    )
+    dare.merge(recipe)
+    merged = load_file(recipe.output)
+    for name, rate in zip(names, (0.25, 0.75, 0.5), strict=True):
+        keep = keep_mask(name, 2000, rate, 42)
+        assert (merged[name] == np.where(keep, np.float32(1 / (1 - rate)), 0)).all()
+
+
+# ---------------------------------------------------------------- integers, NaN, mismatches
+
+
+def test_integers_must_agree_unless_told(tmp_path):
+    base = {"w": np.zeros(3, np.float32), "ids": np.array([1, 2])}
+    model = {"w": np.ones(3, np.float32), "ids": np.array([1, 3])}
+    given = write_recipe(tmp_path, base, [model])
+    with pytest.raises(MismatchError, match="ids: the I64 values of model0 differ"):
+        dare.merge(given)
+    assert not given.output.exists()
+    dare.merge(given.model_copy(update={"on_integer_mismatch": "base"}))
+    assert load_file(given.output)["ids"].tolist() == [1, 2]
+
+
+def test_a_missing_tensor_counts_as_unchanged_when_allowed(tmp_path):
+    base = {"v": np.array([1.0], np.float32), "w": np.array([1.0], np.float32)}
+    given = write_recipe(
+        tmp_path,
+        base,
+        [{"v": np.array([3.0], np.float32)}, {"v": np.array([5.0], np.float32)}],
+        method="linear",
+        on_missing="base",
+    )
+    report = dare.merge(given)
+    merged = load_file(given.output)
+    assert (merged["v"].tolist(), merged["w"].tolist()) == ([4.0], [1.0])
+    assert any("w: not in model0, model1" in warning for warning in report.warnings)
+
+
+def test_nan_and_infinity_in_weights_are_reported(tmp_path):
+    base = {"w": np.zeros(4, np.float32)}
+    model = {"w": np.array([np.nan, np.inf, -np.inf, 1], np.float32)}
+    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum"))
+    assert (report.nans, report.overflowed) == (1, 2)
+    assert any("1 merged values are NaN" in warning for warning in report.warnings)
+    assert np.isnan(report.models[0].largest_delta)
+
+
+def test_overflow_is_reported(tmp_path):
+    base = {"w": np.full(10, 60000, np.float16)}
+    model = {"w": np.full(10, 65000, np.float16)}
+    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", scale=2.0))
+    assert report.overflowed == 10
+    assert any("too large for their type" in warning for warning in report.warnings)
+
+
+def test_mixed_storage_types_are_merged_in_float32(tmp_path):
+    base = {"w": np.array([1.0, 2.0], np.float32)}
+    models = [{"w": np.array([2.0, 2.0], np.float16)}, {"w": np.array([1.0, 4.0], BF16)}]
+    given = write_recipe(tmp_path, base, models, method="sum")
+    dare.merge(given)
+    assert load_file(given.output)["w"].tolist() == [2.0, 4.0]
+
+
+# ---------------------------------------------------------------- noise
+
+
+def test_a_quiet_merge_says_nothing(models, tmp_path, capfd, recwarn):
+    dare.merge(recipe(models, tmp_path / "out.safetensors"))
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+
+
+def test_a_loud_merge_warns_of_large_deltas(tmp_path):
+    base, model = {"w": np.zeros(10, np.float32)}, {"w": np.full(10, 0.5, np.float32)}
+    given = write_recipe(tmp_path, base, [model], verbose=True)
+    with pytest.warns(dare.DareWarning, match=r"exceeds 0.002 in 10 of 10 elements \(100.00%\)"):
+        dare.merge(given)
+
+
+def test_the_first_compilation_is_announced_and_takes_seconds(models, tmp_path):
+    given = tmp_path / "recipe.toml"
+    loud = recipe(models, tmp_path / "out.safetensors").model_copy(update={"verbose": True})
+    given.write_text(loud.to_toml())
+    code = (
+        "import dare, sys, warnings; warnings.simplefilter('ignore');"
+        "print(dare.merge(dare.load_recipe(sys.argv[1]), overwrite=True).seconds)"
+    )
+    environment = {
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+        "PATH": str(Path(sys.executable).parent),
+    }
+
+    def run():
+        return subprocess.run(
+            [sys.executable, "-c", code, given], env=environment, capture_output=True, check=True
+        )
+
+    first, second = run(), run()
+    assert b"compiling kernels" in first.stderr
+    assert second.stderr == b""
+    assert float(first.stdout) < 30  # about 5 s on an idle machine
+
+
+def test_the_progress_is_the_bytes_read(models, tmp_path, monkeypatch):
+    from contextlib import contextmanager
+
+    from dare import api
+    from dare.progress import Display
+
+    seen = []
+
+    @contextmanager
+    def record(total, *, visible):
+        seen.append((total, visible))
+        yield Display(seen.append, lambda _text: None)
+
+    monkeypatch.setattr(api, "show_progress", record)
+    report = dare.merge(recipe(models, tmp_path / "out.safetensors"))
+    (total, visible), *parts = seen
+    assert (total, visible) == (report.bytes_read, False)
+    assert sum(parts) == total
+
+
+def test_two_outputs_of_one_run_are_the_same_file_to_the_world(models, tmp_path):
+    """The SHA-256 that this version writes; it changes only with a new version of the format."""
+    output = tmp_path / "out.safetensors"
+    base = {"w": np.arange(100, dtype=np.float32)}
+    model = {"w": np.arange(100, dtype=np.float32) * 2}
+    given = write_recipe(tmp_path, base, [model]).model_copy(update={"output": output})
+    dare.merge(given)
+    data = output.read_bytes()
+    weights = data[8 + int.from_bytes(data[:8], "little") :]
+    assert hashlib.sha256(weights).hexdigest() == ("TO BE FILLED IN")
