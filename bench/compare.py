@@ -84,6 +84,10 @@ class ScalingPoint:
         """Wall time for each element of each fine-tune."""
         return self.wall_seconds * 1e9 / (self.parameters * self.models)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The point as plain values, ready for JSON."""
+        return {**asdict(self), "ns_per_element_and_model": self.ns_per_element_and_model}
+
 
 def main() -> int:
     """Compare or scale, as asked; 1 if a job failed."""
@@ -94,7 +98,7 @@ def main() -> int:
         points = run_scaling(options)
         fit = fit_scaling(points)
         print_scaling(points, fit)
-        document |= {"scaling": [asdict(point) for point in points], "fit": fit}
+        document |= {"scaling": [point.to_dict() for point in points], "fit": fit}
         failed = False
     else:
         results, compile_seconds = run_comparison(options)
@@ -379,4 +383,7 @@ def ratio(above: float | None, below: float | None) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except ProgramError as error:
+        raise SystemExit(str(error)) from None

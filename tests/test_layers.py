@@ -17,7 +17,7 @@ LAYERS = (
     ("cli", "__main__"),
     ("compat",),
     ("api",),
-    ("recipe", "plan", "run", "report", "manifest", "verify", "analysis", "arrays", "progress"),
+    ("planning", "run", "report", "manifest", "verification", "arrays", "recipe", "progress"),
     ("stages", "io", "kernels", "executors"),
     ("mask", "dtypes"),
     ("errors",),
@@ -190,7 +190,9 @@ def test_type_checkers_see_the_public_names():
     assert seen == {f"dare.{module}": names for module, names in dare._HOMES.items()}
 
 
-@pytest.mark.parametrize("first", ["dare.merge", "import dare.plan", "import dare.verify"])
+@pytest.mark.parametrize(
+    "first", ["dare.merge", "import dare.planning", "import dare.verification"]
+)
 def test_public_names_mean_the_same_whatever_was_imported_before(first):
     code = f"import dare\n{first}\nprint(type(dare.plan).__name__, type(dare.verify).__name__)"
     assert run_python(code).split() == ["function", "function"]

@@ -13,7 +13,7 @@ import pytest
 import dare
 from dare import InputError, OutputError
 from dare.io.writer import JOURNAL_NAME
-from tests.helpers import save, sha256, write_recipe
+from helpers import save, sha256, write_recipe
 
 CHUNKS = 24
 

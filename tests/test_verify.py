@@ -242,22 +242,21 @@ def test_a_tensor_removed_beside_is_found(output):
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("key", "edit"),
     [
-        lambda manifest: manifest.update(output="0" * 32),
-        lambda manifest: manifest.update(base="0" * 32),
-        lambda manifest: manifest.update(method="linear"),
-        lambda manifest: manifest.update(scale=2.0),
-        lambda manifest: manifest["models"][0].update(digest="0" * 32),
-        lambda manifest: manifest["models"][0].update(seed=1),
-        lambda manifest: manifest.pop("mask"),
+        ("output", lambda manifest: manifest.update(output="0" * 32)),
+        ("base", lambda manifest: manifest.update(base="0" * 32)),
+        ("method", lambda manifest: manifest.update(method="linear")),
+        ("scale", lambda manifest: manifest.update(scale=2.0)),
+        ("models", lambda manifest: manifest["models"][0].update(digest="0" * 32)),
+        ("models", lambda manifest: manifest["models"][0].update(seed=1)),
+        ("mask", lambda manifest: manifest.pop("mask")),
     ],
-    ids=["output", "base", "method", "scale", "model", "seed", "mask"],
 )
-def test_a_manifest_beside_that_contradicts_the_header_is_found(output, edit):
+def test_a_manifest_beside_that_contradicts_the_header_is_found(output, key, edit):
     edit_beside(output, edit)
     assert verify(output).problems == (
-        f"{manifest_path(output)}: is not the manifest of this output",
+        f"{manifest_path(output)}: {key} is not what the header of the output says",
     )
 
 

@@ -115,8 +115,10 @@ def _compare_beside(path: Path, found: Mapping[str, str], embedded: Mapping[str,
         return []
     try:
         manifest = read_manifest(beside)
-        expected = dict(manifest["digests"]["output"])
-    except (InputError, KeyError, TypeError, ValueError) as error:
+        expected = manifest["digests"]["output"]
+        if not isinstance(expected, dict):
+            raise InputError("digests.output is not a table")
+    except (InputError, KeyError, TypeError) as error:
         return [f"{beside}: cannot be used: {error}"]
     problems = [
         f"{name}: is not as it was written"

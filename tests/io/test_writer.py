@@ -320,7 +320,7 @@ def test_integers_that_may_not_differ_are_compared_when_resuming(tmp_path, monke
     model = {**MODEL, "n": np.array([1, 3], np.int64)}
     recipe = write_recipe(tmp_path, BASE, [model], method="sum")
     merge_interrupted(monkeypatch, recipe.model_copy(update={"on_integer_mismatch": "base"}))
-    with pytest.raises(MismatchError, match="n: I64 values of model0 differ from the base's"):
+    with pytest.raises(MismatchError, match="n: the I64 values of model0 differ from the base's"):
         merge(recipe)
 
 
@@ -502,10 +502,10 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch,
     theirs = recipe.output / "theirs" if output == "out" else recipe.output
     original = PartialOutput.finish
 
-    def finish_late(self, *arguments):
+    def finish_late(self, *arguments, **keywords):
         theirs.parent.mkdir(exist_ok=True)
         theirs.write_bytes(b"theirs")
-        original(self, *arguments)
+        original(self, *arguments, **keywords)
 
     monkeypatch.setattr(PartialOutput, "finish", finish_late)
     with pytest.raises(OutputError):

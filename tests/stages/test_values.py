@@ -237,8 +237,18 @@ def test_stages_can_come_in_another_order(merged):
     assert merged("trim+dare+sum", delta, stages=stages) == expected.tolist()
 
 
-def test_a_stage_may_stand_twice(merged):
-    # The second mask is the first one again (same seed and name), so only the factor is squared.
-    keep = keep_mask("w", 100, 0.5, seed=42)
-    found = merged("dare+dare+sum", np.ones(100), stages={"dare": {"drop_rate": 0.5}})
-    assert found == (4.0 * keep).tolist()
+def test_a_stage_stands_in_a_chain_once(merged):
+    with pytest.raises(RecipeError, match="dare stands in it more than once"):
+        merged("dare+dare+sum", [1.0])
+
+
+def test_a_mask_drawn_after_trimming_counts_what_is_left():
+    _, report = dare.merge_arrays(
+        {"w": np.zeros(100, np.float32)},
+        [{"w": np.arange(1, 101, dtype=np.float32)}],
+        method="trim+dare+sum",
+        stages={"trim": {"keep_ratio": 0.2}, "dare": {"drop_rate": 0.5}},
+        verbose=False,
+    )
+    left = int(keep_mask("w", 100, 0.5, 42)[80:].sum())
+    assert report.tensors[0].survivors == ((20, left),)
