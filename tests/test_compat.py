@@ -244,7 +244,7 @@ def test_dare_merge_scales_by_lambda(tmp_path):
 
 
 def test_an_unknown_method_lists_the_known_ones_and_the_nearest(files, tmp_path):
-    with pytest.raises(ValueError, match="did you mean 'linear'.*linear, ties, sum"):
+    with pytest.raises(ValueError, match=r"did you mean 'linear'.*linear, ties, sum"):
         dare_merge(files[0], files[1:], tmp_path / "o.safetensors", merge_method="liner")
 
 

@@ -1,6 +1,5 @@
 """A merge that was killed goes on, and ends with the same bytes."""
 
-import os
 import random
 import signal
 import subprocess
@@ -135,7 +134,7 @@ def test_another_recipe_does_not_resume(given, monkeypatch):
 def test_a_vanished_input_is_a_clear_error_and_the_partial_stays(tmp_path):
     base = {"w": np.zeros(10, np.float32)}
     recipe = write_recipe(tmp_path, base, [base])
-    os.unlink(recipe.models[0].file)
+    recipe.models[0].file.unlink()
     with pytest.raises(InputError, match=r"model0.safetensors: no such file"):
         dare.merge(recipe)
     assert not recipe.output.exists()

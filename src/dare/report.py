@@ -198,7 +198,8 @@ def _warnings(plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: 
                 f"{model.name}: |δ| exceeds {plan.recipe.delta_threshold:g} in "
                 f"{model.over_threshold:,} of {model.elements:,} elements "
                 f"({model.over_threshold / model.elements:.2%}), and reaches "
-                f"{model.largest_delta:.3g} in {model.largest_delta_in}; DARE is at its best where changes are small"
+                f"{model.largest_delta:.3g} in {model.largest_delta_in}; "
+                "DARE is at its best where changes are small"
             )
     if overflowed:
         found.append(

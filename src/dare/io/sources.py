@@ -257,7 +257,7 @@ def _check_against_index(directory: Path, file: Path, found: set[str], promised:
 
 def _open(file: Path) -> int:
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
+        if not stat.S_ISREG(file.stat().st_mode):
             raise InputError(f"{file}: is not an ordinary file")
         return os.open(file, os.O_RDONLY)
     except FileNotFoundError:
