@@ -13,7 +13,7 @@ from typing import Any
 
 from dare.arrays import array_source, like_original
 from dare.errors import DareWarning, InputError, RecipeError
-from dare.io.digest import text_digest
+from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
 from dare.io.sources import open_source
 from dare.io.writer import ArraySink, PartialOutput, check_target
@@ -187,7 +187,7 @@ def _fingerprint(planned: Plan) -> str:
         list(planned.layout.files) if planned.layout else [],
         planned.recipe.delta_threshold,
     ]
-    return text_digest(json.dumps(described, sort_keys=True, default=str).encode())
+    return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
 def _check_inputs(recipe: Recipe, report: Report) -> None:

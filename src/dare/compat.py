@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from dare import kernels as kernel_backends
 from dare.api import merge, merge_arrays
 from dare.arrays import like_original, stored
+from dare.chunks import CHUNK, chunk_spans
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.io.header import TensorInfo
-from dare.kernels import BLOCK
 from dare.recipe import Recipe
 from dare.report import Report
 from dare.stages import STAGES, Block, Scratch
@@ -153,15 +153,15 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
     settings = trim.settings({"keep_ratio": keep_ratio}, "")
     kernels = kernel_backends.load("cpu")
 
-    scratch = Scratch(BLOCK)
+    scratch = Scratch(CHUNK)
 
     def trimmed(name: str, delta: Any) -> Any:
         values = _as_floats(delta, name)
-        origin = np.zeros(BLOCK, np.float32)
+        origin = np.zeros(CHUNK, np.float32)
 
         def blocks() -> Iterator[Block]:
-            for start in range(0, values.size, BLOCK):
-                part = values[start : start + BLOCK]
+            for start, count in chunk_spans(values.size):
+                part = values[start : start + count]
                 base = origin[: part.size]
                 block = Block(kernels, name, start, 0, part, base, scratch, np.int32(0))
                 block.survivors = int(np.count_nonzero(part))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
-from dare.io.digest import DIGEST_LENGTH, text_digest
+from dare.io.digest import DIGEST_LENGTH, bytes_digest
 from dare.io.layout import Layout
 from dare.io.writer import manifest_path
 from dare.mask import MASK_VERSION
@@ -73,7 +73,7 @@ def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, d
     """
     unchecked = layout.build(metadata_of(manifest))
     return {
-        file: metadata_of({**manifest, "check": text_digest(header)})
+        file: metadata_of({**manifest, "check": bytes_digest(header)})
         for file, (header, _) in unchecked.items()
     }
 

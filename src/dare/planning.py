@@ -12,15 +12,14 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from dare.chunks import CHUNK, chunk_count
 from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import MismatchError, RecipeError
 from dare.executors.threads import available_cores
-from dare.io.digest import CHUNK, chunk_count
 from dare.io.files import ALIGNMENT
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout, lay_out
 from dare.io.sources import Source
-from dare.kernels import BLOCK
 from dare.recipe import Recipe
 from dare.stages import Settings, Stage
 
@@ -128,7 +127,7 @@ class Plan:
         """Buffers of one thread."""
         floats = 2 + self.combine.rows  # base, delta, and what the combine stage borrows
         lanes = 2
-        return BLOCK * (3 * self.widest + 4 * floats + lanes) + ALIGNMENT
+        return CHUNK * (3 * self.widest + 4 * floats + lanes) + ALIGNMENT
 
     @cached_property
     def widest(self) -> int:
@@ -426,8 +425,3 @@ def _list(problems: Sequence[str]) -> str:
         shown.append(f"… and {len(problems) - FINDINGS_SHOWN} more")
     head = f"{len(problems)} tensor(s) do not fit together:" if len(problems) > 1 else ""
     return "\n  ".join([head, *shown]) if head else shown[0]
-
-
-def chunk_range(tensor: TensorPlan, chunk: int) -> tuple[int, int]:
-    """First element of a chunk and the one after its last."""
-    return chunk * CHUNK, min((chunk + 1) * CHUNK, tensor.elements)

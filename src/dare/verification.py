@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from dare.chunks import chunk_count, chunk_span
 from dare.errors import InputError, VerificationError
 from dare.executors.threads import available_cores
-from dare.io.digest import CHUNK, chunk_count, model_digest, new_hash, tensor_digest, text_digest
+from dare.io.digest import bytes_digest, model_digest, tensor_digest
 from dare.io.sources import FileSource, open_source
 from dare.io.writer import manifest_path
 from dare.manifest import METADATA_KEY, UNKNOWN, read_manifest
@@ -79,7 +80,7 @@ def _checked_manifest(
     with file.open("rb") as opened:
         length = opened.read(8)
         header = length + opened.read(int.from_bytes(length, "little"))
-    if text_digest(header.replace(check, UNKNOWN.encode(), 1)) != check.decode():
+    if bytes_digest(header.replace(check, UNKNOWN.encode(), 1)) != check.decode():
         problems.append(f"{file}: the header has been changed")
     return dict(manifest)
 
@@ -94,12 +95,10 @@ def _digest_tensors(source: FileSource) -> dict[str, str]:
     def digest_chunk(place: tuple[str, int]) -> str:
         name, chunk = place
         info = source.tensors[name]
-        count = min(CHUNK, info.elements - chunk * CHUNK)
+        start, count = chunk_span(chunk, info.elements)
         data = np.empty(count * info.dtype.itemsize, np.uint8)
-        source.read(name, chunk * CHUNK * info.dtype.itemsize, data)
-        digest = new_hash()
-        digest.update(data.data)
-        return digest.hexdigest()
+        source.read(name, start * info.dtype.itemsize, data)
+        return bytes_digest(data.data)
 
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
     with source, ThreadPoolExecutor(available_cores()) as pool:

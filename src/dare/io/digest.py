@@ -1,6 +1,6 @@
 """Digests of tensors that do not depend on how they are read or laid out.
 
-A tensor is cut into chunks of CHUNK elements, each chunk is hashed with XXH3-128, and the tensor's
+A tensor is cut into chunks (`dare.chunks`), each chunk is hashed with XXH3-128, and the tensor's
 digest is the hash of its chunks' digests. The digest of a model is the hash of a line for each
 tensor, in order of name. So chunks can be hashed in any order, by any thread, while they pass by,
 and a model has the same digest in one file and in seven.
@@ -17,20 +17,13 @@ import xxhash
 
 from dare.io.header import TensorInfo
 
-CHUNK = 1 << 20
-"""Elements per chunk: the unit of work, of resuming and of digests."""
 DIGEST_LENGTH = 32
 """Characters of a digest in hexadecimal."""
 
 
-def chunk_count(elements: int) -> int:
-    """How many chunks a tensor has; an empty one has none."""
-    return -(-elements // CHUNK)
-
-
-def new_hash() -> xxhash.xxh3_128:
-    """A hash to feed one chunk's bytes to."""
-    return xxhash.xxh3_128()
+def bytes_digest(data: bytes | memoryview) -> str:
+    """Hash a chunk, a header or a manifest."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def tensor_digest(chunk_digests: Iterable[str]) -> str:
@@ -45,8 +38,3 @@ def model_digest(tensors: Iterable[tuple[TensorInfo, str]]) -> str:
         for info, digest in tensors
     )
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
-
-
-def text_digest(text: bytes) -> str:
-    """Hash a header or a manifest."""
-    return xxhash.xxh3_128_hexdigest(text)

@@ -21,8 +21,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.chunks import chunk_count, chunk_span
 from dare.errors import OutputError
-from dare.io.digest import CHUNK, chunk_count, new_hash
+from dare.io.digest import bytes_digest
 from dare.io.files import OutputFile
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
@@ -162,12 +163,9 @@ class PartialOutput:
 
         def is_intact(record: Record) -> bool:
             _, info = self._places[record["tensor"]]
-            start = record["chunk"] * CHUNK
-            count = min(CHUNK, info.elements - start)
+            start, count = chunk_span(record["chunk"], info.elements)
             data = self.read(info.name, start * info.dtype.itemsize, count * info.dtype.itemsize)
-            digest = new_hash()
-            digest.update(data)
-            return digest.hexdigest() == record.get("output")
+            return bytes_digest(data) == record.get("output")
 
         with ThreadPoolExecutor() as pool:
             return [

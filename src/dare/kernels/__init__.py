@@ -1,4 +1,4 @@
-"""The arithmetic, on blocks of one tensor.
+"""The arithmetic, on chunks of one tensor.
 
 `reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
 bits, fast. Both are modules with one set of names, and `load` returns one of them.
@@ -12,10 +12,6 @@ from typing import Any
 from dare.errors import RecipeError, did_you_mean
 
 BACKENDS = ("cpu", "reference")
-BLOCK = 1 << 18
-"""Elements per block: what a kernel is called on. Smaller ones would fit a closer cache, but the
-loops are bound by arithmetic, and every call has to take Python's lock back from other threads:
-65,536 elements were 1.5 times slower on two threads."""
 
 
 def load(backend: str) -> Any:

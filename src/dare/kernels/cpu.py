@@ -278,6 +278,14 @@ def philox_ties(_typing, counters, key0, key1, address):
     return types.none(types.intp, types.uint32, types.uint32, types.intp), build
 
 
+@intrinsic
+def trailing_zeros(_typing, value):  # uint64, not zero
+    def build(_context, builder, _signature, arguments):
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), build
+
+
 @helper
 def settle_ties(lanes, size, start, key0, key1, high, low, elements, words):
     """Replace lanes that equal `high` by 0 if their word says keep, else by 255."""
@@ -287,10 +295,12 @@ def settle_ties(lanes, size, start, key0, key1, high, low, elements, words):
     ties = 0
     for i in range((size + 7) // 8):
         difference = u64(eights[i] ^ pattern)
-        if (difference - ones) & ~difference & u64(0x8080808080808080):  # some byte is zero
-            for j in range(8 * i, 8 * i + 8):
-                elements[ties] = u64(start + j)
-                ties += lanes[j] == high
+        zeros = u64((difference - ones) & ~difference & u64(0x8080808080808080))
+        while zeros:  # marks every zero byte, and sometimes the one after it
+            j = 8 * i + trailing_zeros(zeros) // 8
+            elements[ties] = u64(start + j)
+            ties += lanes[j] == high
+            zeros &= zeros - u64(1)
     for i in range(0, ties, PHILOX_WIDTH):
         philox_ties(elements.ctypes.data + 8 * i, key0, key1, words.ctypes.data + 4 * i)
     for i in range(ties):
@@ -320,12 +330,12 @@ def draw(lanes, size, start, key0, key1, high, low):
 
 @helper
 def count_set(eights):
-    """Count the bytes that are 255, in byte-wide counters that are emptied in time."""
+    """Count the bytes of a tile that are 255, in byte-wide counters emptied every 128 words."""
     count = 0
-    for first in range(0, eights.size, 255):
+    for part in range(TILE // 8 // 128):
         sums = u64(0)
-        for i in range(first, min(first + 255, eights.size)):
-            sums += eights[i] & u64(0x0101010101010101)
+        for i in range(128):
+            sums += eights[128 * part + i] & u64(0x0101010101010101)
         for byte in range(8):
             count += i64((sums >> u64(8 * byte)) & u64(255))
     return count
@@ -356,6 +366,19 @@ def delta(raw, base, lanes, out, threshold_bits):
     for i in range(raw.size):
         difference = to_float(raw[i]) - base[i]
         out[i] = masked(difference, lanes[i])
+        magnitude = magnitude_of(difference)
+        peak = max(peak, magnitude)
+        over = i32(over + i32(magnitude > threshold_bits))
+    return peak, over
+
+
+@kernel
+def weighted_delta(raw, base, lanes, weight, out, threshold_bits):
+    peak = i32(0)
+    over = i32(0)
+    for i in range(raw.size):
+        difference = to_float(raw[i]) - base[i]
+        out[i] = weight * masked(difference, lanes[i])
         magnitude = magnitude_of(difference)
         peak = max(peak, magnitude)
         over = i32(over + i32(magnitude > threshold_bits))
@@ -461,6 +484,12 @@ def trim(values, cut, ties_kept):
 
 
 # ---------------------------------------------------------------- combining
+
+
+@kernel
+def scaled(values, weight, out):
+    for i in range(values.size):
+        out[i] = weight * values[i]
 
 
 @kernel

@@ -86,6 +86,15 @@ def delta(
     return int(found.max(initial=0)), int((found > threshold_bits).sum())
 
 
+def weighted_delta(
+    raw: Raw, base: Floats, lanes: Lanes, weight: np.float32, out: Floats, threshold_bits: int
+) -> tuple[int, int]:
+    """out = weight·delta, in one go: `delta` and then `scaled`."""
+    figures = delta(raw, base, lanes, out, threshold_bits)
+    scaled(out, weight, out)
+    return figures
+
+
 def add_delta(
     raw: Raw, base: Floats, lanes: Lanes, weight: np.float32, total: Floats, threshold_bits: int
 ) -> tuple[int, int]:
@@ -180,6 +189,12 @@ def trim(values: Floats, cut: int, ties_kept: int) -> int:
     keep[np.flatnonzero(found == cut)[:ties_kept]] = True
     values[~keep] = 0
     return int(keep.sum())
+
+
+def scaled(values: Floats, weight: np.float32, out: Floats) -> None:
+    """out = weight·values."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        out[:] = weight * values
 
 
 def add_scaled(total: Floats, values: Floats, weight: np.float32) -> None:

@@ -19,6 +19,9 @@ def sum(deltas: Deltas) -> Floats:  # noqa: A001
 
 def _weighted_sum(deltas: Deltas) -> Floats:
     (total,) = deltas.rows(1)
-    for block, weight in deltas:
-        block.add_to(total, weight)
+    for number, (block, weight) in enumerate(deltas):
+        if number == 0:
+            block.write_to(total, weight)
+        else:
+            block.add_to(total, weight)
     return total

@@ -80,10 +80,7 @@ class Block:
         """The delta, to be changed in place, but for `factor`."""
         if self._values is None:
             self._values = self._scratch.values[: self.size]
-            self._measured = True
-            self.peak, self.over = self.kernels.delta(
-                self._tuned, self._base, self._lanes, self._values, self._threshold_bits
-            )
+            self._measure_by(self.kernels.delta, self._values)
         return self._values
 
     def measure(self) -> None:
@@ -102,15 +99,27 @@ class Block:
         else:
             self.survivors = self.kernels.keep_lanes(self._values, lanes)
 
+    def write_to(self, out: Floats, weight: float) -> None:
+        """out = (weight·factor)·delta."""
+        combined = np.float32(weight * self.factor)
+        if self._values is not None:
+            self.kernels.scaled(self._values, combined, out)
+        else:
+            self._measure_by(self.kernels.weighted_delta, combined, out)
+
     def add_to(self, total: Floats, weight: float) -> None:
         """total += (weight·factor)·delta."""
         combined = np.float32(weight * self.factor)
         if self._values is not None:
             self.kernels.add_scaled(total, self._values, combined)
-            return
+        else:
+            self._measure_by(self.kernels.add_delta, combined, total)
+
+    def _measure_by(self, kernel: Callable[..., tuple[int, int]], *arguments: Any) -> None:
+        """Run one of the kernels that take the delta, and note the figures it returns."""
         self._measured = True
-        self.peak, self.over = self.kernels.add_delta(
-            self._tuned, self._base, self._lanes, combined, total, self._threshold_bits
+        self.peak, self.over = kernel(
+            self._tuned, self._base, self._lanes, *arguments, self._threshold_bits
         )
 
 
@@ -156,8 +165,12 @@ class Deltas:
         return zip(self._stream, self.weights, strict=True)
 
     def rows(self, count: int) -> list[Floats]:
-        """Lend `count` zeroed arrays of the block's size; a stage declares how many it takes."""
-        rows = [row[: self.base.size] for row in self._rows[:count]]
+        """Lend `count` arrays of the block's size; a stage declares how many it takes."""
+        return [row[: self.base.size] for row in self._rows[:count]]
+
+    def zeroed_rows(self, count: int) -> list[Floats]:
+        """Lend `count` arrays full of zeros."""
+        rows = self.rows(count)
         for row in rows:
             row.fill(0)
         return rows

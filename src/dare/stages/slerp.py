@@ -21,7 +21,7 @@ def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
     """Find the two coefficients from the angle between the tensors."""
     first_squared = second_squared = product = 0.0
     for deltas in walk():
-        first, second = deltas.rows(2)
+        first, second = deltas.zeroed_rows(2)
         for row, (block, _weight) in zip((first, second), deltas, strict=True):
             origin = deltas.base if on == "weights" else row
             deltas.kernels.add_onto(origin, block.values, np.float32(block.factor), row)
@@ -46,7 +46,7 @@ def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats
     interpolation where they are (anti)parallel (|cos Ω| > 0.9995) or zero.
     """
     coefficients: tuple[float, float] = deltas.summary
-    (total,) = deltas.rows(1)
+    (total,) = deltas.zeroed_rows(1)
     for coefficient, (block, _weight) in zip(coefficients, deltas, strict=True):
         if coefficient:
             block.add_to(total, coefficient)

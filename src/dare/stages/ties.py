@@ -24,7 +24,7 @@ def ties(
     they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does.
     `keep_ratio` trims each delta first, as the stage `trim` does.
     """
-    above, below, above_share, below_share = deltas.rows(4)
+    above, below, above_share, below_share = deltas.zeroed_rows(4)
     for block, weight in deltas:
         share = np.float32(abs(weight) if divide_by == "weights" else 1)
         combined = np.float32(weight * block.factor)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.kernels import BLOCK
+from dare.chunks import CHUNK
 from dare.stages.registry import Block, Walk, delta_stage
 
 KeepRatio = Annotated[float, Field(gt=0, le=1)]
@@ -25,11 +25,11 @@ class Cut:
 
     bits: int
     ties_kept: NDArray[np.int64]
-    """For each block, how many of the elements at the cut are kept."""
+    """For each chunk, how many of the elements at the cut are kept."""
 
 
 class _Magnitudes:
-    """The non-zero magnitudes of a tensor, block by block; remembered if there is room."""
+    """The non-zero magnitudes of a tensor, chunk by chunk; remembered if there is room."""
 
     def __init__(self, walk: Walk) -> None:
         self.survivors = 0
@@ -44,7 +44,7 @@ class _Magnitudes:
         self.survivors = 0
         room = self._walk.spare_bytes
         seen: list[NDArray[np.uint32]] = []
-        buffer = np.empty(BLOCK, np.uint32)
+        buffer = np.empty(CHUNK, np.uint32)
         for block in self._walk():
             self._kernels = block.kernels
             self.survivors += block.survivors
@@ -104,5 +104,5 @@ def trim(block: Block, *, keep_ratio: KeepRatio = 0.2) -> None:
     if keep_ratio == 1:
         return
     cut: Cut = block.summary
-    ties_kept = int(cut.ties_kept[block.start // BLOCK]) if cut.bits else 0
+    ties_kept = int(cut.ties_kept[block.start // CHUNK]) if cut.bits else 0
     block.survivors = block.kernels.trim(block.values, np.uint32(cut.bits), ties_kept)
