@@ -1,4 +1,4 @@
-"""The unit of everything: tensors are cut into chunks of 1,048,576 elements.
+"""The unit of everything: tensors are cut into chunks of 524,288 elements.
 
 A chunk is what a thread works on, what a kernel is called on, what the journal records and what a
 digest is taken of. Sums over a tensor and ties between equal elements go chunk by chunk, so the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-CHUNK = 1 << 20
+CHUNK = 1 << 19
 """Elements in a chunk; the last one of a tensor may have fewer."""
 
 
@@ -26,7 +26,7 @@ def chunk_span(chunk: int, elements: int) -> tuple[int, int]:
     """The first element of a chunk, and how many it has.
 
     >>> chunk_span(1, CHUNK + 5)
-    (1048576, 5)
+    (524288, 5)
     """
     start = chunk * CHUNK
     return start, min(CHUNK, elements - start)

@@ -162,9 +162,8 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
         def blocks() -> Iterator[Block]:
             for start, count in chunk_spans(values.size):
                 part = values[start : start + count]
-                base = origin[: part.size]
-                block = Block(kernels, name, start, 0, part, base, scratch, np.int32(0))
-                block.survivors = int(np.count_nonzero(part))
+                block = Block(kernels, name, start, 0, part, origin[:count], scratch, np.int32(0))
+                block.count_only_nonzero()
                 yield block
 
         if trim.survey is not None and trim.surveys_when(settings):

@@ -7,9 +7,9 @@ they lie in or the other models. docs/mask.md is the specification with test vec
 is its executable form, in NumPy, and the fast kernels are tested against it bit for bit.
 
 The generator is Philox4x32 with seven rounds (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011; seven rounds are the fewest that pass BigCrush there). One call yields sixteen
-bytes, one for each of sixteen neighbouring elements. A byte decides 255 times out of 256; where it
-equals the threshold's first byte, a 32-bit word of a second call decides, so a rate is exact to
+1, 2, 3", SC 2011; seven rounds are the fewest that pass BigCrush there). Eight calls yield 128
+bytes, one for each of 128 neighbouring elements. A byte decides 255 times out of 256; where it
+equals the threshold's first byte, a 32-bit word of another call decides, so a rate is exact to
 2**-41.
 """
 
@@ -25,7 +25,9 @@ from dare.errors import RecipeError
 
 MASK_VERSION = 1
 ROUNDS = 7
-LANES_PER_CALL = 16
+CALLS_PER_GROUP = 8
+GROUP = 128
+"""Elements whose lanes come from the same eight calls."""
 THRESHOLD_BITS = 40
 TIE_BREAK = 1
 """Third counter word of the calls that break ties; it is 0 in the calls that fill lanes."""
@@ -106,11 +108,14 @@ def keep_lanes(
     key: tuple[int, int], size: int, high: int, low: int, start: int
 ) -> NDArray[np.bool_]:
     """Compute a mask from a derived key and the two parts of a threshold."""
-    first_call = start // LANES_PER_CALL
-    last_call = -(-(start + size) // LANES_PER_CALL)
-    words = _call(np.arange(first_call, last_call, dtype=np.uint64), 0, key)
-    lanes = np.stack(words, axis=1).astype("<u4").view(np.uint8).reshape(-1)
-    skip = start - first_call * LANES_PER_CALL
+    first_group = start // GROUP
+    groups = -(-(start + size) // GROUP) - first_group
+    calls = np.arange(CALLS_PER_GROUP * groups, dtype=np.uint64)
+    words = _call(calls + np.uint64(CALLS_PER_GROUP * first_group), 0, key)
+    # All first words of a group's calls, then all second ones, and so on: one byte per element.
+    by_word = np.stack(words).reshape(4, groups, CALLS_PER_GROUP).transpose(1, 0, 2)
+    lanes = np.ascontiguousarray(by_word).astype("<u4").view(np.uint8).reshape(-1)
+    skip = start - first_group * GROUP
     lanes = lanes[skip : skip + size]
 
     keep = lanes < np.uint16(high)  # high is 256 when nothing is dropped

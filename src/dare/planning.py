@@ -125,9 +125,10 @@ class Plan:
     @property
     def workspace_bytes(self) -> int:
         """Buffers of one thread."""
-        floats = 2 + self.combine.rows  # base, delta, and what the combine stage borrows
+        inputs_and_output = 2 + len(self.models)
+        floats = 2 if self.passes == 1 else 7  # base, merged; surveys and sums of what is left over
         lanes = 2
-        return CHUNK * (3 * self.widest + 4 * floats + lanes) + ALIGNMENT
+        return CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
 
     @cached_property
     def widest(self) -> int:

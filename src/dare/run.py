@@ -141,10 +141,8 @@ class Worker:
         self.job = job
         self._stop = stop
         self._base_bytes = np.empty(CHUNK * plan.widest, np.uint8)
-        self._model_bytes = np.empty(CHUNK * plan.widest, np.uint8)
+        self._model_bytes = [np.empty_like(self._base_bytes) for _ in plan.models]
         self._output_bytes = aligned_bytes(CHUNK * plan.widest + ALIGNMENT)
-        self._base = np.empty(CHUNK, np.float32)
-        self._rows = [np.empty(CHUNK, np.float32) for _ in range(plan.combine.rows)]
         self._scratch = Scratch(CHUNK)
         self._seeds = plan.recipe.seeds()
         self._weights = plan.recipe.weights()
@@ -158,28 +156,23 @@ class Worker:
             yield span
 
     def read_base(self, tensor: TensorPlan, start: int, count: int) -> Raw:
-        """Read the base's stored bytes of a chunk."""
+        """Read the base's stored elements of a chunk."""
         return self._read(self.job.plan.base, tensor.base, start, count, self._base_bytes)
 
     def read_model(self, tensor: TensorPlan, model: int, start: int, count: int) -> Raw:
-        """Read a model's stored bytes of a chunk."""
+        """Read a model's stored elements of a chunk."""
         source = self.job.plan.source_of(tensor, model)
-        return self._read(source, source.tensors[tensor.name], start, count, self._model_bytes)
+        info = source.tensors[tensor.name]
+        return self._read(source, info, start, count, self._model_bytes[model])
 
     def _read(
         self, source: Source, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> Raw:
         size = info.dtype.itemsize
-        view = into[: count * size]
-        source.read(info.name, start * size, view)
-        self.job.progress(view.size)
-        return view.view(info.dtype.carrier)
-
-    def decode_base(self, raw: Raw) -> Floats:
-        """Widen a chunk of the base."""
-        base = self._base[: raw.size]
-        self.job.kernels.decode(raw, base)
-        return base
+        data = into[: count * size]
+        source.read(info.name, start * size, data)
+        self.job.progress(data.size)
+        return data.view(info.dtype.carrier)
 
     def output_chunk(self, tensor: TensorPlan, start: int, count: int) -> NDArray[np.uint8]:
         """Room for a chunk of the output, aligned in memory as it will be in the file."""
@@ -187,52 +180,45 @@ class Worker:
         shift = self.job.sink.position(tensor.name, start * size) % ALIGNMENT
         return self._output_bytes[shift : shift + count * size]
 
-    def delta(
+    def block(
         self,
         tensor: TensorPlan,
         model: int,
         start: int,
+        base: Raw,
         tuned: Raw,
-        base: Floats,
         *,
         before: int | None = None,
         found: Mapping[int, Any] | None = None,
-    ) -> tuple[Block, list[int]]:
-        """Run a chunk through the delta stages (those before position `before`).
+    ) -> Block:
+        """Run a chunk of a model through its delta stages (those before position `before`).
 
-        `found` is what the surveys found, if it is not to be waited for. Also returns how many
-        elements survived each stage.
+        `found` is what the surveys found, if they are not to be waited for.
         """
-        plan = self.job.plan
+        seed, threshold = self._seeds[model], self._threshold_bits
         block = Block(
-            self.job.kernels,
-            tensor.name,
-            start,
-            self._seeds[model],
-            tuned,
-            base,
-            self._scratch,
-            self._threshold_bits,
+            self.job.kernels, tensor.name, start, seed, tuned, base, self._scratch, threshold
         )
         summaries = self._summaries(tensor, model) if found is None else found
-        survivors = []
         for position, settings in enumerate(tensor.settings_of(model)[:before]):
             block.summary = summaries.get(position)
-            plan.stages[position].apply(block, **settings)
-            survivors.append(block.survivors)
-        return block, survivors
+            self.job.plan.stages[position].apply(block, **settings)
+            block.end_stage()
+        return block
 
     def _summaries(self, tensor: TensorPlan, model: int) -> Mapping[int, Any]:
         """What the surveys of a model's delta found; waits for them."""
         future = self.job.delta_summaries.get((tensor.name, model))
         return future.result() if future else {}
 
-    def combine(
-        self, tensor: TensorPlan, base: Floats, stream: Iterator[Block], summary: Any
+    def deltas(
+        self, tensor: TensorPlan, base: Raw, blocks: Sequence[Block], summary: Any = None
     ) -> Deltas:
         """Present the models' deltas to the combine stage."""
         weights = [self._weights[model] for model in tensor.models]
-        return Deltas(self.job.kernels, base, weights, self._rows, stream, summary)
+        return Deltas(
+            self.job.kernels, base, blocks, weights, self._scratch, self._threshold_bits, summary
+        )
 
 
 @dataclass(frozen=True)
@@ -297,9 +283,9 @@ class SurveyDelta(_Survey):
     def _walk(self, worker: Worker, found: dict[int, Any], position: int) -> Iterator[Block]:
         tensor, model = self.tensor, self.model
         for start, count in worker.spans(tensor):
-            base = worker.decode_base(worker.read_base(tensor, start, count))
+            base = worker.read_base(tensor, start, count)
             tuned = worker.read_model(tensor, model, start, count)
-            yield worker.delta(tensor, model, start, tuned, base, before=position, found=found)[0]
+            yield worker.block(tensor, model, start, base, tuned, before=position, found=found)
 
 
 @dataclass(frozen=True)
@@ -317,15 +303,16 @@ class SurveyCombine(_Survey):
         return plan.combine.survey(walk, **self.tensor.combine)
 
     def _walk(self, worker: Worker) -> Iterator[Deltas]:
-        for start, count in worker.spans(self.tensor):
-            base = worker.decode_base(worker.read_base(self.tensor, start, count))
-            stream = self._stream(worker, start, count, base)
-            yield worker.combine(self.tensor, base, stream, None)
-
-    def _stream(self, worker: Worker, start: int, count: int, base: Floats) -> Iterator[Block]:
-        for model in self.tensor.models:
-            tuned = worker.read_model(self.tensor, model, start, count)
-            yield worker.delta(self.tensor, model, start, tuned, base)[0]
+        tensor = self.tensor
+        for start, count in worker.spans(tensor):
+            base = worker.read_base(tensor, start, count)
+            blocks = [
+                worker.block(
+                    tensor, model, start, base, worker.read_model(tensor, model, start, count)
+                )
+                for model in tensor.models
+            ]
+            yield worker.deltas(tensor, base, blocks)
 
 
 @dataclass(frozen=True)
@@ -356,21 +343,13 @@ class _Chunk(_Task):
         self.job.sink.record(record)
         self.job.records.append(record)
 
-    def _add_to_base(
-        self, raw: Raw | None, base: Floats, merged: Floats, output: NDArray[np.uint8]
-    ) -> tuple[int, int]:
-        """Encode base + scale·merged; count results that overflow or are NaN.
-
-        `raw` is where the unchanged elements are copied from, if the storage type stays.
-        """
+    def _add_to_base(self, base: Raw, merged: Floats, output: NDArray[np.uint8]) -> tuple[int, int]:
+        """Encode base + scale·merged; count results that overflow or are NaN."""
         dtype, kernels = self.tensor.dtype, self.job.kernels
         scale = np.float32(self.job.plan.recipe.scale)
-        encoded = output.view(dtype.carrier)
-        if raw is not None:
-            peak = kernels.add_to_base(raw, base, merged, scale, encoded)
-        else:
-            peak = kernels.add_to_base_as(base, merged, scale, encoded)
-        if peak < dtype.overflow_bits:
+        same_type = dtype == self.tensor.base.dtype
+        add = kernels.add_to_base if same_type else kernels.add_to_base_as
+        if add(base, merged, scale, output.view(dtype.carrier)) < dtype.overflow_bits:
             return 0, 0
         limit = np.int32(dtype.overflow_bits)
         overflowed, nans = kernels.count_exceptions(base, merged, scale, limit)
@@ -385,31 +364,20 @@ class MergeChunk(_Chunk):
         """Merge."""
         tensor, job = self.tensor, self.job
         start, count = self._span()
-        raw = worker.read_base(tensor, start, count)
-        digests = [bytes_digest(raw.data)]
-        base = worker.decode_base(raw)
-        figures: list[list[int]] = []
-        stream = self._stream(worker, base, digests, figures)
+        base = worker.read_base(tensor, start, count)
+        tuned = [worker.read_model(tensor, model, start, count) for model in tensor.models]
+        digests = [bytes_digest(raw.data) for raw in (base, *tuned)]
+        blocks = [
+            worker.block(tensor, model, start, base, raw)
+            for model, raw in zip(tensor.models, tuned, strict=True)
+        ]
         future = job.combine_summaries.get(tensor.name)
-        deltas = worker.combine(tensor, base, stream, future.result() if future else None)
+        deltas = worker.deltas(tensor, base, blocks, future.result() if future else None)
         merged = job.plan.combine.apply(deltas, **tensor.combine)
         output = worker.output_chunk(tensor, start, count)
-        same_type = tensor.dtype == tensor.base.dtype
-        exceptions = self._add_to_base(raw if same_type else None, base, merged, output)
+        exceptions = self._add_to_base(base, merged, output)
+        figures = [block.figures() for block in blocks]
         self._finish(digests, output, models=figures, exceptions=exceptions)
-
-    def _stream(
-        self, worker: Worker, base: Floats, digests: list[str], figures: list[list[int]]
-    ) -> Iterator[Block]:
-        """The models' deltas; when the combine stage is through with one, note its figures."""
-        start, count = self._span()
-        for model in self.tensor.models:
-            tuned = worker.read_model(self.tensor, model, start, count)
-            digests.append(bytes_digest(tuned.data))
-            block, survivors = worker.delta(self.tensor, model, start, tuned, base)
-            yield block
-            block.measure()
-            figures.append([int(figure) for figure in (block.peak, block.over, *survivors)])
 
 
 @dataclass(frozen=True)
@@ -436,6 +404,5 @@ class CopyChunk(_Chunk):
         if tensor.dtype == tensor.base.dtype:
             output[:] = raw.view(np.uint8)
         else:
-            base = worker.decode_base(raw)
-            exceptions = self._add_to_base(None, base, np.zeros_like(base), output)
+            exceptions = self._add_to_base(raw, np.zeros(count, np.float32), output)
         self._finish(digests, output, exceptions=exceptions)

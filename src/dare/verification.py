@@ -96,8 +96,9 @@ def _digest_tensors(source: FileSource) -> dict[str, str]:
         name, chunk = place
         info = source.tensors[name]
         start, count = chunk_span(chunk, info.elements)
-        data = np.empty(count * info.dtype.itemsize, np.uint8)
-        source.read(name, start * info.dtype.itemsize, data)
+        size = info.dtype.itemsize
+        data = np.empty(count * size, np.uint8)
+        source.read(name, start * size, data)
         return bytes_digest(data.data)
 
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}

@@ -99,14 +99,14 @@ def test_results_are_encoded_alike(case):
 @settings(max_examples=200)
 @given(
     st.integers(0, 10_000),
-    st.integers(0, 2**40).map(lambda n: 16 * n),
+    st.integers(0, 2**40).map(lambda n: 128 * n),
     st.floats(0, 1, exclude_max=True),
     st.integers(0, 2**64),
 )
 @example(8192, 0, 0.9961, 0)
 @example(8192, 0, 0.999999, 0)
 @example(8192, 0, 0.003, 0)
-@example(4097, 16, 0.5, 1)
+@example(4097, 128, 0.5, 1)
 def test_masks(size, start, rate, seed):
     high, low = divmod(keep_threshold(rate), 1 << 32)
     if high == 256:

@@ -130,9 +130,9 @@ def test_trim_after_dare_counts_survivors_only(merged):
     assert found[found != 0].tolist() == kept.tolist()
 
 
-@pytest.mark.parametrize("size", [1, 7, 100_000, 300_000, 600_000])
-@pytest.mark.parametrize("max_memory", ["1GiB", "16MiB"])
-def test_trim_is_exact_over_many_blocks(size, max_memory):
+@pytest.mark.parametrize("size", [1, 7, 100_000, 600_000, 1_200_000])
+@pytest.mark.parametrize("max_memory", ["1GiB", "24MiB"])
+def test_trim_is_exact_over_many_chunks(size, max_memory):
     # Few distinct magnitudes, so that the cut falls among many equal ones in several blocks.
     generator = np.random.default_rng(size)
     delta = generator.integers(-50, 50, size).astype(np.float32)

@@ -7,11 +7,28 @@ bits, fast. Both are modules with one set of names, and `load` returns one of th
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dare.errors import RecipeError, did_you_mean
 
 BACKENDS = ("cpu", "reference")
+
+
+class Part(NamedTuple):
+    """One model's part in `combine`."""
+
+    tuned: NDArray[Any]
+    """Stored elements, as carriers of their type."""
+    mask: tuple[int, int, int, int] | None
+    """Key words and the threshold's two parts; None keeps everything."""
+    least: int
+    """Bits of the least magnitude that is kept; 0 keeps everything."""
+    weight: np.float32
+    share: float
+    """What the model adds to the divisor of its side, when signs are elected."""
 
 
 def load(backend: str) -> Any:

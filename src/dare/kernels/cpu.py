@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import event
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
-from dare.mask import LANES_PER_CALL, ROUNDS, TIE_BREAK
+from dare.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 i8, i16, i32, i64, f32, f64 = np.int8, np.int16, np.int32, np.int64, np.float32, np.float64
@@ -190,10 +190,12 @@ def encode(values, out):
 
 # ---------------------------------------------------------------- the mask
 
-PHILOX_WIDTH = 8
+PHILOX_WIDTH = CALLS_PER_GROUP
 """Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
 TILE = 4096
-"""Lanes drawn and settled at a time, so that they stay in the first-level cache."""
+"""Elements whose lanes and sums stay in the first-level cache; a multiple of GROUP."""
+ROW = TILE + 16
+"""Distance between a tile's rows of sums: not a power of two, or they would share cache sets."""
 
 _word = ir.IntType(32)
 _narrow = ir.VectorType(_word, PHILOX_WIDTH)
@@ -246,22 +248,42 @@ def _store(builder, vector, address):
 
 
 @intrinsic
-def philox_lanes(_typing, first, key0, key1, address):
-    """Store the 16 * PHILOX_WIDTH lanes of the calls first, first + 1, … at `address`."""
+def philox_lanes(_typing, first, key0, key1, high, lanes, ties):
+    """Draw GROUP lanes with the calls first, first + 1, …
+
+    Stores 255 for every lane below `high` at the address `lanes`, and 255 for every lane equal to
+    it at `ties`; returns whether there is any of these.
+    """
 
     def build(_context, builder, _signature, arguments):
-        first, key0, key1, address = arguments
+        first, key0, key1, high, lanes, ties = arguments
+        octets = ir.VectorType(ir.IntType(8), 4 * PHILOX_WIDTH)
         steps = ir.Constant(_wide, list(range(PHILOX_WIDTH)))
         index = builder.add(_splat(builder, first, _wide), steps)
-        c0, c1, c2, c3 = _philox(builder, index, 0, key0, key1)
-        everything = range(2 * PHILOX_WIDTH)
-        left = _shuffle(builder, c0, c1, everything)
-        right = _shuffle(builder, c2, c3, everything)
-        calls = range(PHILOX_WIDTH)
-        by_call = [word * PHILOX_WIDTH + call for call in calls for word in range(4)]
-        return _store(builder, _shuffle(builder, left, right, by_call), address)
+        limit = builder.mul(builder.zext(high, _word), _word(0x01010101))
+        limit = builder.bitcast(_splat(builder, limit, _narrow), octets)
 
-    return types.none(types.uint64, types.uint32, types.uint32, types.intp), build
+        def compared(operator, words):
+            lower = builder.icmp_unsigned(operator, builder.bitcast(words, octets), limit)
+            return builder.bitcast(builder.sext(lower, octets), _narrow)
+
+        words = _philox(builder, index, 0, key0, key1)
+        equal = [compared("==", word) for word in words]
+        for place, word in enumerate(words):
+            offset = ir.IntType(64)(4 * PHILOX_WIDTH * place)
+            _store(builder, compared("<", word), builder.add(lanes, offset))
+            _store(builder, equal[place], builder.add(ties, offset))
+        joined = builder.or_(builder.or_(equal[0], equal[1]), builder.or_(equal[2], equal[3]))
+        halves = builder.bitcast(joined, ir.VectorType(ir.IntType(64), PHILOX_WIDTH // 2))
+        found = builder.extract_element(halves, _word(0))
+        for place in range(1, PHILOX_WIDTH // 2):
+            found = builder.or_(found, builder.extract_element(halves, _word(place)))
+        return found
+
+    signature = types.uint64(
+        types.uint64, types.uint32, types.uint32, types.uint8, types.intp, types.intp
+    )
+    return signature, build
 
 
 @intrinsic
@@ -286,45 +308,42 @@ def trailing_zeros(_typing, value):  # uint64, not zero
     return types.int64(types.uint64), build
 
 
-@helper
-def settle_ties(lanes, size, start, key0, key1, high, low, elements, words):
-    """Replace lanes that equal `high` by 0 if their word says keep, else by 255."""
-    eights = lanes.view(u64)
-    ones = u64(0x0101010101010101)
-    pattern = u64(ones * u64(high))
-    ties = 0
-    for i in range((size + 7) // 8):
-        difference = u64(eights[i] ^ pattern)
-        zeros = u64((difference - ones) & ~difference & u64(0x8080808080808080))
-        while zeros:  # marks every zero byte, and sometimes the one after it
-            j = 8 * i + trailing_zeros(zeros) // 8
-            elements[ties] = u64(start + j)
-            ties += lanes[j] == high
-            zeros &= zeros - u64(1)
-    for i in range(0, ties, PHILOX_WIDTH):
+@kernel
+def draw_tile(lanes, used, start, key0, key1, high, low, ties, elements, words):
+    """Set the first `used` lanes of a tile to 255 where kept, all others to 0; return how many."""
+    found = 0
+    tie_words = ties.view(u64)
+    for i in range(0, used, GROUP):
+        call = u64((start + i) // GROUP * CALLS_PER_GROUP)
+        address = lanes.ctypes.data + i
+        if philox_lanes(call, key0, key1, u8(high), address, ties.ctypes.data):
+            for eight in range(GROUP // 8):
+                left = tie_words[eight]
+                while left:
+                    bit = trailing_zeros(left)
+                    elements[found] = u64(start + i + 8 * eight + bit // 8)
+                    found += 1
+                    left &= ~u64(u64(255) << u64(bit))
+    for i in range(0, found, PHILOX_WIDTH):
         philox_ties(elements.ctypes.data + 8 * i, key0, key1, words.ctypes.data + 4 * i)
-    for i in range(ties):
-        lanes[i64(elements[i]) - start] = u8(0) if words[i] < low else u8(255)
+    for i in range(found):
+        if words[i] < low:
+            lanes[i64(elements[i]) - start] = u8(255)
+    for i in range(used, TILE):
+        lanes[i] = u8(0)
+    return count_set(lanes.view(u64))
 
 
 @kernel
 def draw(lanes, size, start, key0, key1, high, low):
-    limit = u8(max(high, 1))  # a settled tie is 0 or 255, on the right side of any limit
+    ties = np.empty(GROUP, u8)
     elements = np.empty(TILE + PHILOX_WIDTH, u64)
     words = np.empty(TILE + PHILOX_WIDTH, u32)
     kept = 0
     for first in range(0, size, TILE):
         tile = lanes[first : first + TILE]
         used = min(TILE, size - first)
-        for i in range(0, used, PHILOX_WIDTH * LANES_PER_CALL):
-            call = u64((start + first + i) // LANES_PER_CALL)
-            philox_lanes(call, key0, key1, tile.ctypes.data + i)
-        settle_ties(tile, used, start + first, key0, key1, high, low, elements, words)
-        for i in range(tile.size):
-            tile[i] = u8(0) - u8(tile[i] < limit)
-        for i in range(used, tile.size):
-            tile[i] = u8(0)
-        kept += count_set(tile.view(u64))
+        kept += draw_tile(tile, used, start + first, key0, key1, high, low, ties, elements, words)
     return kept
 
 
@@ -373,37 +392,11 @@ def delta(raw, base, lanes, out, threshold_bits):
 
 
 @kernel
-def weighted_delta(raw, base, lanes, weight, out, threshold_bits):
+def add_to_base(raw, merged, scale, out):
     peak = i32(0)
-    over = i32(0)
     for i in range(raw.size):
-        difference = to_float(raw[i]) - base[i]
-        out[i] = weight * masked(difference, lanes[i])
-        magnitude = magnitude_of(difference)
-        peak = max(peak, magnitude)
-        over = i32(over + i32(magnitude > threshold_bits))
-    return peak, over
-
-
-@kernel
-def add_delta(raw, base, lanes, weight, total, threshold_bits):
-    peak = i32(0)
-    over = i32(0)
-    for i in range(raw.size):
-        difference = to_float(raw[i]) - base[i]
-        total[i] += weight * masked(difference, lanes[i])
-        magnitude = magnitude_of(difference)
-        peak = max(peak, magnitude)
-        over = i32(over + i32(magnitude > threshold_bits))
-    return peak, over
-
-
-@kernel
-def add_to_base(raw, base, merged, scale, out):
-    peak = i32(0)
-    for i in range(base.size):
         change = merged[i]
-        value = base[i] + scale * change
+        value = to_float(raw[i]) + scale * change
         peak = max(peak, magnitude_of(value))
         moved = from_float(value, out[i])
         unmoved = raw[i]
@@ -412,23 +405,24 @@ def add_to_base(raw, base, merged, scale, out):
 
 
 @kernel
-def add_to_base_as(base, merged, scale, out):
+def add_to_base_as(raw, merged, scale, out):
     peak = i32(0)
-    for i in range(base.size):
+    for i in range(raw.size):
         change = merged[i]
-        moved = bits_of(base[i] + scale * change)
-        value = float_of(choose(all_ones(change == f32(0)), bits_of(base[i]), moved))
+        base = to_float(raw[i])
+        moved = bits_of(base + scale * change)
+        value = float_of(choose(all_ones(change == f32(0)), bits_of(base), moved))
         peak = max(peak, magnitude_of(value))
         out[i] = from_float(value, out[i])
     return peak
 
 
 @kernel
-def count_exceptions(base, merged, scale, overflow_bits):
+def count_exceptions(raw, merged, scale, overflow_bits):
     overflowed = 0
     nans = 0
-    for i in range(base.size):
-        magnitude = magnitude_of(base[i] + scale * merged[i])
+    for i in range(raw.size):
+        magnitude = magnitude_of(to_float(raw[i]) + scale * merged[i])
         nans += magnitude > INFINITY
         overflowed += (magnitude >= overflow_bits) & (magnitude <= INFINITY)
     return overflowed, nans
@@ -469,6 +463,33 @@ def count_equal(found, cut):
 
 
 @kernel
+def gather(raw, base, lanes, out):
+    """`magnitudes` of a delta that has not been taken, of which little is kept."""
+    count = 0
+    eights = lanes.view(u64)
+    for eight in range((raw.size + 7) // 8):
+        left = eights[eight]
+        while left:
+            bit = trailing_zeros(left)
+            i = 8 * eight + bit // 8
+            magnitude = u32(bits_of(to_float(raw[i]) - base[i]) & MAGNITUDE)
+            out[count] = magnitude
+            count += magnitude != u32(0)
+            left &= ~u64(u64(255) << u64(bit))
+    return count
+
+
+@kernel
+def keep_largest(values, least):
+    kept = i32(0)
+    for i in range(values.size):
+        keep = magnitude_of(values[i]) >= least
+        values[i] = float_of(u32(bits_of(values[i]) & all_ones(keep)))
+        kept = i32(kept + i32(keep))
+    return kept
+
+
+@kernel
 def trim(values, cut, ties_kept):
     kept = 0
     for i in range(values.size):
@@ -487,39 +508,199 @@ def trim(values, cut, ties_kept):
 
 
 @kernel
-def scaled(values, weight, out):
-    for i in range(values.size):
-        out[i] = weight * values[i]
-
-
-@kernel
 def add_scaled(total, values, weight):
     for i in range(total.size):
         total[i] += weight * values[i]
 
 
-@kernel
-def vote(above, below, above_share, below_share, values, weight, share):
-    # Two loops: LLVM gives up on one that would have to be checked for five overlapping arrays.
-    for i in range(values.size):
-        value = weight * values[i]
-        nan = all_ones(value != value)
-        above[i] += float_of(u32(bits_of(value) & (all_ones(value > f32(0)) | nan)))
-        below[i] += float_of(u32(bits_of(value) & (all_ones(value < f32(0)) | nan)))
-    for i in range(values.size):
-        value = weight * values[i]
-        above_share[i] += float_of(u32(bits_of(share) & all_ones(value > f32(0))))
-        below_share[i] += float_of(u32(bits_of(share) & all_ones(value < f32(0))))
+@helper
+def ballot(value, share, sums, i, size):
+    """Cast a weighted value: sums holds four rows of `size`, P, N and their shares."""
+    above = all_ones(value > f32(0))
+    below = all_ones(value < f32(0))
+    sums[i] += float_of(u32(bits_of(value) & ~below))  # a NaN goes into both sums
+    sums[size + i] += float_of(u32(bits_of(value) & ~above))
+    sums[2 * size + i] += float_of(u32(bits_of(share) & above))
+    sums[3 * size + i] += float_of(u32(bits_of(share) & below))
+
+
+@helper
+def outcome(sums, i, size):
+    """The mean of the side that outweighs the other; zero where neither does."""
+    total = sums[i] + sums[size + i]
+    above = all_ones(total > f32(0))
+    side = float_of(choose(above, bits_of(sums[i]), bits_of(sums[size + i])))
+    share = float_of(choose(above, bits_of(sums[2 * size + i]), bits_of(sums[3 * size + i])))
+    mean = bits_of(side / share) & ~all_ones(total == f32(0))
+    return float_of(choose(all_ones(total == total), mean, bits_of(total)))
 
 
 @kernel
-def elect(above, below, above_share, below_share):
-    for i in range(above.size):
-        total = above[i] + below[i]
-        nan = all_ones(total != total)
-        mean_above = bits_of(above[i] / above_share[i]) & all_ones(total > f32(0))
-        mean_below = bits_of(below[i] / below_share[i]) & all_ones(total < f32(0))
-        above[i] = float_of(u32(mean_above | mean_below | (bits_of(total) & nan)))
+def vote(sums, values, weight, share):
+    for i in range(values.size):
+        ballot(weight * values[i], share, sums, i, values.size)
+
+
+@kernel
+def elect(sums, out):
+    for i in range(out.size):
+        out[i] = outcome(sums, i, out.size)
+
+
+# ---------------------------------------------------------------- all of it, tile by tile
+
+
+@intrinsic
+def pointer_to(_typing, address, like):
+    """The address as a pointer to elements of the array `like`."""
+
+    def build(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), build
+
+
+@kernel
+def tile_delta(raw, base, lanes, out, threshold_bits):
+    peak = i32(0)
+    over = i32(0)
+    for i in range(raw.size):
+        difference = to_float(raw[i]) - base[i]
+        out[i] = masked(difference, lanes[i])
+        magnitude = magnitude_of(difference)
+        peak = max(peak, magnitude)
+        over = i32(over + i32(magnitude > threshold_bits))
+    return peak, over
+
+
+@kernel
+def tile_sum(raw, base, lanes, weight, total, threshold_bits):
+    peak = i32(0)
+    over = i32(0)
+    for i in range(raw.size):
+        difference = to_float(raw[i]) - base[i]
+        total[i] += weight * masked(difference, lanes[i])
+        magnitude = magnitude_of(difference)
+        peak = max(peak, magnitude)
+        over = i32(over + i32(magnitude > threshold_bits))
+    return peak, over
+
+
+@kernel
+def tile_vote(raw, base, lanes, weight, share, sums, threshold_bits):
+    peak = i32(0)
+    over = i32(0)
+    for i in range(raw.size):
+        difference = to_float(raw[i]) - base[i]
+        ballot(weight * masked(difference, lanes[i]), share, sums, i, ROW)
+        magnitude = magnitude_of(difference)
+        peak = max(peak, magnitude)
+        over = i32(over + i32(magnitude > threshold_bits))
+    return peak, over
+
+
+@kernel
+def tile_ballots(values, weight, share, sums):
+    for i in range(values.size):
+        ballot(weight * values[i], share, sums, i, ROW)
+
+
+@kernel
+def tile_elect(sums, out):
+    for i in range(out.size):
+        out[i] = outcome(sums, i, ROW)
+
+
+@kernel
+def combine_tiles(
+    base_raw,
+    like,
+    addresses,
+    start,
+    keys,
+    highs,
+    lows,
+    leasts,
+    weights,
+    shares,
+    elects,
+    threshold_bits,
+    out,
+    figures,
+):
+    size = base_raw.size
+    ties = np.empty(GROUP, u8)
+    elements = np.empty(TILE + PHILOX_WIDTH, u64)
+    words = np.empty(TILE + PHILOX_WIDTH, u32)
+    lanes = np.empty(TILE, u8)
+    base = np.empty(TILE, f32)
+    values = np.empty(TILE, f32)
+    sums = np.empty(4 * ROW, f32)
+    for first in range(0, size, TILE):
+        used = min(TILE, size - first)
+        decode(base_raw[first : first + used], base)
+        total = out[first : first + used]
+        if elects:
+            sums[:] = f32(0)
+        else:
+            total[:] = f32(0)
+        for model in range(addresses.size):
+            raw = carray(pointer_to(addresses[model], like), size)[first : first + used]
+            weight, share, least = weights[model], shares[model], leasts[model]
+            if highs[model] < 256:
+                figures[model, 2] += draw_tile(
+                    lanes,
+                    used,
+                    start + first,
+                    keys[model, 0],
+                    keys[model, 1],
+                    highs[model],
+                    lows[model],
+                    ties,
+                    elements,
+                    words,
+                )
+            else:
+                lanes[:] = u8(255)
+                figures[model, 2] += used
+            if least > 0:
+                kept_values = values[:used]
+                peak, over = tile_delta(raw, base, lanes, kept_values, threshold_bits)
+                figures[model, 3] += keep_largest(kept_values, least)
+                if elects:
+                    tile_ballots(kept_values, weight, share, sums)
+                else:
+                    add_scaled(total, kept_values, weight)
+            elif elects:
+                peak, over = tile_vote(raw, base, lanes, weight, share, sums, threshold_bits)
+            else:
+                peak, over = tile_sum(raw, base, lanes, weight, total, threshold_bits)
+            figures[model, 0] = max(figures[model, 0], i64(peak))
+            figures[model, 1] += i64(over)
+        if elects:
+            tile_elect(sums, total)
+
+
+def combine(base_raw, parts, start, elects, threshold_bits, out):
+    figures = np.zeros((len(parts), 4), np.int64)
+    masks = [part.mask or (0, 0, 256, 0) for part in parts]
+    combine_tiles(
+        base_raw,
+        parts[0].tuned[:0],
+        np.array([part.tuned.ctypes.data for part in parts], np.int64),
+        start,
+        np.array([mask[:2] for mask in masks], np.uint32),
+        np.array([mask[2] for mask in masks], np.int64),
+        np.array([mask[3] for mask in masks], np.uint32),
+        np.array([part.least for part in parts], np.int32),
+        np.array([part.weight for part in parts], np.float32),
+        np.array([part.share for part in parts], np.float32),
+        elects,
+        threshold_bits,
+        out,
+        figures,
+    )
+    return figures
 
 
 # ---------------------------------------------------------------- sums over a tensor

@@ -8,7 +8,7 @@ compared as the low 31 bits of a float32, which order like the numbers, with NaN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import mask
+from dare.kernels import Part
 
 Floats = NDArray[np.float32]
 Raw = NDArray[Any]
@@ -86,54 +87,40 @@ def delta(
     return int(found.max(initial=0)), int((found > threshold_bits).sum())
 
 
-def weighted_delta(
-    raw: Raw, base: Floats, lanes: Lanes, weight: np.float32, out: Floats, threshold_bits: int
-) -> tuple[int, int]:
-    """out = weight·delta, in one go: `delta` and then `scaled`."""
-    figures = delta(raw, base, lanes, out, threshold_bits)
-    scaled(out, weight, out)
-    return figures
-
-
-def add_delta(
-    raw: Raw, base: Floats, lanes: Lanes, weight: np.float32, total: Floats, threshold_bits: int
-) -> tuple[int, int]:
-    """total += weight·delta, in one go: `delta` and then `add_scaled`."""
-    difference = np.empty_like(base)
-    figures = delta(raw, base, lanes, difference, threshold_bits)
-    add_scaled(total, difference, weight)
-    return figures
-
-
-def add_to_base(raw: Raw, base: Floats, merged: Floats, scale: np.float32, out: Raw) -> int:
+def add_to_base(raw: Raw, merged: Floats, scale: np.float32, out: Raw) -> int:
     """out = base + scale·merged in the base's own type; where merged is zero, the base's bytes.
 
     Returns the bits of the largest magnitude before rounding.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        values = base + scale * merged
+    values = _moved(raw, merged, scale)
     encode(values, out)
     out[merged == 0] = raw[merged == 0]
     return _peak(values)
 
 
-def add_to_base_as(base: Floats, merged: Floats, scale: np.float32, out: Raw) -> int:
+def add_to_base_as(raw: Raw, merged: Floats, scale: np.float32, out: Raw) -> int:
     """out = base + scale·merged in another type; where merged is zero, the base rounded."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        values = np.where(merged == 0, base, base + scale * merged)
-    return encode(values, out)
+    base = np.empty(raw.size, np.float32)
+    decode(raw, base)
+    return encode(np.where(merged == 0, base, _moved(raw, merged, scale)), out)
 
 
 def count_exceptions(
-    base: Floats, merged: Floats, scale: np.float32, overflow_bits: int
+    raw: Raw, merged: Floats, scale: np.float32, overflow_bits: int
 ) -> tuple[int, int]:
     """Count results too large for the output type, infinities included, and those that are NaN."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        found = magnitude_bits(base + scale * merged)
+    found = magnitude_bits(_moved(raw, merged, scale))
     return (
         int(((found >= overflow_bits) & (found <= _INFINITY)).sum()),
         int((found > _INFINITY).sum()),
     )
+
+
+def _moved(raw: Raw, merged: Floats, scale: np.float32) -> Floats:
+    base = np.empty(raw.size, np.float32)
+    decode(raw, base)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return base + scale * merged
 
 
 def draw(lanes: Lanes, size: int, start: int, key0: int, key1: int, high: int, low: int) -> int:
@@ -141,7 +128,7 @@ def draw(lanes: Lanes, size: int, start: int, key0: int, key1: int, high: int, l
 
     `high` (8 bits) and `low` (32 bits) make up the keep threshold. A lane is 255 where the element
     is kept and 0 where it is dropped or beyond `size`. There are a multiple of 4096 lanes, at
-    least `size`; `start` is a multiple of 16.
+    least `size`; `start` is a multiple of 128.
     """
     keep = mask.keep_lanes((int(key0), int(key1)), size, high, int(low), start)
     lanes[:] = 0
@@ -179,6 +166,20 @@ def count_equal(found: Bits, cut: int) -> int:
     return int((found == cut).sum())
 
 
+def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:
+    """`magnitudes` of a delta that has not been taken yet, by the lanes that are set."""
+    values = np.empty_like(base)
+    delta(raw, base, lanes, values, 0)
+    return magnitudes(values, out)
+
+
+def keep_largest(values: Floats, least: int) -> int:
+    """Zero magnitudes below `least`; return how many are kept."""
+    keep = magnitude_bits(values) >= least
+    values[~keep] = 0
+    return int(keep.sum())
+
+
 def trim(values: Floats, cut: int, ties_kept: int) -> int:
     """Zero magnitudes below `cut`, and those equal to it but for the first `ties_kept`.
 
@@ -191,43 +192,71 @@ def trim(values: Floats, cut: int, ties_kept: int) -> int:
     return int(keep.sum())
 
 
-def scaled(values: Floats, weight: np.float32, out: Floats) -> None:
-    """out = weight·values."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        out[:] = weight * values
-
-
 def add_scaled(total: Floats, values: Floats, weight: np.float32) -> None:
     """total += weight·values."""
     with np.errstate(invalid="ignore", over="ignore"):
         total += weight * values
 
 
-def vote(
-    above: Floats,
-    below: Floats,
-    above_share: Floats,
-    below_share: Floats,
-    values: Floats,
-    weight: np.float32,
-    share: np.float32,
-) -> None:
-    """Add weight·values to the sum of its sign, and `share` to that sign's divisor."""
+def vote(sums: Floats, values: Floats, weight: np.float32, share: np.float32) -> None:
+    """Add weight·values to the sum of its sign, and `share` to that sign's divisor.
+
+    `sums` are four rows: positive terms, negative terms, and the divisors of both. A NaN goes into
+    both sums.
+    """
+    above, below, above_share, below_share = sums.reshape(4, -1)
     with np.errstate(invalid="ignore", over="ignore"):
         value = weight * values
-        nan = np.isnan(value)
-        above += np.where((value > 0) | nan, value, np.float32(0))
-        below += np.where((value < 0) | nan, value, np.float32(0))
+        above += np.where(value < 0, np.float32(0), value)
+        below += np.where(value > 0, np.float32(0), value)
     above_share += np.where(value > 0, share, np.float32(0))
     below_share += np.where(value < 0, share, np.float32(0))
 
 
-def elect(above: Floats, below: Floats, above_share: Floats, below_share: Floats) -> None:
-    """above = the mean of the side that outweighs the other; zero where neither does."""
+def elect(sums: Floats, out: Floats) -> None:
+    """out = the mean of the side that outweighs the other; zero where neither does."""
+    above, below, above_share, below_share = sums.reshape(4, -1)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         total = above + below
         mean = np.where(total > 0, above / above_share, below / below_share)
-        above[:] = np.where((total > 0) | (total < 0), mean, np.where(np.isnan(total), total, 0))
+    out[:] = np.where(total == 0, np.float32(0), np.where(np.isnan(total), total, mean))
+
+
+def combine(
+    base: Raw,
+    parts: Sequence[Part],
+    start: int,
+    elects: bool,
+    threshold_bits: int,
+    out: Floats,
+) -> NDArray[np.int64]:
+    """Take all models' deltas, drop, keep the largest, and add up or elect.
+
+    Returns for each model the bits of the largest magnitude, the count over the threshold, and how
+    many elements the mask and then `least` have kept.
+    """
+    origin = np.empty(base.size, np.float32)
+    decode(base, origin)
+    sums = np.zeros(4 * base.size, np.float32)
+    out[:] = 0
+    figures = np.zeros((len(parts), 4), np.int64)
+    for part, found in zip(parts, figures, strict=True):
+        lanes = np.full(-(-base.size // 4096) * 4096, 255, np.uint8)
+        found[2] = base.size
+        if part.mask is not None:
+            key0, key1, high, low = part.mask
+            found[2] = draw(lanes, base.size, start, key0, key1, high, low)
+        values = np.empty_like(origin)
+        found[:2] = delta(part.tuned, origin, lanes, values, threshold_bits)
+        if part.least:
+            found[3] = keep_largest(values, part.least)
+        if elects:
+            vote(sums, values, part.weight, np.float32(part.share))
+        else:
+            add_scaled(out, values, part.weight)
+    if elects:
+        elect(sums, out)
+    return figures
 
 
 def _lane_sum(terms: NDArray[np.float64]) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import AfterValidator
 
 from dare.mask import check_drop_rate, keep_threshold, mask_key
-from dare.stages.registry import Block, Walk, delta_stage
+from dare.stages.registry import Block, Mask, Walk, delta_stage
 
 DropRate = Annotated[float, AfterValidator(check_drop_rate)]
 Rescale = bool | Literal["l1"]
@@ -47,9 +46,7 @@ def _drop(block: Block, drop_rate: float) -> None:
     high, low = divmod(keep_threshold(drop_rate), 1 << 32)
     if high == 256:  # everything is kept
         return
-    size, start, draw = block.size, block.start, block.kernels.draw
-    key0, key1 = map(np.uint32, _key(block.seed, block.tensor))
-    block.mask(lambda lanes: draw(lanes, size, start, key0, key1, high, np.uint32(low)))
+    block.drop(Mask(*_key(block.seed, block.tensor), high, low))
 
 
 _key = lru_cache(maxsize=1024)(mask_key)

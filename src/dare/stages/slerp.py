@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from dare.stages.registry import Deltas, Floats, Walk, combine_stage
+from dare.stages.registry import Block, Deltas, Floats, Walk, combine_stage
 
 PARALLEL = 0.9995
 """Cosine beyond which two tensors count as parallel, and the sphere as flat."""
@@ -21,10 +21,8 @@ def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
     """Find the two coefficients from the angle between the tensors."""
     first_squared = second_squared = product = 0.0
     for deltas in walk():
-        first, second = deltas.zeroed_rows(2)
-        for row, (block, _weight) in zip((first, second), deltas, strict=True):
-            origin = deltas.base if on == "weights" else row
-            deltas.kernels.add_onto(origin, block.values, np.float32(block.factor), row)
+        origin = deltas.base if on == "weights" else np.zeros(deltas.size, np.float32)
+        first, second = (_added(deltas, origin, block) for block in deltas.blocks)
         first_squared += deltas.kernels.sum_products(first, first)
         second_squared += deltas.kernels.sum_products(second, second)
         product += deltas.kernels.sum_products(first, second)
@@ -37,7 +35,13 @@ def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
     return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
 
-@combine_stage(survey=survey_angle, rows=2, default_weight=None, models=2)
+def _added(deltas: Deltas, origin: Floats, block: Block) -> Floats:
+    tensor = np.empty(deltas.size, np.float32)
+    deltas.kernels.add_onto(origin, block.values, np.float32(block.factor), tensor)
+    return tensor
+
+
+@combine_stage(survey=survey_angle, default_weight=None, models=2)
 def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats:  # noqa: ARG001
     """Interpolate along the arc between two models' tensors: t = 0 is the first, 1 the second.
 
@@ -46,10 +50,7 @@ def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats
     interpolation where they are (anti)parallel (|cos Ω| > 0.9995) or zero.
     """
     coefficients: tuple[float, float] = deltas.summary
-    (total,) = deltas.zeroed_rows(1)
-    for coefficient, (block, _weight) in zip(coefficients, deltas, strict=True):
-        if coefficient:
-            block.add_to(total, coefficient)
+    total = deltas.sum(coefficients)
     excess = coefficients[0] + coefficients[1] - 1
     if on == "weights" and excess:
         deltas.kernels.add_scaled(total, deltas.base, np.float32(excess))

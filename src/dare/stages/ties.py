@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
-
 from dare.stages.registry import Deltas, Floats, combine_stage
 from dare.stages.trim import KeepRatio
 
 
-@combine_stage(paper="arXiv:2306.01708", rows=4, preceded_by={"keep_ratio": "trim"})
+@combine_stage(paper="arXiv:2306.01708", preceded_by={"keep_ratio": "trim"})
 def ties(
     deltas: Deltas,
     *,
@@ -24,11 +22,6 @@ def ties(
     they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does.
     `keep_ratio` trims each delta first, as the stage `trim` does.
     """
-    above, below, above_share, below_share = deltas.zeroed_rows(4)
-    for block, weight in deltas:
-        share = np.float32(abs(weight) if divide_by == "weights" else 1)
-        combined = np.float32(weight * block.factor)
-        values = block.values
-        deltas.kernels.vote(above, below, above_share, below_share, values, combined, share)
-    deltas.kernels.elect(above, below, above_share, below_share)
-    return above
+    weights = deltas.weights
+    shares = [abs(weight) if divide_by == "weights" else 1.0 for weight in weights]
+    return deltas.elect(weights, shares)

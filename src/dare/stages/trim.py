@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.chunks import CHUNK
+from dare.chunks import CHUNK, chunk_count
 from dare.stages.registry import Block, Walk, delta_stage
 
 KeepRatio = Annotated[float, Field(gt=0, le=1)]
@@ -24,8 +24,10 @@ class Cut:
     """The k-th largest magnitude of a tensor, and what to do with elements that equal it."""
 
     bits: int
+    ties: NDArray[np.int64]
+    """For each chunk, how many elements are at the cut."""
     ties_kept: NDArray[np.int64]
-    """For each chunk, how many of the elements at the cut are kept."""
+    """For each chunk, how many of those are kept."""
 
 
 class _Magnitudes:
@@ -33,6 +35,7 @@ class _Magnitudes:
 
     def __init__(self, walk: Walk) -> None:
         self.survivors = 0
+        self.elements = 0
         self._walk = walk
         self._kernels: Any = None
         self._remembered: list[NDArray[np.uint32]] | None = None
@@ -41,14 +44,16 @@ class _Magnitudes:
         if self._remembered is not None:
             yield from ((self._kernels, found) for found in self._remembered)
             return
-        self.survivors = 0
+        self.survivors = self.elements = 0
         room = self._walk.spare_bytes
         seen: list[NDArray[np.uint32]] = []
         buffer = np.empty(CHUNK, np.uint32)
         for block in self._walk():
             self._kernels = block.kernels
-            self.survivors += block.survivors
-            found = buffer[: block.kernels.magnitudes(block.values, buffer)]
+            self.elements += block.size
+            count, survivors = block.magnitudes(buffer)
+            self.survivors += survivors
+            found = buffer[:count]
             room -= found.nbytes
             if room >= 0:
                 seen.append(found.copy())
@@ -66,7 +71,8 @@ def survey_cut(walk: Walk, *, keep_ratio: float) -> Cut:
         kernels.count_high(found, counts)
     wanted = max(1, int(keep_ratio * magnitudes.survivors))
     if counts.sum() <= wanted:  # no more than that are not zero: keep them all
-        return Cut(0, np.zeros(0, np.int64))
+        nothing = np.zeros(chunk_count(magnitudes.elements), np.int64)
+        return Cut(0, nothing, nothing)
     high, wanted = _count_down(counts, wanted)
 
     counts = np.zeros(LOW_COUNTS, np.int64)
@@ -79,7 +85,7 @@ def survey_cut(walk: Walk, *, keep_ratio: float) -> Cut:
         [kernels.count_equal(found, np.uint32(cut)) for kernels, found in magnitudes()], np.int64
     )
     before = np.concatenate(([0], np.cumsum(ties)[:-1]))
-    return Cut(cut, np.clip(wanted - before, 0, ties))
+    return Cut(cut, ties, np.clip(wanted - before, 0, ties))
 
 
 def _count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
@@ -104,5 +110,5 @@ def trim(block: Block, *, keep_ratio: KeepRatio = 0.2) -> None:
     if keep_ratio == 1:
         return
     cut: Cut = block.summary
-    ties_kept = int(cut.ties_kept[block.start // CHUNK]) if cut.bits else 0
-    block.survivors = block.kernels.trim(block.values, np.uint32(cut.bits), ties_kept)
+    chunk = block.start // CHUNK
+    block.keep_largest(cut.bits, int(cut.ties_kept[chunk]), int(cut.ties[chunk]))
