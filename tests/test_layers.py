@@ -19,7 +19,7 @@ LAYERS = (
     ("api",),
     ("planning", "run", "report", "manifest", "verification", "arrays", "recipe", "progress"),
     ("stages", "io", "kernels", "executors"),
-    ("mask", "dtypes"),
+    ("mask", "dtypes", "chunks"),
     ("errors",),
 )
 """From the top down. A module may import from its own layer and from those below."""

@@ -369,5 +369,5 @@ def test_the_weights_of_a_known_merge_stay_what_they_are(tmp_path):
     data = given.output.read_bytes()
     weights = data[8 + int.from_bytes(data[:8], "little") :]
     assert hashlib.sha256(weights).hexdigest() == (
-        "8d0fb317574ba26989b88d412065b18e88e57ee607aea10b1909b0d332252842"
+        "d9145161bc63d02e5e69947d18f13b08ac4ec53c69aa79073b0e9bb8f4602ea1"
     )

@@ -9,8 +9,8 @@ import pytest
 
 from dare.api import merge_arrays, plan
 from dare.arrays import array_source
+from dare.chunks import CHUNK
 from dare.errors import MismatchError, RecipeError
-from dare.kernels import BLOCK
 from dare.planning import INTERPRETER_BYTES, Fate, Plan, make_plan
 from dare.recipe import ModelEntry, Recipe, TensorRule
 from dare.run import Job, Worker
@@ -272,13 +272,13 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
     base = {"w": np.zeros(4, np.float16), "v": np.zeros(4, np.float16)}
     model = {**base, "v": np.zeros(1, np.float64), "x": np.zeros(1, np.float64)}
     made = plan_of(base, model, base, method=method, on_extra="drop", on_mismatch="base")
-    assert BLOCK * 4 < allocated_bytes(made) <= made.workspace_bytes
+    assert CHUNK * 4 < allocated_bytes(made) <= made.workspace_bytes
 
 
 def test_a_thread_takes_memory_for_the_widest_type():
     narrow = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float16)})
     wide = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float64)})
-    assert wide.workspace_bytes - narrow.workspace_bytes == 3 * 6 * BLOCK  # base, model, output
+    assert wide.workspace_bytes - narrow.workspace_bytes == 3 * 6 * CHUNK  # base, model, output
 
 
 def test_the_forecast_of_memory_is_the_interpreter_and_every_threads_share():

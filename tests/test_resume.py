@@ -14,12 +14,12 @@ from dare import InputError, OutputError
 from dare.io.writer import JOURNAL_NAME
 from helpers import save, sha256, write_recipe
 
-CHUNKS = 24
+CHUNKS = 48
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A recipe of 24 chunks, and the SHA-256 it leads to."""
+    """A recipe of 48 chunks, and the SHA-256 it leads to."""
     folder = tmp_path_factory.mktemp("resume")
     generator = np.random.default_rng(0)
     base = {f"w{n}": generator.standard_normal((8, 1 << 20), np.float32) for n in range(3)}
@@ -93,7 +93,7 @@ def interrupted(recipe, monkeypatch, after):
 def test_after_an_error_the_partial_is_kept_and_used(given, monkeypatch):
     recipe, expected, _ = given
     recipe.output.unlink(missing_ok=True)
-    interrupted(recipe, monkeypatch, after=60)
+    interrupted(recipe, monkeypatch, after=20)
     assert not recipe.output.exists()
     assert partial(recipe).exists()
     report = dare.merge(recipe)
@@ -104,7 +104,7 @@ def test_after_an_error_the_partial_is_kept_and_used(given, monkeypatch):
 def test_a_chunk_that_rotted_is_made_again(given, monkeypatch):
     recipe, expected, _ = given
     recipe.output.unlink(missing_ok=True)
-    interrupted(recipe, monkeypatch, after=60)
+    interrupted(recipe, monkeypatch, after=20)
     weights = partial(recipe) / recipe.output.name
     size = weights.stat().st_size
     with weights.open("r+b") as file:
@@ -117,7 +117,7 @@ def test_a_chunk_that_rotted_is_made_again(given, monkeypatch):
 def test_resume_can_be_refused(given, monkeypatch):
     recipe, expected, _ = given
     recipe.output.unlink(missing_ok=True)
-    interrupted(recipe, monkeypatch, after=60)
+    interrupted(recipe, monkeypatch, after=20)
     assert dare.merge(recipe, resume=False).resumed_chunks == 0
     assert sha256(recipe.output) == expected
 
@@ -125,7 +125,7 @@ def test_resume_can_be_refused(given, monkeypatch):
 def test_another_recipe_does_not_resume(given, monkeypatch):
     recipe, expected, _ = given
     recipe.output.unlink(missing_ok=True)
-    interrupted(recipe, monkeypatch, after=60)
+    interrupted(recipe, monkeypatch, after=20)
     assert dare.merge(recipe.model_copy(update={"seed": 1})).resumed_chunks == 0
     assert sha256(recipe.output) != expected
     recipe.output.unlink()
@@ -144,7 +144,7 @@ def test_an_input_changed_during_the_interruption_starts_over(given, monkeypatch
     generator = np.random.default_rng(3)
     base = {"w": generator.standard_normal(3 << 20).astype(np.float32)}
     recipe = write_recipe(tmp_path, base, [{"w": base["w"] + 1}])
-    interrupted(recipe, monkeypatch, after=9)
+    interrupted(recipe, monkeypatch, after=3)
     save(recipe.models[0].file, {"w": base["w"] + 2})
     assert dare.merge(recipe).resumed_chunks == 0
 

@@ -111,7 +111,7 @@ def dare_drop(
 
     >>> import numpy as np
     >>> dare_drop({"w": np.ones(8, np.float32)}, drop_rate=0.5, seed=1)["w"]
-    array([0., 2., 2., 2., 0., 2., 2., 2.], dtype=float32)
+    array([0., 2., 2., 2., 2., 2., 0., 2.], dtype=float32)
     """
     dropped, report = merge_arrays(
         _zeros(task_vector),

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from dare.api import merge
 from dare.dtypes import STORAGE_TYPES
 from dare.errors import MismatchError, OutputError
-from dare.io.digest import text_digest
+from dare.io.digest import bytes_digest
 from dare.io.files import ALIGNMENT, aligned_bytes
 from dare.io.header import TensorInfo
 from dare.io.layout import lay_out
@@ -42,7 +42,7 @@ def begin(target: Path, fingerprint: str = "f", shard_size: int | None = None, *
 
 
 def record_of(name: str, data: np.ndarray) -> dict[str, object]:
-    return {"tensor": name, "chunk": 0, "output": text_digest(data.tobytes())}
+    return {"tensor": name, "chunk": 0, "output": bytes_digest(data.tobytes())}
 
 
 def write_chunk(output: PartialOutput, name: str, data: np.ndarray) -> None:
