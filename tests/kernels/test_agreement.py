@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from dare.dtypes import STORAGE_TYPES
-from dare.kernels import Part, cpu, reference
+from dare.kernels import LANES_MULTIPLE, Part, cpu, reference
 from dare.mask import keep_threshold, mask_key
 
 SIZES = st.integers(0, 200)
@@ -152,7 +152,7 @@ def test_masks(size, start, rate, seed):
     if high == 256:
         return
     key0, key1 = map(np.uint32, mask_key(seed, "w"))
-    room = np.full(-(-size // 4096) * 4096, 7, np.uint8)
+    room = np.full(-(-size // LANES_MULTIPLE) * LANES_MULTIPLE, 7, np.uint8)
     assert_same("draw", room, size, start, key0, key1, high, np.uint32(low))
 
 

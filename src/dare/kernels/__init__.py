@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from dare.errors import RecipeError, did_you_mean
 
 BACKENDS = ("cpu", "reference")
+LANES_MULTIPLE = 8192
+"""Arrays of lanes have a multiple of this length."""
 
 
 class Part(NamedTuple):

@@ -19,6 +19,7 @@ from numba.core import event
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
+from dare.kernels import LANES_MULTIPLE
 from dare.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -192,8 +193,8 @@ def encode(values, out):
 
 PHILOX_WIDTH = CALLS_PER_GROUP
 """Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
-TILE = 4096
-"""Elements whose lanes and sums stay in the first-level cache; a multiple of GROUP."""
+TILE = LANES_MULTIPLE
+"""Elements whose lanes, values and sums stay in a close cache; a multiple of GROUP."""
 ROW = TILE + 16
 """Distance between a tile's rows of sums: not a power of two, or they would share cache sets."""
 

@@ -127,8 +127,8 @@ def draw(lanes: Lanes, size: int, start: int, key0: int, key1: int, high: int, l
     """Set the lanes of the kept elements among start … start + size; return how many.
 
     `high` (8 bits) and `low` (32 bits) make up the keep threshold. A lane is 255 where the element
-    is kept and 0 where it is dropped or beyond `size`. There are a multiple of 4096 lanes, at
-    least `size`; `start` is a multiple of 128.
+    is kept and 0 where it is dropped or beyond `size`. There are a multiple of LANES_MULTIPLE
+    lanes, at least `size`; `start` is a multiple of 128.
     """
     keep = mask.keep_lanes((int(key0), int(key1)), size, high, int(low), start)
     lanes[:] = 0
@@ -241,7 +241,7 @@ def combine(
     out[:] = 0
     figures = np.zeros((len(parts), 4), np.int64)
     for part, found in zip(parts, figures, strict=True):
-        lanes = np.full(-(-base.size // 4096) * 4096, 255, np.uint8)
+        lanes = np.full(base.size, 255, np.uint8)
         found[2] = base.size
         if part.mask is not None:
             key0, key1, high, low = part.mask
