@@ -90,7 +90,7 @@ def make_our_job(name: str, inputs: Inputs, work: Path, output: Path) -> Job:
     method, rival, settings = OUR_JOBS[name]
     recipe = work / f"{name}.toml"
     recipe.write_text(write_recipe(inputs, output, method, settings))
-    command = (sys.executable, str(BENCH / "run_dare.py"), str(recipe))
+    command = (sys.executable, "-m", "dare", str(recipe), "--overwrite")
     title = ", ".join((f"dare: {method}", *settings[1:]))
     return Job(name, title, [command], rival)
 

@@ -14,6 +14,11 @@ SIZES = st.integers(0, 200)
 ANY_BITS = st.integers(0, 2**32 - 1)
 WEIGHTS = st.floats(-4, 4, width=32).map(np.float32)
 CARRIERS = [kind.carrier for kind in STORAGE_TYPES.values() if kind.is_weight]
+TYPE_PAIRS = [(carrier, carrier) for carrier in CARRIERS] + [
+    (np.dtype("float32"), np.dtype("uint16")),
+    (np.dtype("uint16"), np.dtype("float32")),
+]
+"""Base and models: every type, and two pairs of different ones (each costs 3 s to compile)."""
 THRESHOLD = np.float32(0.002).view(np.int32)
 
 
@@ -99,7 +104,7 @@ def test_results_are_encoded_alike(case):
 def merges(draw):
     """A chunk of a base and of one to four models, with masks, cuts, weights and shares."""
     size = draw(st.integers(0, 300) | st.sampled_from([4096, 4097, 9000]))
-    base_type, tuned_type = draw(st.sampled_from(CARRIERS)), draw(st.sampled_from(CARRIERS))
+    base_type, tuned_type = draw(st.sampled_from(TYPE_PAIRS))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
 
     def elements(carrier):

@@ -562,19 +562,6 @@ def pointer_to(_typing, address, like):
 
 
 @kernel
-def tile_delta(raw, base, lanes, out, threshold_bits):
-    peak = i32(0)
-    over = i32(0)
-    for i in range(raw.size):
-        difference = to_float(raw[i]) - base[i]
-        out[i] = masked(difference, lanes[i])
-        magnitude = magnitude_of(difference)
-        peak = max(peak, magnitude)
-        over = i32(over + i32(magnitude > threshold_bits))
-    return peak, over
-
-
-@kernel
 def tile_sum(raw, base, lanes, weight, total, threshold_bits):
     peak = i32(0)
     over = i32(0)
@@ -666,7 +653,7 @@ def combine_tiles(
                 figures[model, 2] += used
             if least > 0:
                 kept_values = values[:used]
-                peak, over = tile_delta(raw, base, lanes, kept_values, threshold_bits)
+                peak, over = delta(raw, base, lanes, kept_values, threshold_bits)
                 figures[model, 3] += keep_largest(kept_values, least)
                 if elects:
                     tile_ballots(kept_values, weight, share, sums)

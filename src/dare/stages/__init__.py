@@ -4,19 +4,8 @@ To add one, write its function in a file here, decorate it and import the file b
 """
 
 from dare.stages import dare, linear, slerp, ties, trim
-from dare.stages.registry import (
-    ALIASES,
-    STAGES,
-    Block,
-    Deltas,
-    Mask,
-    Parameter,
-    Scratch,
-    Settings,
-    Stage,
-    Walk,
-    parse_method,
-)
+from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
+from dare.stages.registry import ALIASES, STAGES, Parameter, Settings, Stage, parse_method
 
 __all__ = [
     "ALIASES",

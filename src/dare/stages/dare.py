@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from dare.mask import check_drop_rate, keep_threshold, mask_key
-from dare.stages.registry import Block, Mask, Walk, delta_stage
+from dare.stages.blocks import Block, Mask, Walk
+from dare.stages.registry import delta_stage
 
 DropRate = Annotated[float, AfterValidator(check_drop_rate)]
 Rescale = bool | Literal["l1"]

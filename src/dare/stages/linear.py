@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dare.stages.registry import Deltas, Floats, combine_stage
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.registry import combine_stage
 
 
 @combine_stage(default_weight=lambda models: 1 / models)

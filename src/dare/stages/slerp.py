@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from dare.stages.registry import Block, Deltas, Floats, Walk, combine_stage
+from dare.stages.blocks import Block, Deltas, Floats, Walk
+from dare.stages.registry import combine_stage
 
 PARALLEL = 0.9995
 """Cosine beyond which two tensors count as parallel, and the sphere as flat."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dare.stages.registry import Deltas, Floats, combine_stage
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.registry import combine_stage
 from dare.stages.trim import KeepRatio
 
 

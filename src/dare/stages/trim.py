@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from dare.chunks import CHUNK, chunk_count
-from dare.stages.registry import Block, Walk, delta_stage
+from dare.stages.blocks import Block, Walk
+from dare.stages.registry import delta_stage
 
 KeepRatio = Annotated[float, Field(gt=0, le=1)]
 

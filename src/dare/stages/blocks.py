@@ -1,0 +1,253 @@
+"""What stages work on: one model's delta over a chunk, and the deltas of all models over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.kernels import Part
+
+Floats = NDArray[np.float32]
+
+
+class Block:
+    """One model's delta over a chunk, on its way through the stages.
+
+    It is lazy. What the usual stages do, dropping by a mask and keeping the largest, is only noted
+    down; a combine stage hands the notes of all models to one kernel that does everything while
+    the numbers are in registers. A stage that wants more asks for `values`, which are computed
+    then. A factor that all elements share is left to the weight in the combine stage.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        tensor: str,
+        start: int,
+        seed: int,
+        tuned: NDArray[Any],
+        base: NDArray[Any],
+        scratch: Scratch,
+        threshold_bits: np.int32,
+    ) -> None:
+        self.kernels = kernels
+        self.tensor = tensor
+        self.start = start
+        """Index of the first element in the tensor."""
+        self.seed = seed
+        self.size = tuned.size
+        self.factor = 1.0
+        """What `values` still have to be multiplied by."""
+        self.summary: Any = None
+        """What the survey of the stage being applied returned."""
+        self.tuned = tuned
+        """The model's stored elements."""
+        self.mask: Mask | None = None
+        """The mask that is noted down, if any."""
+        self.least = 0
+        """The least magnitude (its bits) that is noted down to be kept, after the mask."""
+        self._base = base
+        self._scratch = scratch
+        self._threshold_bits = threshold_bits
+        self._values: Floats | None = None
+        self._figures: NDArray[np.int64] | None = None
+        self._survivors = tuned.size
+        self._marks: list[int] = []
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether all that was done to the block is in `mask` and `least`."""
+        return self._values is None
+
+    @property
+    def values(self) -> Floats:
+        """The delta, to be changed in place, but for `factor`."""
+        return self._carry_out() if self._values is None else self._values
+
+    def _carry_out(self) -> Floats:
+        """Take the delta and do to it what was noted down."""
+        base = self._scratch.base_of(self.kernels, self._base)
+        values = np.empty(self.size, np.float32)
+        lanes, kept = self._lanes()
+        peak, over = self.kernels.delta(self.tuned, base, lanes, values, self._threshold_bits)
+        left = self.kernels.keep_largest(values, np.int32(self.least)) if self.least else kept
+        self.measured(np.array([peak, over, kept, left], np.int64))
+        self._values = values
+        return values
+
+    def _lanes(self) -> tuple[NDArray[np.uint8], int]:
+        """The lanes of the mask that is noted down, and how many are set."""
+        if self.mask is None:
+            return self._scratch.all_kept, self.size
+        key0, key1, high, low = self.mask
+        lanes = self._scratch.lanes
+        kept = self.kernels.draw(
+            lanes, self.size, self.start, np.uint32(key0), np.uint32(key1), high, np.uint32(low)
+        )
+        return lanes, int(kept)
+
+    def drop(self, mask: Mask) -> None:
+        """Drop what a mask does not keep."""
+        if self.is_noted and self.mask is None and not self.least:
+            self.mask = mask
+            return
+        values = self.values
+        self.mask, self.least = mask, 0
+        lanes, _ = self._lanes()
+        self._survivors = int(self.kernels.keep_lanes(values, lanes))
+
+    def keep_largest(self, cut: int, ties_kept: int, ties: int) -> None:
+        """Drop magnitudes below `cut`, and of the `ties` equal to it all but the first few."""
+        if ties_kept in (0, ties) and self.is_noted and not self.least:
+            self.least = cut if ties_kept else cut + 1
+            return
+        self._survivors = int(self.kernels.trim(self.values, np.uint32(cut), ties_kept))
+
+    def magnitudes(self, out: NDArray[np.uint32]) -> tuple[int, int]:
+        """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
+        if self.is_noted and self.mask is not None and not self.least:
+            lanes, kept = self._lanes()
+            base = self._scratch.base_of(self.kernels, self._base)
+            return int(self.kernels.gather(self.tuned, base, lanes, out)), kept
+        return int(self.kernels.magnitudes(self.values, out)), self._survivors
+
+    def count_only_nonzero(self) -> None:
+        """Take zeros for elements that were dropped earlier."""
+        self._survivors = int(np.count_nonzero(self.values))
+
+    def measured(self, figures: NDArray[np.int64]) -> None:
+        """Take in the figures of the kernel that carried out the notes."""
+        self._figures = figures
+        self._survivors = int(figures[3] if self.least else figures[2])
+
+    def end_stage(self) -> None:
+        """Remember for the report how far the block had come after a stage."""
+        self._marks.append(
+            self._survivors if not self.is_noted else -1 - bool(self.mask) - 2 * bool(self.least)
+        )
+
+    def figures(self) -> list[int]:
+        """Largest magnitude's bits, count over the threshold, and survivors after each stage."""
+        if self._figures is None:
+            self._carry_out()
+        assert self._figures is not None  # carrying out has measured
+        peak, over, masked, left = (int(figure) for figure in self._figures)
+        by_note = {-1: self.size, -2: masked, -3: left, -4: left}
+        return [peak, over, *(by_note.get(mark, mark) for mark in self._marks)]
+
+
+class Mask(NamedTuple):
+    """What a mask is drawn from: two key words, and the threshold's upper 8 and lower 32 bits."""
+
+    key0: int
+    key1: int
+    high: int
+    low: int
+
+
+class Scratch:
+    """One thread's arrays, used again for each chunk."""
+
+    def __init__(self, size: int) -> None:
+        self.lanes = np.empty(size, np.uint8)
+        self.all_kept = np.full(size, 255, np.uint8)
+        self.merged = np.empty(size, np.float32)
+        self._floats = np.empty(size, np.float32)
+        self._decoded: NDArray[Any] | None = None
+
+    def base_of(self, kernels: Any, base: NDArray[Any]) -> Floats:
+        """The base as float32; decoded once for all models of a chunk."""
+        floats = self._floats[: base.size]
+        if self._decoded is not base:
+            kernels.decode(base, floats)
+            self._decoded = base
+        return floats
+
+
+class Walk(Protocol):
+    """What a survey is given: the blocks of one tensor, as often as it asks for them."""
+
+    spare_bytes: int
+    """Memory the survey may use to remember what it has seen."""
+
+    def __call__(self) -> Iterator[Any]:
+        """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""
+
+
+class Deltas:
+    """The deltas of all models over one chunk, in recipe order, and ways to combine them."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        base: NDArray[Any],
+        blocks: Sequence[Block],
+        weights: Sequence[float],
+        scratch: Scratch,
+        threshold_bits: np.int32,
+        summary: Any = None,
+    ) -> None:
+        self.kernels = kernels
+        self.blocks = blocks
+        self.weights = weights
+        self.summary = summary
+        self.size = base.size
+        self._base = base
+        self._scratch = scratch
+        self._threshold_bits = threshold_bits
+
+    @property
+    def base(self) -> Floats:
+        """The base's tensor over this chunk."""
+        return self._scratch.base_of(self.kernels, self._base)
+
+    def sum(self, weights: Sequence[float]) -> Floats:
+        """Σ weight·factor·delta, each product rounded once to float32."""
+        total = self._scratch.merged[: self.size]
+        parts = self._parts(weights, [0.0] * len(weights))
+        if parts is not None:
+            self._combine(parts, total, elects=False)
+            return total
+        total.fill(0)
+        for block, weight in zip(self.blocks, weights, strict=True):
+            if weight == 0:
+                continue  # and not 0·∞
+            self.kernels.add_scaled(total, block.values, np.float32(weight * block.factor))
+        return total
+
+    def elect(self, weights: Sequence[float], shares: Sequence[float]) -> Floats:
+        """The weighted mean of the side that outweighs the other, element by element.
+
+        A side is divided by the sum of its models' shares.
+        """
+        merged = self._scratch.merged[: self.size]
+        parts = self._parts(weights, shares)
+        if parts is not None:
+            self._combine(parts, merged, elects=True)
+            return merged
+        sums = np.zeros(4 * self.size, np.float32)
+        for block, weight, share in zip(self.blocks, weights, shares, strict=True):
+            combined = np.float32(weight * block.factor)
+            self.kernels.vote(sums, block.values, combined, np.float32(share))
+        self.kernels.elect(sums, merged)
+        return merged
+
+    def _parts(self, weights: Sequence[float], shares: Sequence[float]) -> list[Part] | None:
+        """What one kernel is told to do it all at once; None if it cannot."""
+        kinds = {block.tuned.dtype for block in self.blocks}
+        noted = all(block.is_noted for block in self.blocks)
+        if len(kinds) > 1 or not noted or 0 in weights:
+            return None
+        return [
+            Part(block.tuned, block.mask, block.least, np.float32(weight * block.factor), share)
+            for block, weight, share in zip(self.blocks, weights, shares, strict=True)
+        ]
+
+    def _combine(self, parts: list[Part], out: Floats, *, elects: bool) -> None:
+        start = self.blocks[0].start
+        figures = self.kernels.combine(self._base, parts, start, elects, self._threshold_bits, out)
+        for block, found in zip(self.blocks, figures, strict=True):
+            block.measured(found)
