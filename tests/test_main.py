@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from dare import merge, verify
+from dare import merge, plan, verify
 from helpers import sha256, write_recipe
 
 BASE = {"w": np.zeros(1000, np.float32)}
@@ -53,6 +53,11 @@ def test_wrong_usage_is_status_2(arguments):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: python -m dare RECIPE")
+
+
+def test_merge_and_plan_take_the_name_of_a_recipe_too(recipe, tmp_path):
+    assert plan(tmp_path / "recipe.toml").bytes_written == 4000
+    assert merge(str(tmp_path / "recipe.toml")).output == recipe.output
 
 
 def test_help_is_status_0():

@@ -126,7 +126,9 @@ def test_another_recipe_does_not_resume(given, monkeypatch):
     recipe, expected, _ = given
     recipe.output.unlink(missing_ok=True)
     interrupted(recipe, monkeypatch, after=20)
-    assert dare.merge(recipe.model_copy(update={"seed": 1})).resumed_chunks == 0
+    other = recipe.model_copy(update={"seed": 1, "verbose": True, "delta_threshold": 1.0})
+    with pytest.warns(dare.DareWarning, match="left by another merge"):
+        assert dare.merge(other).resumed_chunks == 0
     assert sha256(recipe.output) != expected
     recipe.output.unlink()
 

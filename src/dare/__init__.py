@@ -2,8 +2,7 @@
 
     import dare
 
-    report = dare.merge(dare.load_recipe("recipe.toml"))
-    print(report)
+    print(dare.merge("recipe.toml"))
 
 Names are imported when they are first used, so that `import dare` costs next to nothing.
 """

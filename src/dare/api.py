@@ -52,15 +52,24 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
     return recipe_from_document(document, str(manifest_file))
 
 
-def plan(recipe: Recipe) -> Plan:
+AnyRecipe = Recipe | str | PathLike[str]
+"""A recipe, or where to load one from."""
+
+
+def _loaded(recipe: AnyRecipe) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+
+
+def plan(recipe: AnyRecipe) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights."""
+    recipe = _loaded(recipe)
     base = open_source(recipe.base)
     models = [open_source(entry.file) for entry in recipe.models]
     return make_plan(recipe, base, models, _distinct([entry.name for entry in recipe.models]))
 
 
 def merge(
-    recipe: Recipe, *, overwrite: bool = False, resume: bool = True, backend: str = "cpu"
+    recipe: AnyRecipe, *, overwrite: bool = False, resume: bool = True, backend: str = "cpu"
 ) -> Report:
     """Carry out a recipe: write the merged model to `recipe.output` and say what was done.
 
@@ -68,6 +77,7 @@ def merge(
     output is only replaced with `overwrite`; an input never is.
     """
     started = time.perf_counter()
+    recipe = _loaded(recipe)
     planned = plan(recipe)
     if planned.layout is None:
         raise RecipeError("output is missing: say where the merged model shall go")
@@ -82,6 +92,8 @@ def merge(
         PartialOutput(planned.layout, metadata, _fingerprint(planned), resume=resume) as output,
         show_progress(planned.bytes_read, visible=recipe.verbose) as display,
     ):
+        if output.started_over:
+            _warn(recipe, [f"{output.folder}: was left by another merge, and is not used"])
 
         def advance(nbytes: int) -> None:
             nonlocal bytes_read

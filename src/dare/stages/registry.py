@@ -37,7 +37,6 @@ class Parameter:
     name: str
     default: Any
     adapter: TypeAdapter[Any] = field(repr=False, compare=False)
-    annotation: Any = field(repr=False, compare=False)
 
     def check(self, value: Any, where: str) -> Any:
         """Return the value if it fits, else say where it does not."""
@@ -67,11 +66,6 @@ class Stage:
     """How many models a combine stage takes, if not any number."""
     preceded_by: Mapping[str, str]
     """Parameters that, when given, put the delta stage named here before this one."""
-
-    @property
-    def summary_line(self) -> str:
-        """The first sentence of the stage's documentation."""
-        return (inspect.getdoc(self.apply) or "").split("\n")[0]
 
     def settings(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Fill in defaults and check every value."""
@@ -161,7 +155,6 @@ def _register(
             name,
             parameter.default,
             TypeAdapter(hints[name], config=ConfigDict(strict=True)),
-            hints[name],
         )
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
