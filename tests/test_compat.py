@@ -143,6 +143,15 @@ def test_disjoint_merge_averages_those_that_agree():
     assert found["w"].tolist() == [2, -3, 5]
 
 
+def test_pieces_that_do_not_fit_are_refused():
+    with pytest.raises(dare.MismatchError, match=r"w: has different shapes: \(1,\), \(2,\)"):
+        ties_elect_sign([vector(1), vector(1, 2)])
+    with pytest.raises(InputError, match="w: no sign was elected"):
+        ties_disjoint_merge([vector(1)], {})
+    with pytest.raises(RecipeError, match="weights: 2 given for 1 models"):
+        dare.merge_arrays(vector(1), [vector(2)], weights=[1, 2])
+
+
 def test_the_pieces_together_are_the_stage():
     generator = np.random.default_rng(5)
     base = {"w": np.zeros(5000, np.float32)}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dare import RecipeError
-from dare.dtypes import STORAGE_TYPES, storage_type, weight_type
+from dare.dtypes import STORAGE_TYPES, weight_type
 from dare.kernels import load
 
 NUMPY = {
@@ -25,7 +25,7 @@ def kernels(request):
 
 
 def all_patterns(name):
-    kind = storage_type(name)
+    kind = STORAGE_TYPES[name]
     codes = np.arange(256**kind.itemsize, dtype=np.uint32)
     return codes.astype(f"u{kind.itemsize}").view(kind.carrier)
 
@@ -37,7 +37,7 @@ def decoded(kernels, raw):
 
 
 def encoded(kernels, values, name):
-    out = np.empty(values.size, storage_type(name).carrier)
+    out = np.empty(values.size, STORAGE_TYPES[name].carrier)
     kernels.encode(values, out)
     return out
 
@@ -115,7 +115,7 @@ def test_any_nan_becomes_the_positive_quiet_one(kernels, name, code):
 
 @pytest.mark.parametrize("name", NUMPY)
 def test_the_overflow_limit_is_the_smallest_magnitude_that_becomes_infinite_or_nan(kernels, name):
-    limit = storage_type(name).overflow_bits
+    limit = STORAGE_TYPES[name].overflow_bits
     values = np.array([limit, limit - 1], np.uint32).view(np.float32)
     raw = encoded(kernels, values, name)
     finite = np.isfinite(raw.view(NUMPY[name]).astype(np.float64))

@@ -275,6 +275,25 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
     assert CHUNK * 4 < allocated_bytes(made) <= made.workspace_bytes
 
 
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ({"w": np.zeros(4, np.float16)}, {"method": "trim+sum"}),
+        ({"w": np.zeros(4, np.float16)}, {"weights": [1.0, 0.0]}),
+        ({"w": np.zeros(4, np.float64)}, {}),
+    ],
+)
+def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(model, settings):
+    base = {"w": np.zeros(4, np.float16)}
+    weights = settings.pop("weights", [None, None])
+    entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]
+    usual = plan_of(base, base, base)
+    made = plan_of(base, base, model, models=entries, **settings)
+    assert (usual.is_fused, made.is_fused) == (True, False)
+    wider = 4 * CHUNK * (made.widest - usual.widest)  # base, two models, output
+    assert made.workspace_bytes - usual.workspace_bytes == 4 * CHUNK * (2 + 4 + 1) + wider
+
+
 def test_a_thread_takes_memory_for_the_widest_type():
     narrow = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float16)})
     wide = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float64)})

@@ -150,6 +150,9 @@ def merge_arrays(
     """
     started = time.perf_counter()
     names = [f"model {index}" for index in range(len(models))]
+    for word, given in (("weights", weights), ("seeds", seeds)):
+        if given is not None and len(given) != len(models):
+            raise RecipeError(f"{word}: {len(given)} given for {len(models)} models")
     unset = [None] * len(models)
     entries = [
         ModelEntry(file=name, weight=weight, seed=seed)

@@ -20,7 +20,7 @@ from dare import kernels as kernel_backends
 from dare.api import merge, merge_arrays
 from dare.arrays import like_original, stored
 from dare.chunks import CHUNK, chunk_spans
-from dare.errors import InputError, RecipeError, did_you_mean
+from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.io.header import TensorInfo
 from dare.recipe import Recipe
 from dare.report import Report
@@ -191,7 +191,7 @@ def ties_elect_sign(task_vectors: Sequence[Arrays]) -> dict[str, Any]:
     """Return the sign (-1, 0, 1) of the sum of the deltas, element by element."""
 
     def elected(name: str) -> Any:
-        present = [vector[name] for vector in task_vectors if name in vector]
+        present = _present(task_vectors, name)
         floats = [_as_floats(delta, name) for delta in present]
         above = sum(np.maximum(values, 0) for values in floats)
         below = sum(np.minimum(values, 0) for values in floats)
@@ -204,7 +204,9 @@ def ties_disjoint_merge(task_vectors: Sequence[Arrays], elected: Arrays) -> dict
     """Average, element by element, the deltas that are not zero and have the elected sign."""
 
     def merged(name: str) -> Any:
-        present = [vector[name] for vector in task_vectors if name in vector]
+        if name not in elected:
+            raise InputError(f"{name}: no sign was elected for it")
+        present = _present([*task_vectors, elected], name)[:-1]
         sign = _as_floats(elected[name], name)
         total = np.zeros_like(sign)
         count = np.zeros_like(sign)
@@ -278,19 +280,17 @@ def dare_merge(
             f"merge_method {merge_method!r}: not known"
             f"{did_you_mean(merge_method, MERGE_METHODS)}; use one of {', '.join(MERGE_METHODS)}"
         )
-    recipe = Recipe(
-        base=base_path,
-        models=finetuned_paths,
-        output=output_path,
+    return _merge_files(
+        base_path,
+        finetuned_paths,
+        output_path,
+        overwrite=overwrite,
         method=f"dare+{merge_method}",
         stages={"dare": {"drop_rate": drop_rate}},
         scale=lambda_coeff,
         dtype=dtype,
         seed=_seed(seed),
-        on_missing="base",
-        on_extra="drop",
     )
-    return merge(recipe, overwrite=overwrite)
 
 
 @overload
@@ -364,22 +364,44 @@ def _dare_ties_merge_files(
     seed: int = 42,
     overwrite: bool = False,
 ) -> Report:
-    recipe = Recipe(
-        base=base_path,
-        models=finetuned_paths,
-        output=output_path,
+    return _merge_files(
+        base_path,
+        finetuned_paths,
+        output_path,
+        overwrite=overwrite,
         method="dare+ties",
         stages={"dare": {"drop_rate": dare_drop_rate}, "ties": {"keep_ratio": ties_keep_ratio}},
         scale=lambda_coeff,
         dtype=dtype,
         seed=seed,
-        on_missing="base",
-        on_extra="drop",
+    )
+
+
+def _merge_files(
+    base: AnyPath,
+    models: Sequence[AnyPath],
+    output: AnyPath,
+    *,
+    overwrite: bool,
+    **settings: Any,
+) -> Report:
+    """Merge as the published listings do: what a model lacks is unchanged, what it adds is left."""
+    recipe = Recipe(
+        base=base, models=models, output=output, on_missing="base", on_extra="drop", **settings
     )
     return merge(recipe, overwrite=overwrite)
 
 
 # ---------------------------------------------------------------- pieces
+
+
+def _present(task_vectors: Sequence[Arrays], name: str) -> list[Any]:
+    """The arrays of that name, which must have one shape."""
+    present = [vector[name] for vector in task_vectors if name in vector]
+    shapes = {tuple(array.shape) for array in present}
+    if len(shapes) > 1:
+        raise MismatchError(f"{name}: has different shapes: {', '.join(map(str, sorted(shapes)))}")
+    return present
 
 
 def _names(task_vectors: Sequence[Arrays]) -> list[str]:

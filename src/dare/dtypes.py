@@ -19,7 +19,7 @@ from dare.errors import RecipeError, did_you_mean
 class StorageType:
     """How one safetensors type lies in a file.
 
-    >>> storage_type("BF16").itemsize
+    >>> STORAGE_TYPES["BF16"].itemsize
     2
     """
 
@@ -78,11 +78,6 @@ _SPELLINGS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-
-
-def storage_type(name: str) -> StorageType:
-    """Look a type up by its safetensors name."""
-    return STORAGE_TYPES[name]
 
 
 def weight_type(name: object) -> StorageType:

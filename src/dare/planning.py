@@ -126,9 +126,23 @@ class Plan:
     def workspace_bytes(self) -> int:
         """Buffers of one thread."""
         inputs_and_output = 2 + len(self.models)
-        floats = 2 if self.passes == 1 else 7  # base, merged; surveys and sums of what is left over
+        floats = 2  # base and merged delta
+        if (
+            not self.is_fused
+        ):  # every model's values, the sums of an election, a survey's magnitudes
+            floats += len(self.models) + 4 + 1
         lanes = 2
         return CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
+        if self.passes > 1 or 0 in self.recipe.weights():
+            return False
+        return all(
+            len({self.source_of(tensor, m).tensors[tensor.name].dtype for m in tensor.models}) == 1
+            for tensor in self.merged()
+        )
 
     @cached_property
     def widest(self) -> int:
