@@ -15,8 +15,10 @@ import dare
 ROOT = Path(dare.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
+    ("demo",),
     ("compat",),
     ("api",),
+    ("analysis",),
     ("planning", "run", "report", "manifest", "verification", "arrays", "recipe", "progress"),
     ("stages", "io", "kernels", "executors"),
     ("mask", "dtypes", "chunks"),
@@ -79,7 +81,7 @@ ARROWS = {
     for name, tree in TREES.items()
     if name != "dare"
     for target in imports(tree)
-    if target.split(".")[0] == "dare" and target != name
+    if target.split(".")[0] == "dare" and target not in (name, "dare")
 }
 
 
@@ -91,8 +93,20 @@ def test_arrows_point_down():
     assert [
         f"{source} imports {target}"
         for source, target in sorted(ARROWS)
-        if target == "dare" or RANKS[part(target)] < RANKS[part(source)]
+        if RANKS[part(target)] < RANKS[part(source)]
     ] == []
+
+
+def test_from_the_package_itself_only_the_version_is_taken():
+    taken = {
+        (name, alias.name)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "dare"
+        for alias in node.names
+        if f"dare.{alias.name}" not in SOURCES
+    }
+    assert taken == {("dare.cli", "__version__")}
 
 
 def test_stages_io_kernels_and_executors_do_not_know_each_other():

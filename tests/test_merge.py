@@ -270,7 +270,7 @@ def test_a_missing_tensor_counts_as_unchanged_when_allowed(tmp_path):
     report = dare.merge(given)
     merged = load_file(given.output)
     assert (merged["v"].tolist(), merged["w"].tolist()) == ([4.0], [1.0])
-    assert any("w: not in model0, model1" in warning for warning in report.warnings)
+    assert any("w: not in model0, model1" in str(warning) for warning in report.warnings)
 
 
 def test_nan_and_infinity_in_weights_are_reported(tmp_path):
@@ -278,7 +278,7 @@ def test_nan_and_infinity_in_weights_are_reported(tmp_path):
     model = {"w": np.array([np.nan, np.inf, -np.inf, 1], np.float32)}
     report = dare.merge(write_recipe(tmp_path, base, [model], method="sum"))
     assert (report.nans, report.overflowed) == (1, 2)
-    assert any("1 merged values are NaN" in warning for warning in report.warnings)
+    assert any("1 merged values are NaN" in str(warning) for warning in report.warnings)
     assert np.isnan(report.models[0].largest_delta)
 
 
@@ -287,7 +287,7 @@ def test_overflow_is_reported(tmp_path):
     model = {"w": np.full(10, 65000, np.float16)}
     report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", scale=2.0))
     assert report.overflowed == 10
-    assert any("too large for their type" in warning for warning in report.warnings)
+    assert any("too large for their type" in str(warning) for warning in report.warnings)
 
 
 def test_mixed_storage_types_are_merged_in_float32(tmp_path):
@@ -347,7 +347,7 @@ def test_the_progress_is_the_bytes_read(models, tmp_path, monkeypatch):
     seen = []
 
     @contextmanager
-    def record(total, *, visible):
+    def record(total, _verb, *, visible):
         seen.append((total, visible))
         yield Display(seen.append, lambda _text: None)
 

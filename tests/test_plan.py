@@ -10,7 +10,7 @@ import pytest
 from dare.api import merge_arrays, plan
 from dare.arrays import array_source
 from dare.chunks import CHUNK
-from dare.errors import MismatchError, RecipeError
+from dare.errors import Concern, MismatchError, RecipeError
 from dare.planning import INTERPRETER_BYTES, Fate, Plan, make_plan
 from dare.recipe import ModelEntry, Recipe, TensorRule
 from dare.run import Job, Worker
@@ -66,7 +66,7 @@ def test_every_fate_is_told():
         "mismatched": Fate.MISMATCHED,
     }
     assert made.left_out == ("left out",)
-    assert made.warnings == (
+    assert tuple(map(str, made.warnings)) == (
         "base only: not in math; its change there counts as zero",
         "mismatched: base is 2 F32, math is 3 F32; the base's is kept",
         "left out: in math, not in the base; left out",
@@ -336,13 +336,16 @@ def test_too_little_memory_is_refused_with_an_amount_that_is_enough(method, kind
 def test_models_that_share_a_seed_are_warned_of():
     models = [ModelEntry(file="math", seed=1), ModelEntry(file="code", seed=1)]
     (warning,) = plan_of(BASE, BASE, BASE, models=models).warnings
-    assert warning.startswith("models share a seed (1, 1): they drop the same positions")
+    assert warning.about is Concern.EQUAL_SEEDS
+    assert warning.text.startswith("models share a seed (1, 1): they drop the same positions")
     assert plan_of(BASE, BASE, BASE, models=models, method="sum").warnings == ()
 
 
 def test_a_drop_rate_above_095_is_warned_of():
     (warning,) = plan_of(BASE, BASE, stages={"dare": {"drop_rate": 0.99}}).warnings
-    assert warning.startswith("drop_rate = 0.99: above 0.95 the variance of what is kept, 99·δ²")
+    assert warning.about is Concern.HIGH_DROP_RATE
+    start = "drop_rate = 0.99: above 0.95 the variance of what is kept, 99·δ²"
+    assert warning.text.startswith(start)
     assert plan_of(BASE, BASE, stages={"dare": {"drop_rate": 0.95}}).warnings == ()
 
 
@@ -356,12 +359,13 @@ def test_a_drop_rate_above_095_is_warned_of():
 )
 def test_a_drop_rate_above_095_is_warned_of_wherever_it_stands(settings):
     (warning,) = plan_of(BASE, BASE, **settings).warnings
-    assert "drop_rate = 0.99" in warning
+    assert "drop_rate = 0.99" in warning.text
 
 
 def test_rescale_false_is_warned_of():
     (warning,) = plan_of(BASE, BASE, stages={"dare": {"rescale": False}}).warnings
-    assert warning.startswith("rescale = false: dropped deltas are not made up for")
+    assert warning.about is Concern.NO_RESCALE
+    assert warning.text.startswith("rescale = false: dropped deltas are not made up for")
     assert plan_of(BASE, BASE, stages={"dare": {"rescale": "l1"}}).warnings == ()
 
 
@@ -379,7 +383,9 @@ def test_the_plan_is_json(tmp_path):
         "peak_memory_bytes": made.peak_memory,
         "bytes_read": 16 + 16 + 32 + 16 + 16,
         "bytes_written": 32,
-        "warnings": ["x: in model0, not in the base; left out"],
+        "warnings": [
+            {"about": "extra tensors", "text": "x: in model0, not in the base; left out"}
+        ],
         "tensors": [
             {
                 "name": "n",

@@ -11,10 +11,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dare.analysis.glance import glance
 from dare.arrays import array_source, like_original
-from dare.errors import DareWarning, InputError, RecipeError
+from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError
 from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
+from dare.io.layout import Layout
 from dare.io.sources import open_source
 from dare.io.writer import ArraySink, PartialOutput, check_target
 from dare.manifest import (
@@ -40,60 +42,61 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
     A finished output stands for its manifest; its recipe demands the very same inputs.
     """
     path = Path(path)
+    return recipe_from_document(load_document(path), str(find_manifest(path) or path))
+
+
+def load_document(path: Path) -> dict[str, Any]:
+    """Read the tables that `load_recipe` makes a recipe of, unchecked."""
     manifest_file = find_manifest(path)
     if manifest_file is None:
         return read_toml(path)
     manifest = read_manifest(manifest_file)
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
-        document = {**manifest["recipe"], "input_digests": digests}
+        return {**manifest["recipe"], "input_digests": digests}
     except (KeyError, TypeError) as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
-    return recipe_from_document(document, str(manifest_file))
 
 
 AnyRecipe = Recipe | str | PathLike[str]
 """A recipe, or where to load one from."""
 
 
-def _loaded(recipe: AnyRecipe) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-
-
 def plan(recipe: AnyRecipe) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights."""
-    recipe = _loaded(recipe)
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
     base = open_source(recipe.base)
     models = [open_source(entry.file) for entry in recipe.models]
     return make_plan(recipe, base, models, _distinct([entry.name for entry in recipe.models]))
 
 
 def merge(
-    recipe: AnyRecipe, *, overwrite: bool = False, resume: bool = True, backend: str = "cpu"
+    recipe: AnyRecipe | Plan, *, overwrite: bool = False, resume: bool = True, backend: str = "cpu"
 ) -> Report:
-    """Carry out a recipe: write the merged model to `recipe.output` and say what was done.
+    """Carry out a recipe or a plan: write the merged model and say what was done.
 
     A merge that was interrupted goes on where it stopped, unless `resume` is false. An existing
     output is only replaced with `overwrite`; an input never is.
     """
     started = time.perf_counter()
-    recipe = _loaded(recipe)
-    planned = plan(recipe)
-    if planned.layout is None:
-        raise RecipeError("output is missing: say where the merged model shall go")
-    sources = (planned.base, *planned.models)
-    check_target(planned.layout, [f for s in sources for f in s.files], overwrite=overwrite)
-    _warn(recipe, planned.warnings)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe)
+    recipe = planned.recipe
+    layout = _checked_layout(planned, overwrite=overwrite)
+    noticed = glance(planned)
+    _warn(recipe, [*planned.warnings, *noticed])
 
     bytes_read = 0
     counting = threading.Lock()
     metadata = metadata_of(embedded_manifest(planned))
     with (
-        PartialOutput(planned.layout, metadata, _fingerprint(planned), resume=resume) as output,
-        show_progress(planned.bytes_read, visible=recipe.verbose) as display,
+        PartialOutput(layout, metadata, _fingerprint(planned), resume=resume) as output,
+        show_progress(planned.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
         if output.started_over:
-            _warn(recipe, [f"{output.folder}: was left by another merge, and is not used"])
+            text = f"{output.folder}: was left by another merge, and is not used"
+            noticed.append(Notice(Concern.OTHER_PARTIAL, text))
+            _warn(recipe, noticed[-1:])
 
         def advance(nbytes: int) -> None:
             nonlocal bytes_read
@@ -115,18 +118,28 @@ def merge(
             seconds=time.perf_counter() - started,
             bytes_read=bytes_read,
             resumed_chunks=len(output.resumed),
+            noticed=noticed,
         )
         _check_inputs(recipe, report)
         digests = report.digests
         embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
         beside = json.dumps(full_manifest(planned, report, embedded), indent=1)
         output.finish(
-            checked_metadata(planned.layout, embedded),
+            checked_metadata(layout, embedded),
             beside.encode() + b"\n",
             overwrite=overwrite,
         )
-    _warn(recipe, report.warnings[len(planned.warnings) :])
+    _warn(recipe, report.warnings[len(planned.warnings) + len(noticed) :])
     return report
+
+
+def _checked_layout(planned: Plan, *, overwrite: bool) -> Layout:
+    """Refuse an output that is missing from the recipe, an input, or there already."""
+    if planned.layout is None:
+        raise RecipeError("output is missing: say where the merged model shall go")
+    inputs = [file for source in (planned.base, *planned.models) for file in source.files]
+    check_target(planned.layout, inputs, overwrite=overwrite)
+    return planned.layout
 
 
 def merge_arrays(
@@ -179,10 +192,10 @@ def merge_arrays(
     return {name: merged[name] for name in base}, report
 
 
-def _warn(recipe: Recipe, messages: Sequence[str]) -> None:
+def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
-        for message in messages:
-            warnings.warn(message, DareWarning, stacklevel=3)
+        for notice in notices:
+            warnings.warn(notice.text, DareWarning, stacklevel=3)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
 
 
 class DareError(Exception):
@@ -49,6 +51,35 @@ class VerificationError(DareError):
 
 class DareWarning(UserWarning):
     """Something that is allowed and usually a mistake."""
+
+
+class Concern(StrEnum):
+    """What a notice is about."""
+
+    LARGE_DELTAS = "large deltas"
+    NOT_HOMOLOGOUS = "not homologous"
+    EQUAL_SEEDS = "equal seeds"
+    HIGH_DROP_RATE = "high drop rate"
+    NO_RESCALE = "rescale off"
+    LOW_RANK = "low-rank delta"
+    MISSING_TENSORS = "missing tensors"
+    EXTRA_TENSORS = "extra tensors"
+    MISMATCHED_TENSORS = "mismatched tensors"
+    OVERFLOW = "overflow"
+    NOT_A_NUMBER = "not a number"
+    OTHER_PARTIAL = "another merge's leftovers"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that is allowed and usually a mistake: what it is about, what was seen."""
+
+    about: Concern
+    text: str
+
+    def __str__(self) -> str:
+        """The text alone; it says what it is about."""
+        return self.text
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

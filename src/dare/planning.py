@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from dare.chunks import CHUNK, chunk_count
 from dare.dtypes import STORAGE_TYPES, StorageType
-from dare.errors import MismatchError, RecipeError
+from dare.errors import Concern, MismatchError, Notice, RecipeError
 from dare.executors.threads import available_cores
 from dare.io.files import ALIGNMENT
 from dare.io.header import TensorInfo
@@ -88,7 +88,7 @@ class Plan:
     tensors: tuple[TensorPlan, ...]
     left_out: tuple[str, ...]
     """Tensors that only models have, and that the recipe allows to be dropped."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Notice, ...]
     layout: Layout | None
     """None when the result stays in memory."""
 
@@ -127,9 +127,7 @@ class Plan:
         """Buffers of one thread."""
         inputs_and_output = 2 + len(self.models)
         floats = 2  # base and merged delta
-        if (
-            not self.is_fused
-        ):  # every model's values, the sums of an election, a survey's magnitudes
+        if not self.is_fused:  # every model's values, an election's sums, a survey's magnitudes
             floats += len(self.models) + 4 + 1
         lanes = 2
         return CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
@@ -210,7 +208,7 @@ class Plan:
             "peak_memory_bytes": self.peak_memory,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
-            "warnings": list(self.warnings),
+            "warnings": [asdict(notice) for notice in self.warnings],
             "tensors": [
                 {
                     "name": tensor.name,
@@ -311,7 +309,7 @@ def _plan_tensor(
     models: Sequence[Source],
     names: Sequence[str],
     problems: list[str],
-    warnings: list[str],
+    warnings: list[Notice],
 ) -> TensorPlan:
     name = base.name
     combine = recipe.chain[-1][0]
@@ -336,12 +334,13 @@ def _plan_tensor(
         if recipe.on_missing == "error":
             problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
         else:
-            warnings.append(f"{line}; its change there counts as zero")
+            text = f"{line}; its change there counts as zero"
+            warnings.append(Notice(Concern.MISSING_TENSORS, text))
     for line in mismatched:
         if recipe.on_mismatch == "error":
             problems.append(f'{line}; set on_mismatch = "base" to keep the base\'s')
         else:
-            warnings.append(f"{line}; the base's is kept")
+            warnings.append(Notice(Concern.MISMATCHED_TENSORS, f"{line}; the base's is kept"))
 
     if mismatched:
         fate, takes_part = Fate.MISMATCHED, []
@@ -374,7 +373,7 @@ def _find_extras(
     models: Sequence[Source],
     names: Sequence[str],
     problems: list[str],
-    warnings: list[str],
+    warnings: list[Notice],
 ) -> list[str]:
     owners: dict[str, list[str]] = {}
     for model, model_name in zip(models, names, strict=True):
@@ -386,31 +385,41 @@ def _find_extras(
         if recipe.on_extra == "error":
             problems.append(f'{line}; set on_extra = "drop" to leave it out')
         else:
-            warnings.append(f"{line}; left out")
+            warnings.append(Notice(Concern.EXTRA_TENSORS, f"{line}; left out"))
     return sorted(owners)
 
 
-def _recipe_warnings(recipe: Recipe) -> Iterator[str]:
+def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     """What is allowed, and usually a mistake."""
     seeds = recipe.seeds()
     stages = [stage.name for stage, _ in recipe.chain]
     if "dare" in stages and len(set(seeds)) < len(seeds):
-        yield (
+        yield Notice(
+            Concern.EQUAL_SEEDS,
             f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions, "
-            "so nothing is gained over scaling; give each its own"
+            "so nothing is gained over scaling; give each its own",
         )
-    for rate in sorted(_values(recipe, "drop_rate")):
+    for rate in sorted(drop_rates(recipe)):
         if rate > 0.95:
-            yield (
+            yield Notice(
+                Concern.HIGH_DROP_RATE,
                 f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
-                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains"
+                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains",
             )
-    for rescale in _values(recipe, "rescale"):
-        if rescale is False and "dare" in stages:
-            yield (
-                "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
-                "each change is applied (a tenth at p = 0.9); this is not DARE"
-            )
+    if "dare" in stages and False in _values(recipe, "rescale"):
+        yield Notice(
+            Concern.NO_RESCALE,
+            "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
+            "each change is applied (a tenth at p = 0.9); this is not DARE",
+        )
+
+
+def drop_rates(recipe: Recipe) -> set[float]:
+    """Every drop rate that the recipe names."""
+    rates = _values(recipe, "drop_rate")
+    if recipe.embedding_drop_rate is not None:
+        rates.add(recipe.embedding_drop_rate)
+    return rates
 
 
 def _values(recipe: Recipe, parameter: str) -> set[Any]:
@@ -419,10 +428,7 @@ def _values(recipe: Recipe, parameter: str) -> set[Any]:
         *(entry.settings for entry in recipe.models),
         *(rule.settings for rule in recipe.tensors),
     )
-    found = {settings[parameter] for settings in places if parameter in settings}
-    if parameter == "drop_rate" and recipe.embedding_drop_rate is not None:
-        found.add(recipe.embedding_drop_rate)
-    return found
+    return {settings[parameter] for settings in places if parameter in settings}
 
 
 def _both_weights(left: TensorInfo, right: TensorInfo) -> bool:

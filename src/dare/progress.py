@@ -17,8 +17,11 @@ class Display:
 
 
 @contextmanager
-def show_progress(total_bytes: int, *, visible: bool) -> Iterator[Display]:
-    """Show a bar if `visible` and stderr is a terminal; announcements need no terminal."""
+def show_progress(total_bytes: int, verb: str, *, visible: bool) -> Iterator[Display]:
+    """Show a bar if `visible` and stderr is a terminal; announcements need no terminal.
+
+    The bar is named by a verb, such as `merging`.
+    """
     if not visible:
         yield Display(lambda _nbytes: None, lambda _text: None)
         return
@@ -37,12 +40,12 @@ def show_progress(total_bytes: int, *, visible: bool) -> Iterator[Display]:
     )
 
     with Progress(
-        TextColumn("merging"),
+        TextColumn(verb),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
     ) as bar:
-        task = bar.add_task("merging", total=total_bytes)
+        task = bar.add_task(verb, total=total_bytes)
         yield Display(lambda nbytes: bar.advance(task, nbytes), bar.console.print)

@@ -152,43 +152,57 @@ class Recipe(_Strict):
 
         def __init__(self, **given: Any) -> None: ...
 
-    base: AnyPath
-    models: tuple[ModelEntry, ...] = Field(min_length=1)
-    output: AnyPath | None = None
+    base: AnyPath = Field(description="The model that all were fine-tuned from: file or directory.")
+    models: tuple[ModelEntry, ...] = Field(min_length=1, description="The fine-tunes to merge.")
+    output: AnyPath | None = Field(
+        None, description="Where the merged model goes: NAME.safetensors, or a directory."
+    )
 
-    method: str = "dare+linear"
-    stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Parameters by stage name."""
-    tensors: tuple[TensorRule, ...] = ()
-    embedding_drop_rate: DropRate | None = None
-    """Drop rate of embeddings and head (see EMBEDDINGS)."""
-    seed: int = Field(default=42, ge=0)
-    """Model i uses seed + i unless it has its own."""
-    scale: float = 1.0
-    """λ, applied to the merged delta."""
-    dtype: str | None = None
-    """Storage type of the merged weights; None keeps the base's."""
+    method: str = Field(
+        "dare+linear", description="Delta stages and one combine stage, joined by +."
+    )
+    stages: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Parameters by stage name."
+    )
+    tensors: tuple[TensorRule, ...] = Field(
+        (), description="Parameters for the tensors whose names match a pattern."
+    )
+    embedding_drop_rate: DropRate | None = Field(
+        None, description="Drop rate of embeddings and head, if it shall be another."
+    )
+    seed: int = Field(42, ge=0, description="Model i uses seed + i unless it has its own.")
+    scale: float = Field(1.0, description="Factor λ on the merged delta.")
+    dtype: str | None = Field(
+        None, description="Storage type of the merged weights (F32, BF16, …); else the base's."
+    )
 
-    on_missing: Policy = "error"
-    """A tensor that a model lacks: refuse, or count its delta as zero."""
-    on_extra: Literal["error", "drop"] = "error"
-    """A tensor that only models have: refuse, or leave it out."""
-    on_mismatch: Policy = "error"
-    """A tensor of another shape or kind in a model: refuse, or keep the base's."""
-    on_integer_mismatch: Policy = "error"
-    """Integer or boolean tensors that differ between base and model: refuse, or keep the base's."""
+    on_missing: Policy = Field(
+        "error", description="A tensor that a model lacks: refuse, or count its delta as zero."
+    )
+    on_extra: Literal["error", "drop"] = Field(
+        "error", description="A tensor that only models have: refuse, or leave it out."
+    )
+    on_mismatch: Policy = Field(
+        "error", description="A tensor of another shape in a model: refuse, or keep the base's."
+    )
+    on_integer_mismatch: Policy = Field(
+        "error", description="Integer tensors that differ: refuse, or keep the base's."
+    )
 
-    delta_threshold: float = Field(default=0.002, ge=0)
-    """Elements whose |δ| exceeds this are counted, and warned of."""
-    verbose: bool = True
-    shard_size: Size | None = None
-    """Largest output file, in bytes of weights; the output is then a directory."""
-    max_memory: Size = 1 << 30
-    """Bytes that buffers may take."""
-    threads: int | None = Field(default=None, gt=0)
-    """Worker threads; None takes one for each core."""
-    input_digests: tuple[str, ...] | None = None
-    """What the inputs must hash to, base first; a recipe from a manifest has this."""
+    delta_threshold: float = Field(
+        0.002, ge=0, description="Elements whose |δ| exceeds this are counted, and warned of."
+    )
+    verbose: bool = Field(True, description="Show progress and warnings.")
+    shard_size: Size | None = Field(
+        None, description="Largest output file, such as 5GB; the output is then a directory."
+    )
+    max_memory: Size = Field(1 << 30, description="What buffers may take, such as 512MiB.")
+    threads: int | None = Field(
+        None, gt=0, description="Worker threads; one for each core if not given."
+    )
+    input_digests: tuple[str, ...] | None = Field(
+        None, description="What the inputs must hash to, base first, as their manifest says."
+    )
 
     @field_validator("models", mode="before")
     @classmethod
@@ -331,11 +345,6 @@ class Recipe(_Strict):
     def settings_for(self, tensor: str, model: int) -> tuple[dict[str, Any], ...]:
         """The settings of every stage for one tensor of one model."""
         overrides = dict(self.models[model].settings)
-        if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
-            raise RecipeError(
-                f"input_digests: {len(self.input_digests)} given for a base and "
-                f"{len(self.models)} models"
-            )
         if self.embedding_drop_rate is not None and is_embedding(tensor):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self.tensors:
@@ -381,23 +390,22 @@ def is_embedding(tensor: str) -> bool:
     return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in EMBEDDINGS)
 
 
-def read_toml(path: Path) -> Recipe:
-    """Read a recipe from a TOML file."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read the tables of a recipe from a TOML file."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read the recipe: {error}") from None
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    return recipe_from_document(document, str(path))
 
 
-_LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
+LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
 
-_FILE_KEYS = {"base_file": "base", "merge_files": "models", "output_file": "output"}
+FILE_KEYS = {"base_file": "base", "merge_files": "models", "output_file": "output"}
 
 
 def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
@@ -406,9 +414,9 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
     try:
         files = _table(given.pop("models", {}), "models")
         for key in files:
-            if key not in _FILE_KEYS:
-                raise RecipeError(f"[models] {key}: not known{did_you_mean(key, _FILE_KEYS)}")
-        for key, field_name in _FILE_KEYS.items():
+            if key not in FILE_KEYS:
+                raise RecipeError(f"[models] {key}: not known{did_you_mean(key, FILE_KEYS)}")
+        for key, field_name in FILE_KEYS.items():
             if key in files:
                 given[field_name] = files[key]
         for key in ("base_file", "merge_files"):
@@ -429,12 +437,12 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
         if "stages" in given:
             raise RecipeError("stages: a stage's parameters stand in a table of its name: [dare]")
         stages = {name: dict(given.pop(name)) for name in list(given) if _is_stage(name, given)}
-        for key in _LIFTED:
+        for key in LIFTED:
             if key in stages.get("dare", {}):
                 given[key] = stages["dare"].pop(key)
         for key in stages.get("dare", {}):
             if key not in STAGES["dare"].parameters:
-                known = [*STAGES["dare"].parameters, *_LIFTED]
+                known = [*STAGES["dare"].parameters, *LIFTED]
                 raise RecipeError(f"[dare] {key}: not known{did_you_mean(key, known)}")
         return Recipe(**given, stages=stages)
     except RecipeError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dare.errors import Concern, Notice
 from dare.io.digest import model_digest, tensor_digest
 from dare.io.header import TensorInfo
 from dare.io.writer import Record
@@ -70,7 +71,7 @@ class Report:
     """Results too large for the output type."""
     nans: int
     """Results that are not a number."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Notice, ...]
     bytes_read: int
     bytes_written: int
     resumed_chunks: int
@@ -111,9 +112,15 @@ class Report:
 
 
 def make_report(
-    plan: Plan, records: Sequence[Record], *, seconds: float, bytes_read: int, resumed_chunks: int
+    plan: Plan,
+    records: Sequence[Record],
+    *,
+    seconds: float,
+    bytes_read: int,
+    resumed_chunks: int,
+    noticed: Sequence[Notice] = (),
 ) -> Report:
-    """Add the figures of all chunks up."""
+    """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
     by_tensor: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_tensor[record["tensor"]].append(record)
@@ -127,7 +134,7 @@ def make_report(
     exceptions = [record["exceptions"] for record in records]
     overflowed = sum(found[0] for found in exceptions)
     nans = sum(found[1] for found in exceptions)
-    warnings = [*plan.warnings, *_warnings(plan, models, overflowed, nans)]
+    warnings = [*plan.warnings, *noticed, *_warnings(plan, models, overflowed, nans)]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
         output=plan.recipe.output,
@@ -190,25 +197,30 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
     )
 
 
-def _warnings(plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: int) -> list[str]:
-    found = []
+def _warnings(
+    plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: int
+) -> Iterator[Notice]:
     for model in models:
         if model.over_threshold:
-            found.append(
+            yield Notice(
+                Concern.LARGE_DELTAS,
                 f"{model.name}: |δ| exceeds {plan.recipe.delta_threshold:g} in "
                 f"{model.over_threshold:,} of {model.elements:,} elements "
                 f"({model.over_threshold / model.elements:.2%}), and reaches "
                 f"{model.largest_delta:.3g} in {model.largest_delta_in}; "
-                "DARE is at its best where changes are small"
+                "DARE is at its best where changes are small",
             )
     if overflowed:
-        found.append(
+        yield Notice(
+            Concern.OVERFLOW,
             f"{overflowed:,} merged values are infinite or too large for their type; "
-            "lower scale, or store a wider dtype"
+            "lower scale, or store a wider dtype",
         )
     if nans:
-        found.append(f"{nans:,} merged values are NaN, because NaN or infinity came in")
-    return found
+        yield Notice(
+            Concern.NOT_A_NUMBER,
+            f"{nans:,} merged values are NaN, because NaN or infinity came in",
+        )
 
 
 def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:

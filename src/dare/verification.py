@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dare.io.digest import bytes_digest, model_digest, tensor_digest
 from dare.io.sources import FileSource, open_source
 from dare.io.writer import manifest_path
 from dare.manifest import METADATA_KEY, UNKNOWN, read_manifest
+from dare.progress import show_progress
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Verification:
         """Whether everything is as the manifest says."""
         return not self.problems
 
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome as plain values, ready for JSON."""
+        return {"ok": self.ok, **asdict(self), "path": str(self.path)}
+
     def __str__(self) -> str:
         """The outcome in a few lines."""
         if self.ok:
@@ -42,8 +47,8 @@ class Verification:
         return "\n  ".join([f"{self.path}: NOT what was written", *self.problems])
 
 
-def verify(path: str | os.PathLike[str]) -> Verification:
-    """Hash an output again and compare it with its manifest.
+def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verification:
+    """Hash an output again and compare it with its manifest; `verbose` shows progress.
 
     Raises VerificationError if there is no manifest to compare with.
     """
@@ -54,14 +59,15 @@ def verify(path: str | os.PathLike[str]) -> Verification:
         file: _checked_manifest(file, header.metadata, problems)
         for file, header in source.headers.items()
     }
-    found = _digest_tensors(source)
+    nbytes = sum(info.nbytes for info in source.tensors.values())
+    with show_progress(nbytes, "verifying", visible=verbose) as display:
+        found = _digest_tensors(source, display.advance)
     whole = model_digest((source.tensors[name], digest) for name, digest in found.items())
     for file, manifest in manifests.items():
         if whole != manifest.get("output"):
             problems.append(f"{file}: the weights' digest is {whole}, not {manifest.get('output')}")
     embedded = next(iter(manifests.values()), {})
     problems += _compare_beside(path, found, embedded)
-    nbytes = sum(info.nbytes for info in source.tensors.values())
     return Verification(path, tuple(problems), len(found), nbytes)
 
 
@@ -85,7 +91,7 @@ def _checked_manifest(
     return dict(manifest)
 
 
-def _digest_tensors(source: FileSource) -> dict[str, str]:
+def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[str, str]:
     chunks = [
         (name, chunk)
         for name, info in source.tensors.items()
@@ -99,7 +105,9 @@ def _digest_tensors(source: FileSource) -> dict[str, str]:
         size = info.dtype.itemsize
         data = np.empty(count * size, np.uint8)
         source.read(name, start * size, data)
-        return bytes_digest(data.data)
+        digest = bytes_digest(data.data)
+        advance(data.nbytes)
+        return digest
 
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
     with source, ThreadPoolExecutor(available_cores()) as pool:

@@ -5,14 +5,24 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from dare.mask import check_drop_rate, keep_threshold, mask_key
 from dare.stages.blocks import Block, Mask, Walk
 from dare.stages.registry import delta_stage
 
-DropRate = Annotated[float, AfterValidator(check_drop_rate)]
-Rescale = bool | Literal["l1"]
+DropRate = Annotated[
+    float,
+    AfterValidator(check_drop_rate),
+    Field(
+        description="Share of each delta's elements to drop, p.",
+        json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},
+    ),
+]
+Rescale = Annotated[
+    bool | Literal["l1"],
+    Field(description="Divide what is kept by 1 - p; l1: scale it to the delta's L1 norm."),
+]
 
 
 def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001

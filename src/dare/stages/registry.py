@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
@@ -38,6 +39,20 @@ class Parameter:
     default: Any
     adapter: TypeAdapter[Any] = field(repr=False, compare=False)
 
+    @cached_property
+    def _schema(self) -> dict[str, Any]:
+        return self.adapter.json_schema()
+
+    @property
+    def description(self) -> str:
+        """What it means, in a line."""
+        return str(self._schema.get("description", ""))
+
+    @property
+    def range(self) -> str:
+        """The values it may have, for people: `0 ≤ x < 1`."""
+        return " or ".join(_described(choice) for choice in _choices(self._schema))
+
     def check(self, value: Any, where: str) -> Any:
         """Return the value if it fits, else say where it does not."""
         try:
@@ -47,6 +62,27 @@ class Parameter:
             cause = first.get("ctx", {}).get("error")
             reason = str(cause) if cause else f"{self.name} = {value!r}: {first['msg']}"
             raise RecipeError(where + reason) from None
+
+
+_LOWER = {"minimum": "≤", "exclusiveMinimum": "<"}
+_UPPER = {"maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The alternatives of a JSON schema, without the one that stands for `not given`."""
+    return [choice for choice in schema.get("anyOf", [schema]) if choice.get("type") != "null"]
+
+
+def _described(schema: Mapping[str, Any]) -> str:
+    if "const" in schema:
+        return f'"{schema["const"]}"'
+    if "enum" in schema:
+        return ", ".join(f'"{value}"' for value in schema["enum"])
+    if schema["type"] == "boolean":
+        return "true, false"
+    low = [f"{schema[key]} {sign} " for key, sign in _LOWER.items() if key in schema]
+    high = [f" {sign} {schema[key]}" for key, sign in _UPPER.items() if key in schema]
+    return "".join([*low, "x", *high]) if low or high else str(schema["type"])
 
 
 @dataclass(frozen=True)
@@ -66,6 +102,16 @@ class Stage:
     """How many models a combine stage takes, if not any number."""
     preceded_by: Mapping[str, str]
     """Parameters that, when given, put the delta stage named here before this one."""
+
+    @property
+    def documentation(self) -> str:
+        """What it does, its formula and what its parameters mean: the docstring."""
+        return inspect.getdoc(self.apply) or ""
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+        return self.documentation.partition("\n")[0]
 
     def settings(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Fill in defaults and check every value."""

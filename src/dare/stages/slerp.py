@@ -14,8 +14,13 @@ from dare.stages.registry import combine_stage
 PARALLEL = 0.9995
 """Cosine beyond which two tensors count as parallel, and the sphere as flat."""
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Space = Literal["weights", "deltas"]
+Fraction = Annotated[
+    float, Field(ge=0, le=1, description="Where on the arc: 0 is the first model, 1 the second.")
+]
+Space = Annotated[
+    Literal["weights", "deltas"],
+    Field(description="Interpolate the models' tensors, or only their deltas."),
+]
 
 
 def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:

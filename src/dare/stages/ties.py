@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from dare.stages.blocks import Deltas, Floats
 from dare.stages.registry import combine_stage
 from dare.stages.trim import KeepRatio
+
+TrimFirst = Annotated[
+    KeepRatio | None, Field(description="Share of each delta's elements to keep before electing.")
+]
+Divisor = Annotated[
+    Literal["weights", "count"],
+    Field(description="Average by the weights of the models that agree, or by their number."),
+]
 
 
 @combine_stage(paper="arXiv:2306.01708", preceded_by={"keep_ratio": "trim"})
 def ties(
     deltas: Deltas,
     *,
-    keep_ratio: KeepRatio | None = None,  # noqa: ARG001 (read by the planner: see preceded_by)
-    divide_by: Literal["weights", "count"] = "weights",
+    keep_ratio: TrimFirst = None,  # noqa: ARG001 (read by the planner: see preceded_by)
+    divide_by: Divisor = "weights",
 ) -> Floats:
     """Elect a sign for each element, then average the models that agree with it.
 

@@ -14,7 +14,10 @@ from dare.chunks import CHUNK, chunk_count
 from dare.stages.blocks import Block, Walk
 from dare.stages.registry import delta_stage
 
-KeepRatio = Annotated[float, Field(gt=0, le=1)]
+KeepRatio = Annotated[
+    float,
+    Field(gt=0, le=1, description="Share of each delta's elements to keep, the largest ones."),
+]
 
 HIGH_COUNTS = 1 << 16
 LOW_COUNTS = 1 << 15

@@ -1,0 +1,1 @@
+"""What deltas look like."""

@@ -1,0 +1,225 @@
+"""What each command does. What it says of itself is in `texts`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from dare import api
+from dare.cli import DONE, FAILED, UsageError, show
+from dare.cli.flags import CONFIG, FILES, OUTPUT, RUN, recipe_from_flags, takes_recipe
+from dare.cli.template import write_template
+from dare.errors import DareWarning, OutputError, RecipeError, did_you_mean
+from dare.recipe import Recipe
+from dare.stages import ALIASES, STAGES
+from dare.verification import verify as verify_output
+
+RecipePath = Annotated[
+    Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
+]
+Verbose = Annotated[
+    bool,
+    Parameter(
+        name=["--verbose", "-v"],
+        negative="",
+        group=OUTPUT,
+        help="Show plan, progress and report, even if the recipe says otherwise.",
+    ),
+]
+Quiet = Annotated[
+    bool, Parameter(name=["--quiet", "-q"], negative="", group=OUTPUT, help="Show errors only.")
+]
+Json = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        group=OUTPUT,
+        help="One JSON document on stdout; everything else goes to stderr.",
+    ),
+]
+Debug = Annotated[
+    bool, Parameter(negative="", group=OUTPUT, help="With an error, show where it came from.")
+]
+
+
+@takes_recipe
+def merge(
+    recipe: RecipePath = None,
+    /,
+    *,
+    config: CONFIG = None,
+    overwrite: Annotated[
+        bool, Parameter(negative="", group=RUN, help="Replace an existing output.")
+    ] = False,
+    resume: Annotated[
+        bool, Parameter(group=RUN, help="Go on where an interrupted merge stopped.")
+    ] = True,
+    dry_run: Annotated[
+        bool, Parameter(negative="", group=RUN, help="Only say what would be done: dare plan.")
+    ] = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+    **flags: Any,
+) -> int:
+    """Carry out a recipe."""
+    asked = _asked_recipe(recipe, config, flags, verbose=verbose, quiet=quiet)
+    if dry_run:
+        return _show_plan(asked, json=json)
+    console = show.console(json=json, quiet=not asked.verbose)
+    planned = api.plan(asked)
+    show.plan_summary(console, planned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DareWarning)  # the report has them
+        report = api.merge(planned, overwrite=overwrite, resume=resume)
+    show.report(console, report)
+    if json:
+        print(report.to_json())
+    return DONE
+
+
+@takes_recipe
+def plan(
+    recipe: RecipePath = None,
+    /,
+    *,
+    config: CONFIG = None,
+    json: Json = False,
+    debug: Debug = False,
+    **flags: Any,
+) -> int:
+    """Show a plan."""
+    return _show_plan(_asked_recipe(recipe, config, flags), json=json)
+
+
+def _show_plan(recipe: Recipe, *, json: bool) -> int:
+    planned = api.plan(recipe)
+    show.plan_summary(show.console(json=json), planned, detailed=True)
+    if json:
+        print(planned.to_json())
+    return DONE
+
+
+def _asked_recipe(
+    recipe: Path | None,
+    config: Path | None,
+    flags: dict[str, Any],
+    *,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> Recipe:
+    if recipe is not None and config is not None:
+        raise UsageError(f"two recipes given, {recipe} and {config}; leave one out")
+    if verbose and quiet:
+        raise UsageError("--verbose and --quiet given; leave one out")
+    fixed = {"verbose": verbose} if verbose or quiet else {}
+    return recipe_from_flags(recipe or config, flags, **fixed)
+
+
+def verify(
+    *outputs: Annotated[Path, Parameter(help="Outputs of finished merges, files or directories.")],
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Compare outputs with their manifests."""
+    if not outputs:
+        raise UsageError("nothing to verify: name the output of a merge")
+    console = show.console(json=json, quiet=quiet)
+    found = [verify_output(path, verbose=not quiet) for path in outputs]
+    for outcome in found:
+        show.verification(console, outcome)
+    if json:
+        print(jsonlib.dumps([outcome.to_dict() for outcome in found], indent=2))
+    return DONE if all(outcome.ok for outcome in found) else FAILED
+
+
+def methods(
+    name: Annotated[str | None, Parameter(help="A stage, an alias or a method.")] = None,
+    /,
+    *,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Show stages."""
+    names = [] if name is None else ALIASES.get(name, name).split("+")
+    if name in STAGES:
+        names = [name]
+    for unknown in names:
+        if unknown not in STAGES:
+            known = [*STAGES, *ALIASES]
+            raise RecipeError(
+                f"{unknown}: no such stage or method{did_you_mean(unknown, known)}; "
+                f"there are {', '.join(known)}"
+            )
+    console = show.console(json=json)
+    if json:
+        print(jsonlib.dumps(show.catalogue(names or STAGES), indent=2, ensure_ascii=False))
+    elif names:
+        for stage in names:
+            show.stage(console, STAGES[stage])
+    else:
+        show.stages(console)
+    return DONE
+
+
+@takes_recipe
+def init(
+    *,
+    to: Annotated[Path, Parameter(group=RUN, help="Where the recipe goes; - is stdout.")] = Path(
+        "recipe.toml"
+    ),
+    overwrite: Annotated[
+        bool, Parameter(negative="", group=RUN, help="Replace an existing recipe.")
+    ] = False,
+    config: CONFIG = None,
+    debug: Debug = False,
+    **flags: Any,
+) -> int:
+    """Write a recipe."""
+    planned = api.plan(recipe_from_flags(config, flags))
+    text = write_template(planned)
+    if str(to) == "-":
+        print(text, end="")
+        return DONE
+    try:
+        with to.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError(
+            f"{to}: exists already; write elsewhere with --to, or add --overwrite"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"{to}: cannot be written: {error.strerror or error}") from None
+    show.next_steps(
+        show.console(), f"{to} is written", {"plan": f"dare plan {to}", "merge": f"dare {to}"}
+    )
+    return DONE
+
+
+def demo(
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(
+            name=["--output", "-o"], help="Keep picture and merged models in this directory."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, Parameter(negative="", help="Fewer prompts and seeds: rough figures, sooner.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Run the demonstration."""
+    from dare.demo import run_demo
+
+    result = run_demo(show.console(json=json), output=output, quick=quick)
+    if json:
+        print(jsonlib.dumps(result.to_dict(), indent=2))
+    return DONE

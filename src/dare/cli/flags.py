@@ -1,0 +1,284 @@
+"""The flags that describe a recipe.
+
+They are made from the recipe's schema and the registry of stages: what a field or parameter means
+is said there, and a new stage brings its flags along. `recipe_from_flags` lays what was given over
+the tables of a recipe file, so that both ways of asking end in the same checks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from dare.api import load_document
+from dare.cli import UsageError
+from dare.errors import RecipeError
+from dare.recipe import FILE_KEYS, LIFTED, Recipe, recipe_from_document
+from dare.stages import STAGES, Stage, parse_method
+
+FILES = Group("Files", sort_key=1)
+METHOD = Group("Method", sort_key=2)
+STAGE_PARAMETERS = Group(
+    "Parameters of stages",
+    help="One value, or for delta stages one for each model.",
+    sort_key=3,
+)
+MISFITS = Group("What does not fit together", sort_key=4)
+RESOURCES = Group("Resources", sort_key=5)
+RUN = Group("This run", sort_key=6)
+OUTPUT = Group("What is shown", sort_key=7)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a recipe's field is given on the command line."""
+
+    kind: Any
+    group: Group
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    help: str = ""
+
+
+CONFIG = Annotated[
+    Path | None,
+    Parameter(
+        name=["--config", "--recipe", "-c"],
+        group=FILES,
+        help="A recipe in TOML, or a finished output to repeat. Flags override it.",
+    ),
+]
+
+FIELDS: dict[str, Flag] = {
+    "base": Flag(Path, FILES, ("--base", "-b")),
+    "models": Flag(list[Path], FILES, ("--merge", "-m"), "PATH..."),
+    "output": Flag(Path, FILES, ("--output", "-o")),
+    "input_digests": Flag(list[str], FILES),
+    "method": Flag(str, METHOD),
+    "seed": Flag(int, METHOD),
+    "scale": Flag(float, METHOD),
+    "dtype": Flag(str, METHOD),
+    "embedding_drop_rate": Flag(float, METHOD),
+    "tensors": Flag(
+        list[str],
+        METHOD,
+        metavar="RULE...",
+        help="Parameters for tensors by name, as in '*.mlp.*: drop_rate=0.5, rescale=l1'.",
+    ),
+    "on_missing": Flag(str, MISFITS, metavar="error|base"),
+    "on_extra": Flag(str, MISFITS, metavar="error|drop"),
+    "on_mismatch": Flag(str, MISFITS, metavar="error|base"),
+    "on_integer_mismatch": Flag(str, MISFITS, metavar="error|base"),
+    "threads": Flag(int, RESOURCES),
+    "max_memory": Flag(str, RESOURCES, metavar="SIZE"),
+    "shard_size": Flag(str, RESOURCES, metavar="SIZE"),
+    "delta_threshold": Flag(float, OUTPUT),
+}
+"""The fields of a recipe, in the order of `--help`."""
+
+PER_MODEL: dict[str, Flag] = {
+    "weight": Flag(list[float], METHOD, help="Each model's share, one value for each."),
+    "model_seed": Flag(list[int], METHOD, help="Each model's own seed, one for each."),
+}
+"""What is said of each model."""
+
+
+def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = sorted([*own, *_recipe_parameters()], key=lambda p: p.kind)
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
+    return command
+
+
+def _recipe_parameters() -> list[inspect.Parameter]:
+    flags = {
+        name: (flag, flag.help or Recipe.model_fields[name].description)
+        for name, flag in FIELDS.items()
+    }
+    flags |= {name: (flag, flag.help) for name, flag in PER_MODEL.items()}
+    flags |= {
+        name: (Flag(list[str], STAGE_PARAMETERS, metavar="VALUE..."), _stage_help(name))
+        for name in stage_parameter_names()
+    }
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                flag.kind | None,
+                Parameter(
+                    name=flag.names or None,
+                    group=flag.group,
+                    help=help_text,
+                    metavar=flag.metavar,
+                    negative="",
+                    consume_multiple=True,
+                ),
+            ],
+        )
+        for name, (flag, help_text) in flags.items()
+    ]
+
+
+def stage_parameter_names() -> list[str]:
+    """Every parameter that a stage has, once."""
+    return list(dict.fromkeys(name for stage in STAGES.values() for name in stage.parameters))
+
+
+def _stage_help(name: str) -> str:
+    owners = [stage for stage in STAGES.values() if name in stage.parameters]
+    first = owners[0].parameters[name]
+    default = toml_word(first.default)
+    used_by = ", ".join(stage.name for stage in owners)
+    return f"{first.description} {first.range}; {used_by}, default {default}."
+
+
+def toml_word(value: object) -> str:
+    """How people see a value: `true`, `0.9`, `none`."""
+    return {True: "true", False: "false", None: "none"}.get(value, str(value))  # type: ignore[call-overload,no-any-return]
+
+
+def recipe_from_flags(config: Path | None, flags: Mapping[str, Any], **fixed: Any) -> Recipe:
+    """Lay the flags that were given over a recipe file, or over nothing."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config is None:
+        missing = [FIELDS[name].names[0] for name in ("base", "models") if name not in given]
+        if missing:
+            raise UsageError(
+                f"{' and '.join(missing)} missing: give --base, --merge and --output, "
+                "or a recipe with --config"
+            )
+    document = {} if config is None else load_document(config)
+    where = "command line" if config is None else str(config)
+    if config is not None and given:
+        where += " with flags"
+    try:
+        _lay_over(document, given, fixed)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return recipe_from_document(document, where)
+
+
+def _lay_over(document: dict[str, Any], given: dict[str, Any], fixed: Mapping[str, Any]) -> None:
+    files = document.setdefault("models", {})
+    if not isinstance(files, dict):
+        return  # which is what the recipe's own check will say
+    fields = {name: given[name] for name in FIELDS if name in given} | dict(fixed)
+    if "tensors" in fields:
+        fields["tensors"] = [_rule(text) for text in fields["tensors"]]
+    for key, name in FILE_KEYS.items():
+        if name in fields:
+            files[key] = _plain(fields.pop(name))
+    document.update(fields)
+    for key in LIFTED:
+        if key in fields and isinstance(document.get("dare"), dict):
+            document["dare"].pop(key, None)
+
+    for name, key in (("weight", "weight"), ("model_seed", "seed")):
+        if name in given:
+            _set_for_models(files, key, given[name], name)
+    chain = parse_method(document.get("method", Recipe.model_fields["method"].default))
+    for name in stage_parameter_names():
+        if name in given:
+            _set_parameter(document, chain, name, [_value(text) for text in given[name]])
+
+
+def _set_parameter(
+    document: dict[str, Any], chain: Sequence[Stage], name: str, values: list[Any]
+) -> None:
+    """Set a stage's parameter for all models, or for each its own."""
+    owner = _owner(chain, name)
+    if len(values) == 1:
+        document.setdefault(owner.name, {})[name] = values[0]
+        for entry in document["models"].get("merge_files", ()):
+            if isinstance(entry, dict):
+                entry.pop(name, None)
+    elif owner.kind == "combine":
+        raise RecipeError(
+            f"{_flag(name)}: {owner.name} sees all models at once and takes one value, "
+            f"not {len(values)}"
+        )
+    else:
+        _set_for_models(document["models"], name, values, name)
+
+
+def _owner(chain: Sequence[Stage], name: str) -> Stage:
+    """The stage of the chain that a parameter belongs to."""
+    owners = [
+        stage
+        for stage in chain
+        if name in stage.parameters
+        and STAGES.get(stage.preceded_by.get(name, "")) not in chain  # else that stage's is meant
+    ]
+    method = "+".join(stage.name for stage in chain)
+    if not owners:
+        known = [_flag(n) for stage in chain for n in stage.parameters]
+        raise RecipeError(
+            f"{_flag(name)} would have no effect: method {method!r} takes "
+            f"{', '.join(known) or 'no parameters'}"
+        )
+    if len(owners) > 1:
+        raise RecipeError(
+            f"{_flag(name)}: {' and '.join(stage.name for stage in owners)} both have it; "
+            "set it in a recipe, in the table of the stage"
+        )
+    return owners[0]
+
+
+def _set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], name: str) -> None:
+    """Write a value into each model's table."""
+    entries = files.get("merge_files", [])
+    if not isinstance(entries, list):
+        entries = [entries]
+    if len(values) != len(entries):
+        raise RecipeError(f"{_flag(name)}: {len(values)} given for {len(entries)} models")
+    files["merge_files"] = [
+        {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
+        for entry, value in zip(entries, values, strict=True)
+    ]
+
+
+def _rule(text: str) -> dict[str, Any]:
+    """Read `PATTERN: name=value, name=value`.
+
+    >>> _rule("*.mlp.*: drop_rate=0.5, rescale=l1")
+    {'match': '*.mlp.*', 'drop_rate': 0.5, 'rescale': 'l1'}
+    """
+    pattern, _, settings = text.partition(":")
+    pairs = [pair.partition("=") for pair in settings.split(",")]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise RecipeError(
+            f"--tensors {text!r}: write PATTERN: name=value, as in '*.mlp.*: drop_rate=0.5'"
+        )
+    return {"match": pattern.strip()} | {
+        name.strip(): _value(value.strip()) for name, _, value in pairs
+    }
+
+
+def _value(text: str) -> Any:
+    """Read a number, `true` or `false`; anything else is text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _plain(value: Path | Sequence[Path]) -> str | list[str]:
+    return str(value) if isinstance(value, Path) else [str(path) for path in value]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

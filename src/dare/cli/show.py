@@ -1,0 +1,273 @@
+"""What people see: plans, reports, stages. Plain text where nobody looks at a terminal."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dare.cli.flags import toml_word
+from dare.errors import Concern, Notice
+from dare.stages import ALIASES, STAGES, Stage
+
+if TYPE_CHECKING:
+    from dare.planning import Plan
+    from dare.report import ModelReport, Report
+    from dare.verification import Verification
+
+PIPE_WIDTH = 160
+"""Columns where the output is not a terminal and has no width of its own."""
+
+
+def console(*, json: bool = False, quiet: bool = False) -> Console:
+    """Where text for people goes: stdout, or stderr if JSON goes there."""
+    found = Console(stderr=json, quiet=quiet, highlight=False, emoji=False)
+    if not found.is_terminal:
+        found.width = PIPE_WIDTH
+    return found
+
+
+def plan_summary(console: Console, plan: Plan, *, detailed: bool = False) -> None:
+    """What will be merged, how and at what cost."""
+    elements = sum(tensor.elements for tensor in plan.tensors)
+    rows = {
+        "method": _method(plan),
+        "base": str(plan.recipe.base),
+        "tensors": _fates(plan),
+        "weights": f"{elements:,} elements, {_types(plan)}",
+        "reads": f"{size(plan.bytes_read)} in {_times(plan.passes, 'pass', 'passes')}",
+        "writes": _written(plan),
+        "with": f"{_times(plan.threads, 'thread')}, about {size(plan.peak_memory)} of memory",
+    }
+    console.print(_facts("Plan", rows))
+    console.print(_models_table(plan))
+    if detailed and plan.left_out:
+        console.print(_facts("Left out", {"": ", ".join(plan.left_out)}))
+    if detailed:
+        warnings(console, plan.warnings)
+
+
+def _method(plan: Plan) -> str:
+    combine, settings = plan.recipe.chain[-1]
+    chain = "+".join(stage.name for stage in plan.stages)
+    told = {f"{combine.name} {name}": value for name, value in settings.items()}
+    return _listed({chain: "", **told, "scale": plan.recipe.scale})
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    """Settings in a line, without those that are not given."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return ", ".join(f"{name} {toml_word(value)}".strip() for name, value in given.items())
+
+
+def _fates(plan: Plan) -> str:
+    counts = Counter(tensor.fate.value for tensor in plan.tensors)
+    if plan.left_out:
+        counts["left out (only in a model)"] = len(plan.left_out)
+    return ", ".join(f"{count} {fate}" for fate, count in counts.items())
+
+
+def _types(plan: Plan) -> str:
+    before = sorted({tensor.base.dtype.name for tensor in plan.tensors})
+    after = sorted({tensor.dtype.name for tensor in plan.tensors})
+    stored = ", ".join(before)
+    return stored if before == after else f"{stored} stored as {', '.join(after)}"
+
+
+def _written(plan: Plan) -> str:
+    if plan.layout is None:
+        return f"{size(plan.bytes_written)} (no output is named yet)"
+    files = _times(len(plan.layout.files), "file")
+    place = f"{size(plan.bytes_written)} to {plan.layout.target} ({files})"
+    return f"{place}, which exists already" if plan.layout.target.exists() else place
+
+
+def _models_table(plan: Plan) -> Table:
+    recipe = plan.recipe
+    table = _table("model", "file", "weight >", "seed >", "settings")
+    for index, (name, entry) in enumerate(zip(plan.model_names, recipe.models, strict=True)):
+        settings = {
+            parameter: entry.settings.get(parameter, value)
+            for _, values in recipe.chain[:-1]
+            for parameter, value in values.items()
+        }
+        table.add_row(
+            name,
+            str(entry.file),
+            f"{recipe.weights()[index]:.4g}",
+            str(recipe.seeds()[index]),
+            _listed(settings),
+        )
+    return table
+
+
+def report(console: Console, report: Report) -> None:
+    """What was done, and what to do next."""
+    speed = size(int(report.bytes_read / max(report.seconds, 1e-9)))
+    title = f"Merged {_times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
+    resumed = _times(report.resumed_chunks, "piece")
+    told = f"{size(report.bytes_read)} read, {speed}/s"
+    if report.resumed_chunks:
+        told += f", {resumed} taken over from the interrupted run"
+    console.print(Text.assemble((title, "bold green"), f"  {told}"))
+    table = _table("model", "dropped >", "asked >", "largest |δ| >", "in", "above threshold >")
+    for model in report.models:
+        table.add_row(*_model_row(model))
+    console.print(table)
+    warnings(console, report.warnings)
+    if report.output is not None:
+        output = shlex.quote(str(report.output))
+        next_steps(
+            console,
+            f"{report.output} is written ({size(report.bytes_written)})",
+            {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"},
+        )
+
+
+def _model_row(model: ModelReport) -> Sequence[str]:
+    realised, asked = model.drop_rate_realised, model.drop_rate_asked
+    share = model.over_threshold / model.elements if model.elements else 0.0
+    return (
+        model.name,
+        "–" if realised is None else f"{realised:.3%}",
+        "–" if asked is None else f"{asked:.3%}",
+        f"{model.largest_delta:.3g}",
+        model.largest_delta_in or "–",
+        f"{model.over_threshold:,} ({share:.2%})",
+    )
+
+
+def warnings(console: Console, notices: Iterable[Notice]) -> None:
+    """Warnings, those of one kind together."""
+    kinds: dict[Concern, list[Notice]] = {}
+    for notice in notices:
+        kinds.setdefault(notice.about, []).append(notice)
+    for about, found in kinds.items():
+        console.print(Text.assemble(("Warning", "bold yellow"), f"  {about}"))
+        for notice in found:
+            console.print(Padding(Text(notice.text), (0, 0, 0, 4), expand=False))
+    if kinds:
+        console.print()
+
+
+def verification(console: Console, found: Verification) -> None:
+    """Whether an output is what was written."""
+    if found.ok:
+        told = f"  {_times(found.tensors, 'tensor')}, {size(found.bytes_checked)}, {found.path}"
+        console.print(Text.assemble(("Intact", "bold green"), told))
+        return
+    console.print(Text.assemble(("Not what was written", "bold red"), f"  {found.path}"))
+    for problem in found.problems:
+        console.print(Padding(Text(problem), (0, 0, 0, 4), expand=False))
+
+
+def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
+    """Where the result is, and commands to go on with (unwrapped: they are copied)."""
+    console.print(Text(done, "bold"))
+    for word, command in steps.items():
+        console.print(Text.assemble((f"  {word:8}", "dim"), command), soft_wrap=True)
+
+
+def stages(console: Console) -> None:
+    """All stages and aliases."""
+    for kind, told in (
+        ("delta", "Delta stages change each model's delta; any number, in the order given."),
+        ("combine", "Combine stages make one delta of all; exactly one, at the end."),
+    ):
+        console.print(Text(told, "bold"))
+        table = _table("stage", "does", "parameters", "paper")
+        for stage in STAGES.values():
+            if stage.kind == kind:
+                settings = [f"{p.name} = {toml_word(p.default)}" for p in stage.parameters.values()]
+                table.add_row(stage.name, stage.summary, "\n".join(settings), stage.paper)
+        console.print(table)
+    console.print(Text("Other names", "bold"))
+    table = _table("alias", "is")
+    for alias, chain in ALIASES.items():
+        table.add_row(alias, chain)
+    console.print(table)
+    console.print(Text("dare methods STAGE explains one; chain them as in dare+ties."))
+
+
+def stage(console: Console, stage: Stage) -> None:
+    """One stage: meaning, formula, parameters."""
+    console.print(Text.assemble((stage.name, "bold"), f"  ({stage.kind} stage)"))
+    console.print(Padding(Text(stage.documentation), (1, 0, 1, 2), expand=False))
+    if stage.parameters:
+        table = _table("parameter", "default", "range", "meaning")
+        for p in stage.parameters.values():
+            table.add_row(p.name, toml_word(p.default), p.range, p.description)
+        console.print(table)
+    if stage.paper:
+        console.print(Padding(Text(f"Paper: {stage.paper}"), (0, 0, 1, 2), expand=False))
+
+
+def catalogue(names: Iterable[str]) -> dict[str, Any]:
+    """Stages and aliases as plain values, ready for JSON."""
+    return {
+        "stages": [
+            {
+                "name": stage.name,
+                "kind": stage.kind,
+                "summary": stage.summary,
+                "documentation": stage.documentation,
+                "paper": stage.paper,
+                "parameters": [
+                    {
+                        "name": p.name,
+                        "default": p.default,
+                        "range": p.range,
+                        "description": p.description,
+                    }
+                    for p in stage.parameters.values()
+                ],
+            }
+            for stage in (STAGES[name] for name in names)
+        ],
+        "aliases": dict(ALIASES),
+    }
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for people.
+
+    >>> size(1_900_000_000), size(2048)
+    ('1.90 GB', '2.0 kB')
+    """
+    for unit, bytes_each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= bytes_each:
+            digits = 2 if unit == "GB" else 1
+            return f"{nbytes / bytes_each:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _times(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _facts(title: str, rows: Mapping[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for number, (name, value) in enumerate(rows.items()):
+        table.add_row("" if number else title, name, Text(value))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """A table; a column whose name ends in > is aligned to the right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for column in columns:
+        right = column.endswith(">")
+        table.add_column(
+            column.removesuffix(" >"), justify="right" if right else "left", overflow="fold"
+        )
+    return table

@@ -1,0 +1,87 @@
+"""What `--help` says of each command; here, so that it can be said before anything is imported."""
+
+from __future__ import annotations
+
+SUMMARY = "Merge fine-tuned language models by DARE: fast, exact, reproducible."
+
+USAGE = """Usage: dare [merge] [RECIPE] [FLAGS]
+       dare COMMAND --help
+"""
+
+EXAMPLES = r"""[bold]Examples[/bold]
+
+  dare --base base.safetensors --merge math.safetensors code.safetensors \
+       --output merged.safetensors --method dare+ties --drop-rate 0.8
+
+  dare init -b base.safetensors -m math.safetensors code.safetensors \
+       -o merged.safetensors           writes recipe.toml, with every setting
+  dare plan recipe.toml                what it would do, in a second
+  dare recipe.toml                     do it; after an interruption, go on
+  dare verify merged.safetensors       is it still what was written?
+  dare merged.safetensors -o again.safetensors       the same bytes again
+
+[bold]Exit status[/bold]  0 done · 1 refused or failed · 2 wrong usage · 130 interrupted
+
+`dare merge --help` lists every flag."""
+
+COMMANDS = {
+    "merge": r"""Merge models (the default: the word may be left out).
+
+The output is base + scale · combine(deltas), where a delta is a model minus
+the base. The method says how deltas are thinned out and combined: see
+`dare methods`. Killed or interrupted, the same command goes on where it stopped.
+
+[bold]Examples[/bold]
+
+  dare --base base.safetensors --merge math.safetensors code.safetensors \
+       --output merged.safetensors
+  dare --config recipe.toml --drop-rate 0.95 --quiet
+  dare -b base -m math code -o merged --method dare+ties --weight 0.7 0.3 \
+       --drop-rate 0.9 0.5 --tensors '*.mlp.*: drop_rate=0.8' --dtype BF16
+  dare merged.safetensors --output again.safetensors""",
+    "plan": """Say what a merge would do and cost.
+
+Reads headers, no weights; writes nothing. Takes the flags of `dare merge`.
+
+[bold]Examples[/bold]
+
+  dare plan recipe.toml
+  dare plan --base base.safetensors --merge math.safetensors --json""",
+    "verify": """Check that an output is what was written.
+
+Hashes the weights and compares them with the manifest, bit for bit. The exit
+status is 0 if all outputs are intact, and 1 if one is not.
+
+[bold]Examples[/bold]
+
+  dare verify merged.safetensors
+  dare verify merged/ --json""",
+    "methods": """List the methods, or explain one.
+
+[bold]Examples[/bold]
+
+  dare methods
+  dare methods ties
+  dare methods dare_linear --json""",
+    "init": r"""Write a commented recipe for the files given.
+
+The files' headers are read, and they must fit together. Takes the flags of
+`dare merge`.
+
+[bold]Examples[/bold]
+
+  dare init --base base.safetensors --merge math.safetensors code.safetensors \
+       --output merged.safetensors --method dare+ties
+  dare init -b base -m math code -o merged --to -""",
+    "demo": """Merge three small language models, and test them.
+
+The models come with dare: a base that has read English, and three fine-tunes
+of it. Shows what each and the merge can do, with and without DARE. Takes about
+a minute.
+
+[bold]Examples[/bold]
+
+  dare demo
+  dare demo --output demo --json""",
+}
+"""Each command's help; the first line is what the list of commands shows."""

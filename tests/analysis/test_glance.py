@@ -1,0 +1,109 @@
+"""What a glance at the weights tells before a merge, and what it must not cry wolf about."""
+
+import numpy as np
+import pytest
+
+from dare import merge, plan
+from dare.analysis.glance import MATRICES, _rank_if_low, _spread, glance
+from dare.errors import Concern, DareWarning
+from helpers import write_recipe
+
+HEIGHT, WIDTH = 200, 96
+TENSORS = [f"layers.{number}.up.weight" for number in range(6)]
+
+
+def model(seed=0, *, size=0.02):
+    generator = np.random.default_rng(seed)
+    return {name: size * generator.standard_normal((HEIGHT, WIDTH), np.float32) for name in TENSORS}
+
+
+def changed(base, change):
+    return {name: value + change(value.shape).astype(np.float32) for name, value in base.items()}
+
+
+def full(size):
+    generator = np.random.default_rng(1)
+    return lambda shape: size * generator.standard_normal(shape)
+
+
+def low_rank(size, rank):
+    generator = np.random.default_rng(2)
+    return lambda shape: (
+        size
+        * generator.standard_normal((shape[0], rank))
+        @ generator.standard_normal((rank, shape[1]))
+    )
+
+
+def notices(folder, base, tuned, **settings):
+    return glance(plan(write_recipe(folder, base, [tuned], **settings)))
+
+
+def test_an_ordinary_fine_tune_raises_no_concern(tmp_path):
+    base = model()
+    assert notices(tmp_path, base, changed(base, full(0.001))) == []
+
+
+def test_another_model_altogether_is_not_homologous(tmp_path):
+    (notice,) = notices(tmp_path, model(), model(seed=9))
+    assert notice.about is Concern.NOT_HOMOLOGOUS
+    assert notice.text == (
+        "model0: does not look like a fine-tune of this base: |δ| is 0.022 on average, the change "
+        "141% of the base in size (in parts of 4 matrices). DARE works around 0.002 and fails "
+        "around 0.03; check that base and model belong together"
+    )
+
+
+@pytest.mark.parametrize(("size", "found"), [(0.036, False), (0.039, True)])
+def test_a_mean_change_of_003_is_too_far_from_any_base(tmp_path, size, found):
+    base = model(size=1.0)  # the mean of |x| is 0.798 of x's standard deviation
+    assert bool(notices(tmp_path, base, changed(base, full(size)))) is found
+
+
+def test_a_base_of_zeros_has_no_size_to_compare_with(tmp_path):
+    zeros = model(size=0.0)
+    assert notices(tmp_path, zeros, changed(zeros, full(0.001))) == []
+
+
+@pytest.mark.parametrize(("rate", "found"), [(0.85, False), (0.9, True)])
+def test_a_low_rank_delta_is_noticed_at_a_high_drop_rate(tmp_path, rate, found):
+    base = model()
+    tuned = changed(base, low_rank(0.0003, rank=8))
+    seen = notices(tmp_path, base, tuned, stages={"dare": {"drop_rate": rate}})
+    assert [notice.about for notice in seen] == [Concern.LOW_RANK] * found
+    if found:
+        assert seen[0].text == (
+            "model0: its delta has a rank of about 8, as a LoRA's has, and drop_rate is 0.9; "
+            "0.7 to 0.85 is the usual range for LoRAs"
+        )
+
+
+def test_a_low_rank_delta_does_not_matter_where_nothing_is_dropped(tmp_path):
+    base = model()
+    assert notices(tmp_path, base, changed(base, low_rank(0.0003, 4)), method="linear") == []
+
+
+def test_a_model_that_equals_the_base_is_no_lora(tmp_path):
+    assert notices(tmp_path, model(), model()) == []
+
+
+def test_matrices_too_small_to_tell_are_not_looked_at(tmp_path):
+    base = {"w": np.zeros((8, 8), np.float32), "v": np.zeros(100, np.float32)}
+    assert notices(tmp_path, base, changed(base, full(5.0))) == []
+
+
+def test_nan_is_no_rank():
+    assert _rank_if_low(np.full((64, 64), np.nan, np.float32)) is None
+
+
+def test_samples_are_spread_over_the_model():
+    assert _spread(list(range(100))) == [12, 37, 62, 87]
+    assert _spread(list(range(MATRICES - 1))) == [0, 1, 2]
+    assert _spread([]) == []
+
+
+def test_a_merge_warns_and_reports(tmp_path):
+    recipe = write_recipe(tmp_path, model(), [model(seed=9)], delta_threshold=100.0)
+    with pytest.warns(DareWarning, match="does not look like a fine-tune of this base"):
+        report = merge(recipe.model_copy(update={"verbose": True}))
+    assert [notice.about for notice in report.warnings] == [Concern.NOT_HOMOLOGOUS]
