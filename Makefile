@@ -1,20 +1,25 @@
-# The environment is made once, in .venv; everything runs from there.
+# The environments are made once: .venv for everything here, .venv-peers for other people's tools.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: help demo test lint types unit test-peers bench clean
+.PHONY: help demo test lint types unit docs test-peers bench clean
 
 help:
-	@echo "make demo        merge three models and look at the result"
+	@echo "make demo        merge three small language models and see what becomes of them"
 	@echo "make test        lint, types, tests with coverage"
+	@echo "make docs        build the documentation into site/"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
-	@echo "make bench       speed and memory beside mergekit and plain torch (needs 20 GB of disk)"
+	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
 
-$(VENV)/ready: pyproject.toml requirements-dev.txt constraints.txt
+$(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[demo]'
+	touch $@
+
+$(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
 	touch $@
@@ -27,25 +32,28 @@ $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/python examples/first_merge.py
+	$(BIN)/dare demo
 
 test: lint types unit
 
-lint: $(VENV)/ready
+lint: $(VENV)/dev-ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(VENV)/ready
+types: $(VENV)/dev-ready
 	$(BIN)/mypy
 
-unit: $(VENV)/ready
+unit: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet --cov --cov-report=term
+
+docs: $(VENV)/dev-ready
+	$(BIN)/mkdocs build --strict
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
 
-bench: $(VENV)/ready $(PEERS)/ready
+bench: $(VENV)/dev-ready $(PEERS)/ready
 	$(BIN)/python bench/compare.py --peers-python $(PEERS)/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .coverage
+	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .coverage site

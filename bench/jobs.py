@@ -69,7 +69,14 @@ MERGEKIT_JOBS = {
 }
 """Method and the type it computes in: bf16 as in its examples, and float32 as we do."""
 
-JOB_NAMES = (*OUR_JOBS, *MERGEKIT_JOBS, "torch", "floor")
+SCRIPT_JOBS = {
+    "peft-linear": ("PEFT's functions: dare_linear", "peft_functions.py", ("dare_linear",)),
+    "peft-ties": ("PEFT's functions: dare_ties", "peft_functions.py", ("dare_ties",)),
+    "sd-mecha-ties": ("sd-mecha: TIES with DARE", "sd_mecha_merge.py", ()),
+}
+"""Title, script in this folder and its first arguments; then come output, base and models."""
+
+JOB_NAMES = (*OUR_JOBS, *MERGEKIT_JOBS, *SCRIPT_JOBS, "torch", "floor")
 
 
 def make_jobs(inputs: Inputs, work: Path, output: Path, peers_python: Path) -> list[Job]:
@@ -77,6 +84,7 @@ def make_jobs(inputs: Inputs, work: Path, output: Path, peers_python: Path) -> l
     return [
         *(make_our_job(name, inputs, work, output) for name in OUR_JOBS),
         *(make_mergekit_job(name, inputs, work, output, peers_python) for name in MERGEKIT_JOBS),
+        *(make_script_job(name, inputs, output, peers_python) for name in SCRIPT_JOBS),
         make_torch_job(inputs, output, peers_python),
         make_floor_job(inputs, output),
     ]
@@ -144,6 +152,21 @@ def configure_mergekit(inputs: Inputs, method: str, dtype: str) -> dict[str, Any
         "dtype": dtype,
         "out_dtype": "bfloat16",
     }
+
+
+def make_script_job(name: str, inputs: Inputs, output: Path, peers_python: Path) -> Job:
+    """A merge by a script around another tool."""
+    title, script, arguments = SCRIPT_JOBS[name]
+    files = [str(output / "merged.safetensors"), *map(str, inputs.files)]
+    command = (str(peers_python), str(BENCH / script), *arguments, *files)
+    rival = "mergekit-ties" if name.endswith("ties") else "mergekit-linear"
+    return Job(
+        name,
+        title,
+        [command],
+        rival,
+        obstacle=None if peers_python.exists() else "it is not where --peers-python points",
+    )
 
 
 def make_torch_job(inputs: Inputs, output: Path, peers_python: Path) -> Job:

@@ -13,12 +13,13 @@ from typing import Any
 
 from dare.analysis.glance import glance
 from dare.arrays import array_source, like_original
+from dare.chunks import chunk_span
 from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError
 from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
 from dare.io.sources import open_source
-from dare.io.writer import ArraySink, PartialOutput, check_target
+from dare.io.writer import ArraySink, PartialOutput, Record, check_target
 from dare.manifest import (
     checked_metadata,
     embedded_manifest,
@@ -104,6 +105,7 @@ def merge(
                 bytes_read += nbytes
             display.advance(nbytes)
 
+        display.advance(_bytes_taken_over(planned, output.resumed))
         records = execute(
             planned,
             output,
@@ -196,6 +198,13 @@ def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
         for notice in notices:
             warnings.warn(notice.text, DareWarning, stacklevel=3)
+
+
+def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
+    """What an interrupted run has read already, as far as the progress bar is concerned."""
+    elements = {tensor.name: tensor.elements for tensor in planned.tensors}
+    done = sum(chunk_span(record["chunk"], elements[record["tensor"]])[1] for record in resumed)
+    return planned.bytes_read * done // max(sum(elements.values()), 1)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -272,8 +272,8 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         return
     if not overwrite:
         raise OutputError(
-            f"{layout.target}: exists already; choose another output, "
-            "or allow it with overwrite = true"
+            f"{layout.target}: exists already; choose another output, or replace it with "
+            "--overwrite (overwrite=True in Python)"
         )
     if layout.is_directory != layout.target.is_dir():
         raise OutputError(f"{layout.target}: is a {'file' if layout.is_directory else 'directory'}")
