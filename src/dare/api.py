@@ -21,6 +21,7 @@ from dare.io.layout import Layout
 from dare.io.sources import open_source
 from dare.io.writer import ArraySink, PartialOutput, Record, check_target
 from dare.manifest import (
+    FORMAT,
     checked_metadata,
     embedded_manifest,
     find_manifest,
@@ -28,6 +29,7 @@ from dare.manifest import (
     metadata_of,
     read_manifest,
 )
+from dare.mask import MASK_VERSION
 from dare.planning import Plan, make_plan
 from dare.progress import show_progress
 from dare.recipe import ModelEntry, Recipe, read_toml, recipe_from_document
@@ -52,11 +54,22 @@ def load_document(path: Path) -> dict[str, Any]:
     if manifest_file is None:
         return read_toml(path)
     manifest = read_manifest(manifest_file)
+    for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
+        if manifest.get(key) != ours:
+            raise InputError(
+                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
+                f"repeats only {ours!r}; use the version that wrote it ({_writer(manifest)})"
+            )
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
         return {**manifest["recipe"], "input_digests": digests}
     except (KeyError, TypeError) as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
+
+
+def _writer(manifest: dict[str, Any]) -> str:
+    versions = manifest.get("versions")
+    return f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
 
 
 AnyRecipe = Recipe | str | PathLike[str]
@@ -83,7 +96,7 @@ def merge(
     started = time.perf_counter()
     planned = recipe if isinstance(recipe, Plan) else plan(recipe)
     recipe = planned.recipe
-    layout = _checked_layout(planned, overwrite=overwrite)
+    layout = checked_layout(planned, overwrite=overwrite)
     noticed = glance(planned)
     _warn(recipe, [*planned.warnings, *noticed])
 
@@ -135,7 +148,7 @@ def merge(
     return report
 
 
-def _checked_layout(planned: Plan, *, overwrite: bool) -> Layout:
+def checked_layout(planned: Plan, *, overwrite: bool) -> Layout:
     """Refuse an output that is missing from the recipe, an input, or there already."""
     if planned.layout is None:
         raise RecipeError("output is missing: say where the merged model shall go")

@@ -6,7 +6,7 @@
     │   └── HeaderError    … because its safetensors header or index is not valid
     ├── MismatchError      the inputs do not fit together; lists every finding
     ├── OutputError        the output cannot be written, or would destroy something
-    └── VerificationError  an output is not what its manifest says
+    └── VerificationError  an output has no manifest to compare it with
 
     DareWarning            the merge will run, but probably not do what was meant
 
@@ -46,7 +46,7 @@ class OutputError(DareError):
 
 
 class VerificationError(DareError):
-    """The bytes on disk are not those that the manifest describes."""
+    """An output has no manifest that it could be compared with."""
 
 
 class DareWarning(UserWarning):

@@ -127,15 +127,22 @@ class Plan:
         """Buffers of one thread."""
         inputs_and_output = 2 + len(self.models)
         floats = 2  # base and merged delta
-        if not self.is_fused:  # every model's values, an election's sums, a survey's magnitudes
-            floats += len(self.models) + 4 + 1
+        if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
+            floats += len(self.models) + 4 + 1 + self.has_deltas
         lanes = 2
         return CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether a model is given by its deltas, not by its weights."""
+        return any(model.holds_deltas for model in self.models)
 
     @cached_property
     def is_fused(self) -> bool:
         """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
         if self.passes > 1 or 0 in self.recipe.weights():
+            return False
+        if self.has_deltas:
             return False
         return all(
             len({self.source_of(tensor, m).tensors[tensor.name].dtype for m in tensor.models}) == 1
@@ -317,7 +324,8 @@ def _plan_tensor(
     for index, model in enumerate(models):
         info = model.tensors.get(name)
         if info is None:
-            missing.append(names[index])
+            if not model.holds_deltas:
+                missing.append(names[index])
             if combine.models is not None:  # it takes them all, so this one's delta is read as zero
                 takes_part.append(index)
         elif info.shape != base.shape or (
@@ -348,7 +356,8 @@ def _plan_tensor(
         fate = Fate.COPIED
         takes_part = takes_part if recipe.on_integer_mismatch == "error" else []
     else:
-        fate = Fate.MERGED if len(missing) < len(models) else Fate.BASE_ONLY
+        changed = any(name in model.tensors for model in models)
+        fate = Fate.MERGED if changed else Fate.BASE_ONLY
         takes_part = takes_part if fate is Fate.MERGED else []
 
     dtype = base.dtype

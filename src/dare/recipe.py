@@ -100,10 +100,14 @@ class ModelEntry(_Strict):
 
         def __init__(self, **given: Any) -> None: ...
 
-    file: AnyPath
-    weight: float | None = None
-    seed: int | None = Field(default=None, ge=0)
-    settings: dict[str, Any] = Field(default_factory=dict)
+    file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
+    weight: float | None = Field(
+        None, description="Its share; the usual one depends on the method."
+    )
+    seed: int | None = Field(None, ge=0, description="Its own seed, in place of seed + i.")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="Parameters of delta stages that are different for it."
+    )
 
     @property
     def name(self) -> str:
@@ -122,8 +126,10 @@ class TensorRule(_Strict):
 
         def __init__(self, **given: Any) -> None: ...
 
-    match: tuple[str, ...]
-    settings: dict[str, Any]
+    match: tuple[str, ...] = Field(
+        description="A pattern or a list of them: * and ? as in a shell."
+    )
+    settings: dict[str, Any] = Field(description="Parameters of stages for these tensors.")
 
     @field_validator("match", mode="before")
     @classmethod

@@ -144,6 +144,7 @@ class Worker:
         self._model_bytes = [np.empty_like(self._base_bytes) for _ in plan.models]
         self._output_bytes = aligned_bytes(CHUNK * plan.widest + ALIGNMENT)
         self._scratch = Scratch(CHUNK)
+        self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._seeds = plan.recipe.seeds()
         self._weights = plan.recipe.weights()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
@@ -196,6 +197,8 @@ class Worker:
         `found` is what the surveys found, if they are not to be waited for.
         """
         seed, threshold = self._seeds[model], self._threshold_bits
+        if self.job.plan.source_of(tensor, model).holds_deltas:
+            base = self._nothing[: tuned.size]
         block = Block(
             self.job.kernels, tensor.name, start, seed, tuned, base, self._scratch, threshold
         )

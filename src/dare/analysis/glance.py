@@ -20,6 +20,8 @@ from dare.kernels import reference
 from dare.planning import Plan, TensorPlan
 from dare.recipe import is_embedding
 
+Floats = NDArray[np.float32]
+
 MATRICES, ROWS, COLUMNS = 4, 128, 1024
 """How many matrices are looked at, and how much of each at the most."""
 SMALLEST = 32
@@ -40,8 +42,8 @@ class Sample:
     """Some rows of one matrix: the base's, and one model's delta to it."""
 
     tensor: TensorPlan
-    base: NDArray[np.float32]
-    delta: NDArray[np.float32]
+    base: Floats
+    delta: Floats
 
 
 def glance(plan: Plan) -> list[Notice]:
@@ -54,7 +56,7 @@ def glance(plan: Plan) -> list[Notice]:
         bases = [_read_rows(plan.base, tensor) for tensor in chosen]
         for model, name in enumerate(plan.model_names):
             samples = [
-                Sample(tensor, base, _read_rows(plan.models[model], tensor) - base)
+                Sample(tensor, base, _read_delta(plan.models[model], tensor, base))
                 for tensor, base in zip(chosen, bases, strict=True)
                 if model in tensor.models and tensor.name in plan.models[model].tensors
             ]
@@ -73,7 +75,12 @@ def _spread(tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
     return [tensors[(2 * place + 1) * len(tensors) // (2 * count)] for place in range(count)]
 
 
-def _read_rows(source: Source, tensor: TensorPlan) -> NDArray[np.float32]:
+def _read_delta(source: Source, tensor: TensorPlan, base: Floats) -> Floats:
+    values = _read_rows(source, tensor)
+    return values if source.holds_deltas else values - base
+
+
+def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
     """Rows from the middle of a matrix, from their first column on."""
     height, width = tensor.shape
     rows, columns = min(ROWS, height), min(COLUMNS, width)
@@ -124,7 +131,7 @@ def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Not
         )
 
 
-def _rank_if_low(delta: NDArray[np.float32]) -> int | None:
+def _rank_if_low(delta: Floats) -> int | None:
     """How many directions hold all but a hundredth of the delta, if few do.
 
     >>> generator = np.random.default_rng(0)

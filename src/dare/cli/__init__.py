@@ -83,6 +83,7 @@ def build_app() -> App:
         help_epilogue=EXAMPLES,
         help_flags=["--help", "-h"],
         help_format="rich",
+        suppress_keyboard_interrupt=False,
     )
     for place, (name, text) in enumerate(COMMANDS.items()):
         app.command(

@@ -13,9 +13,17 @@ from dare import api
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import CONFIG, FILES, OUTPUT, RUN, recipe_from_flags, takes_recipe
 from dare.cli.template import write_template
-from dare.errors import DareWarning, OutputError, RecipeError, did_you_mean
+from dare.errors import (
+    DareWarning,
+    InputError,
+    OutputError,
+    RecipeError,
+    VerificationError,
+    did_you_mean,
+)
 from dare.recipe import Recipe
 from dare.stages import ALIASES, STAGES
+from dare.verification import Verification
 from dare.verification import verify as verify_output
 
 RecipePath = Annotated[
@@ -70,9 +78,10 @@ def merge(
     """Carry out a recipe."""
     asked = _asked_recipe(recipe, config, flags, verbose=verbose, quiet=quiet)
     if dry_run:
-        return _show_plan(asked, json=json)
+        return _show_plan(asked, json=json, quiet=quiet)
     console = show.console(json=json, quiet=not asked.verbose)
     planned = api.plan(asked)
+    api.checked_layout(planned, overwrite=overwrite)
     show.plan_summary(console, planned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DareWarning)  # the report has them
@@ -89,17 +98,18 @@ def plan(
     /,
     *,
     config: CONFIG = None,
+    quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Show a plan."""
-    return _show_plan(_asked_recipe(recipe, config, flags), json=json)
+    return _show_plan(_asked_recipe(recipe, config, flags), json=json, quiet=quiet)
 
 
-def _show_plan(recipe: Recipe, *, json: bool) -> int:
+def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
-    show.plan_summary(show.console(json=json), planned, detailed=True)
+    show.plan_summary(show.console(json=json, quiet=quiet), planned, detailed=True)
     if json:
         print(planned.to_json())
     return DONE
@@ -131,9 +141,13 @@ def verify(
     if not outputs:
         raise UsageError("nothing to verify: name the output of a merge")
     console = show.console(json=json, quiet=quiet)
-    found = [verify_output(path, verbose=not quiet) for path in outputs]
-    for outcome in found:
-        show.verification(console, outcome)
+    found = []
+    for path in outputs:
+        try:
+            found.append(verify_output(path, verbose=not quiet))
+        except (InputError, VerificationError) as error:
+            found.append(Verification(path, (str(error),), tensors=0, bytes_checked=0))
+        show.verification(console, found[-1])
     if json:
         print(jsonlib.dumps([outcome.to_dict() for outcome in found], indent=2))
     return DONE if all(outcome.ok for outcome in found) else FAILED
@@ -171,9 +185,10 @@ def methods(
 @takes_recipe
 def init(
     *,
-    to: Annotated[Path, Parameter(group=RUN, help="Where the recipe goes; - is stdout.")] = Path(
-        "recipe.toml"
-    ),
+    to: Annotated[
+        Path,
+        Parameter(group=RUN, allow_leading_hyphen=True, help="Where the recipe goes; - is stdout."),
+    ] = Path("recipe.toml"),
     overwrite: Annotated[
         bool, Parameter(negative="", group=RUN, help="Replace an existing recipe.")
     ] = False,

@@ -144,7 +144,7 @@ def _stage_help(name: str) -> str:
 
 def toml_word(value: object) -> str:
     """How people see a value: `true`, `0.9`, `none`."""
-    return {True: "true", False: "false", None: "none"}.get(value, str(value))  # type: ignore[call-overload,no-any-return]
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def recipe_from_flags(config: Path | None, flags: Mapping[str, Any], **fixed: Any) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +27,17 @@ PIPE_WIDTH = 160
 """Columns where the output is not a terminal and has no width of its own."""
 
 
+class _Console(Console):
+    """A console that falls silent when nobody reads on, so that the work itself is finished."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def console(*, json: bool = False, quiet: bool = False) -> Console:
     """Where text for people goes: stdout, or stderr if JSON goes there."""
-    found = Console(stderr=json, quiet=quiet, highlight=False, emoji=False)
+    found = _Console(stderr=json, quiet=quiet, highlight=False, emoji=False)
     if not found.is_terminal:
         found.width = PIPE_WIDTH
     return found
@@ -163,7 +172,8 @@ def verification(console: Console, found: Verification) -> None:
         told = f"  {_times(found.tensors, 'tensor')}, {size(found.bytes_checked)}, {found.path}"
         console.print(Text.assemble(("Intact", "bold green"), told))
         return
-    console.print(Text.assemble(("Not what was written", "bold red"), f"  {found.path}"))
+    told = "Not what was written" if found.tensors else "Cannot be verified"
+    console.print(Text.assemble((told, "bold red"), f"  {found.path}"))
     for problem in found.problems:
         console.print(Padding(Text(problem), (0, 0, 0, 4), expand=False))
 

@@ -38,6 +38,10 @@ class Source(Protocol):
     def files(self) -> tuple[Path, ...]:
         """The files behind the source; none for arrays."""
 
+    @property
+    def holds_deltas(self) -> bool:
+        """Whether its tensors are changes to the base, float32, instead of weights."""
+
     def fingerprint(self) -> list[Any]:
         """What must stay the same for a half-finished merge to be resumed."""
 
@@ -72,6 +76,8 @@ class _Stamp:
 
 class FileSource:
     """One safetensors file, or the shards of one model."""
+
+    holds_deltas = False
 
     def __init__(
         self, path: Path, headers: Mapping[Path, Header], stamps: Mapping[Path, _Stamp]
@@ -144,8 +150,12 @@ class ArraySource:
     files: tuple[Path, ...] = ()
 
     def __init__(
-        self, arrays: Mapping[str, tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]]
+        self,
+        arrays: Mapping[str, tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]],
+        *,
+        holds_deltas: bool = False,
     ) -> None:
+        self.holds_deltas = holds_deltas
         self.tensors = {
             name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
         }

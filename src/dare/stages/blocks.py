@@ -49,7 +49,8 @@ class Block:
         """The mask that is noted down, if any."""
         self.least = 0
         """The least magnitude (its bits) that is noted down to be kept, after the mask."""
-        self._base = base
+        self.origin = base
+        """What the delta is taken from: the base's stored elements, or zeros."""
         self._scratch = scratch
         self._threshold_bits = threshold_bits
         self._values: Floats | None = None
@@ -69,7 +70,7 @@ class Block:
 
     def _carry_out(self) -> Floats:
         """Take the delta and do to it what was noted down."""
-        base = self._scratch.base_of(self.kernels, self._base)
+        base = self._scratch.base_of(self.kernels, self.origin)
         values = np.empty(self.size, np.float32)
         lanes, kept = self._lanes()
         peak, over = self.kernels.delta(self.tuned, base, lanes, values, self._threshold_bits)
@@ -110,7 +111,7 @@ class Block:
         """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
         if self.is_noted and self.mask is not None and not self.least:
             lanes, kept = self._lanes()
-            base = self._scratch.base_of(self.kernels, self._base)
+            base = self._scratch.base_of(self.kernels, self.origin)
             return int(self.kernels.gather(self.tuned, base, lanes, out)), kept
         return int(self.kernels.magnitudes(self.values, out)), self._survivors
 
@@ -238,7 +239,7 @@ class Deltas:
     def _parts(self, weights: Sequence[float], shares: Sequence[float]) -> list[Part] | None:
         """What one kernel is told to do it all at once; None if it cannot."""
         kinds = {block.tuned.dtype for block in self.blocks}
-        noted = all(block.is_noted for block in self.blocks)
+        noted = all(block.is_noted and block.origin is self._base for block in self.blocks)
         if len(kinds) > 1 or not noted or 0 in weights:
             return None
         return [

@@ -220,6 +220,11 @@ def _register(
     )
 
 
+def _other_names() -> list[str]:
+    """The aliases that are no stages as well."""
+    return [alias for alias in ALIASES if alias not in STAGES]
+
+
 def parse_method(method: str) -> tuple[Stage, ...]:
     """Turn `"dare+ties"`, or an alias such as `"dare_ties"`, into its stages.
 
@@ -234,7 +239,7 @@ def parse_method(method: str) -> tuple[Stage, ...]:
             hint = did_you_mean(name, known) or did_you_mean(method, known)
             raise RecipeError(
                 f"method {method!r}: there is no stage {name!r}{hint}; "
-                f"stages: {', '.join(STAGES)}; other names: {', '.join(ALIASES)}"
+                f"stages: {', '.join(STAGES)}; other names: {', '.join(_other_names())}"
             )
         stages.append(STAGES[name])
     for stage in stages:

@@ -1,0 +1,235 @@
+"""The parts of the documentation that are made from the program itself, when the site is built.
+
+A page says where such a part goes:
+
+    <!-- generated: methods -->
+
+so the page exists in the repository, with its introduction, and what follows is never out of date.
+Two pages are files of the repository's root: contributing.md and changelog.md.
+
+`python docs/generate.py methods` prints a part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dare.recipe import EMBEDDINGS, ModelEntry, Recipe, TensorRule
+from dare.stages import ALIASES, STAGES, Stage
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).parents[1]
+WIDEST_INTEGER = 1 << 63
+FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+
+_MARK = re.compile(r"<!-- generated: (\w+) -->")
+
+
+# ---------------------------------------------------------------- mkdocs
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie in the repository's root."""
+    from mkdocs.structure.files import File
+
+    for name, source in FROM_ROOT.items():
+        text = (ROOT / source).read_text("utf-8")
+        text = text.replace("](docs/", "](")
+        for other, its_source in FROM_ROOT.items():
+            text = text.replace(f"]({its_source}", f"]({other}")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_page: Any) -> str:
+    """Put the generated parts in their places."""
+    return _MARK.sub(lambda mark: PARTS[mark.group(1)](), markdown)
+
+
+# ---------------------------------------------------------------- methods
+
+
+def methods() -> str:
+    """Every stage with its parameters, and every alias."""
+    delta = [stage for stage in STAGES.values() if stage.kind == "delta"]
+    combine = [stage for stage in STAGES.values() if stage.kind == "combine"]
+    return "\n\n".join(
+        [
+            "## Delta stages",
+            "A delta stage changes the delta of one model.",
+            *map(_stage, delta),
+            "## Combine stages",
+            "A combine stage turns the deltas of all models into one.",
+            *map(_stage, combine),
+            "## Aliases",
+            "Other names for methods, as other tools and papers have them.",
+            _table(("name", "method"), ((f"`{a}`", f"`{m}`") for a, m in sorted(ALIASES.items()))),
+        ]
+    )
+
+
+def _stage(stage: Stage) -> str:
+    parts = [f"### {stage.name}", stage.documentation]
+    facts = []
+    if stage.kind == "combine":
+        facts.append(f"Weights: {_default_weight(stage)}.")
+        if stage.models is not None:
+            facts.append(f"Takes exactly {stage.models} models.")
+    if stage.paper:
+        facts.append(f"Paper: {_paper(stage.paper)}.")
+    parts.append(" ".join(facts))
+    if stage.parameters:
+        parts.append(_table(("parameter", "default", "values", "meaning"), _parameters(stage)))
+    else:
+        parts.append("No parameters.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _parameters(stage: Stage) -> Iterable[Sequence[str]]:
+    return [
+        (f"`{p.name}`", _value(p.default), p.range, p.description)
+        for p in stage.parameters.values()
+    ]
+
+
+def _default_weight(stage: Stage) -> str:
+    if stage.default_weight is None:
+        return "none"
+    return "1 unless given" if stage.default_weight(2) == 1 else "1/n for n models unless given"
+
+
+def _paper(paper: str) -> str:
+    found = re.fullmatch(r"arXiv:(\d{4}\.\d{5})", paper)
+    return f"[{paper}](https://arxiv.org/abs/{found.group(1)})" if found else paper
+
+
+# ---------------------------------------------------------------- recipe
+
+
+HOMES = {
+    "base": "[models] base_file",
+    "models": "[models] merge_files",
+    "output": "[models] output_file",
+    "stages": "[NAME OF A STAGE]",
+    "tensors": "[[tensors]]",
+}
+"""Where a field of a recipe stands in TOML, if it is not a key of the same name at the top."""
+
+
+KINDS = {
+    "tensors": "list of tables",
+    "shard_size": "size",
+    "max_memory": "size",
+    "settings": "as its stage says",
+}
+"""What a field holds, where its schema says too little."""
+
+
+def recipe() -> str:
+    """Every key of a recipe."""
+    return "\n\n".join(
+        [
+            "## Keys of a recipe",
+            _fields(Recipe, HOMES),
+            "## Keys of a model",
+            "A model in `merge_files` is a path, or a table with these keys and any parameter of "
+            "the method's delta stages.",
+            _fields(ModelEntry, {"settings": "drop_rate, …"}),
+            "## Keys of a rule for tensors",
+            "A table `[[tensors]]` has these keys and any parameter of the method's stages.",
+            _fields(TensorRule, {"settings": "drop_rate, …"}),
+            "## Names that count as embeddings",
+            "`embedding_drop_rate` is for tensors whose names match one of "
+            + ", ".join(f"`{pattern}`" for pattern in EMBEDDINGS)
+            + ".",
+        ]
+    )
+
+
+def _fields(model: Any, homes: Mapping[str, str]) -> str:
+    schema = model.model_json_schema()
+    rows = []
+    for name, field in model.model_fields.items():
+        described = schema["properties"][name]
+        default = (
+            "required"
+            if field.is_required()
+            else _value(field.get_default(call_default_factory=True))
+        )
+        text = " ".join((field.description or "").split())
+        kind = KINDS.get(name) or _kind(described, schema)
+        if name == "settings":
+            default = "as elsewhere"
+        rows.append((f"`{homes.get(name, name)}`", kind, default, text))
+    return _table(("key", "value", "default", "meaning"), rows)
+
+
+def _kind(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """What a field may hold, in words."""
+    if "$ref" in schema:
+        return "table"
+    if "anyOf" in schema:
+        kinds = [_kind(choice, whole) for choice in schema["anyOf"] if choice.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema:
+        return " or ".join(f'`"{value}"`' for value in schema["enum"])
+    if "const" in schema:
+        return f'`"{schema["const"]}"`'
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of {_plural(_kind(schema.get('items', {}), whole))}"
+    if kind == "object":
+        return "table"
+    words = {"integer": "whole number", "number": "number", "boolean": "true or false"}
+    text = "path" if schema.get("format") == "path" else words.get(str(kind), "text")
+    return " ".join([text, *_bounds(schema)])
+
+
+def _bounds(schema: Mapping[str, Any]) -> Iterable[str]:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [
+        f"{sign} {schema[key]}"
+        for key, sign in signs.items()
+        if key in schema and schema[key] < WIDEST_INTEGER
+    ]
+    return [", ".join(bounds)] if bounds else []
+
+
+def _plural(word: str) -> str:
+    return {"text": "texts", "path": "paths", "table": "paths or tables"}.get(word, word)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _value(value: object) -> str:
+    """A default as it would be written in TOML."""
+    if value is None:
+        return "not set"
+    if value in ((), {}):
+        return "none"
+    return f"`{json.dumps(value)}`"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+PARTS: dict[str, Callable[[], str]] = {"methods": methods, "recipe": recipe}
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or PARTS:
+        sys.stdout.write(PARTS[part]() + "\n")

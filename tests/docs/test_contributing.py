@@ -1,0 +1,77 @@
+"""The stage that CONTRIBUTING.md shows, as if it lay in the package.
+
+It runs in a process of its own, because registering a stage changes the one table of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from doc_blocks import ROOT, find_blocks
+
+AS_IF_IN_THE_PACKAGE = """
+from pathlib import Path
+
+import dare.stages
+
+dare.stages.__path__.append(str(Path(__file__).parent / "stages"))
+
+import dare.stages.clip
+"""
+
+WITH_NO_OTHER_EDIT = """
+import importlib.util
+
+from dare.cli import main
+from dare.recipe import recipe_from_document
+from dare.stages import STAGES
+
+
+def test_it_is_registered_with_its_parameter():
+    limit = STAGES["clip"].parameters["limit"]
+    assert (limit.default, limit.range) == (0.002, "0 < x")
+    assert limit.description == "The largest magnitude a change may have."
+
+
+def test_a_recipe_takes_it():
+    files = {"base_file": "b", "merge_files": [{"file": "m", "limit": 0.5}]}
+    document = {"method": "clip+linear", "clip": {"limit": 1.0}, "models": files}
+    recipe = recipe_from_document(document, "")
+    assert recipe.settings_for("w", 0)[0] == {"limit": 0.5}
+
+
+def test_the_command_line_has_it(capsys):
+    assert main(["methods", "clip"]) == 0
+    assert "Bound the magnitude of every element." in capsys.readouterr().out
+    assert main(["merge", "--help"]) == 0
+    assert "--limit" in capsys.readouterr().out
+
+
+def test_the_pages_have_it():
+    spec = importlib.util.spec_from_file_location("generate", GENERATE)
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = generate.methods()
+    assert "### clip" in page and "| `limit` | `0.002` | 0 < x | The largest magnitude" in page
+"""
+
+
+def test_the_stage_in_contributing(tmp_path: Path) -> None:
+    shown = {block.file_name: block.text for block in find_blocks(ROOT / "CONTRIBUTING.md")}
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "conftest.py").write_text(AS_IF_IN_THE_PACKAGE)
+    (tmp_path / "stages" / "clip.py").write_text(shown["src/dare/stages/clip.py"])
+    (tmp_path / "test_clip.py").write_text(shown["tests/stages/test_clip.py"])
+    more = WITH_NO_OTHER_EDIT.replace("GENERATE", repr(str(ROOT / "docs" / "generate.py")))
+    (tmp_path / "test_no_other_edit.py").write_text(more)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout

@@ -1,0 +1,85 @@
+"""Every link between files of the repository leads somewhere, to the very heading."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from doc_blocks import ROOT
+from markdown.extensions.toc import slugify as site_slug
+from markdown_it import MarkdownIt
+
+LEFT_OUT = {".venv", ".venv-peers", "site", "node_modules"}
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part in LEFT_OUT or part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+FROM_ROOT = {"docs/contributing.md": "CONTRIBUTING.md", "docs/changelog.md": "CHANGELOG.md"}
+"""Pages of the site that are files of the root."""
+
+_GENERATED = re.compile(r"<!-- generated: \w+ -->")
+
+
+def links(page: Path) -> list[str]:
+    """The targets of all links and pictures that are not on another server."""
+    found = []
+    for token in MarkdownIt().enable("table").parse(page.read_text("utf-8")):
+        for child in token.children or ():
+            target = child.attrGet("href") or child.attrGet("src")
+            if target and not re.match(r"[a-z]+:", str(target)):
+                found.append(unquote(str(target)))
+    return found
+
+
+def headings(page: Path) -> list[str]:
+    tokens = MarkdownIt().parse(page.read_text("utf-8"))
+    return [
+        "".join(child.content for child in after.children or ())
+        for token, after in pairwise(tokens)
+        if token.type == "heading_open"
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, on the site and where the repository is browsed."""
+    found = set()
+    for heading in headings(page):
+        plain = unicodedata.normalize("NFKC", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+        found.add(site_slug(heading, "-"))
+    return found
+
+
+def resolve(page: Path, target: str) -> Path:
+    path = (page.parent / target).resolve() if target else page
+    inside = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
+    return ROOT / FROM_ROOT[inside] if inside in FROM_ROOT else path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        path = resolve(page, target)
+        assert path.exists(), f"{link}: there is no {path}"
+        if anchor and not _GENERATED.search(path.read_text("utf-8")):
+            assert anchor in anchors(path), f"{link}: {path.name} has no such heading"
+
+
+def test_pages_are_found() -> None:
+    assert ROOT / "README.md" in PAGES
+    assert ROOT / "docs" / "guides" / "two-models.md" in PAGES
+
+
+def test_a_wrong_link_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A heading here\n\n[a](other.md) [b](#a-heading-here) [c](https://x.y) ![](p.png)"
+    )
+    assert links(page) == ["other.md", "#a-heading-here", "p.png"]
+    assert anchors(page) == {"a-heading-here"}

@@ -1,0 +1,174 @@
+"""What the pages say is complete: every stage, key, flag, warning, name and dependency."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from doc_blocks import ROOT
+
+import dare
+from dare.errors import Concern, DareError
+from dare.recipe import ModelEntry, Recipe, TensorRule
+from dare.stages import ALIASES, STAGES
+
+DOCS = ROOT / "docs"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return load(DOCS / "generate.py")
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text("utf-8")
+
+
+# ---------------------------------------------------------------- generated pages
+
+
+def test_methods_has_every_stage_alias_and_parameter(generate: ModuleType) -> None:
+    text = generate.methods()
+    for stage in STAGES.values():
+        section = (
+            text.partition(f"### {stage.name}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+        )
+        assert section, f"{stage.name} has no section"
+        assert stage.paper.removeprefix("arXiv:") in section
+        for parameter in stage.parameters.values():
+            (row,) = [line for line in section.splitlines() if f"| `{parameter.name}` |" in line]
+            assert parameter.description, f"{stage.name} {parameter.name} is not described"
+            assert parameter.description in row
+            assert parameter.range in row
+    for alias, method in ALIASES.items():
+        assert f"| `{alias}` | `{method}` |" in text
+
+
+def test_recipe_has_every_key(generate: ModuleType) -> None:
+    text = generate.recipe()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    for model, homes in ((Recipe, generate.HOMES), (ModelEntry, {}), (TensorRule, {})):
+        for name, field in model.model_fields.items():
+            key = "drop_rate, …" if name == "settings" else homes.get(name, name)
+            found = [row for row in rows if row.startswith(f"| `{key}` |")]
+            assert found, f"{key} is missing"
+            assert all(not row.endswith("|  |") for row in found), f"{key} is not described"
+            if field.description:
+                assert any(field.description.replace("|", "\\|") in row for row in found)
+
+
+def test_a_page_takes_the_parts_in(generate: ModuleType) -> None:
+    for name in ("methods", "recipe"):
+        taken_in = generate.on_page_markdown(page(f"{name}.md"))
+        assert generate.PARTS[name]() in taken_in
+
+
+def test_examples_in_docstrings_become_code() -> None:
+    fence = load(DOCS / "docstrings.py").fence_examples
+    text = "One.\n\n>>> f(1)[0]['w']\n2\n\nMore."
+    assert fence(text) == "One.\n\n```pycon\n>>> f(1)[0]['w']\n2\n```\n\nMore."
+
+
+def test_the_picture_is_up_to_date() -> None:
+    drawn = load(DOCS / "images" / "architecture.py").draw()
+    assert (DOCS / "images" / "architecture.svg").read_text("utf-8") == drawn
+
+
+# ---------------------------------------------------------------- pages written by hand
+
+
+def flags(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+
+
+def test_the_command_line_page_has_every_flag_and_no_other() -> None:
+    commands = [[], ["merge"], ["plan"], ["verify"], ["methods"], ["init"], ["demo"]]
+    script = f"from dare.cli import main\nfor c in {commands}: main([*c, '--help'])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    known = flags(done.stdout)
+    assert "--on-integer-mismatch" in known
+    written = flags(page("cli.md"))
+    assert written == known
+
+
+def test_every_warning_is_explained() -> None:
+    sections = re.findall(r"^### (.*)$", page("messages.md"), re.M)
+    assert sections == [concern.value for concern in Concern]
+
+
+def test_every_error_is_drawn() -> None:
+    kinds = [DareError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    public = {kind.__name__ for kind in kinds} & set(dare.__all__)
+    assert all(name in page("messages.md") for name in public)
+
+
+def test_every_message_that_is_quoted_is_in_the_source() -> None:
+    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # a text over several lines
+    rows = page("messages.md").partition("| message | what to do |")[2].splitlines()
+    quoted = [
+        text
+        for row in rows
+        if row.startswith("| `")
+        for text in re.findall(r"`([^`]*)`", row.split(" | ")[0])
+    ]
+    assert len(quoted) > 15
+    pieces = [piece.strip() for text in quoted for piece in text.split("…")]
+    assert [piece for piece in pieces if piece not in source] == []
+
+
+def test_the_python_page_has_every_public_name() -> None:
+    text = page("python.md")
+    missing = [n for n in dare.__all__ if n != "__version__" and not re.search(rf"\b{n}\b", text)]
+    assert missing == []
+
+
+def test_every_dependency_has_a_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    optional = [
+        line for extra in project.get("optional-dependencies", {}).values() for line in extra
+    ]
+    development = (ROOT / "requirements-dev.txt").read_text("utf-8").splitlines()
+    listed = [*project["dependencies"], *optional, *development]
+    names = [re.split(r"[<>=\[;~ ]", line)[0] for line in listed if re.match(r"\w", line)]
+    rows = "\n".join(line for line in page("design.md").splitlines() if line.startswith("| "))
+    assert [name for name in names if not re.search(rf"^\|[^|]*\b{name}\b", rows, re.M)] == []
+
+
+# ---------------------------------------------------------------- beside the pages
+
+
+def test_the_citation_is_complete() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == dare.__version__
+    assert citation["license"] == "Apache-2.0"
+    (paper,) = citation["references"]
+    names = [f"{author['given-names']} {author['family-names']}" for author in paper["authors"]]
+    assert names == ["Le Yu", "Bowen Yu", "Haiyang Yu", "Fei Huang", "Yongbin Li"]
+    assert paper["identifiers"][0]["value"] == "arXiv:2311.03099"
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## [{dare.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")

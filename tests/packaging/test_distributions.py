@@ -1,0 +1,192 @@
+"""What is published: an sdist, the wheel that it builds, and the wheel installed by itself.
+
+Nothing is downloaded. The new environment finds the dependencies in the one that runs the tests,
+through a path file, which does not bring that environment's own (editable) dare along.
+"""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dare
+from helpers import save
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+DEMO_MODELS = ROOT / "src" / "dare" / "demo" / "models"
+LARGEST_WHEEL_BYTES = 16_000_000
+
+Distributions = tuple[Path, Path]
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", "PYTHONWARNINGS": "default", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """The sdist, and the wheel that is built from the sdist (and not from this tree)."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    (wheel,) = folder.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def sdist_names(distributions: Distributions) -> list[str]:
+    with tarfile.open(distributions[0]) as archive:
+        return [name.partition("/")[2] for name in archive.getnames()]
+
+
+@pytest.fixture(scope="module")
+def wheel_names(distributions: Distributions) -> list[str]:
+    with zipfile.ZipFile(distributions[1]) as archive:
+        return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def metadata(distributions: Distributions) -> Message:
+    with zipfile.ZipFile(distributions[1]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+@pytest.fixture(scope="module")
+def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the programs of an environment that has the wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run(python, "-c", where).strip())
+    dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (packages / "dependencies.pth").write_text("\n".join(sorted(dependencies)))
+    options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, distributions[1])
+    return folder / "bin"
+
+
+# ---------------------------------------------------------------- contents
+
+
+def test_the_wheel_has_the_whole_package_and_nothing_else(wheel_names: list[str]) -> None:
+    package = ROOT / "src" / "dare"
+    unwanted = ("__pycache__", ".nbi", ".nbc")
+    expected = {
+        str(path.relative_to(package.parent))
+        for path in package.rglob("*")
+        if path.is_file() and not any(part in str(path) for part in unwanted)
+    }
+    found = {name for name in wheel_names if ".dist-info/" not in name}
+    assert found == expected
+    assert "dare/py.typed" in found
+
+
+def test_the_wheel_has_the_licence(wheel_names: list[str]) -> None:
+    version = dare.__version__
+    assert f"dare_merge-{version}.dist-info/licenses/LICENSE" in wheel_names
+
+
+@pytest.mark.skipif(not DEMO_MODELS.is_dir(), reason="the demonstration's models are not here")
+def test_the_wheel_has_the_models_of_the_demonstration(wheel_names: list[str]) -> None:
+    models = [name for name in wheel_names if name.startswith("dare/demo/models/")]
+    assert any(name.endswith(".safetensors") for name in models)
+
+
+def test_the_sdist_has_what_is_needed_to_test_and_build(sdist_names: list[str]) -> None:
+    wanted = {
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "Makefile",
+        "PKG-INFO",
+        "README.md",
+        "docs/mask.md",
+        "mkdocs.yml",
+        "pyproject.toml",
+        "src/dare/py.typed",
+        "tests/helpers.py",
+    }
+    assert wanted <= set(sdist_names)
+    for unwanted in (".venv", ".git/", "site/", "bench/data", "bench/results"):
+        assert not [name for name in sdist_names if name.startswith(unwanted)]
+
+
+def test_neither_is_large(distributions: Distributions) -> None:
+    for file in distributions:
+        assert file.stat().st_size < LARGEST_WHEEL_BYTES, file.name
+
+
+# ---------------------------------------------------------------- metadata
+
+
+def test_the_metadata_is_that_of_the_project(metadata: Message) -> None:
+    assert metadata["Name"] == "dare-merge"
+    assert metadata["Version"] == dare.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == PROJECT["requires-python"]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = metadata.get_payload(decode=True)
+    assert description == (ROOT / "README.md").read_bytes()
+
+
+def test_it_requires_what_the_project_says_and_not_torch(metadata: Message) -> None:
+    listed = metadata.get_all("Requires-Dist", [])
+    required = {line for line in listed if "extra ==" not in line}
+    assert required == {line.replace("_", "-") for line in PROJECT["dependencies"]}
+    assert not [line for line in required if line.startswith("torch")]
+
+
+def test_twine_finds_nothing_wrong(distributions: Distributions) -> None:
+    said = run(sys.executable, "-m", "twine", "check", "--strict", *distributions)
+    assert said.count("PASSED") == 2
+
+
+# ---------------------------------------------------------------- installed
+
+
+def test_the_installed_package_is_the_one_that_runs(installed: Path, tmp_path: Path) -> None:
+    where = "import dare.api; print(dare.api.__file__)"
+    found = Path(run(installed / "python", "-c", where, cwd=tmp_path).strip())
+    assert found.is_relative_to(installed.parent)
+
+
+def test_the_installed_program_says_its_version(installed: Path, tmp_path: Path) -> None:
+    said = run(installed / "dare", "--version", cwd=tmp_path)
+    assert dare.__version__ in said
+
+
+def test_the_installed_program_merges(installed: Path, tmp_path: Path) -> None:
+    base = np.zeros(64, np.float32)
+    save(tmp_path / "base.safetensors", {"w": base})
+    for name, change in (("math", 0.001), ("code", -0.001)):
+        save(tmp_path / f"{name}.safetensors", {"w": base + np.float32(change)})
+    files = ["-b", "base.safetensors", "-m", "math.safetensors", "code.safetensors"]
+    command = [installed / "dare", *files, "-o", "out.safetensors", "--json"]
+    report = json.loads(run(*command, cwd=tmp_path))
+    assert [model["name"] for model in report["models"]] == ["math", "code"]
+    assert dare.verify(tmp_path / "out.safetensors").ok
