@@ -161,6 +161,8 @@ class Scratch:
 
     def base_of(self, kernels: Any, base: NDArray[Any]) -> Floats:
         """The base as float32; decoded once for all models of a chunk."""
+        if base.dtype == np.float32:  # which only F32 is carried by
+            return base
         floats = self._floats[: base.size]
         if self._decoded is not base:
             kernels.decode(base, floats)
