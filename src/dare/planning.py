@@ -132,10 +132,10 @@ class Plan:
         lanes = 2
         return CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
 
-    @property
+    @cached_property
     def has_deltas(self) -> bool:
-        """Whether a model is given by its deltas, not by its weights."""
-        return any(model.holds_deltas for model in self.models)
+        """Whether models are given by deltas, not only by weights."""
+        return any(model.holds_delta(name) for model in self.models for name in model.tensors)
 
     @cached_property
     def is_fused(self) -> bool:
@@ -324,7 +324,7 @@ def _plan_tensor(
     for index, model in enumerate(models):
         info = model.tensors.get(name)
         if info is None:
-            if not model.holds_deltas:
+            if not model.is_partial:
                 missing.append(names[index])
             if combine.models is not None:  # it takes them all, so this one's delta is read as zero
                 takes_part.append(index)

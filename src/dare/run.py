@@ -197,7 +197,7 @@ class Worker:
         `found` is what the surveys found, if they are not to be waited for.
         """
         seed, threshold = self._seeds[model], self._threshold_bits
-        if self.job.plan.source_of(tensor, model).holds_deltas:
+        if self.job.plan.source_of(tensor, model).holds_delta(tensor.name):
             base = self._nothing[: tuned.size]
         block = Block(
             self.job.kernels, tensor.name, start, seed, tuned, base, self._scratch, threshold

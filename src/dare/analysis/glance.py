@@ -77,7 +77,7 @@ def _spread(tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
 
 def _read_delta(source: Source, tensor: TensorPlan, base: Floats) -> Floats:
     values = _read_rows(source, tensor)
-    return values if source.holds_deltas else values - base
+    return values if source.holds_delta(tensor.name) else values - base
 
 
 def _read_rows(source: Source, tensor: TensorPlan) -> Floats:

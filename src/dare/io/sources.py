@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -39,8 +40,11 @@ class Source(Protocol):
         """The files behind the source; none for arrays."""
 
     @property
-    def holds_deltas(self) -> bool:
-        """Whether its tensors are changes to the base, float32, instead of weights."""
+    def is_partial(self) -> bool:
+        """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
+
+    def holds_delta(self, name: str) -> bool:
+        """Whether a tensor is the change to the base, in float32, instead of the weights."""
 
     def fingerprint(self) -> list[Any]:
         """What must stay the same for a half-finished merge to be resumed."""
@@ -74,20 +78,82 @@ class _Stamp:
         return cls(status.st_size, status.st_mtime_ns)
 
 
+class InputFiles:
+    """The files behind a source: as they were for the plan, and open while weights are read."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[Path, _Stamp] = {}
+        self._open: dict[Path, int] = {}
+
+    @contextmanager
+    def first_look(self, file: Path) -> Iterator[int]:
+        """Open a file to read its header, and remember what it looks like now."""
+        file_descriptor = _open(file)
+        try:
+            yield file_descriptor
+            self._stamps[file] = _Stamp.of(file_descriptor)
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
+        finally:
+            os.close(file_descriptor)
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._stamps)
+
+    def fingerprint(self) -> list[Any]:
+        """What must stay the same for a half-finished merge to be resumed."""
+        return [
+            [os.path.realpath(file), stamp.size, stamp.modified_ns]
+            for file, stamp in self._stamps.items()
+        ]
+
+    def __enter__(self) -> Self:
+        try:
+            for file in self._stamps:
+                self._open[file] = _open(file)
+            self.check_unchanged()
+        except InputError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for file_descriptor in self._open.values():
+            os.close(file_descriptor)
+        self._open = {}
+
+    def check_unchanged(self) -> None:
+        """Raise InputError if a file is not the one that was looked at first."""
+        for file, stamp in self._stamps.items():
+            if _Stamp.of(self._open[file]) != stamp:
+                raise InputError(f"{file}: changed since the merge was planned; run it again")
+
+    def read(self, file: Path, position: int, into: NDArray[np.uint8], what: str) -> None:
+        """Fill `into` from a position on; `what` is being read, for messages."""
+        try:
+            count = read_at(self._open[file], into.data, position)
+        except OSError as error:
+            raise InputError(f"{file}: cannot read {what}: {error.strerror or error}") from error
+        if count < into.size:
+            raise InputError(f"{file}: ends inside {what}; it was cut while being read")
+
+    def prefetch(self, file: Path, position: int, nbytes: int) -> None:
+        """Say that these bytes will be read soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._open[file], position, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 class FileSource:
     """One safetensors file, or the shards of one model."""
 
-    holds_deltas = False
+    is_partial = False
 
-    def __init__(
-        self, path: Path, headers: Mapping[Path, Header], stamps: Mapping[Path, _Stamp]
-    ) -> None:
+    def __init__(self, path: Path, headers: Mapping[Path, Header], files: InputFiles) -> None:
         self.path = path
         self.headers = headers
         self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
-        self._stamps = stamps
-        self._open_files: dict[Path, int] = {}
+        self._files = files
         for file, header in headers.items():
             for name, info in header.tensors.items():
                 if name in self._home:
@@ -101,47 +167,28 @@ class FileSource:
     def files(self) -> tuple[Path, ...]:
         return tuple(self.headers)
 
+    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
+        return False
+
     def fingerprint(self) -> list[Any]:
-        return [
-            [os.path.realpath(file), stamp.size, stamp.modified_ns]
-            for file, stamp in self._stamps.items()
-        ]
+        return self._files.fingerprint()
 
     def __enter__(self) -> Self:
-        try:
-            for file in self._stamps:
-                self._open_files[file] = _open(file)
-            self.check_unchanged()
-        except InputError:
-            self.__exit__()
-            raise
+        self._files.__enter__()
         return self
 
-    def check_unchanged(self) -> None:
-        for file, stamp in self._stamps.items():
-            if _Stamp.of(self._open_files[file]) != stamp:
-                raise InputError(f"{file}: changed since the merge was planned; run it again")
-
     def __exit__(self, *_error: object) -> None:
-        for file_descriptor in self._open_files.values():
-            os.close(file_descriptor)
-        self._open_files = {}
+        self._files.__exit__()
+
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
 
     def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        file = self._home[name]
         position = self.tensors[name].start + offset
-        try:
-            count = read_at(self._open_files[file], into.data, position)
-        except OSError as error:
-            raise InputError(f"{file}: cannot read {name}: {error.strerror or error}") from error
-        if count < into.size:
-            raise InputError(f"{file}: ends inside {name}; it was cut while being read")
+        self._files.read(self._home[name], position, into, name)
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            start = self.tensors[name].start + offset
-            file_descriptor = self._open_files[self._home[name]]
-            os.posix_fadvise(file_descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
+        self._files.prefetch(self._home[name], self.tensors[name].start + offset, nbytes)
 
 
 class ArraySource:
@@ -155,11 +202,14 @@ class ArraySource:
         *,
         holds_deltas: bool = False,
     ) -> None:
-        self.holds_deltas = holds_deltas
+        self.is_partial = holds_deltas
         self.tensors = {
             name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
         }
         self._bytes = {name: raw for name, (_, _, raw) in arrays.items()}
+
+    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
+        return self.is_partial
 
     def fingerprint(self) -> list[Any]:
         return []
@@ -184,19 +234,13 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Read the headers of a safetensors file, or of a directory with one or with shards."""
     path = Path(path)
     files = _files_of(path) if _is_directory(path) else {path: None}
-    headers, stamps = {}, {}
+    headers, looked_at = {}, InputFiles()
     for file, expected in files.items():
-        file_descriptor = _open(file)
-        try:
+        with looked_at.first_look(file) as file_descriptor:
             headers[file] = read_header(file_descriptor, str(file))
-            stamps[file] = _Stamp.of(file_descriptor)
-        except OSError as error:
-            raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
-        finally:
-            os.close(file_descriptor)
         if expected is not None:
             _check_against_index(path, file, set(headers[file].tensors), expected)
-    return FileSource(path, headers, stamps)
+    return FileSource(path, headers, looked_at)
 
 
 def _is_directory(path: Path) -> bool:
