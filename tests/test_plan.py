@@ -383,6 +383,7 @@ def test_the_plan_is_json(tmp_path):
         "peak_memory_bytes": made.peak_memory,
         "bytes_read": 16 + 16 + 32 + 16 + 16,
         "bytes_written": 32,
+        "notes": [],
         "warnings": [{"about": "extra tensors", "text": "x: in model0, not in the base; left out"}],
         "tensors": [
             {

@@ -15,10 +15,10 @@ from dare.analysis.glance import glance
 from dare.arrays import array_source, like_original
 from dare.chunks import chunk_span
 from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError
+from dare.formats import open_model, read_config
 from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
-from dare.io.sources import open_source
 from dare.io.writer import ArraySink, PartialOutput, Record, check_target
 from dare.manifest import (
     FORMAT,
@@ -30,6 +30,7 @@ from dare.manifest import (
     read_manifest,
 )
 from dare.mask import MASK_VERSION
+from dare.matching import match_names
 from dare.planning import Plan, make_plan
 from dare.progress import show_progress
 from dare.recipe import ModelEntry, Recipe, read_toml, recipe_from_document
@@ -80,9 +81,22 @@ def plan(recipe: AnyRecipe) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights."""
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    base = open_source(recipe.base)
-    models = [open_source(entry.file) for entry in recipe.models]
-    return make_plan(recipe, base, models, _distinct([entry.name for entry in recipe.models]))
+    names = _distinct([entry.name for entry in recipe.models])
+    base = open_model(recipe.base)
+    if base.is_partial:
+        raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
+    matched = [
+        match_names(
+            base,
+            open_model(entry.file),
+            name,
+            base_config=read_config(recipe.base),
+            model_config=read_config(entry.file),
+        )
+        for name, entry in zip(names, recipe.models, strict=True)
+    ]
+    notes = [note for model in matched for note in model.notes]
+    return make_plan(recipe, base, [model.source for model in matched], names, notes)
 
 
 def merge(

@@ -91,6 +91,8 @@ class Plan:
     warnings: tuple[Notice, ...]
     layout: Layout | None
     """None when the result stays in memory."""
+    notes: tuple[str, ...] = ()
+    """What was done so that the inputs fit together."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -215,6 +217,7 @@ class Plan:
             "peak_memory_bytes": self.peak_memory,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
+            "notes": list(self.notes),
             "warnings": [asdict(notice) for notice in self.warnings],
             "tensors": [
                 {
@@ -263,6 +266,7 @@ class Plan:
         ]
         if self.layout is not None:
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
+        lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -271,7 +275,13 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def make_plan(recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    base: Source,
+    models: Sequence[Source],
+    names: Sequence[str],
+    notes: Sequence[str] = (),
+) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     problems: list[str] = []
     warnings = list(_recipe_warnings(recipe))
@@ -301,6 +311,7 @@ def make_plan(recipe: Recipe, base: Source, models: Sequence[Source], names: Seq
         tuple(extras),
         tuple(warnings),
         layout,
+        tuple(notes),
     )
     if plan.workspace_bytes > recipe.max_memory:
         raise RecipeError(

@@ -57,6 +57,8 @@ def plan_summary(console: Console, plan: Plan, *, detailed: bool = False) -> Non
     }
     console.print(_facts("Plan", rows))
     console.print(_models_table(plan))
+    for note in plan.notes:
+        console.print(Text.assemble(("Note", "bold"), f"  {note}"))
     if detailed and plan.left_out:
         console.print(_facts("Left out", {"": ", ".join(plan.left_out)}))
     if detailed:

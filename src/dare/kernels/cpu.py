@@ -722,3 +722,34 @@ def sum_products(left, right):
 def add_onto(base, values, factor, out):
     for i in range(base.size):
         out[i] = base[i] + factor * values[i]
+
+
+# ---------------------------------------------------------------- products
+
+
+@kernel
+def low_rank(left, right, first, scale, out):
+    rank, columns = right.shape
+    done = 0
+    while done < out.size:
+        row, column = divmod(first + done, columns)
+        part = out[done : done + min(columns - column, out.size - done)]
+        end = column + part.size
+        part[:] = f32(0)
+        number = 0
+        while number + 4 <= rank:  # four at a time, in order, for fewer trips through `part`
+            a, b = left[row, number], left[row, number + 1]
+            c, d = left[row, number + 2], left[row, number + 3]
+            one, two = right[number, column:end], right[number + 1, column:end]
+            three, four = right[number + 2, column:end], right[number + 3, column:end]
+            for i in range(part.size):
+                part[i] = (((part[i] + a * one[i]) + b * two[i]) + c * three[i]) + d * four[i]
+            number += 4
+        while number < rank:
+            a, one = left[row, number], right[number, column:end]
+            for i in range(part.size):
+                part[i] += a * one[i]
+            number += 1
+        for i in range(part.size):
+            part[i] *= scale
+        done += part.size

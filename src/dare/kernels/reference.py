@@ -282,3 +282,18 @@ def sum_products(left: Floats, right: Floats) -> float:
 def add_onto(base: Floats, values: Floats, factor: np.float32, out: Floats) -> None:
     """out = base + factor·values."""
     out[:] = base + factor * values
+
+
+def low_rank(left: Floats, right: Floats, first: int, scale: np.float32, out: Floats) -> None:
+    """Elements of scale·(left·right) from index `first` on, summed in the order of the rank.
+
+    `left` is rows × rank, `right` is rank × columns.
+    """
+    columns = right.shape[1]
+    start, end = first // columns, -(-(first + out.size) // columns)
+    total = np.zeros((end - start, columns), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for number, row in enumerate(right):
+            total += left[start:end, number, None] * row
+        total *= scale
+    out[:] = total.reshape(-1)[first - start * columns :][: out.size]

@@ -1,0 +1,286 @@
+"""LoRA adapters as PEFT writes them, presented as the deltas they stand for.
+
+ΔW = scaling · B·A, computed for the rows that are asked for, in float32 and in a fixed order: the
+bytes do not depend on how a matrix is cut. What the adapter holds in full (`modules_to_save`,
+biases) is presented as it is, or with ΔW added where there is one (PEFT stores an embedding that
+has a LoRA in full as well). A tensor that the adapter does not have is unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels
+from dare.dtypes import STORAGE_TYPES
+from dare.errors import InputError
+from dare.io.header import TensorInfo
+from dare.io.sources import FileSource, open_source
+from dare.kernels import reference
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+FACTORS_KEPT = 8
+"""Tensors whose two factors stay in memory, as float32."""
+
+Floats = NDArray[np.float32]
+F32 = STORAGE_TYPES["F32"]
+
+REFUSED = {
+    "use_dora": "DoRA's magnitudes depend on the base's weights; merge it into the base with PEFT "
+    "first (merge_and_unload), and give the result as a model",
+    "use_qalora": "QA-LoRA pools its input, which no change of the weights is equal to",
+    "use_bdlora": "block-diagonal LoRA is not supported",
+    "layer_replication": "its base has repeated layers, which this one has not",
+    "alora_invocation_tokens": "an activated LoRA applies to some tokens only, and weights apply "
+    "to all",
+    "target_parameters": "LoRA on bare parameters (experts) is not supported",
+    "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
+}
+"""Settings that make an adapter something else than B·A, and why each is refused."""
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to initialise that take a part out of the base's own weights."""
+
+_FACTOR = re.compile(
+    r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
+)
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What `adapter_config.json` says, as far as it reaches the numbers."""
+
+    alpha: float
+    alpha_pattern: Mapping[str, float]
+    use_rslora: bool
+    fan_in_fan_out: bool
+    base_name: str | None
+
+    def scaling(self, module: str, rank: int) -> float:
+        """The factor on B·A for a module, by its name without `base_model.model.`."""
+        pattern = next((p for p in self.alpha_pattern if re.match(rf"(.*\.)?({p})$", module)), "")
+        alpha = self.alpha_pattern.get(pattern, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A delta as a product: scale · left·right, each a stored tensor or its transpose."""
+
+    left: str
+    right: str | None
+    """None is a column of ones: the delta is `left` itself."""
+    transposed: bool
+    scale: float
+
+
+class LoraSource:
+    """An adapter's deltas, by the names of the base's tensors."""
+
+    is_partial = True
+
+    def __init__(self, path: Path, adapter: Adapter, stored: FileSource) -> None:
+        self.path = path
+        self.adapter = adapter
+        self._stored = stored
+        self._whole: dict[str, str] = {}
+        self._products: dict[str, Product] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._sort()
+        self._factors = lru_cache(FACTORS_KEPT)(self._read_factors)
+
+    def _sort(self) -> None:
+        """Find out what each stored tensor is for."""
+        factors: dict[tuple[str, str], dict[str, str]] = {}
+        for key in self._stored.tensors:
+            name = key.removeprefix(_PREFIX)
+            found = _FACTOR.match(name)
+            if found is None:
+                self._add_whole(name, key)
+                continue
+            module, embedding, letter, part = found.groups()
+            kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
+            factors.setdefault((module, kind), {})[letter] = key
+        ranks = {
+            module: self._stored.tensors[pair["A"]].shape[0]
+            for (module, kind), pair in factors.items()
+            if kind != "bias" and "A" in pair
+        }
+        for (module, kind), pair in factors.items():
+            if kind == "bias":
+                scale = self.adapter.scaling(module, ranks.get(module, 1))
+                info = self._stored.tensors[pair["B"]]
+                product = Product(pair["B"], None, transposed=False, scale=scale)
+                self._add_product(f"{module}.bias", info.shape, product)
+            else:
+                self._add_pair(module, kind, pair)
+
+    def _add_whole(self, name: str, key: str) -> None:
+        if "lora_" in name or "trainable_tokens" in name:
+            raise InputError(
+                f"{self.path}: {key} is of no known kind; merge the adapter into its base with "
+                "PEFT (merge_and_unload) and give the result as a model"
+            )
+        name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
+        name = re.sub(r"\.base_layer\.", ".", name)
+        self._whole[name] = key
+        info = self._stored.tensors[key]
+        self.tensors[name] = TensorInfo(name, info.dtype, info.shape, 0)
+
+    def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
+        if set(pair) != {"A", "B"}:
+            missing = "AB".replace(next(iter(pair)), "")
+            raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
+        down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
+        rank, width = down.shape[0], math.prod(down.shape[1:])
+        height = up.shape[0]
+        if math.prod(up.shape[1:]) != rank:
+            raise InputError(
+                f"{self.path}: {module}: lora_A is {_shape(down)} and lora_B is {_shape(up)}, "
+                "which cannot be multiplied"
+            )
+        scale = self.adapter.scaling(module, rank)
+        if kind == "embedding" or self.adapter.fan_in_fan_out:
+            product = Product(pair["A"], pair["B"], transposed=True, scale=scale)
+            self._add_product(f"{module}.weight", (width, height), product)
+        else:
+            product = Product(pair["B"], pair["A"], transposed=False, scale=scale)
+            shape = (height, *down.shape[1:])
+            self._add_product(f"{module}.weight", shape, product)
+
+    def _add_product(self, name: str, shape: tuple[int, ...], product: Product) -> None:
+        self._products[name] = product
+        self.tensors[name] = TensorInfo(name, F32, shape, 0)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (*self._stored.files, self.path / CONFIG_NAME)
+
+    def holds_delta(self, name: str) -> bool:
+        return name in self._products and name not in self._whole
+
+    def fingerprint(self) -> list[Any]:
+        return [*self._stored.fingerprint(), repr(self.adapter)]
+
+    def __enter__(self) -> Self:
+        self._stored.__enter__()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._factors.cache_clear()
+        self._stored.__exit__()
+
+    def check_unchanged(self) -> None:
+        self._stored.check_unchanged()
+
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        if name not in self._products:
+            self._stored.prefetch(self._whole[name], offset, nbytes)
+
+    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+        if name not in self._products:
+            self._stored.read(self._whole[name], offset, into)
+            return
+        if offset % 4 or into.size % 4:  # never the engine, which reads whole elements
+            first, last = offset // 4 * 4, -(-(offset + into.size) // 4) * 4
+            whole = np.empty(last - first, np.uint8)
+            self.read(name, first, whole)
+            into[:] = whole[offset - first : offset - first + into.size]
+            return
+        left, right = self._factors(name)
+        scale = np.float32(self._products[name].scale)
+        out = np.empty(into.size // 4, np.float32)
+        kernels.load("cpu").low_rank(left, right, offset // 4, scale, out)
+        if name in self._whole:
+            out += self._read_stored(self._whole[name], offset // 4, out.size)
+        into[:] = out.view(np.uint8)
+
+    def _read_factors(self, name: str) -> tuple[Floats, Floats]:
+        """The two matrices of a product, contiguous: rows × rank and rank × columns."""
+        product = self._products[name]
+        left = self._read_matrix(product.left)
+        if product.right is None:
+            return left, np.ones((1, 1), np.float32)
+        right = self._read_matrix(product.right)
+        if product.transposed:
+            left, right = left.T, right.T
+        return np.ascontiguousarray(left), np.ascontiguousarray(right)
+
+    def _read_matrix(self, key: str) -> Floats:
+        info = self._stored.tensors[key]
+        return self._read_stored(key, 0, info.elements).reshape(info.shape[0], -1)
+
+    def _read_stored(self, key: str, first: int, count: int) -> Floats:
+        kind = self._stored.tensors[key].dtype
+        raw = np.empty(count * kind.itemsize, np.uint8)
+        self._stored.read(key, first * kind.itemsize, raw)
+        values = np.empty(count, np.float32)
+        reference.decode(raw.view(kind.carrier), values)
+        return values
+
+
+def looks_like(path: Path) -> bool:
+    """Say whether a directory holds an adapter."""
+    return (path / CONFIG_NAME).is_file()
+
+
+def open_adapter(path: Path) -> LoraSource:
+    """Read an adapter's configuration and header."""
+    adapter = read_config(path)
+    weights = path / WEIGHTS_NAME
+    if not weights.exists():
+        raise InputError(
+            f"{path}: has a {CONFIG_NAME} and no {WEIGHTS_NAME}; "
+            "save the adapter again with safe_serialization=True"
+        )
+    return LoraSource(path, adapter, open_source(weights))
+
+
+def read_config(path: Path) -> Adapter:
+    """Read `adapter_config.json`; refuse what is not plain LoRA, with the reason."""
+    file = path / CONFIG_NAME
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
+    for setting, reason in REFUSED.items():
+        if config.get(setting):
+            raise InputError(f"{file}: {setting} is set: {reason}")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise InputError(
+            f"{file}: init_lora_weights is {start!r}, which changes the base's own weights; "
+            "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
+        )
+    try:
+        return Adapter(
+            alpha=float(config["lora_alpha"]),
+            alpha_pattern={
+                str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
+            },
+            use_rslora=bool(config.get("use_rslora")),
+            fan_in_fan_out=bool(config.get("fan_in_fan_out")),
+            base_name=config.get("base_model_name_or_path"),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None
+
+
+def _shape(info: TensorInfo) -> str:
+    return "×".join(map(str, info.shape))
