@@ -384,6 +384,7 @@ def test_the_plan_is_json(tmp_path):
         "bytes_read": 16 + 16 + 32 + 16 + 16,
         "bytes_written": 32,
         "notes": [],
+        "files_beside": [],
         "warnings": [{"about": "extra tensors", "text": "x: in model0, not in the base; left out"}],
         "tensors": [
             {
@@ -428,7 +429,7 @@ def test_the_plan_tells_its_facts():
         "       1 left out (only in a model)",
     ]
     assert re.fullmatch(
-        r"  reads 0\.0 MB in 2 pass\(es\), writes 0\.0 MB, 2 threads, "
+        r"  reads 244 bytes in 2 pass\(es\), writes 44 bytes, 2 threads, "
         r"about \d+(\.\d\d G|\.\d M)B of memory at the most",
         text[4],
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dare.api import load_recipe
 from dare.errors import InputError, RecipeError
-from dare.recipe import ModelEntry, Recipe, TensorRule, is_embedding, parse_size
+from dare.recipe import ModelEntry, Recipe, TensorRule, is_embedding
 from dare.recipe import recipe_from_document as from_document
 from dare.stages import ALIASES, STAGES
 
@@ -154,9 +154,11 @@ def test_a_recipe_that_is_no_toml_is_refused(tmp_path):
 
 def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "latin1.toml").write_bytes(b"# caf\xe9")
-    with pytest.raises(InputError, match=r"latin1.toml: cannot read the recipe"):
+    with pytest.raises(InputError, match=r"latin1.toml: the recipe is no text: .*0xe9"):
         load_recipe(tmp_path / "latin1.toml")
-    with pytest.raises(InputError, match=r"absent.toml: cannot read the recipe"):
+    with pytest.raises(
+        InputError, match=r"absent.toml: cannot read the recipe: No such file or directory$"
+    ):
         load_recipe(tmp_path / "absent.toml")
 
 
@@ -338,7 +340,7 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"models": []}, "models = .*at least 1 item"),
+        ({"models": []}, "^no models: name at least one"),
         ({"models": 5}, "models = 5"),
         ({"models": [5]}, "models.0 = 5"),
         ({"seed": -1}, "seed = -1: .*greater than or equal to 0"),
@@ -359,11 +361,14 @@ def test_an_unknown_key_with_nothing_near_lists_what_is_known():
         ({"shard_size": 0}, "shard_size = 0: .*greater than 0"),
         ({"shard_size": "0GB"}, "shard_size = .*greater than 0"),
         ({"max_memory": -1}, "max_memory = -1: .*greater than 0"),
-        ({"max_memory": "1 lot"}, "max_memory = '1 lot': .*is not a size; write .*'1GiB'"),
+        ({"max_memory": "1 lot"}, "max_memory = '1 lot': not a size; write .*'1GiB'"),
         ({"max_memory": "9" * 400}, "max_memory = "),
         ({"max_memory": 1e9}, "max_memory = 1000000000.0"),
         ({"threads": 0}, "threads = 0: .*greater than 0"),
-        ({"embedding_drop_rate": 1.5}, "drop_rate = 1.5: must be at least 0 and below 1"),
+        (
+            {"embedding_drop_rate": 1.5},
+            "^embedding_drop_rate = 1.5: must be at least 0 and below 1",
+        ),
         ({"base": 5}, "base"),
         ({"base": None}, "base"),
         ({"base": "~no-such-user/b"}, "base"),
@@ -466,36 +471,6 @@ def test_a_drop_rate_of_one_is_refused_with_the_reason():
     ):
         with pytest.raises(RecipeError, match=f"drop_rate = 1 {reason}"):
             recipe(**settings)
-
-
-# ---------------------------------------------------------------- sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (4096, 4096),
-        ("4096", 4096),
-        ("4096B", 4096),
-        ("1KiB", 1024),
-        ("1kb", 1000),
-        ("1K", 1024),
-        ("1.5 MiB", 1_572_864),
-        ("5GB", 5_000_000_000),
-        ("2GiB", 2_147_483_648),
-        ("2G", 2_147_483_648),
-        (" 1 TiB ", 1_099_511_627_776),
-    ],
-)
-def test_a_size_is_read(text, size):
-    assert parse_size(text) == size
-    assert recipe(max_memory=text).max_memory == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "1,5GB", "1 GB GB", "1PB", "infinity"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
 
 
 # ---------------------------------------------------------------- methods

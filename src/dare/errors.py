@@ -65,6 +65,7 @@ class Concern(StrEnum):
     MISSING_TENSORS = "missing tensors"
     EXTRA_TENSORS = "extra tensors"
     MISMATCHED_TENSORS = "mismatched tensors"
+    UNUSED_RULE = "rule without effect"
     OVERFLOW = "overflow"
     NOT_A_NUMBER = "not a number"
     OTHER_PARTIAL = "another merge's leftovers"

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
+from dare.hub import absolute
 from dare.io.digest import DIGEST_LENGTH, bytes_digest
 from dare.io.layout import Layout
 from dare.io.writer import manifest_path
 from dare.mask import MASK_VERSION
 from dare.planning import Plan
+from dare.recipe import Recipe
 from dare.report import Report
 
 FORMAT = 1
@@ -41,7 +43,7 @@ def embedded_manifest(
         "method": "+".join(stage.name for stage in plan.stages),
         "stages": [settings for _, settings in recipe.chain],
         "embedding_drop_rate": recipe.embedding_drop_rate,
-        "tensors": [[list(rule.match), rule.settings] for rule in recipe.tensors],
+        "tensors": recipe.described_rules(),
         "scale": recipe.scale,
         "dtype": recipe.dtype,
         "base": base,
@@ -57,7 +59,17 @@ def embedded_manifest(
         ],
         "output": output,
         "check": UNKNOWN,
+        **_vocabulary(recipe),
     }
+
+
+def _vocabulary(recipe: Recipe) -> dict[str, Any]:
+    """How the vocabulary was changed; nothing if it was not, as in all earlier manifests."""
+    changes = {
+        "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
+        "pad_to_multiple_of": recipe.pad_to_multiple_of,
+    }
+    return {name: value for name, value in changes.items() if value is not None}
 
 
 def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -83,9 +95,9 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     recipe = plan.recipe
     resolved = recipe.model_copy(
         update={
-            "base": recipe.base.resolve(),
+            "base": absolute(recipe.base),
             "models": tuple(
-                entry.model_copy(update={"file": entry.file.resolve()}) for entry in recipe.models
+                entry.model_copy(update={"file": absolute(entry.file)}) for entry in recipe.models
             ),
             "output": recipe.output.resolve() if recipe.output else None,
         }

@@ -77,15 +77,15 @@ def keep_threshold(drop_rate: float) -> int:
     return round(math.ldexp(1.0 - check_drop_rate(drop_rate), THRESHOLD_BITS))
 
 
-def check_drop_rate(drop_rate: float) -> float:
+def check_drop_rate(drop_rate: float, name: str = "drop_rate") -> float:
     """Return the rate if it lies in [0, 1), else say why it cannot be used."""
     if drop_rate == 1:
         raise RecipeError(
-            "drop_rate = 1 would drop every change and leave nothing to rescale; "
+            f"{name} = 1 would drop every change and leave nothing to rescale; "
             "use a rate below 1 (0.9 is usual), or leave the model out"
         )
     if not 0 <= drop_rate < 1:
-        raise RecipeError(f"drop_rate = {drop_rate}: must be at least 0 and below 1")
+        raise RecipeError(f"{name} = {drop_rate}: must be at least 0 and below 1")
     return drop_rate
 
 

@@ -9,18 +9,23 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dare.chunks import CHUNK, chunk_count
 from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import Concern, MismatchError, Notice, RecipeError
 from dare.executors.threads import available_cores
+from dare.gradients import find_depths
 from dare.io.files import ALIGNMENT
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout, lay_out
 from dare.io.sources import Source
 from dare.recipe import Recipe
+from dare.sidecars import Sidecars
+from dare.sizes import show_size
 from dare.stages import Settings, Stage
 
 INTERPRETER_BYTES = 200 << 20
@@ -52,6 +57,8 @@ class TensorPlan:
     """The models that take part: whose delta is merged, or whose copy is compared."""
     settings: tuple[tuple[Settings, ...], ...]
     """For each of those models, the settings of each delta stage."""
+    weights: tuple[float, ...]
+    """For each of those models, its weight."""
     combine: Settings
 
     @property
@@ -93,6 +100,10 @@ class Plan:
     """None when the result stays in memory."""
     notes: tuple[str, ...] = ()
     """What was done so that the inputs fit together."""
+    sidecars: Sidecars | None = None
+    """What goes beside the weights in an output directory."""
+    base_folder: Path | None = None
+    """Where the base lies, if in a directory."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -142,7 +153,7 @@ class Plan:
     @cached_property
     def is_fused(self) -> bool:
         """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
-        if self.passes > 1 or 0 in self.recipe.weights():
+        if self.passes > 1 or any(0 in tensor.weights for tensor in self.merged()):
             return False
         if self.has_deltas:
             return False
@@ -218,6 +229,7 @@ class Plan:
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "notes": list(self.notes),
+            "files_beside": sorted(self.sidecars.files) if self.sidecars else [],
             "warnings": [asdict(notice) for notice in self.warnings],
             "tensors": [
                 {
@@ -260,19 +272,15 @@ class Plan:
             f"{'+'.join(stage.name for stage in self.stages)} of {len(self.models)} models "
             f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
             *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
-            f"  reads {_size(self.bytes_read)} in {self.passes} pass(es), "
-            f"writes {_size(self.bytes_written)}, {self.threads} threads, "
-            f"about {_size(self.peak_memory)} of memory at the most",
+            f"  reads {show_size(self.bytes_read)} in {self.passes} pass(es), "
+            f"writes {show_size(self.bytes_written)}, {self.threads} threads, "
+            f"about {show_size(self.peak_memory)} of memory at the most",
         ]
         if self.layout is not None:
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def make_plan(
@@ -285,13 +293,18 @@ def make_plan(
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     problems: list[str] = []
     warnings = list(_recipe_warnings(recipe))
+    depths = find_depths(base.tensors)
     tensors = [
-        _plan_tensor(recipe, info, models, names, problems, warnings)
-        for _, info in sorted(base.tensors.items())
+        _plan_tensor(recipe, info, depths[name], models, names, problems, warnings)
+        for name, info in sorted(base.tensors.items())
     ]
     extras = _find_extras(recipe, base, models, names, problems, warnings)
     if problems:
         raise MismatchError(_list(problems))
+    for rule in recipe.tensors:
+        if not any(map(rule.matches, base.tensors)):
+            text = f"{rule.told}: there are none, so the rule has no effect"
+            warnings.append(Notice(Concern.UNUSED_RULE, text))
 
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     layout = None
@@ -324,6 +337,7 @@ def make_plan(
 def _plan_tensor(
     recipe: Recipe,
     base: TensorInfo,
+    depth: Fraction,
     models: Sequence[Source],
     names: Sequence[str],
     problems: list[str],
@@ -374,7 +388,7 @@ def _plan_tensor(
     dtype = base.dtype
     if base.dtype.is_weight and recipe.dtype is not None:
         dtype = STORAGE_TYPES[recipe.dtype]
-    resolved = [recipe.settings_for(name, index) for index in takes_part]
+    resolved = [recipe.settings_for(name, index, depth) for index in takes_part]
     return TensorPlan(
         name,
         fate,
@@ -383,7 +397,8 @@ def _plan_tensor(
         dtype,
         tuple(takes_part),
         tuple(settings[:-1] for settings in resolved),
-        recipe.settings_for(name, 0)[-1],
+        tuple(recipe.weight_for(name, index, depth) for index in takes_part),
+        recipe.settings_for(name, 0, depth)[-1],
     )
 
 
@@ -448,7 +463,9 @@ def _values(recipe: Recipe, parameter: str) -> set[Any]:
         *(entry.settings for entry in recipe.models),
         *(rule.settings for rule in recipe.tensors),
     )
-    return {settings[parameter] for settings in places if parameter in settings}
+    found = [settings[parameter] for settings in places if parameter in settings]
+    lists = [value if isinstance(value, list) else [value] for value in found]
+    return {value for values in lists for value in values}
 
 
 def _both_weights(left: TensorInfo, right: TensorInfo) -> bool:

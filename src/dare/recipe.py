@@ -13,26 +13,27 @@ The two tables of a small recipe are enough:
 Everything else has a default. A stage's parameters stand in a table of its name. A model may be
 an inline table with its own `weight`, `seed` and parameters. `[[tensors]]` rules set parameters
 for the tensors whose names match; a later rule wins over an earlier one, and any rule over a
-model's own value.
+model's own value. A list in place of a number is its values from the first layer to the last.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -40,28 +41,15 @@ from pydantic import (
 
 from dare.dtypes import weight_type
 from dare.errors import InputError, RecipeError, did_you_mean
+from dare.gradients import OUTSIDE, Gradient, value_at
+from dare.hub import looks_like_name
+from dare.mask import check_drop_rate
+from dare.sizes import parse_size
 from dare.stages import STAGES, Stage, parse_method
-from dare.stages.dare import DropRate
+from dare.stages.registry import Parameter
 
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight")
 """Names of embeddings and heads, whose deltas behave unlike those of other layers."""
-
-
-def parse_size(value: object) -> object:
-    """Read a size in bytes: a whole number, or text such as `"512MiB"`, `"5GB"`, `"2G"`.
-
-    >>> parse_size("2GiB") == 2 * 2**30, parse_size("5MB")
-    (True, 5000000)
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", value, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{value!r} is not a size; write 1073741824, '1GiB' or '5GB'")
-    number, unit, suffix = match.groups()
-    power = "KMGT".index(unit.upper()) + 1 if unit else 0
-    thousand = 1000 if suffix and suffix.upper() == "B" else 1024
-    return int(Fraction(number) * thousand**power)
 
 
 def _as_path(value: object) -> Path:
@@ -73,8 +61,40 @@ def _as_path(value: object) -> Path:
         raise ValueError(str(error)) from None
 
 
+_WEIGHT = Parameter(
+    "weight", None, TypeAdapter(float, config=ConfigDict(strict=True, allow_inf_nan=False))
+)
+
+
+def _as_weight(value: object) -> object:
+    return None if value is None else _WEIGHT.check(value, "")
+
+
+def _one_or_many(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as TOML would give them: what changes over the layers is a list."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+    }
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=1 << 63)]
 AnyPath = Annotated[Path, BeforeValidator(_as_path)]
+Weight = Annotated[float | Gradient | None, BeforeValidator(_as_weight)]
+Words = Annotated[tuple[str, ...] | None, BeforeValidator(_one_or_many)]
+OwnSettings = Annotated[dict[str, Any], AfterValidator(_with_lists)]
+
+
+EmbeddingDropRate = Annotated[
+    float,
+    AfterValidator(partial(check_drop_rate, name="embedding_drop_rate")),
+    Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 1}),
+]
 
 
 class _Strict(BaseModel):
@@ -101,11 +121,9 @@ class ModelEntry(_Strict):
         def __init__(self, **given: Any) -> None: ...
 
     file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
-    weight: float | None = Field(
-        None, description="Its share; the usual one depends on the method."
-    )
+    weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
     seed: int | None = Field(None, ge=0, description="Its own seed, in place of seed + i.")
-    settings: dict[str, Any] = Field(
+    settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of delta stages that are different for it."
     )
 
@@ -113,6 +131,8 @@ class ModelEntry(_Strict):
     def name(self) -> str:
         """What the model is called in messages."""
         path = self.file
+        if looks_like_name(path.as_posix()):
+            path = Path(path.as_posix().partition("@")[0])
         if path.suffix != ".safetensors":
             return path.name
         generic = {"model", "pytorch_model", "adapter_model"}
@@ -120,27 +140,59 @@ class ModelEntry(_Strict):
 
 
 class TensorRule(_Strict):
-    """Parameters for the tensors whose names match a pattern (`*` and `?` as in a shell)."""
+    """Parameters for the tensors whose names match a pattern, or contain a text.
+
+    >>> rule = TensorRule(contains="mlp", match="*.weight", settings={"drop_rate": 0.5})
+    >>> rule.matches("layers.0.mlp.up.weight"), rule.matches("layers.0.mlp.up.bias")
+    (True, False)
+    """
 
     if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
 
         def __init__(self, **given: Any) -> None: ...
 
-    match: tuple[str, ...] = Field(
-        description="A pattern or a list of them: * and ? as in a shell."
+    match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
+    contains: Words = Field(
+        None, description="A text that stands in the name, or a list of them; beside match, both."
     )
-    settings: dict[str, Any] = Field(description="Parameters of stages for these tensors.")
+    model: Words = Field(
+        None, description="The model or models that it is for, by name or file; else all."
+    )
+    weight: Weight = Field(None, description="The models' weight for these tensors.")
+    settings: OwnSettings = Field(
+        default_factory=dict, description="Parameters of stages for these tensors."
+    )
 
-    @field_validator("match", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
+    @model_validator(mode="after")
+    def _names_tensors(self) -> Self:
+        if self.match is None and self.contains is None:
+            raise RecipeError(
+                "[[tensors]] match is missing: a rule names its tensors by "
+                'match = "*.mlp.*" or contains = "mlp"'
+            )
+        return self
 
     def matches(self, tensor: str) -> bool:
         """Say whether the rule applies to a tensor."""
-        return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in self.match)
+        if self.match is not None and not any(
+            fnmatch.fnmatchcase(tensor, pattern) for pattern in self.match
+        ):
+            return False
+        return self.contains is None or any(text in tensor for text in self.contains)
+
+    @property
+    def told(self) -> str:
+        """What the rule is for, in messages."""
+        parts = [
+            f"{word} {', '.join(map(repr, texts))}"
+            for word, texts in (
+                ("matching", self.match),
+                ("containing", self.contains),
+                ("of model", self.model),
+            )
+            if texts is not None
+        ]
+        return f"tensors {' '.join(parts)}"
 
 
 Policy = Literal["error", "base"]
@@ -159,7 +211,7 @@ class Recipe(_Strict):
         def __init__(self, **given: Any) -> None: ...
 
     base: AnyPath = Field(description="The model that all were fine-tuned from: file or directory.")
-    models: tuple[ModelEntry, ...] = Field(min_length=1, description="The fine-tunes to merge.")
+    models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
     output: AnyPath | None = Field(
         None, description="Where the merged model goes: NAME.safetensors, or a directory."
     )
@@ -173,7 +225,7 @@ class Recipe(_Strict):
     tensors: tuple[TensorRule, ...] = Field(
         (), description="Parameters for the tensors whose names match a pattern."
     )
-    embedding_drop_rate: DropRate | None = Field(
+    embedding_drop_rate: EmbeddingDropRate | None = Field(
         None, description="Drop rate of embeddings and head, if it shall be another."
     )
     seed: int = Field(42, ge=0, description="Model i uses seed + i unless it has its own.")
@@ -193,6 +245,22 @@ class Recipe(_Strict):
     )
     on_integer_mismatch: Policy = Field(
         "error", description="Integer tensors that differ: refuse, or keep the base's."
+    )
+
+    vocabulary: Literal["error", "base", "union"] = Field(
+        "error", description="Tokens that differ: refuse, keep the base's, or merge them all."
+    )
+    pad_to_multiple_of: int | None = Field(
+        None, gt=0, description="Rows of zeros are added to embedding and head up to this."
+    )
+    copy_from: str | None = Field(
+        None, description="The model whose config and tokenizer an output directory gets."
+    )
+    chat_template: str = Field(
+        "auto", description="Of the output: auto, a model's name, a file, or the template itself."
+    )
+    allow_pickle: bool = Field(
+        False, description="Also read pytorch_model.bin and the like, by torch, weights only."
     )
 
     delta_threshold: float = Field(
@@ -217,6 +285,8 @@ class Recipe(_Strict):
             value = [value]
         if not isinstance(value, Sequence):
             return value
+        if not value:
+            raise RecipeError("no models: name at least one (merge_files in TOML, or --merge)")
         return tuple(
             ModelEntry(file=entry) if isinstance(entry, str | PathLike) else entry
             for entry in value
@@ -237,7 +307,7 @@ class Recipe(_Strict):
     def _without_gaps(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """None is no value in TOML, and what it says is said by leaving the key out."""
         given = {
-            stage: {name: setting for name, setting in table.items() if setting is not None}
+            stage: _with_lists({name: v for name, v in table.items() if v is not None})
             for stage, table in value.items()
         }
         return {stage: table for stage, table in given.items() if table or stage not in STAGES}
@@ -262,19 +332,20 @@ class Recipe(_Strict):
                 )
         for entry in self.models:
             self._check_overrides(entry.settings, f"model {entry.name}: ", combine=False)
-        for rule in self.tensors:
-            where = f"tensors matching {', '.join(map(repr, rule.match))}: "
-            self._check_overrides(rule.settings, where, combine=True)
+        for rule, whose in zip(self.tensors, self._rule_models, strict=True):
+            self._check_overrides(rule.settings, f"{rule.told}: ", combine=whose is None)
         combine = chain[-1][0]
         if combine.models not in (None, len(self.models)):
             raise RecipeError(
                 f"{combine.name} merges {combine.models} models, and {len(self.models)} are given"
             )
         if combine.default_weight is None:
-            for entry in self.models:
-                if entry.weight is not None:
+            weights = {f"model {entry.name}": entry.weight for entry in self.models}
+            weights |= {rule.told: rule.weight for rule in self.tensors}
+            for where, weight in weights.items():
+                if weight is not None:
                     raise RecipeError(
-                        f"model {entry.name}: {combine.name} takes no weights; "
+                        f"{where}: {combine.name} takes no weights; "
                         f"its parameters are {', '.join(combine.parameters)}"
                     )
         if self.input_digests is not None and len(self.input_digests) != 1 + len(self.models):
@@ -342,24 +413,73 @@ class Recipe(_Strict):
             for index, entry in enumerate(self.models)
         )
 
-    def weights(self) -> tuple[float, ...]:
-        """The weight of each model."""
+    def weights(self) -> tuple[float | Gradient, ...]:
+        """The weight of each model, before any tensor's own."""
         default = self.chain[-1][0].default_weight
         usual = default(len(self.models)) if default else 1.0
         return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
 
-    def settings_for(self, tensor: str, model: int) -> tuple[dict[str, Any], ...]:
-        """The settings of every stage for one tensor of one model."""
+    def weight_for(self, tensor: str, model: int, depth: Fraction = OUTSIDE) -> float:
+        """The weight of one model for one tensor, which stands so deep in the stack of layers."""
+        weight = self.weights()[model]
+        for rule in self._rules_for(tensor, model):
+            weight = weight if rule.weight is None else rule.weight
+        return float(value_at(weight, depth))
+
+    def settings_for(
+        self, tensor: str, model: int, depth: Fraction = OUTSIDE
+    ) -> tuple[dict[str, Any], ...]:
+        """The settings of every stage for one tensor of one model, at its depth."""
         overrides = dict(self.models[model].settings)
         if self.embedding_drop_rate is not None and is_embedding(tensor):
             overrides["drop_rate"] = self.embedding_drop_rate
-        for rule in self.tensors:
-            if rule.matches(tensor):
-                overrides.update(rule.settings)
+        for rule in self._rules_for(tensor, model):
+            overrides.update(rule.settings)
         return tuple(
-            settings | {name: overrides[name] for name in settings if name in overrides}
+            {name: value_at(overrides.get(name, value), depth) for name, value in settings.items()}
             for _, settings in self.chain
         )
+
+    def _rules_for(self, tensor: str, model: int) -> Iterator[TensorRule]:
+        for rule, whose in zip(self.tensors, self._rule_models, strict=True):
+            if (whose is None or model in whose) and rule.matches(tensor):
+                yield rule
+
+    @cached_property
+    def _rule_models(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The models that each rule is for; None: all."""
+        return tuple(
+            None
+            if rule.model is None
+            else tuple(index for word in rule.model for index in self._models_called(word, rule))
+            for rule in self.tensors
+        )
+
+    def _models_called(self, word: str, rule: TensorRule) -> list[int]:
+        by_file = [i for i, entry in enumerate(self.models) if entry.file == _as_path(word)]
+        by_name = [i for i, entry in enumerate(self.models) if entry.name == word]
+        if by_file:
+            return by_file
+        if len(by_name) == 1:
+            return by_name
+        if by_name:
+            files = ", ".join(str(self.models[index].file) for index in by_name)
+            raise RecipeError(f"{rule.told}: {len(by_name)} models have that name; write {files}")
+        names = [entry.name for entry in self.models]
+        raise RecipeError(
+            f"{rule.told}: there is no model {word!r}{did_you_mean(word, names)}; "
+            f"there are {', '.join(names)}"
+        )
+
+    def described_rules(self) -> list[list[Any]]:
+        """The rules for tensors as plain values in which no path stands: models by number."""
+        described: list[list[Any]] = []
+        for rule, whose in zip(self.tensors, self._rule_models, strict=True):
+            match = None if rule.match is None else list(rule.match)
+            more = {"contains": rule.contains, "models": whose, "weight": rule.weight}
+            given = {name: value for name, value in more.items() if value is not None}
+            described.append([match, rule.settings, *([given] if given else [])])
+        return described
 
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
@@ -372,14 +492,10 @@ class Recipe(_Strict):
         plain = self.model_dump(mode="json", exclude_defaults=True)
         base, output = plain.pop("base"), plain.pop("output", None)
         models = [
-            entry["file"]
-            if set(entry) == {"file"}
-            else {"file": entry["file"], **_flat(entry, "file")}
+            entry["file"] if set(entry) == {"file"} else _flat(entry)
             for entry in plain.pop("models")
         ]
-        rules = [
-            {"match": rule["match"], **_flat(rule, "match")} for rule in plain.pop("tensors", [])
-        ]
+        rules = [_flat(rule) for rule in plain.pop("tensors", [])]
         stages = plain.pop("stages", {})
         document: dict[str, Any] = dict(plain)
         document["models"] = {"base_file": base, "merge_files": models}
@@ -400,8 +516,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read the tables of a recipe from a TOML file."""
     try:
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot read the recipe: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: the recipe is no text: {error}") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -430,19 +548,27 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
                 raise RecipeError(f"[models] {key} is missing")
         if isinstance(given["models"], list):
             given["models"] = [
-                ModelEntry(**_nested(entry, ModelEntry)) if isinstance(entry, dict) else entry
-                for entry in given["models"]
+                _built(entry, ModelEntry, f"[models] merge_files, number {number}: ")
+                if isinstance(entry, dict)
+                else entry
+                for number, entry in enumerate(given["models"], start=1)
             ]
         if "tensors" in given:
             if not isinstance(given["tensors"], list):
                 raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
             given["tensors"] = [
-                TensorRule(**_nested(_table(rule, "[tensors]"), TensorRule))
-                for rule in given["tensors"]
+                _built(_table(rule, "[tensors]"), TensorRule, f"[[tensors]], number {number}: ")
+                for number, rule in enumerate(given["tensors"], start=1)
             ]
         if "stages" in given:
             raise RecipeError("stages: a stage's parameters stand in a table of its name: [dare]")
         stages = {name: dict(given.pop(name)) for name in list(given) if _is_stage(name, given)}
+        for key in given:
+            if key in STAGES:
+                raise RecipeError(f"{key}: must be a table, as in [{key}]")
+            owner = next((s for s in STAGES.values() if key in s.parameters), None)
+            if owner is not None and key not in Recipe.model_fields:
+                raise RecipeError(f"{key}: belongs in the table of its stage, as in [{owner.name}]")
         for key in LIFTED:
             if key in stages.get("dare", {}):
                 given[key] = stages["dare"].pop(key)
@@ -465,6 +591,16 @@ def _table(value: object, name: str) -> dict[str, Any]:
     return value
 
 
+_Entry = TypeVar("_Entry", ModelEntry, TensorRule)
+
+
+def _built(table: Mapping[str, Any], kind: type[_Entry], where: str) -> _Entry:
+    try:
+        return kind(**_nested(table, kind))
+    except RecipeError as error:
+        raise RecipeError(f"{where}{error}") from None
+
+
 def _nested(entry: Mapping[str, Any], kind: type[ModelEntry | TensorRule]) -> dict[str, Any]:
     """Move the parameters among an entry's keys into its `settings`."""
     parameters = {name for stage in STAGES.values() for name in stage.parameters}
@@ -477,9 +613,9 @@ def _nested(entry: Mapping[str, Any], kind: type[ModelEntry | TensorRule]) -> di
     return nested
 
 
-def _flat(entry: dict[str, Any], without: str) -> dict[str, Any]:
+def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     """Undo `_nested`."""
-    own = {key: value for key, value in entry.items() if key not in ("settings", without)}
+    own = {key: value for key, value in entry.items() if key != "settings"}
     settings: dict[str, Any] = entry.get("settings", {})
     return own | settings
 

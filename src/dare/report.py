@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import Concern, Notice
+from dare.gradients import Gradient
 from dare.io.digest import model_digest, tensor_digest
 from dare.io.header import TensorInfo
 from dare.io.writer import Record
@@ -24,7 +25,7 @@ class ModelReport:
 
     name: str
     seed: int
-    weight: float
+    weight: float | Gradient
     elements: int
     drop_rate_asked: float | None
     """The mean of what was asked for over its elements; None without a dropping stage."""

@@ -146,7 +146,6 @@ class Worker:
         self._scratch = Scratch(CHUNK)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._seeds = plan.recipe.seeds()
-        self._weights = plan.recipe.weights()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
     def spans(self, tensor: TensorPlan) -> Iterator[tuple[int, int]]:
@@ -218,9 +217,14 @@ class Worker:
         self, tensor: TensorPlan, base: Raw, blocks: Sequence[Block], summary: Any = None
     ) -> Deltas:
         """Present the models' deltas to the combine stage."""
-        weights = [self._weights[model] for model in tensor.models]
         return Deltas(
-            self.job.kernels, base, blocks, weights, self._scratch, self._threshold_bits, summary
+            self.job.kernels,
+            base,
+            blocks,
+            tensor.weights,
+            self._scratch,
+            self._threshold_bits,
+            summary,
         )
 
 

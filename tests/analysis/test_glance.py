@@ -49,7 +49,7 @@ def test_another_model_altogether_is_not_homologous(tmp_path):
     assert notice.about is Concern.NOT_HOMOLOGOUS
     assert notice.text == (
         "model0: does not look like a fine-tune of this base: |δ| is 0.022 on average, the change "
-        "141% of the base in size (in parts of 4 matrices). DARE works around 0.002 and fails "
+        "141% of the base in size (seen in parts of matrices). DARE works around 0.002 and fails "
         "around 0.03; check that base and model belong together"
     )
 

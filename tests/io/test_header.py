@@ -35,13 +35,13 @@ def read(folder: Path, content: bytes) -> Header:
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """HeaderError with this message, within a second and a few megabytes."""
+    """HeaderError with this message, within a second of the processor and a few megabytes."""
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with pytest.raises(HeaderError, match=match):
             yield
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
@@ -155,8 +155,9 @@ def test_a_shape_that_is_not_a_list_of_whole_numbers_is_refused(tmp_path, shape)
     ids=["2**63", "2**124", "a product of 8000 digits", "100000 dimensions"],
 )
 def test_a_shape_beyond_any_file_is_refused(tmp_path, shape):
+    content = file_bytes({"w": entry("U8", shape, 0, 2)}, b"ab")
     with refused("^f.safetensors: w: "):
-        read(tmp_path, file_bytes({"w": entry("U8", shape, 0, 2)}, b"ab"))
+        read(tmp_path, content)
 
 
 @pytest.mark.parametrize("digits", [4_000, 5_000])

@@ -105,7 +105,7 @@ def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
         yield Notice(
             Concern.NOT_HOMOLOGOUS,
             f"{name}: does not look like a fine-tune of this base: |δ| is {mean:.2g} on average, "
-            f"the change {ratio:.0%} of the base in size (in parts of {len(samples)} matrices). "
+            f"the change {ratio:.0%} of the base in size (seen in parts of matrices). "
             f"DARE works around 0.002 and fails around {FOREIGN_DELTA}; check that base and model "
             "belong together",
         )

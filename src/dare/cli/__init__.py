@@ -10,6 +10,7 @@ Commands are imported only when they are called, so that `--help` is there at on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -37,10 +38,12 @@ class UsageError(DareError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    from cyclopts import CycloptsError
-
     # A merge makes no cycles worth collecting, and passes over all of Numba take 0.3 s.
     gc.disable()
+    try:
+        from cyclopts import CycloptsError
+    except KeyboardInterrupt:
+        return INTERRUPTED
     try:
         outcome = build_app()(
             with_command(given),
@@ -48,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_error=False,
             result_action="return_value",
         )
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is after `>&-`
+            sys.stdout.flush()
     except CycloptsError as error:
         return _fail(f"{error} See `dare {_command_of(given)}--help`.", error, given, WRONG_USAGE)
     except UsageError as error:
@@ -61,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except OSError as error:  # files explain theirs, so this is stdout
+        message = f"{error.filename or 'stdout'}: {error.strerror or error}"
+        return _fail(message, error, given, FAILED)
     except Exception as error:
         message = (
             f"{type(error).__name__}: {error} (this is a mistake in dare; --debug shows where)"
@@ -126,6 +133,8 @@ def _fail(message: str, error: BaseException, arguments: Sequence[str], status: 
     if "--debug" in arguments:
         traceback.print_exception(error)
     if "--json" in arguments:
-        print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+        with contextlib.suppress(OSError):  # which the message is about
+            print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+            sys.stdout.flush()
     print(f"dare: {message}", file=sys.stderr)
     return status

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
+import sys
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,23 +36,38 @@ Verbose = Annotated[
     Parameter(
         name=["--verbose", "-v"],
         negative="",
+        show_default=False,
         group=OUTPUT,
         help="Show plan, progress and report, even if the recipe says otherwise.",
     ),
 ]
 Quiet = Annotated[
-    bool, Parameter(name=["--quiet", "-q"], negative="", group=OUTPUT, help="Show errors only.")
+    bool,
+    Parameter(
+        name=["--quiet", "-q"],
+        negative="",
+        show_default=False,
+        group=OUTPUT,
+        help="Show errors only.",
+    ),
 ]
 Json = Annotated[
     bool,
     Parameter(
         negative="",
+        show_default=False,
         group=OUTPUT,
         help="One JSON document on stdout; everything else goes to stderr.",
     ),
 ]
 Debug = Annotated[
-    bool, Parameter(negative="", group=OUTPUT, help="With an error, show where it came from.")
+    bool,
+    Parameter(
+        negative="",
+        show_default=False,
+        group=OUTPUT,
+        help="With an error, show where it came from.",
+    ),
 ]
 
 
@@ -61,13 +78,21 @@ def merge(
     *,
     config: CONFIG = None,
     overwrite: Annotated[
-        bool, Parameter(negative="", group=RUN, help="Replace an existing output.")
+        bool,
+        Parameter(negative="", show_default=False, group=RUN, help="Replace an existing output."),
     ] = False,
     resume: Annotated[
-        bool, Parameter(group=RUN, help="Go on where an interrupted merge stopped.")
+        bool,
+        Parameter(show_default=False, group=RUN, help="Go on where an interrupted merge stopped."),
     ] = True,
     dry_run: Annotated[
-        bool, Parameter(negative="", group=RUN, help="Only say what would be done: dare plan.")
+        bool,
+        Parameter(
+            negative="",
+            show_default=False,
+            group=RUN,
+            help="Only say what would be done: dare plan.",
+        ),
     ] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -147,6 +172,8 @@ def verify(
             found.append(verify_output(path, verbose=not quiet))
         except (InputError, VerificationError) as error:
             found.append(Verification(path, (str(error),), tensors=0, bytes_checked=0))
+            if quiet:
+                print(f"dare: {error}", file=sys.stderr)
         show.verification(console, found[-1])
     if json:
         print(jsonlib.dumps([outcome.to_dict() for outcome in found], indent=2))
@@ -190,7 +217,8 @@ def init(
         Parameter(group=RUN, allow_leading_hyphen=True, help="Where the recipe goes; - is stdout."),
     ] = Path("recipe.toml"),
     overwrite: Annotated[
-        bool, Parameter(negative="", group=RUN, help="Replace an existing recipe.")
+        bool,
+        Parameter(negative="", show_default=False, group=RUN, help="Replace an existing recipe."),
     ] = False,
     config: CONFIG = None,
     debug: Debug = False,
@@ -211,9 +239,9 @@ def init(
         ) from None
     except OSError as error:
         raise OutputError(f"{to}: cannot be written: {error.strerror or error}") from None
-    show.next_steps(
-        show.console(), f"{to} is written", {"plan": f"dare plan {to}", "merge": f"dare {to}"}
-    )
+    place = shlex.quote(str(to))
+    steps = {"plan": f"dare plan {place}", "merge": f"dare {place}"}
+    show.next_steps(show.console(), f"{to} is written", steps)
     return DONE
 
 
@@ -226,7 +254,10 @@ def demo(
         ),
     ] = None,
     quick: Annotated[
-        bool, Parameter(negative="", help="Fewer prompts and seeds: rough figures, sooner.")
+        bool,
+        Parameter(
+            negative="", show_default=False, help="Fewer prompts and seeds: rough figures, sooner."
+        ),
     ] = False,
     json: Json = False,
     debug: Debug = False,

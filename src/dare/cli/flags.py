@@ -58,6 +58,9 @@ FIELDS: dict[str, Flag] = {
     "base": Flag(Path, FILES, ("--base", "-b")),
     "models": Flag(list[Path], FILES, ("--merge", "-m"), "PATH..."),
     "output": Flag(Path, FILES, ("--output", "-o")),
+    "copy_from": Flag(str, FILES, metavar="MODEL"),
+    "chat_template": Flag(str, FILES),
+    "allow_pickle": Flag(bool, FILES),
     "input_digests": Flag(list[str], FILES),
     "method": Flag(str, METHOD),
     "seed": Flag(int, METHOD),
@@ -70,6 +73,8 @@ FIELDS: dict[str, Flag] = {
         metavar="RULE...",
         help="Parameters for tensors by name, as in '*.mlp.*: drop_rate=0.5, rescale=l1'.",
     ),
+    "vocabulary": Flag(str, MISFITS, metavar="error|base|union"),
+    "pad_to_multiple_of": Flag(int, MISFITS),
     "on_missing": Flag(str, MISFITS, metavar="error|base"),
     "on_extra": Flag(str, MISFITS, metavar="error|drop"),
     "on_mismatch": Flag(str, MISFITS, metavar="error|base"),
@@ -121,7 +126,7 @@ def _recipe_parameters() -> list[inspect.Parameter]:
                     help=help_text,
                     metavar=flag.metavar,
                     negative="",
-                    consume_multiple=True,
+                    consume_multiple=(1, None),
                 ),
             ],
         )
@@ -135,11 +140,12 @@ def stage_parameter_names() -> list[str]:
 
 
 def _stage_help(name: str) -> str:
-    owners = [stage for stage in STAGES.values() if name in stage.parameters]
-    first = owners[0].parameters[name]
-    default = toml_word(first.default)
-    used_by = ", ".join(stage.name for stage in owners)
-    return f"{first.description} {first.range}; {used_by}, default {default}."
+    owners = {
+        stage.name: stage.parameters[name] for stage in STAGES.values() if name in stage.parameters
+    }
+    first = next(iter(owners.values()))
+    defaults = ", ".join(f"{stage} {toml_word(p.default)}" for stage, p in owners.items())
+    return f"{first.description} {first.range} [default: {defaults}]"
 
 
 def toml_word(value: object) -> str:
@@ -186,10 +192,13 @@ def _lay_over(document: dict[str, Any], given: dict[str, Any], fixed: Mapping[st
     for name, key in (("weight", "weight"), ("model_seed", "seed")):
         if name in given:
             _set_for_models(files, key, given[name], name)
-    chain = parse_method(document.get("method", Recipe.model_fields["method"].default))
-    for name in stage_parameter_names():
-        if name in given:
-            _set_parameter(document, chain, name, [_value(text) for text in given[name]])
+    asked = [name for name in stage_parameter_names() if name in given]
+    method = document.get("method", Recipe.model_fields["method"].default)
+    if not asked or not isinstance(method, str):
+        return  # a method that is no text is for the recipe's own check too
+    chain = parse_method(method)
+    for name in asked:
+        _set_parameter(document, chain, name, [_value(text) for text in given[name]])
 
 
 def _set_parameter(
@@ -197,8 +206,10 @@ def _set_parameter(
 ) -> None:
     """Set a stage's parameter for all models, or for each its own."""
     owner = _owner(chain, name)
+    if not isinstance(document.setdefault(owner.name, {}), dict):
+        return
     if len(values) == 1:
-        document.setdefault(owner.name, {})[name] = values[0]
+        document[owner.name][name] = values[0]
         for entry in document["models"].get("merge_files", ()):
             if isinstance(entry, dict):
                 entry.pop(name, None)
@@ -240,7 +251,10 @@ def _set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], name
     if not isinstance(entries, list):
         entries = [entries]
     if len(values) != len(entries):
-        raise RecipeError(f"{_flag(name)}: {len(values)} given for {len(entries)} models")
+        raise RecipeError(
+            f"{_flag(name)}: {len(values)} given for {len(entries)} models; give one for each, "
+            "in the order of the models"
+        )
     files["merge_files"] = [
         {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
         for entry, value in zip(entries, values, strict=True)
@@ -255,7 +269,8 @@ def _rule(text: str) -> dict[str, Any]:
     """
     pattern, _, settings = text.partition(":")
     pairs = [pair.partition("=") for pair in settings.split(",")]
-    if not all(name.strip() and value.strip() for name, _, value in pairs):
+    named = all(name.strip() not in ("", "match") and value.strip() for name, _, value in pairs)
+    if not pattern.strip() or not named:
         raise RecipeError(
             f"--tensors {text!r}: write PATTERN: name=value, as in '*.mlp.*: drop_rate=0.5'"
         )

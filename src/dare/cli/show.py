@@ -16,15 +16,18 @@ from rich.text import Text
 
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice
+from dare.planning import Fate, Plan
+from dare.sizes import show_size
 from dare.stages import ALIASES, STAGES, Stage
 
 if TYPE_CHECKING:
-    from dare.planning import Plan
     from dare.report import ModelReport, Report
     from dare.verification import Verification
 
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and has no width of its own."""
+ROOM_FOR_NAMES = 100
+"""Columns from which a report names the tensors."""
 
 
 class _Console(Console):
@@ -37,7 +40,7 @@ class _Console(Console):
 
 def console(*, json: bool = False, quiet: bool = False) -> Console:
     """Where text for people goes: stdout, or stderr if JSON goes there."""
-    found = _Console(stderr=json, quiet=quiet, highlight=False, emoji=False)
+    found = _Console(stderr=json, quiet=quiet, highlight=False, emoji=False, markup=False)
     if not found.is_terminal:
         found.width = PIPE_WIDTH
     return found
@@ -51,9 +54,9 @@ def plan_summary(console: Console, plan: Plan, *, detailed: bool = False) -> Non
         "base": str(plan.recipe.base),
         "tensors": _fates(plan),
         "weights": f"{elements:,} elements, {_types(plan)}",
-        "reads": f"{size(plan.bytes_read)} in {_times(plan.passes, 'pass', 'passes')}",
+        "reads": f"{show_size(plan.bytes_read)} in {_times(plan.passes, 'pass', 'passes')}",
         "writes": _written(plan),
-        "with": f"{_times(plan.threads, 'thread')}, about {size(plan.peak_memory)} of memory",
+        "with": f"{_times(plan.threads, 'thread')}, about {show_size(plan.peak_memory)} of memory",
     }
     console.print(_facts("Plan", rows))
     console.print(_models_table(plan))
@@ -79,10 +82,9 @@ def _listed(settings: Mapping[str, Any]) -> str:
 
 
 def _fates(plan: Plan) -> str:
-    counts = Counter(tensor.fate.value for tensor in plan.tensors)
-    if plan.left_out:
-        counts["left out (only in a model)"] = len(plan.left_out)
-    return ", ".join(f"{count} {fate}" for fate, count in counts.items())
+    counts = Counter(tensor.fate for tensor in plan.tensors)
+    counts[Fate.LEFT_OUT] = len(plan.left_out)
+    return ", ".join(f"{counts[fate]} {fate.value}" for fate in Fate if counts[fate])
 
 
 def _types(plan: Plan) -> str:
@@ -94,9 +96,9 @@ def _types(plan: Plan) -> str:
 
 def _written(plan: Plan) -> str:
     if plan.layout is None:
-        return f"{size(plan.bytes_written)} (no output is named yet)"
+        return f"{show_size(plan.bytes_written)} (no output is named yet)"
     files = _times(len(plan.layout.files), "file")
-    place = f"{size(plan.bytes_written)} to {plan.layout.target} ({files})"
+    place = f"{show_size(plan.bytes_written)} to {plan.layout.target} ({files})"
     return f"{place}, which exists already" if plan.layout.target.exists() else place
 
 
@@ -112,32 +114,40 @@ def _models_table(plan: Plan) -> Table:
         table.add_row(
             name,
             str(entry.file),
-            f"{recipe.weights()[index]:.4g}",
+            _weight(recipe.weights()[index]),
             str(recipe.seeds()[index]),
             _listed(settings),
         )
     return table
 
 
+def _weight(weight: float | list[float]) -> str:
+    if isinstance(weight, list):
+        return f"[{', '.join(map(_weight, weight))}]"
+    return f"{weight:.4g}"
+
+
 def report(console: Console, report: Report) -> None:
     """What was done, and what to do next."""
-    speed = size(int(report.bytes_read / max(report.seconds, 1e-9)))
+    speed = show_size(int(report.bytes_read / max(report.seconds, 1e-9)))
     title = f"Merged {_times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
     resumed = _times(report.resumed_chunks, "piece")
-    told = f"{size(report.bytes_read)} read, {speed}/s"
+    told = f"{show_size(report.bytes_read)} read, {speed}/s"
     if report.resumed_chunks:
         told += f", {resumed} taken over from the interrupted run"
     console.print(Text.assemble((title, "bold green"), f"  {told}"))
-    table = _table("model", "dropped >", "asked >", "largest |δ| >", "in", "above threshold >")
+    columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
+    shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
+    table = _table(*columns[:shown])
     for model in report.models:
-        table.add_row(*_model_row(model))
+        table.add_row(*_model_row(model)[:shown])
     console.print(table)
     warnings(console, report.warnings)
     if report.output is not None:
         output = shlex.quote(str(report.output))
         next_steps(
             console,
-            f"{report.output} is written ({size(report.bytes_written)})",
+            f"{report.output} is written ({show_size(report.bytes_written)})",
             {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"},
         )
 
@@ -150,8 +160,8 @@ def _model_row(model: ModelReport) -> Sequence[str]:
         "–" if realised is None else f"{realised:.3%}",
         "–" if asked is None else f"{asked:.3%}",
         f"{model.largest_delta:.3g}",
-        model.largest_delta_in or "–",
         f"{model.over_threshold:,} ({share:.2%})",
+        model.largest_delta_in or "–",
     )
 
 
@@ -171,7 +181,9 @@ def warnings(console: Console, notices: Iterable[Notice]) -> None:
 def verification(console: Console, found: Verification) -> None:
     """Whether an output is what was written."""
     if found.ok:
-        told = f"  {_times(found.tensors, 'tensor')}, {size(found.bytes_checked)}, {found.path}"
+        told = (
+            f"  {_times(found.tensors, 'tensor')}, {show_size(found.bytes_checked)}, {found.path}"
+        )
         console.print(Text.assemble(("Intact", "bold green"), told))
         return
     told = "Not what was written" if found.tensors else "Cannot be verified"
@@ -211,7 +223,10 @@ def stages(console: Console) -> None:
 def stage(console: Console, stage: Stage) -> None:
     """One stage: meaning, formula, parameters."""
     console.print(Text.assemble((stage.name, "bold"), f"  ({stage.kind} stage)"))
-    console.print(Padding(Text(stage.documentation), (1, 0, 1, 2), expand=False))
+    for paragraph in stage.documentation.split("\n\n"):
+        text = Text(" ".join(paragraph.split()))
+        console.print(Padding(text, (1, 0, 0, 2), expand=False))
+    console.print()
     if stage.parameters:
         table = _table("parameter", "default", "range", "meaning")
         for p in stage.parameters.values():
@@ -245,19 +260,6 @@ def catalogue(names: Iterable[str]) -> dict[str, Any]:
         ],
         "aliases": dict(ALIASES),
     }
-
-
-def size(nbytes: int) -> str:
-    """A number of bytes for people.
-
-    >>> size(1_900_000_000), size(2048)
-    ('1.90 GB', '2.0 kB')
-    """
-    for unit, bytes_each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= bytes_each:
-            digits = 2 if unit == "GB" else 1
-            return f"{nbytes / bytes_each:.{digits}f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def _times(count: int, one: str, many: str = "") -> str:

@@ -15,14 +15,16 @@ from dare.stages import parse_method
 EXAMPLES = {
     "embedding_drop_rate": 0.5,
     "dtype": "BF16",
+    "pad_to_multiple_of": 64,
+    "copy_from": "math",
     "shard_size": "5GB",
     "max_memory": "1GiB",
     "threads": 4,
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 
-ELSEWHERE = {"base", "models", "output", "stages", "tensors", "input_digests"}
-"""Fields that have tables of their own, or no place in a recipe written by hand."""
+ELSEWHERE = {"base", "models", "output", "stages", "tensors"}
+"""Fields that have tables of their own."""
 
 
 def write_template(plan: Plan) -> str:
@@ -48,8 +50,8 @@ def write_template(plan: Plan) -> str:
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:
     for name, field in Recipe.model_fields.items():
-        if name in ELSEWHERE:
-            continue
+        if name in ELSEWHERE or (name == "input_digests" and name not in document):
+            continue  # digests have no place in a recipe written by hand
         yield f"# {field.description}"
         if name in document or name == "method":
             yield from _key(name, document.get(name, field.default))

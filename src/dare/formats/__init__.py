@@ -12,17 +12,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dare.formats import lora
+from dare.errors import InputError
+from dare.formats import fp8, gguf, lora, torch_bin
 from dare.io.sources import Source, open_source
 
 MAX_CONFIG_BYTES = 10_000_000
 
 
-def open_model(path: Path) -> Source:
+def open_model(path: Path, *, allow_pickle: bool = False) -> Source:
     """Read the headers of a model, whatever form it has."""
     if lora.looks_like(path):
         return lora.open_adapter(path)
-    return open_source(path)
+    if gguf.looks_like(path):
+        return gguf.open_gguf(path)
+    if torch_bin.looks_like(path):
+        if allow_pickle:
+            return torch_bin.open_torch(path)
+        raise InputError(
+            f"{path}: holds weights as a pickle, which can hold programs too; save it as "
+            "safetensors, or set allow_pickle = true to have torch read the weights and no more"
+        )
+    return fp8.dequantized(open_source(path))
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

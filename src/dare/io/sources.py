@@ -259,7 +259,7 @@ def _files_of(directory: Path) -> dict[Path, set[str] | None]:
     except OSError as error:
         raise InputError(f"{directory}: cannot be listed: {error.strerror}") from error
     if INDEX_NAME in names:
-        return dict(_read_index(directory))
+        return dict(read_index(directory))
     weights = [name for name in names if name.endswith(".safetensors")]
     if SINGLE_NAME in weights:
         return {directory / SINGLE_NAME: None}
@@ -273,7 +273,8 @@ def _files_of(directory: Path) -> dict[Path, set[str] | None]:
     raise InputError(f"{directory}: has no safetensors file and no {INDEX_NAME}")
 
 
-def _read_index(directory: Path) -> dict[Path, set[str]]:
+def read_index(directory: Path) -> dict[Path, set[str]]:
+    """The shards that an index names, each with the tensors it promises."""
     index = directory / INDEX_NAME
     try:
         with index.open("rb") as file:

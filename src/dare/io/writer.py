@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.chunks import chunk_count, chunk_span
-from dare.errors import OutputError
+from dare.errors import MismatchError, OutputError
 from dare.io.digest import bytes_digest
 from dare.io.files import OutputFile
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
+from dare.sizes import show_size
 
 JOURNAL_NAME = "journal.jsonl"
 JOURNAL_VERSION = 1
@@ -103,7 +104,9 @@ class PartialOutput:
             raise
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
+        if kind is not None and issubclass(kind, MismatchError):
+            shutil.rmtree(self.folder)  # this can never be finished as it was planned
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -131,7 +134,10 @@ class PartialOutput:
             return
         self.started_over = ours
         for leftover in leftovers:
-            leftover.unlink()
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
         os.truncate(self._journal, 0)
         self._append(first)
 
@@ -153,9 +159,11 @@ class PartialOutput:
         missing = sum(file.unwritten_bytes() for file in self._files.values())
         free = shutil.disk_usage(self.folder).free
         if missing > free:
+            if not self.resumed:  # there is nothing in it
+                shutil.rmtree(self.folder)
             raise OutputError(
-                f"{self.layout.target}: needs {missing / 1e9:.2f} GB more and the disk has "
-                f"{free / 1e9:.2f} GB free; make room or choose another place, then run it again"
+                f"{self.layout.target}: needs {show_size(missing)} more and the disk has "
+                f"{show_size(free)} free; make room or choose another place, then run it again"
             )
 
     def _intact(self, records: list[Record]) -> list[Record]:

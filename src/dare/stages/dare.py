@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -13,7 +13,7 @@ from dare.stages.registry import delta_stage
 
 DropRate = Annotated[
     float,
-    AfterValidator(check_drop_rate),
+    AfterValidator(partial(check_drop_rate, name="drop_rate")),
     Field(
         description="Share of each delta's elements to drop, p.",
         json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},

@@ -16,7 +16,7 @@ whatever the stage wants to find in `summary` later. `surveys_when` says for whi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -53,8 +53,35 @@ class Parameter:
         """The values it may have, for people: `0 ≤ x < 1`."""
         return " or ".join(_described(choice) for choice in _choices(self._schema))
 
+    @property
+    def is_number(self) -> bool:
+        """Whether it is measured, so that it may change from layer to layer."""
+        return any(choice.get("type") == "number" for choice in _choices(self._schema))
+
     def check(self, value: Any, where: str) -> Any:
-        """Return the value if it fits, else say where it does not."""
+        """Return the value if it fits, else say where it does not.
+
+        A number may also be a list of numbers: its values from the first layer to the last.
+        """
+        if self.is_number and isinstance(value, list | tuple):
+            return self._check_gradient(value, where)
+        return self._check_one(value, where)
+
+    def _check_gradient(self, values: Sequence[Any], where: str) -> list[Any]:
+        if not values:
+            raise RecipeError(
+                f"{where}{self.name} = []: a list is its values from the first layer to the last, "
+                "and needs at least one number"
+            )
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RecipeError(
+                    f"{where}{self.name} = {list(values)!r}: a list is its values from the first "
+                    f"layer to the last, and {value!r} is not a number"
+                )
+        return [self._check_one(value, where) for value in values]
+
+    def _check_one(self, value: Any, where: str) -> Any:
         try:
             return self.adapter.validate_python(value)
         except ValidationError as error:

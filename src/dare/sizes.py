@@ -1,0 +1,40 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+
+def parse_size(value: object) -> object:
+    """Read a size in bytes: a whole number, or text such as `"512MiB"`, `"5GB"`, `"2G"`.
+
+    >>> parse_size("2GiB") == 2 * 2**30, parse_size("5MB")
+    (True, 5000000)
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", value, re.IGNORECASE)
+    if match is None:
+        raise ValueError("not a size; write 1073741824, '1GiB' or '5GB'")
+    number, unit, suffix = match.groups()
+    power = "KMGT".index(unit.upper()) + 1 if unit else 0
+    thousand = 1000 if suffix and suffix.upper() == "B" else 1024
+    return int(Fraction(number) * thousand**power)
+
+
+def show_size(nbytes: int) -> str:
+    """Write a size for people.
+
+    >>> show_size(1_900_000_000), show_size(2048), show_size(7)
+    ('1.90 GB', '2.0 kB', '7 bytes')
+    """
+    for unit, bytes_each, digits in (
+        ("TB", 1e12, 2),
+        ("GB", 1e9, 2),
+        ("MB", 1e6, 1),
+        ("kB", 1e3, 1),
+    ):
+        if nbytes >= bytes_each:
+            return f"{nbytes / bytes_each:.{digits}f} {unit}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,543 @@
+"""What each command does and says, and that it says nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calling import BASE, TO, TWO, base_arrays, contents, dare, dare_succeeds
+from safetensors.numpy import load_file
+
+from dare import __version__, plan
+from dare.cli import build_app, show
+from dare.cli.texts import COMMANDS
+from dare.errors import Concern, Notice
+from dare.stages import ALIASES, STAGES
+from helpers import flip_bit, save, sha256
+
+COMPILING = "compiling kernels (once; a few seconds)\n"
+
+RECIPE = """
+[dare]
+drop_rate = 0.8
+
+[models]
+base_file = "base.safetensors"
+merge_files = ["math.safetensors", "code.safetensors"]
+output_file = "merged.safetensors"
+"""
+
+
+@pytest.fixture
+def merged(folder: Path) -> Path:
+    dare_succeeds(*TWO, *TO, "--quiet")
+    return folder / "merged.safetensors"
+
+
+# ---------------------------------------------------------------- merge
+
+
+def test_the_merged_model_has_the_values_that_dare_promises(folder):
+    dare_succeeds(*BASE, "-m", "math.safetensors", *TO, "--drop-rate", "0.75", "--quiet")
+    base, tuned, found = (
+        load_file(folder / f"{name}.safetensors") for name in ("base", "math", "merged")
+    )
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.weight"):
+        delta = tuned[name] - base[name]
+        changed = found[name] != base[name]
+        expected = base[name] + np.float32(1) * (delta * np.float32(4))
+        np.testing.assert_allclose(found[name][changed], expected[changed], rtol=0, atol=4e-9)
+        assert abs(changed.mean() - 0.25) < 4 * (0.25 * 0.75 / changed.size) ** 0.5
+    assert (found["model.position_ids"] == base["model.position_ids"]).all()
+
+
+def test_a_merge_shows_plan_report_and_the_next_commands(folder):
+    shown = dare_succeeds(*TWO, *TO).out
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert lines[0].startswith("Plan  method   dare+linear")
+    assert "      tensors  3 merged, 1 copied from base (not a weight type)" in lines
+    (told,) = [n for n, line in enumerate(lines) if line.startswith("Merged 3 tensors in ")]
+    header, _, math, code = (line.split() for line in lines[told + 2 : told + 6])
+    assert header == ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold", "in"]
+    for row, name in ((math, "math"), (code, "code")):
+        assert (row[0], row[2]) == (name, "90.000%")
+        assert row[4:] == ["0", "(0.00%)", "model.layers.0.mlp.weight"]
+    assert lines[-3:] == [
+        "merged.safetensors is written (13.3 kB)",
+        "  verify  dare verify merged.safetensors",
+        "  repeat  dare merged.safetensors --output OTHER",
+    ]
+
+
+def test_the_commands_it_suggests_work_for_any_name(folder):
+    lines = dare_succeeds(*TWO, "-o", "my model's $HOME.safetensors").out.splitlines()
+    commands = [line.split(maxsplit=1)[1] for line in lines[-2:]]
+    script = "\n".join(commands).replace("OTHER", "other.safetensors")
+    dare_command = f'dare() {{ "{sys.executable}" -m dare "$@"; }}'
+    done = subprocess.run(
+        ["bash", "-ec", f"{dare_command}\n{script}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sha256(Path("my model's $HOME.safetensors")) == sha256(Path("other.safetensors"))
+
+
+REPEATS = {
+    "the output": ["merged.safetensors"],
+    "the output by flag": ["--recipe", "merged.safetensors"],
+    "the output after the word": ["merge", "merged.safetensors"],
+    "its manifest": ["--config", "merged.safetensors.manifest.json"],
+    "the recipe": ["recipe.toml"],
+    "the recipe after the word": ["merge", "recipe.toml"],
+    "the recipe by flag": ["--config", "recipe.toml"],
+}
+
+
+@pytest.mark.parametrize("way", REPEATS)
+def test_a_merge_can_be_repeated_to_the_same_bytes(way, folder):
+    (folder / "recipe.toml").write_text(RECIPE)
+    dare_succeeds(*TWO, *TO, "--drop-rate", "0.8", "--quiet")
+    dare_succeeds(*REPEATS[way], "--output", "again.safetensors", "--quiet")
+    assert sha256(Path("again.safetensors")) == sha256(Path("merged.safetensors"))
+
+
+def test_a_repeat_works_from_another_folder(merged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dare_succeeds(merged, "-o", "again.safetensors", "--quiet")
+    assert sha256(Path("again.safetensors")) == sha256(merged)
+
+
+def test_a_repeat_finds_its_output_there_and_replaces_it_only_if_told(merged):
+    assert dare(merged, "--quiet").status == 1
+    before = sha256(merged)
+    dare_succeeds(merged, "--quiet", "--overwrite")
+    assert sha256(merged) == before
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(folder):
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        dare_succeeds(*TWO, "-o", f"{name}.safetensors", "--seed", seed, "--quiet")
+    one, same, other = (sha256(Path(f"{name}.safetensors")) for name in ("one", "same", "other"))
+    assert one == same != other
+
+
+def test_a_directory_can_be_the_output(folder):
+    dare_succeeds(*TWO, "--output", "merged", "--shard-size", "10kB", "--quiet")
+    assert {"dare-manifest.json", "model.safetensors.index.json"} <= set(os.listdir("merged"))
+    assert dare_succeeds("verify", "merged").out.startswith("Intact  4 tensors, 13.3 kB, merged")
+    dare_succeeds("merged", "--output", "again", "--quiet")
+    again, merged = contents(folder / "again"), contents(folder / "merged")
+    del again["dare-manifest.json"], merged["dare-manifest.json"]  # these say where and when
+    assert again == merged
+
+
+def test_nothing_but_the_output_and_its_manifest_is_left(folder):
+    before = set(os.listdir(folder))
+    dare_succeeds(*TWO, *TO, "--quiet")
+    assert set(os.listdir(folder)) - before == {
+        "merged.safetensors",
+        "merged.safetensors.manifest.json",
+    }
+
+
+# ---------------------------------------------------------------- quiet and JSON
+
+
+def test_quiet_means_nothing_on_either_stream(folder):
+    loud = ("--drop-rate", "0.99", "--model-seed", "1", "1", "--delta-threshold", "0")
+    done = subprocess.run(
+        [sys.executable, "-m", "dare", *TWO, *TO, *loud, "--quiet"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert dare("verify", "merged.safetensors", "--quiet").out == ""
+
+
+def test_merge_as_json_is_the_report_and_nothing_else_on_stdout(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "dare", *TWO, *TO, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert done.stderr.removeprefix(COMPILING).startswith("Plan  method   dare+linear")
+    assert report["method"] == "dare+linear"
+    assert report["output"] == "merged.safetensors"
+    assert [model["name"] for model in report["models"]] == ["math", "code"]
+    assert [model["seed"] for model in report["models"]] == [42, 43]
+    assert [model["weight"] for model in report["models"]] == [0.5, 0.5]
+    assert all(abs(model["drop_rate_realised"] - 0.9) < 0.03 for model in report["models"])
+    assert {tensor["name"] for tensor in report["tensors"]} == {
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.weight",
+        "model.layers.0.norm.weight",
+    }
+    assert report["bytes_read"] == 3 * report["bytes_written"]
+    assert report["resumed_chunks"] == 0
+    manifest = json.loads(Path("merged.safetensors.manifest.json").read_bytes())
+    assert report["digests"]["output"] == manifest["output"]
+
+
+def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
+    outcome = dare_succeeds("plan", *TWO, *TO, "--json")
+    (folder / "recipe.toml").write_text(RECIPE.replace("0.8", "0.9"))
+    assert outcome.json == json.loads(plan("recipe.toml").to_json())
+    places = {tensor["name"]: tensor["place"] for tensor in outcome.json["tensors"]}
+    assert places["model.embed_tokens.weight"]["file"] == "merged.safetensors"
+
+
+def test_verify_as_json_has_one_entry_for_each_output(merged, folder):
+    shutil.copy(merged, "copy.safetensors")
+    flip_bit(folder / "copy.safetensors", 8 * (folder / "copy.safetensors").stat().st_size - 1)
+    outcome = dare("verify", "merged.safetensors", "copy.safetensors", "--json")
+    assert outcome.status == 1
+    intact, damaged = outcome.json
+    assert intact == {
+        "ok": True,
+        "path": "merged.safetensors",
+        "problems": [],
+        "tensors": 4,
+        "bytes_checked": sum(values.nbytes for values in base_arrays().values()),
+    }
+    assert (damaged["ok"], damaged["path"]) == (False, "copy.safetensors")
+    assert len(damaged["problems"]) == 1
+
+
+def test_methods_as_json_has_every_stage_and_alias():
+    found = dare_succeeds("methods", "--json").json
+    assert [stage["name"] for stage in found["stages"]] == list(STAGES)
+    assert found["aliases"] == ALIASES
+    for stage in found["stages"]:
+        assert {p["name"]: p["default"] for p in stage["parameters"]} == {
+            name: parameter.default for name, parameter in STAGES[stage["name"]].parameters.items()
+        }
+    (only,) = dare_succeeds("methods", "ties", "--json").json["stages"]
+    assert only["name"] == "ties"
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_a_dry_run_is_a_plan(folder):
+    before = contents(folder)
+    for flags in ([], ["--json"], ["--method", "dare+trim+ties", "--scale", "0.5"]):
+        dry = dare_succeeds(*TWO, *TO, *flags, "--dry-run")
+        assert dry == dare_succeeds("plan", *TWO, *TO, *flags)
+        assert dry.out
+    assert contents(folder) == before
+
+
+def test_a_plan_says_that_the_output_exists(merged):
+    assert (
+        "to merged.safetensors (1 file), which exists already"
+        in dare_succeeds("plan", *TWO, *TO).out
+    )
+
+
+def test_a_plan_needs_no_output(folder):
+    assert "(no output is named yet)" in dare_succeeds("plan", *TWO).out
+
+
+def test_a_plan_names_every_model_with_its_settings(folder):
+    shown = dare_succeeds(
+        "plan",
+        *TWO,
+        "--weight",
+        "0.7",
+        "0.3",
+        "--model-seed",
+        "5",
+        "6",
+        "--drop-rate",
+        "0.5",
+        "0.25",
+    ).out
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["math", "math.safetensors", "0.7", "5", "drop_rate", "0.5,", "rescale", "true"] in rows
+    assert ["code", "code.safetensors", "0.3", "6", "drop_rate", "0.25,", "rescale", "true"] in rows
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_says_that_an_output_is_intact(merged):
+    outcome = dare_succeeds("verify", "merged.safetensors")
+    assert outcome.out == "Intact  4 tensors, 13.3 kB, merged.safetensors\n"
+    assert outcome.err == ""
+
+
+def test_verify_finds_a_flipped_bit_and_the_tensor_it_is_in(merged, folder):
+    header = int.from_bytes(merged.read_bytes()[:8], "little")
+    entries = json.loads(merged.read_bytes()[8 : 8 + header])
+    begin = entries["model.layers.0.mlp.weight"]["data_offsets"][0]
+    flip_bit(merged, 8 * (8 + header + begin) + 3)
+    outcome = dare("verify", "merged.safetensors")
+    assert (outcome.status, outcome.err) == (1, "")
+    lines = [line.strip() for line in outcome.out.splitlines()]
+    assert lines[0] == "Not what was written  merged.safetensors"
+    assert lines[1].startswith("merged.safetensors: the weights' digest is ")
+    assert lines[2:] == ["model.layers.0.mlp.weight: is not as it was written"]
+
+
+def test_verify_finds_a_change_in_the_header(merged):
+    data = merged.read_bytes()
+    assert data.count(b'"format":"pt"') == 1
+    merged.write_bytes(data.replace(b'"format":"pt"', b'"format":"tf"'))
+    outcome = dare("verify", "merged.safetensors")
+    assert outcome.status == 1
+    assert "merged.safetensors: the header has been changed" in outcome.out
+
+
+def test_quiet_does_not_hide_a_failed_verification_from_the_status(merged):
+    flip_bit(merged, 8 * merged.stat().st_size - 1)
+    outcome = dare("verify", "merged.safetensors", "--quiet")
+    assert (outcome.status, outcome.out, outcome.err) == (1, "", "")
+
+
+def test_quiet_does_not_hide_that_there_is_nothing_to_verify(merged):
+    outcome = dare("verify", "nothing.safetensors", "merged.safetensors", "-q")
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err == "dare: nothing.safetensors: no such file\n"
+
+
+def test_an_output_that_is_not_there_does_not_hide_the_others(merged):
+    outcome = dare("verify", "merged.safetensors", "nothing.safetensors")
+    assert outcome.status == 1
+    assert "Intact" in outcome.out
+
+
+# ---------------------------------------------------------------- methods
+
+
+def test_methods_lists_every_stage_with_its_parameters_and_every_alias():
+    lines = [" ".join(line.split()) for line in dare_succeeds("methods").out.splitlines()]
+    for stage in STAGES.values():
+        (place,) = [
+            n for n, line in enumerate(lines) if line.startswith(f"{stage.name} {stage.summary}")
+        ]
+        for offset, parameter in enumerate(stage.parameters.values()):
+            default = {None: "none", True: "true"}.get(parameter.default, parameter.default)
+            assert f"{parameter.name} = {default}" in lines[place + offset]
+    for alias, chain in ALIASES.items():
+        assert f"{alias} {chain}" in lines
+
+
+@pytest.mark.parametrize("name", [*STAGES, *ALIASES, "dare+trim+ties"])
+def test_methods_explains_each_stage_of_what_it_is_asked_about(name):
+    shown = " ".join(dare_succeeds("methods", name).out.split())
+    stages = [name] if name in STAGES else ALIASES.get(name, name).split("+")
+    for stage in stages:
+        assert f"{stage} ({STAGES[stage].kind} stage)" in shown
+        assert " ".join(STAGES[stage].documentation.split()) in shown
+        assert STAGES[stage].paper in shown
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_dare_alone_prints_help():
+    alone = dare_succeeds()
+    assert alone == dare_succeeds("--help") == dare_succeeds("-h")
+    assert all(f"│ {command} " in alone.out for command in COMMANDS)
+    assert alone.err == ""
+
+
+def test_flags_alone_belong_to_merge():
+    assert dare_succeeds("--base", "x", "--help") == dare_succeeds("merge", "--help")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command):
+    shown = dare_succeeds(command, "--help").out
+    assert shown.startswith(f"Usage: dare {command}")
+    assert f"  dare {'' if command == 'merge' else command}".rstrip() in shown
+    assert "[bold]" not in shown
+
+
+def test_the_version_is_the_packages():
+    assert dare_succeeds("--version").out == f"dare {__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_flags(shell):
+    script = build_app().generate_completion(shell=shell)
+    for word in ("merge", "verify", "drop-rate", "keep-ratio", "delta-threshold"):
+        assert word in script
+
+
+def test_completion_is_valid_bash():
+    script = build_app().generate_completion(shell="bash")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    asked = f"""{script}
+COMP_WORDS=(dare merge --drop); COMP_CWORD=2
+"$(complete -p dare | sed 's/.*-F \\([^ ]*\\).*/\\1/')" dare --drop merge; echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--drop-rate"]
+
+
+HEAVY = ("numpy", "pydantic", "numba", "torch", "dare.api", "dare.recipe")
+
+
+def test_help_imports_nothing_heavy():
+    asked = (
+        "import sys; from dare.cli import main; status = main(['--help']); "
+        f"print([name for name in {HEAVY} if name in sys.modules], status)"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 0"
+
+
+def test_help_is_there_at_once(capsys):
+    def seconds() -> float:
+        """Of the processor, so that what else runs here does not count."""
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "dare", "--help"], capture_output=True, check=True)
+        after = os.times()
+        user, system = (after[n] - before[n] for n in (2, 3))  # those of the child
+        return user + system
+
+    best = min(seconds() for _ in range(5))
+    with capsys.disabled():
+        print(f"\ndare --help takes {best:.2f} s (0.3 is promised, 0.6 allowed here)")
+    assert best < 0.6
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def test_warnings_of_one_kind_stand_together(capsys):
+    every = list(Concern)
+    notices = [Notice(about, f"{turn} {about.name}") for turn in "ab" for about in every]
+    show.warnings(show.console(), notices)
+    expected = [
+        line
+        for about in every
+        for line in (f"Warning  {about}", f"    a {about.name}", f"    b {about.name}")
+    ]
+    assert capsys.readouterr().out.splitlines() == [*expected, ""]
+
+
+def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
+    base = base_arrays()
+    far = {name: values + np.float32(0.05) for name, values in base.items() if name[-3:] != "ids"}
+    far["extra"] = np.ones(2, np.float32)
+    far["model.layers.0.norm.weight"] = np.ones(47, np.float32)
+    far["model.embed_tokens.weight"][:20] = np.inf
+    far["model.embed_tokens.weight"][20:] = np.nan
+    save(folder / "far.safetensors", far)
+    leftovers = folder / "merged.safetensors.partial"
+    leftovers.mkdir()
+    (leftovers / "journal.jsonl").write_text('{"journal": 1, "fingerprint": "another"}\n')
+    outcome = dare_succeeds(
+        *BASE, "--merge", "far.safetensors", "math.safetensors", *TO,
+        "--drop-rate", "0.96", "0.97", "--rescale", "false", "--model-seed", "1", "1",
+        "--on-missing", "base", "--on-extra", "drop", "--on-mismatch", "base",
+        "--tensors", "*.mpl.*: drop_rate=0.5",
+    )  # fmt: skip
+    closing = outcome.out.partition("Merged ")[2].splitlines()
+    kinds = [line.removeprefix("Warning  ") for line in closing if line.startswith("Warning  ")]
+    assert sorted(kinds) == sorted(Concern)
+    rates = closing.index("Warning  high drop rate")
+    assert closing[rates + 1].startswith("    drop_rate = 0.96: ")
+    assert closing[rates + 2].startswith("    drop_rate = 0.97: ")
+    assert outcome.err.removeprefix(COMPILING) == ""
+
+
+def test_large_deltas_are_counted_against_the_threshold(folder):
+    shown = dare_succeeds(*TWO, *TO, "--delta-threshold", "0.001").out
+    base, tuned = (load_file(folder / f"{name}.safetensors") for name in ("base", "math"))
+    deltas = np.concatenate(
+        [(tuned[n] - base[n]).ravel() for n in sorted(base) if base[n].dtype == np.float32]
+    )
+    over = int((np.abs(deltas) > np.float32(0.001)).sum())
+    assert over > 0
+    assert f"math: |δ| exceeds 0.001 in {over:,} of {deltas.size:,} elements" in shown
+
+
+# ---------------------------------------------------------------- names that are not plain
+
+
+def test_a_name_in_brackets_is_shown_as_it_is(folder):
+    (folder / "math.safetensors").rename("math[v2].safetensors")
+    shown = dare_succeeds("plan", *BASE, "-m", "math[v2].safetensors", *TO).out
+    assert "math[v2].safetensors" in shown
+
+
+def test_a_tensor_may_have_any_name(folder):
+    for name, value in (("b", 0), ("t", 1)):
+        save(folder / f"{name}.safetensors", {"[/x].w": np.full(9, value, np.float32)})
+    outcome = dare_succeeds("-b", "b.safetensors", "-m", "t.safetensors", *TO)
+    assert "[/x].w" in outcome.out
+
+
+# ---------------------------------------------------------------- streams that are not there
+
+
+def dare_in_bash(line: str) -> str:
+    command = f'dare() {{ "{sys.executable}" -m dare "$@"; }}'
+    done = subprocess.run(
+        ["bash", "-c", f"{command}\n{line}"], capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(folder):
+    said = dare_in_bash("dare methods | head -1 >/dev/null; echo ${PIPESTATUS[0]}")
+    assert said == "0\n"
+
+
+def test_a_merge_goes_on_when_nobody_reads_what_it_says(folder):
+    line = f"dare {' '.join([*TWO, *TO])}"
+    assert dare_in_bash(f"{line} | true; echo ${{PIPESTATUS[0]}}").removeprefix(COMPILING) == "0\n"
+    assert Path("merged.safetensors").exists()
+
+
+def test_a_merge_works_with_stdout_closed(folder):
+    line = f"dare {' '.join([*TWO, *TO])}"
+    assert dare_in_bash(f"{line} >&-; echo $?").removeprefix(COMPILING) == "0\n"
+
+
+CLOSED = {
+    "a merge with stderr closed": (" ".join([*TWO, *TO]), "2>&-", 0, None),
+    "a merge with both closed": (" ".join([*TWO, *TO]), ">&- 2>&-", 0, ""),
+    "a failure as JSON with stdout closed": (
+        "plan nothing.toml --json",
+        ">&-",
+        1,
+        "dare: nothing.toml: cannot read the recipe: No such file or directory\n",
+    ),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="a stream that is None is asked whether it is a terminal")
+@pytest.mark.parametrize("case", CLOSED)
+def test_a_closed_stream_is_no_mistake_in_dare(case, folder):
+    line, closed, status, said = CLOSED[case]
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m dare {line} {closed}'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    if said is not None:
+        assert done.stdout + done.stderr == said
+
+
+def test_a_stdout_that_cannot_be_written_is_no_mistake_in_dare(folder):
+    for flags in ("", "--json"):
+        said = dare_in_bash(f"dare plan {' '.join(TWO)} {flags} 2>&1 >/dev/full; echo $?")
+        assert said.endswith("dare: stdout: No space left on device\n1\n")
+        assert said.count("dare: ") == 1
+        assert "Traceback" not in said

@@ -1,0 +1,292 @@
+"""Real terminals: what fits on them, the bar that moves, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pexpect
+import pytest
+from calling import TO, TWO, dare_succeeds
+from rich.cells import cell_len
+
+from dare.stages import STAGES
+from helpers import save, sha256
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # pexpect forks
+
+SCRIPTS = Path(sys.executable).parent
+ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][0-9A-B])")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+AMOUNT = re.compile(r"([0-9.]+)/([0-9.]+) MB")
+
+
+def surroundings(**variables: str) -> dict[str, str]:
+    """An environment in which nothing but the terminal says how wide it is and what it can."""
+    plain = {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "HOME": os.environ["HOME"]}
+    return {**plain, "LANG": "C.UTF-8", "TERM": "xterm-256color", **variables}
+
+
+class Terminal:
+    """A command in a terminal of its own, and what it shows there."""
+
+    def __init__(self, command: str, columns: int, **variables: str) -> None:
+        self.columns = columns
+        self._child = pexpect.spawn(
+            "bash",
+            ["-c", command],
+            dimensions=(50, columns),
+            encoding="utf-8",
+            env=surroundings(**variables),
+            timeout=60,
+        )
+
+    def interrupt(self) -> None:
+        self._child.sendintr()
+
+    def finish(self) -> int:
+        """Wait for the end; return the status."""
+        self._child.expect(pexpect.EOF)
+        self.raw = self._child.before
+        self._child.close()
+        status = self._child.exitstatus
+        return -1 if status is None else status
+
+    @property
+    def lines(self) -> list[str]:
+        """What was shown, line by line, without codes; a line drawn again counts again."""
+        return ESCAPE.sub("", self.raw.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.lines)
+
+
+def show(command: str, columns: int, **variables: str) -> Terminal:
+    terminal = Terminal(command, columns, **variables)
+    assert terminal.finish() == 0, terminal.text
+    return terminal
+
+
+def assert_fits(terminal: Terminal) -> None:
+    too_long = [line for line in terminal.lines if cell_len(line) > terminal.columns]
+    assert too_long == []
+
+
+MERGE = " ".join(["dare", *TWO, *TO])
+
+# ---------------------------------------------------------------- width
+
+WIDTHS = pytest.mark.parametrize("columns", [80, 200])
+
+
+@WIDTHS
+@pytest.mark.parametrize("command", ["dare --help", "dare merge --help"])
+def test_help_fits(command, columns, folder):
+    terminal = show(command, columns)
+    assert_fits(terminal)
+    boxes = [line for line in terminal.lines if line[:1] in ("╭", "│", "╰")]
+    assert len(boxes) > 8
+    assert {cell_len(line) for line in boxes} == {columns}  # all borders stand in one column
+    examples = terminal.text.partition("Examples")[2]
+    assert (
+        "  dare --base base.safetensors --merge math.safetensors code.safetensors \\\n" in examples
+    )
+
+
+@WIDTHS
+def test_the_methods_fit_and_no_name_is_cut(columns, folder):
+    terminal = show("dare methods", columns)
+    assert_fits(terminal)
+    headers = [line.split() for line in terminal.lines if line.startswith(" stage")]
+    assert headers == [["stage", "does", "parameters", "paper"]] * 2
+    for stage in STAGES.values():
+        assert f"\n {stage.name} " in terminal.text
+        assert stage.paper in terminal.text
+        for parameter in stage.parameters:
+            assert f" {parameter} = " in terminal.text
+
+
+@WIDTHS
+def test_the_explanation_of_a_method_fits(columns, folder):
+    terminal = show("dare methods dare+trim+ties", columns)
+    assert_fits(terminal)
+    headers = [line.split() for line in terminal.lines if line.startswith(" parameter")]
+    assert headers == [["parameter", "default", "range", "meaning"]] * 3
+
+
+@WIDTHS
+def test_a_plan_fits_even_with_long_paths(columns, folder):
+    place = "a-rather-long-name-for-a-folder/" * 6 + "merged.safetensors"
+    terminal = show(
+        f"dare plan {' '.join(TWO)} -o {place} --method dare+trim+ties --drop-rate 0.9 0.5", columns
+    )
+    assert_fits(terminal)
+    rows = [line.split() for line in terminal.lines]
+    assert ["model", "file", "weight", "seed", "settings"] in rows
+    for number, name in enumerate(("math", "code")):
+        (row,) = [row for row in rows if row[:1] == [name]]
+        assert row[1:4] == [f"{name}.safetensors", "1", str(42 + number)]
+    assert place in "".join(terminal.text.split())
+
+
+@WIDTHS
+def test_a_merge_fits_from_plan_to_report(columns, folder):
+    terminal = show(f"{MERGE} --delta-threshold 0.0001", columns)
+    assert_fits(terminal)
+    rows = [line.split() for line in terminal.lines]
+    header = ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold"]
+    assert [*header, *(["in"] if columns >= 100 else [])] in rows
+    assert terminal.text.count("Warning  large deltas") == 1
+    assert "  verify  dare verify merged.safetensors\n" in terminal.text
+    assert "  repeat  dare merged.safetensors --output OTHER\n" in terminal.text
+    bars = [line for line in terminal.lines if line.startswith("merging ━")]
+    assert "39.9/39.9 kB" in bars[-1]
+
+
+# ---------------------------------------------------------------- colour
+
+
+def test_a_terminal_gets_colour(folder):
+    assert COLOUR.search(show("dare methods", 80).raw)
+
+
+def test_no_color_means_no_colour(folder):
+    codes = COLOUR.findall(show(f"{MERGE} --delta-threshold 0", 80, NO_COLOR="1").raw)
+    assert set(codes) <= {"\x1b[0m", "\x1b[1m", "\x1b[2m"}  # plain, bold, faint
+
+
+def test_a_dumb_terminal_gets_no_codes_at_all(folder):
+    assert "\x1b" not in show("dare methods", 80, TERM="dumb").raw
+
+
+@pytest.mark.parametrize("command", ["dare --help", "dare methods", MERGE])
+def test_a_pipe_gets_no_codes_at_all(command, folder):
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, env=surroundings(), check=True
+    )
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert b"\r" not in done.stdout + done.stderr
+    assert done.stdout
+
+
+def test_a_bar_is_drawn_only_where_somebody_looks(folder):
+    assert "merging" not in show(f"{MERGE} 2>/dev/null", 80).raw
+    assert show(f"{MERGE} --overwrite --quiet", 80).text == ""
+
+
+def test_with_json_the_document_is_alone_on_stdout_even_on_a_terminal(folder):
+    show(f"{MERGE} --json >report.json", 80)
+    text = Path("report.json").read_text()
+    assert text.startswith("{\n")
+    assert text.endswith("}\n")
+    assert "\x1b" not in text
+
+
+# ---------------------------------------------------------------- a merge that takes a while
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three models of 67 MB each, in a folder that is removed at the end."""
+    folder = tmp_path_factory.mktemp("large")
+    row = 0.02 * np.random.default_rng(0).standard_normal((1024, 1024), np.float32)
+    base = {f"layers.{number}.mlp.weight": row for number in range(16)}
+    save(folder / "base.safetensors", base)
+    for name, change in (("math", 0.0005), ("code", -0.0004)):
+        tuned = row + np.float32(change) * row[::-1] / np.float32(0.02)
+        save(folder / f"{name}.safetensors", dict.fromkeys(base, tuned))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def uninterrupted(large: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(large)
+    if not Path("whole.safetensors").exists():
+        dare_succeeds(*TWO, "-o", "whole.safetensors", "--quiet")
+    return large / "whole.safetensors"
+
+
+def pieces(partial: Path) -> int:
+    """How many pieces of a merge the journal speaks of."""
+    try:
+        return max(0, (partial / "journal.jsonl").read_bytes().count(b"\n") - 1)
+    except FileNotFoundError:
+        return 0
+
+
+def interrupt_a_merge(command: str, output: Path) -> Terminal:
+    """Press Ctrl-C when some pieces are done and others are not."""
+    partial = output.with_name(f"{output.name}.partial")
+    terminal = Terminal(command, 100)
+    deadline = time.monotonic() + 30
+    while pieces(partial) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    terminal.interrupt()
+    status = terminal.finish()
+    assert status == 130, terminal.text
+    return terminal
+
+
+def test_the_bar_moves(large, monkeypatch):
+    monkeypatch.chdir(large)
+    terminal = show(
+        "dare -b base.safetensors -m math.safetensors code.safetensors "
+        "-o moving.safetensors --threads 1",
+        100,
+    )
+    Path("moving.safetensors").unlink()
+    amounts = [float(done) for done, _ in AMOUNT.findall(terminal.text)]
+    totals = {total for _, total in AMOUNT.findall(terminal.text)}
+    assert totals == {"201.3"}
+    assert amounts == sorted(amounts)
+    assert amounts[0] == 0
+    assert amounts[-1] == 201.3
+    assert len(set(amounts)) > 2
+    assert_fits(terminal)
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_gives_the_same_bytes(uninterrupted, large):
+    output = large / "my merge.safetensors"
+    command = (
+        "dare -b base.safetensors -m math.safetensors code.safetensors "
+        "-o 'my merge.safetensors' --threads 1 --no-resume"
+    )
+    terminal = interrupt_a_merge(command, output)
+    assert not output.exists()
+    assert "Traceback" not in terminal.text
+    said, _, after = terminal.text.partition("dare: interrupted; go on where it stopped with\n")
+    assert said
+    (way_on,) = after.strip().splitlines()
+    assert way_on == command.removesuffix(" --no-resume")
+
+    partial = large / "my merge.safetensors.partial"
+    left = pieces(partial)
+    assert 4 <= left < 32
+    resumed = show(way_on, 100)
+    assert f"{left} pieces taken over from the interrupted run" in resumed.text
+    first = next(float(done) for done, _ in AMOUNT.findall(resumed.text) if float(done))
+    assert first >= round(left * 201.3 / 32, 1) - 0.1
+    assert sha256(output) == sha256(uninterrupted)
+    assert not partial.exists()
+
+
+def test_ctrl_c_on_a_quiet_merge_says_no_more_than_how_to_go_on(large, monkeypatch):
+    monkeypatch.chdir(large)
+    output = large / "quiet.safetensors"
+    command = " ".join(["dare", *TWO, "-o", output.name, "--threads", "1", "--quiet"])
+    terminal = interrupt_a_merge(command, output)
+    assert terminal.text.replace("^C", "").strip().splitlines() == [
+        "dare: interrupted; go on where it stopped with",
+        f"  {command}",
+    ]
+    assert not output.exists()
+    assert pieces(large / "quiet.safetensors.partial") >= 4
