@@ -118,12 +118,13 @@ def test_nuslerp_takes_t_from_the_weights(convert):
     assert without["models"] == {"base_file": "math", "merge_files": ["math", "code"]}
 
 
-def test_of_a_single_model_nothing_is_elected(convert):
-    models = "models: [{model: math, parameters: {weight: 0.5, density: 0.3}}]\n"
-    found = document(convert(head("dare_ties") + models))
-    assert (found["method"], found["dare"]["drop_rate"]) == ("dare+sum", 0.7)
-    trimmed = document(convert(head("ties", parameters="{normalize: false}") + models))
-    assert (trimmed["method"], trimmed["trim"]) == ("trim+sum", {"keep_ratio": 0.3})
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("dare_ties", "{}"), ("ties", "{normalize: false}")]
+)
+def test_without_normalize_the_models_that_agree_are_added_up(convert, method, parameters):
+    found = document(convert(head(method, parameters=parameters) + TWO))
+    assert found["method"].endswith("ties")
+    assert found["ties"] == {"divide_by": "nothing"}
 
 
 # ---------------------------------------------------------------- parameters
@@ -227,11 +228,12 @@ def test_types(convert, lines, dtype):
 
 
 def test_tokenizer_and_template_are_carried_over(convert):
-    found = convert(head("ties", tokenizer_source="union", chat_template="chatml") + TWO)
-    assert (found.tokenizer_source, found.chat_template) == ("union", "chatml")
-    assert convert(head("ties", tokenizer="{source: math}") + TWO).tokenizer_source == "math"
-    assert convert(head("ties", tokenizer="{}") + TWO).tokenizer_source == "union"
-    assert convert(head("ties") + TWO).tokenizer_source is None
+    found = convert(head("ties", tokenizer_source="union", chat_template="'{{ x }}'") + TWO).recipe
+    assert (found.vocabulary, found.chat_template) == ("union", "{{ x }}")
+    chosen = convert(head("ties", tokenizer="{source: math}") + TWO).recipe
+    assert (chosen.vocabulary, chosen.copy_from) == ("error", "math")
+    assert convert(head("ties", tokenizer="{}") + TWO).recipe.vocabulary == "union"
+    assert convert(head("ties") + TWO).recipe.vocabulary == "error"
 
 
 def test_an_adapter_of_the_base_is_a_model(convert):
@@ -377,8 +379,6 @@ def test_slices_that_cannot_be_converted(convert, old, new, message):
         ("merge_method: ties\n" + TWO, r"line 1: base_model is missing; ties needs one"),
         (head("ties", parameters="{density: 0}") + TWO, r"line 4: density = 0: must be above 0"),
         (head("dare_linear", parameters="{density: 2}") + TWO, r"line 4: density = 2: must be"),
-        (head("dare_ties") + TWO, r"line 1: normalize is false, which is the default of dare_ties"),
-        (head("ties", parameters="{normalize: false}") + TWO, r"line 4: normalize is false: "),
         (head("ties", parameters="{normalize: maybe}") + TWO, r"line 4: normalize: must be true"),
         (head("ties", parameters="{lambda: [1, 2]}") + TWO, r"line 4: lambda: must be one value"),
         (

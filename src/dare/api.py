@@ -36,6 +36,7 @@ from dare.manifest import (
 )
 from dare.mask import MASK_VERSION
 from dare.matching import match_names
+from dare.mergekit import looks_like_yaml, recipe_from_yaml
 from dare.planning import Plan, make_plan
 from dare.progress import show_progress
 from dare.recipe import ModelEntry, Recipe, read_toml, recipe_from_document
@@ -65,6 +66,8 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
+    if looks_like_yaml(path):
+        return recipe_from_yaml(path).to_document()
     manifest_file = find_manifest(path)
     if manifest_file is None:
         return read_toml(path)

@@ -21,7 +21,7 @@ from typing import Any
 
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.gradients import Gradient, count_layers
-from dare.recipe import Recipe, recipe_from_document
+from dare.recipe import ModelEntry, Recipe, recipe_from_document
 from dare.stages import STAGES
 
 SUFFIXES = (".yaml", ".yml")
@@ -35,13 +35,18 @@ class Conversion:
 
     source: Path
     recipe: Recipe
-    tokenizer_source: str | None
-    """What mergekit would build the tokenizer from: `base`, `union` or a model."""
-    chat_template: str | None
     differences: tuple[str, ...]
     """Every known reason for which the weights will not be mergekit's."""
     notes: tuple[str, ...]
     """What was left out because it changes nothing, and what could not be checked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON."""
+        return {
+            "recipe": self.recipe.to_document(),
+            "differences": list(self.differences),
+            "notes": list(self.notes),
+        }
 
     def to_toml(self) -> str:
         """The recipe as TOML, with the differences and notes as comments."""
@@ -75,12 +80,22 @@ def convert_yaml(path: str | PathLike[str]) -> Conversion:
     _note_arithmetic(config, draft)
     return Conversion(
         file,
-        recipe_from_document(draft.document(), str(file)),
-        config.tokenizer_source,
-        config.chat_template,
+        recipe_from_document(draft.document() | _tokenizer(config), str(file)),
         tuple(draft.differences),
         (*config.notes, *draft.notes),
     )
+
+
+def _tokenizer(config: _Config) -> dict[str, str]:
+    """The keys of a recipe for tokenizer and chat template."""
+    keys = {}
+    if config.tokenizer_source in ("base", "union"):
+        keys["vocabulary"] = config.tokenizer_source
+    elif config.tokenizer_source is not None:
+        keys["copy_from"] = ModelEntry(file=config.tokenizer_source).name
+    if config.chat_template is not None:
+        keys["chat_template"] = config.chat_template
+    return keys
 
 
 # ---------------------------------------------------------------- YAML with line numbers
@@ -301,7 +316,7 @@ def _read_config(root: _Node, file: Path) -> _Config:
         table.get("dtype"),
         table.get("out_dtype"),
         _tokenizer_source(table),
-        _text(table["chat_template"], "chat_template") if "chat_template" in table else None,
+        _chat_template(table),
         tuple(notes),
     )
 
@@ -489,6 +504,18 @@ def _tokenizer_source(table: Table) -> str | None:
             raise given[key].refuse(f"{key}: embeddings of single tokens cannot be chosen here")
     source = given.get("source")
     return "union" if source is None else _reference(source)[0]
+
+
+def _chat_template(table: Table) -> str | None:
+    if "chat_template" not in table:
+        return None
+    template = _text(table["chat_template"], "chat_template")
+    if template != "auto" and "{" not in template:
+        raise table["chat_template"].refuse(
+            f"chat_template: {template}: mergekit's built-in templates are not known here; "
+            "write the template itself"
+        )
+    return template
 
 
 # ---------------------------------------------------------------- parameters
@@ -724,22 +751,17 @@ def _convert_deltas(config: _Config, draft: _Draft) -> None:
     trims = config.method == "ties"
     weights = [_numbers("weight", given) for given in models]
     normalize = _flag("normalize", config, default=trims)
-    if elects and not normalize and len(models) > 1:
-        case = _for_all("normalize", config)
-        raise (case.node if case else config.method_node).refuse(
-            f"normalize is false{'' if case else ', which is the default of ' + config.method}: "
-            "the models that agree are added up, and ties here takes their mean; set normalize: "
-            "true, or use dare_linear, which adds all models up"
-        )
-    elects = elects and normalize  # what a single model changes is elected in any case
     if elects:
-        _check_positive(weights, config)
+        if normalize:
+            _check_positive(weights, config)
+        else:
+            draft.set_stage("ties", "divide_by", "nothing")
         draft.differences.append(ELECTION)
     elif normalize:
         weights = _shares(weights, config, draft)
 
     combine = "ties" if elects else "sum"
-    stages = ["dare"] * drops + ["trim"] * (trims and not elects) + [combine]
+    stages = ["dare"] * drops + [combine]
     draft.merge("+".join(stages), base, [given.model for given in models])
     draft.scale(_number_for_all("lambda", config, 1.0))
     draft.set_for_models(None, "weight", weights)
@@ -747,7 +769,7 @@ def _convert_deltas(config: _Config, draft: _Draft) -> None:
     if drops:
         _set_drop_rates(densities, config, draft)
     elif trims:
-        _set_keep_ratios(densities, config, draft, "ties" if elects else "trim")
+        _set_keep_ratios(densities, config, draft)
 
 
 def _check_positive(weights: Sequence[Cases], config: _Config) -> None:
@@ -790,16 +812,14 @@ def _one_minus(density: float) -> float:
     return float(1 - Decimal(repr(density)))
 
 
-def _set_keep_ratios(
-    densities: Sequence[Cases], config: _Config, draft: _Draft, stage: str
-) -> None:
+def _set_keep_ratios(densities: Sequence[Cases], config: _Config, draft: _Draft) -> None:
     trims = any(density < 1 for cases in densities for density in _values(cases))
     if trims and _flag("rescale", config, default=False):
         case = _for_all("rescale", config)
         assert case is not None  # it is not at its default
         raise case.node.refuse("rescale: what trimming leaves cannot be rescaled here; delete it")
-    if trims or stage == "trim":
-        draft.set_for_models(stage, "keep_ratio", densities)
+    if trims:
+        draft.set_for_models("ties", "keep_ratio", densities)
     draft.differences += [CUT] * trims
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -170,21 +172,28 @@ RANGED = {
 }
 
 
+@dataclass(frozen=True)
+class Ranged:
+    source: Any
+    wholes: dict[str, bytes]
+
+    def __repr__(self) -> str:
+        return "Ranged"  # hypothesis would print all the bytes, and fail on that
+
+
 @pytest.fixture(scope="module")
 def ranged():
     arrays = {}
     for name, (weight, scale) in RANGED.items():
         arrays |= {name: weight, f"{name}_scale": scale}
     source = dequantized(source_of(arrays))
-    return source, {name: read_tensor(source, name) for name in RANGED}
+    return Ranged(source, {name: read_tensor(source, name) for name in RANGED})
 
 
-@given(st.data())
-def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, data):
-    source, wholes = ranged
-    name = data.draw(st.sampled_from(sorted(wholes)))
-    begin = data.draw(st.integers(0, len(wholes[name])))
-    end = data.draw(st.integers(begin, len(wholes[name])))
+@given(st.sampled_from(sorted(RANGED)), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, name, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    begin, end = sorted((one % (len(wholes[name]) + 1), other % (len(wholes[name]) + 1)))
     into = np.full(end - begin, 0xAA, np.uint8)
     source.read(name, begin, into)
     assert into.tobytes() == wholes[name][begin:end]

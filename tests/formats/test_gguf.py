@@ -7,7 +7,9 @@ import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +149,15 @@ SHAPES = {
 HEADS = {"llama.attention.head_count": 2}
 
 
+@dataclass(frozen=True)
+class Ranged:
+    source: Any
+    wholes: dict[str, bytes]
+
+    def __repr__(self) -> str:
+        return "Ranged"  # hypothesis would print all the bytes, and fail on that
+
+
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory):
     tensors = {
@@ -155,27 +166,25 @@ def ranged(tmp_path_factory):
     }
     path = tmp_path_factory.mktemp("ranged") / "m.gguf"
     with open_gguf(write(path, tensors, "llama", HEADS)) as source:
-        yield source, {name: read_tensor(source, name) for name in source.tensors}
+        yield Ranged(source, {name: read_tensor(source, name) for name in source.tensors})
 
 
-@given(st.data())
-def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, data):
-    source, wholes = ranged
-    name = data.draw(st.sampled_from(sorted(wholes)))
-    whole = wholes[name]
-    begin = data.draw(st.integers(0, len(whole)))
-    end = data.draw(st.integers(begin, len(whole)))
+@given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, which, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    name = list(wholes)[which]
+    begin, end = sorted((one % (len(wholes[name]) + 1), other % (len(wholes[name]) + 1)))
     into = np.full(end - begin, 0xAA, np.uint8)
     source.read(name, begin, into)
-    assert into.tobytes() == whole[begin:end]
+    assert into.tobytes() == wholes[name][begin:end]
 
 
-@given(st.data())
-def test_what_is_prefetched_is_what_will_be_read(ranged, data):
-    source, wholes = ranged
-    name = data.draw(st.sampled_from(sorted(wholes)))
-    begin = data.draw(st.integers(0, len(wholes[name]) - 1))
-    end = data.draw(st.integers(begin + 1, len(wholes[name])))
+@given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_what_is_prefetched_is_what_will_be_read(ranged, which, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    name = list(wholes)[which]
+    begin, end = sorted((one % len(wholes[name]), other % len(wholes[name])))
+    end += 1
     stored = source._stored[name]
     asked, read = [], []
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,9 @@ import pickle
 import re
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,19 +102,26 @@ def test_tied_tensors_are_read_for_each_name(tmp_path):
     assert contents(path) == {"embed": raw_bytes(W), "head": raw_bytes(W), "row": raw_bytes(W[2])}
 
 
+@dataclass(frozen=True)
+class Ranged:
+    source: Any
+    wholes: dict[str, bytes]
+
+    def __repr__(self) -> str:
+        return "Ranged"  # hypothesis would print all the bytes, and fail on that
+
+
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory):
     path = save(tmp_path_factory.mktemp("ranged") / "m.pt", UNUSUAL)
     with open_torch(path) as source:
-        yield source, {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()}
+        yield Ranged(source, {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()})
 
 
-@given(st.data())
-def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, data):
-    source, wholes = ranged
-    name = data.draw(st.sampled_from(sorted(wholes)))
-    begin = data.draw(st.integers(0, len(wholes[name])))
-    end = data.draw(st.integers(begin, len(wholes[name])))
+@given(st.sampled_from(sorted(UNUSUAL)), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, name, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    begin, end = sorted((one % (len(wholes[name]) + 1), other % (len(wholes[name]) + 1)))
     into = np.full(end - begin, 0xAA, np.uint8)
     source.read(name, begin, into)
     assert into.tobytes() == wholes[name][begin:end]
@@ -256,6 +265,8 @@ def test_what_looks_like_a_file_of_torch(tmp_path):
     assert looks_like(tmp_path)
     (tmp_path / SINGLE_NAME).rename(tmp_path / INDEX_NAME)
     assert looks_like(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert not looks_like(tmp_path)
 
 
 # ---------------------------------------------------------------- files
@@ -375,7 +386,7 @@ def test_compressed_records_are_refused(tmp_path):
 
 def test_a_storage_smaller_than_its_tensor_is_refused(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W})
-    rewrite(path, lambda name, data: data[:40] if name.endswith("data/0") else data)
+    rewrite(path, lambda name, data: data[:44] if name.endswith("data/0") else data)
     with pytest.raises(HeaderError, match=r"m.pt: w does not lie inside its record; the file is d"):
         open_torch(path)
 

@@ -387,6 +387,11 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
         yield f"what is stored in full is averaged by {how}, and nothing in it is dropped or scaled"
     if not plan.is_additive:
         yield from (str(warning) for warning in plan.elementwise.warnings)
+        if "dare" in plan.method:
+            yield (
+                "dropping adds noise of full rank, which a low rank cuts off again; most of the "
+                "error that is reported is this noise"
+            )
 
 
 def _unchanged(plan: AdapterPlan, written: Sequence[ModuleReport]) -> Iterator[str]:

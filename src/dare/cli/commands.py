@@ -23,6 +23,7 @@ from dare.errors import (
     VerificationError,
     did_you_mean,
 )
+from dare.mergekit import convert_yaml
 from dare.recipe import Recipe
 from dare.stages import ALIASES, STAGES
 from dare.verification import Verification
@@ -242,6 +243,22 @@ def init(
     place = shlex.quote(str(to))
     steps = {"plan": f"dare plan {place}", "merge": f"dare {place}"}
     show.next_steps(show.console(), f"{to} is written", steps)
+    return DONE
+
+
+def convert(
+    file: Annotated[Path, Parameter(help="A configuration for mergekit, in YAML.")],
+    /,
+    *,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Print a mergekit configuration as a recipe."""
+    conversion = convert_yaml(file)
+    if json:
+        print(jsonlib.dumps(conversion.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        print(conversion.to_toml(), end="")
     return DONE
 
 

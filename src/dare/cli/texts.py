@@ -73,6 +73,15 @@ The files' headers are read, and they must fit together. Takes the flags of
   dare init --base base.safetensors --merge math.safetensors code.safetensors \
        --output merged.safetensors --method dare+ties
   dare init -b base -m math code -o merged --to -""",
+    "convert": """Turn a mergekit configuration into a recipe.
+
+Prints it as TOML, with a comment on everything that will be different. What
+cannot be done here is refused, with the line. `dare merge` reads such a file too.
+
+[bold]Examples[/bold]
+
+  dare convert mergekit.yaml > recipe.toml
+  dare merge mergekit.yaml --output merged""",
     "demo": """Merge three small language models, and test them.
 
 The models come with dare: a base that has read English, and three fine-tunes

@@ -197,9 +197,11 @@ class TorchSource:
 
 
 def looks_like(path: Path) -> bool:
-    """Say whether a path is a file of torch's, or a directory with one, by names alone."""
+    """Say whether a path is a file of torch's, or a directory with nothing better, by names."""
     if path.is_dir():
-        return (path / INDEX_NAME).exists() or (path / SINGLE_NAME).exists()
+        names = set(os.listdir(path))
+        has_safetensors = any(name.endswith(".safetensors") for name in names)
+        return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
     return path.suffix in SUFFIXES
 
 

@@ -527,11 +527,12 @@ def ballot(value, share, sums, i, size):
 
 @helper
 def outcome(sums, i, size):
-    """The mean of the side that outweighs the other; zero where neither does."""
+    """The mean of the side that outweighs the other; its sum where there are no shares."""
     total = sums[i] + sums[size + i]
     above = all_ones(total > f32(0))
     side = float_of(choose(above, bits_of(sums[i]), bits_of(sums[size + i])))
     share = float_of(choose(above, bits_of(sums[2 * size + i]), bits_of(sums[3 * size + i])))
+    share = float_of(choose(all_ones(share == f32(0)), bits_of(f32(1)), bits_of(share)))
     mean = bits_of(side / share) & ~all_ones(total == f32(0))
     return float_of(choose(all_ones(total == total), mean, bits_of(total)))
 

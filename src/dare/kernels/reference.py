@@ -214,11 +214,16 @@ def vote(sums: Floats, values: Floats, weight: np.float32, share: np.float32) ->
 
 
 def elect(sums: Floats, out: Floats) -> None:
-    """out = the mean of the side that outweighs the other; zero where neither does."""
+    """out = the mean of the side that outweighs the other; zero where neither does.
+
+    A side without shares is not divided.
+    """
     above, below, above_share, below_share = sums.reshape(4, -1)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         total = above + below
-        mean = np.where(total > 0, above / above_share, below / below_share)
+        side = np.where(total > 0, above, below)
+        share = np.where(total > 0, above_share, below_share)
+        mean = side / np.where(share == 0, np.float32(1), share)
     out[:] = np.where(total == 0, np.float32(0), np.where(np.isnan(total), total, mean))
 
 

@@ -14,8 +14,8 @@ TrimFirst = Annotated[
     KeepRatio | None, Field(description="Share of each delta's elements to keep before electing.")
 ]
 Divisor = Annotated[
-    Literal["weights", "count"],
-    Field(description="Average by the weights of the models that agree, or by their number."),
+    Literal["weights", "count", "nothing"],
+    Field(description="Divide by the weights of the models that agree, their number, or nothing."),
 ]
 
 
@@ -30,9 +30,10 @@ def ties(
 
     P = Σ wᵢ·δ̂ᵢ over the positive terms, N over the negative ones. Where P + N > 0 the result is
     P / Σ wᵢ over the models that made up P, where P + N < 0 it is N / Σ wᵢ likewise, and where
-    they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does.
+    they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does,
+    and `divide_by = "nothing"` leaves P and N as they are, as mergekit's `dare_ties` does.
     `keep_ratio` trims each delta first, as the stage `trim` does.
     """
     weights = deltas.weights
-    shares = [abs(weight) if divide_by == "weights" else 1.0 for weight in weights]
-    return deltas.elect(weights, shares)
+    shares = {"weights": [abs(w) for w in weights], "count": [1.0] * len(weights)}
+    return deltas.elect(weights, shares.get(divide_by, [0.0] * len(weights)))

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from dare.demo import picture, run_demo, show, story
+from dare.demo.llama import Llama
+from dare.demo.measure import Job, _single_threaded_products, measure
+from dare.demo.merges import SCALES, TUNED, Merge, scale_for
+from dare.demo.results import Curve, Figure, Row, Score, Writing
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A quick run, with the text it wrote."""
+    folder = tmp_path_factory.mktemp("demo")
+    written = io.StringIO()
+    result = run_demo(Console(file=written, width=80), output=folder, quick=True)
+    return result, written.getvalue(), folder
+
+
+def test_the_base_can_do_nothing(ran):
+    assert all(ran[0].row("base").correct(task).mean < 10 for task in TUNED)
+
+
+def test_each_fine_tune_can_do_its_own_task_only(ran):
+    for name in TUNED:
+        row = ran[0].row(name)
+        for task in TUNED:
+            assert (row.correct(task).mean > 80) if task == name else (row.correct(task).mean < 20)
+
+
+def test_a_merge_can_do_all_three(ran):
+    for name in ("sum", "dare+sum p=0.5"):
+        assert all(ran[0].row(name).correct(task).mean > 80 for task in TUNED)
+    assert ran[0].row("linear").mean.mean < ran[0].row("sum").mean.mean
+
+
+def test_english_survives(ran):
+    base = ran[0].row("base").bits_per_byte.mean
+    assert 1 < base < 1.5
+    assert ran[0].row("dare+sum p=0.5").bits_per_byte.mean < base + 0.1
+
+
+def test_what_is_written_is_what_is_true(ran):
+    result, text, _ = ran
+    assert result.writings[-1].texts == tuple(example.answer for example in story.SHOWN)
+    for name in (
+        "base",
+        *TUNED,
+        "linear",
+        "sum",
+        "ties",
+        "trim+ties",
+        "dare+sum p=0.9",
+        "each alone",
+    ):
+        assert name in text
+    assert "\x1b" not in text
+    assert max(map(len, text.split("Next, repeat")[0].splitlines())) <= 80
+
+
+def test_everything_goes_into_json(ran):
+    found = json.loads(json.dumps(ran[0].to_dict()))
+    assert found["parameters"] == 1_022_336
+    assert [row["name"] for row in found["rows"]][:4] == ["base", *TUNED]
+    assert found["curves"][1]["points"][0] == [
+        0.0,
+        {"mean": ran[0].row("sum").mean.mean, "spread": None},
+    ]
+
+
+def test_merged_models_are_left_to_use(ran):
+    folder = ran[2] / "dare+sum-0.5"
+    assert Llama(folder, folder / "config.json").write(["64+19="]) == ["83"]
+    assert (folder / "tokenizer.json").exists()
+
+
+def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
+    monkeypatch.setattr(picture, "can_draw", lambda: False)
+    written = io.StringIO()
+    console = Console(file=written, width=80)
+    assert story._keep(console, tmp_path, story.QUICK, ran[0].curves) is None
+    assert "dare-merge[demo]" in written.getvalue()
+
+
+def test_picture(ran, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture.draw(ran[0].curves, "caption", tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert ran[0].picture is not None
+
+
+def test_workers_find_what_this_process_finds(ran):
+    score = measure(Job(TUNED["add"], story.QUICK.prompts, 256, ("add",)))
+    assert score.correct == {"add": ran[0].row("add").correct("add").mean}
+    assert 0.5 < score.bits_per_byte < 2
+    merged = measure(Job(Merge("sum", 0.5), story.QUICK.prompts, 0, ("add",)))
+    assert merged.correct == {"add": ran[0].row("dare+sum p=0.5").correct("add").mean}
+
+
+def test_environment_is_as_it_was(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    with _single_threaded_products():
+        assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "1"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert "MKL_NUM_THREADS" not in os.environ
+
+
+def test_scales():
+    assert scale_for("sum", 0.0) == SCALES["sum"][0.0]
+    assert scale_for("ties", 0.52) == SCALES["ties"][0.5]
+
+
+def test_figures_by_hand():
+    score = Score({"add": 90.0, "sort": 60.0, "say": 30.0}, 1.25)
+    other = Score({"add": 94.0, "sort": 64.0, "say": 34.0}, 1.75)
+    row = Row("merge", (score, other))
+    assert row.mean == Figure(62.0, pytest.approx(2.8284, abs=1e-4))
+    assert row.correct("add").mean == 92.0
+    assert row.bits_per_byte.mean == 1.5
+    assert Row("model", (score,)).mean.spread is None
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_is_wider_than_the_terminal(width):
+    written = io.StringIO()
+    console = Console(file=written, width=width)
+    curve = Curve("dare+ties of all three", ((0.0, Figure(100.0, None)), (0.95, Figure(3.2, 1.0))))
+    console.print(show.curves_chart([curve] * 3, console))
+    console.print(show.writings_table([Writing("say", ("", "\x00", "x"))], story.SHOWN, console))
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.count("100.0") == 3 for line in lines)
+
+
+def test_ascii_terminals_get_ascii_bars():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=file, width=80)
+    figures = show.curves_chart([Curve("x", ((0.5, Figure(50.0, None)),))], console)
+    assert "####" in "".join(part.text for part in console.render(figures))
