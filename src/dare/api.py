@@ -129,10 +129,13 @@ def _pinned(recipe: Recipe, places: Sequence[Resolved]) -> Recipe:
 
 def _open_all(recipe: Recipe, paths: Sequence[Path], names: Sequence[str]) -> Aligned:
     """Open base and models, and bring names and rows of the models in line with the base's."""
-    base, *models = (open_model(path, allow_pickle=recipe.allow_pickle) for path in paths)
+    base_config, *model_configs = map(read_config, paths)
+    base, *models = (
+        open_model(path, allow_pickle=recipe.allow_pickle, base_config=base_config)
+        for path in paths
+    )
     if base.is_partial:
         raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
-    base_config, *model_configs = map(read_config, paths)
     matched = [
         match_names(base, model, name, base_config=base_config, model_config=model_config)
         for model, name, model_config in zip(models, names, model_configs, strict=True)
@@ -149,7 +152,9 @@ def _open_all(recipe: Recipe, paths: Sequence[Path], names: Sequence[str]) -> Al
             weights=[mean_value(weight) for weight in recipe.weights()],
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
-    notes = [note for model in matched for note in model.notes]
+    opened = zip(("base", *names), (base, *models), strict=True)
+    notes = [f"{name}: {remark}" for name, source in opened for remark in source.remarks]
+    notes += [note for model in matched for note in model.notes]
     return replace(aligned, notes=(*notes, *aligned.notes), folders=folders)
 
 

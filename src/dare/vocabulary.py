@@ -30,6 +30,7 @@ from dare.errors import InputError, MismatchError
 from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
 from dare.io.sources import Source
+from dare.io.views import SourceView
 from dare.kernels import reference
 from dare.sidecars import TOKENIZER_CONFIG, dump_json, parse_json, read_json, read_text
 
@@ -620,46 +621,32 @@ class _Inputs:
             self._stack.close()
 
 
-class AlignedSource:
+class AlignedSource(SourceView):
     """A source whose embedding and head have the output's rows."""
 
     def __init__(
         self, inner: Source, inputs: _Inputs, rows: Mapping[str, RowTensor], decided: str
     ) -> None:
-        self.tensors: dict[str, TensorInfo] = {
-            **inner.tensors,
-            **{name: tensor.info for name, tensor in rows.items()},
-        }
-        self._inner = inner
+        presented = {name: tensor.info for name, tensor in rows.items()}
+        super().__init__(inner, {**inner.tensors, **presented})
         self._inputs = inputs
         self._rows = rows
         self._decided = decided
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self._inner.files
-
-    @property
-    def is_partial(self) -> bool:
-        return self._inner.is_partial
-
-    def holds_delta(self, name: str) -> bool:
-        return self._inner.holds_delta(name)
-
     def fingerprint(self) -> list[Any]:
-        return [*self._inner.fingerprint(), self._decided]
+        return [*self.inner.fingerprint(), self._decided]
 
     def read(self, name: str, offset: int, into: Bytes) -> None:
         tensor = self._rows.get(name)
         if tensor is None:
-            self._inner.read(name, offset, into)
+            self.inner.read(name, offset, into)
         else:
             tensor.read(offset, into)
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         tensor = self._rows.get(name)
         if tensor is None:
-            self._inner.prefetch(name, offset, nbytes)
+            self.inner.prefetch(name, offset, nbytes)
         else:
             tensor.prefetch(offset, nbytes)
 
@@ -669,9 +656,6 @@ class AlignedSource:
 
     def __exit__(self, *_error: object) -> None:
         self._inputs.close()
-
-    def check_unchanged(self) -> None:
-        self._inner.check_unchanged()
 
 
 class RowTensor:

@@ -27,6 +27,7 @@ from dare.chunks import chunk_spans
 from dare.dtypes import weight_type
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.formats import open_model, read_config
+from dare.formats.lora import CONV1D_MODELS
 from dare.io.sources import Source
 from dare.kernels import reference
 from dare.matching import EMBEDDING, HEAD, match_names
@@ -35,8 +36,6 @@ from dare.recipe import is_embedding
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
-TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Model types whose layers are Conv1D, which stores inputs × outputs."""
 FINDINGS_SHOWN = 10
 
 
@@ -120,7 +119,7 @@ def extract_adapter(
     base, model, target = Path(base), Path(model), Path(output)
     config = read_config(base)
     if fan_in_fan_out is None:
-        fan_in_fan_out = config.get("model_type") in TRANSPOSED
+        fan_in_fan_out = config.get("model_type") in CONV1D_MODELS
     asked = Asked(
         Wanted(rank, energy),
         None if modules is None else tuple(modules),

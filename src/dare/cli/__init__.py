@@ -93,6 +93,9 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
     )
     for place, (name, text) in enumerate(COMMANDS.items()):
+        if name == "lora":  # which has commands of its own
+            app.command("dare.cli.lora:lora", name=name, help=text, sort_key=place)
+            continue
         app.command(
             f"dare.cli.commands:{name}", name=name, help=text, help_epilogue="", sort_key=place
         )

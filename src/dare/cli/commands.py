@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from dare import api
 from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.flags import CONFIG, FILES, OUTPUT, RUN, recipe_from_flags, takes_recipe
+from dare.cli.flags import CONFIG, FILES, RUN, recipe_from_flags, takes_recipe
+from dare.cli.options import Debug, Json, Overwrite, Quiet, Verbose
 from dare.cli.template import write_template
 from dare.errors import (
     DareWarning,
@@ -32,44 +33,6 @@ from dare.verification import verify as verify_output
 RecipePath = Annotated[
     Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
 ]
-Verbose = Annotated[
-    bool,
-    Parameter(
-        name=["--verbose", "-v"],
-        negative="",
-        show_default=False,
-        group=OUTPUT,
-        help="Show plan, progress and report, even if the recipe says otherwise.",
-    ),
-]
-Quiet = Annotated[
-    bool,
-    Parameter(
-        name=["--quiet", "-q"],
-        negative="",
-        show_default=False,
-        group=OUTPUT,
-        help="Show errors only.",
-    ),
-]
-Json = Annotated[
-    bool,
-    Parameter(
-        negative="",
-        show_default=False,
-        group=OUTPUT,
-        help="One JSON document on stdout; everything else goes to stderr.",
-    ),
-]
-Debug = Annotated[
-    bool,
-    Parameter(
-        negative="",
-        show_default=False,
-        group=OUTPUT,
-        help="With an error, show where it came from.",
-    ),
-]
 
 
 @takes_recipe
@@ -78,10 +41,7 @@ def merge(
     /,
     *,
     config: CONFIG = None,
-    overwrite: Annotated[
-        bool,
-        Parameter(negative="", show_default=False, group=RUN, help="Replace an existing output."),
-    ] = False,
+    overwrite: Overwrite = False,
     resume: Annotated[
         bool,
         Parameter(show_default=False, group=RUN, help="Go on where an interrupted merge stopped."),

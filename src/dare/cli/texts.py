@@ -73,6 +73,16 @@ The files' headers are read, and they must fit together. Takes the flags of
   dare init --base base.safetensors --merge math.safetensors code.safetensors \
        --output merged.safetensors --method dare+ties
   dare init -b base -m math code -o merged --to -""",
+    "lora": r"""Merge LoRA adapters into one, or extract one from a model.
+
+[bold]Examples[/bold]
+
+  dare lora merge math-lora code-lora --output both-lora
+  dare lora merge math-lora code-lora --output both-lora --rank 16
+  dare lora extract --base base --model math --output math-lora --rank 32
+
+Adapters are models too: `dare --base base --merge math-lora code -o merged`
+merges them into the base.""",
     "convert": """Turn a mergekit configuration into a recipe.
 
 Prints it as TOML, with a comment on everything that will be different. What

@@ -267,10 +267,20 @@ def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve
 
 def _what_next() -> str:
     merge = _favourite()
-    command = ["dare", "--base", str(BASE), "--merge", *map(str, TUNED.values())]
-    command += ["--output", "merged.safetensors", "--method", merge.method]
-    command += ["--drop-rate", f"{merge.drop_rate:g}", "--scale", f"{merge.scale:g}"]
-    return f"Next, repeat a merge by hand: {shlex.join(command)}"
+    base, *tuned = (shlex.quote(_from_here(path)) for path in (BASE, *TUNED.values()))
+    return (
+        "Next, repeat a merge by hand:\n\n"
+        f"  dare --base {base} \\\n"
+        f"       --merge {' '.join(tuned)} \\\n"
+        f"       --method {merge.method} --drop-rate {merge.drop_rate:g} --scale {merge.scale:g} "
+        "--output merged.safetensors"
+    )
+
+
+def _from_here(path: Path) -> str:
+    """A path as short as it can be written in the folder we are in."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 @contextmanager

@@ -19,10 +19,15 @@ from dare.io.sources import Source, open_source
 MAX_CONFIG_BYTES = 10_000_000
 
 
-def open_model(path: Path, *, allow_pickle: bool = False) -> Source:
-    """Read the headers of a model, whatever form it has."""
+def open_model(
+    path: Path, *, allow_pickle: bool = False, base_config: Mapping[str, Any] | None = None
+) -> Source:
+    """Read the headers of a model, whatever form it has.
+
+    An adapter is read by the configuration of its base, where that is known.
+    """
     if lora.looks_like(path):
-        return lora.open_adapter(path)
+        return lora.open_adapter(path, base_config)
     if gguf.looks_like(path):
         return gguf.open_gguf(path)
     if torch_bin.looks_like(path):

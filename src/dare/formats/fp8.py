@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import InputError
 from dare.io.header import TensorInfo
 from dare.io.sources import Source, open_source
+from dare.io.views import SourceView
 from dare.kernels import reference
 
 BLOCK = 128
@@ -76,12 +77,10 @@ class Scale:
     block_columns: int
 
 
-class DequantizedSource:
+class DequantizedSource(SourceView):
     """Another source with its scales applied and out of sight."""
 
     def __init__(self, inner: Source) -> None:
-        self.inner = inner
-        self.is_partial = inner.is_partial
         where = str(inner.files[0].parent) if inner.files else "the model"
         self._scales = {
             weight: _fit(inner.tensors[weight], inner.tensors[scale], where)
@@ -95,11 +94,12 @@ class DequantizedSource:
         )
         """Scales of activations, which are no weights."""
         hidden = {*scales, *self.left_out}
-        self.tensors: dict[str, TensorInfo] = {
+        tensors = {
             name: TensorInfo(name, _F32, info.shape, 0) if name in self._scales else info
             for name, info in inner.tensors.items()
             if name not in hidden
         }
+        super().__init__(inner, tensors)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -108,26 +108,6 @@ class DequantizedSource:
         if self.left_out:
             said.append(f"{len(self.left_out)} scales of activations are left out: no weights")
         return tuple(said)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self.inner.files
-
-    def holds_delta(self, name: str) -> bool:
-        return self.inner.holds_delta(name)
-
-    def fingerprint(self) -> list[Any]:
-        return self.inner.fingerprint()
-
-    def __enter__(self) -> Self:
-        self.inner.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.inner.__exit__(*error)
-
-    def check_unchanged(self) -> None:
-        self.inner.check_unchanged()
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         if name in self._scales:
@@ -269,11 +249,22 @@ def _rectangles(first: int, count: int, width: int) -> Iterator[tuple[int, int, 
 
 
 def _decoded(raw: NDArray[np.uint8], dtype: StorageType) -> Floats:
-    if dtype.name == "F8_E8M0":  # 2**(code − 127); 255 is NaN
-        exponents = np.minimum(raw, 254).astype(np.int32) - 127
-        return np.where(raw == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents))
+    if dtype.itemsize == 1:
+        return np.take(_table(dtype.name), raw)
     values = np.empty(raw.size // dtype.itemsize, np.float32)
     reference.decode(raw.view(dtype.carrier), values)
+    return values
+
+
+@cache
+def _table(name: str) -> Floats:
+    """What each of a type's 256 codes means; looking it up is four times as fast as decoding."""
+    codes = np.arange(256, dtype=np.uint8)
+    if name == "F8_E8M0":  # 2**(code − 127); 255 is NaN
+        powers = np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - 127)
+        return np.where(codes == 255, np.float32(np.nan), powers)
+    values = np.empty(256, np.float32)
+    reference.decode(codes.view(STORAGE_TYPES[name].carrier), values)
     return values
 
 

@@ -333,6 +333,8 @@ def looks_like(path: Path) -> bool:
     if path.suffix == ".gguf":
         return True
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError):

@@ -44,9 +44,14 @@ REFUSED = {
     "alora_invocation_tokens": "an activated LoRA applies to some tokens only, and weights apply "
     "to all",
     "target_parameters": "LoRA on bare parameters (experts) is not supported",
+    "arrow_config": "Arrow routes between adapters for each token, which no change of weights does",
+    "kasa_config": "KaSA changes the base's own weights",
     "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
 """Settings that make an adapter something else than B·A, and why each is refused."""
+
+CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Model types whose layers are Conv1D, which stores inputs × outputs."""
 
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise that take a part out of the base's own weights."""
@@ -88,11 +93,15 @@ class Product:
 class LoraSource:
     """An adapter's deltas, by the names of the base's tensors."""
 
+    remarks: tuple[str, ...] = ()
     is_partial = True
 
-    def __init__(self, path: Path, adapter: Adapter, stored: FileSource) -> None:
+    def __init__(
+        self, path: Path, adapter: Adapter, stored: FileSource, *, is_conv1d: bool | None = None
+    ) -> None:
         self.path = path
         self.adapter = adapter
+        self._is_conv1d = is_conv1d
         self._stored = stored
         self._whole: dict[str, str] = {}
         self._products: dict[str, Product] = {}
@@ -151,13 +160,23 @@ class LoraSource:
                 "which cannot be multiplied"
             )
         scale = self.adapter.scaling(module, rank)
-        if kind == "embedding" or self.adapter.fan_in_fan_out:
+        if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], transposed=True, scale=scale)
             self._add_product(f"{module}.weight", (width, height), product)
         else:
             product = Product(pair["B"], pair["A"], transposed=False, scale=scale)
             shape = (height, *down.shape[1:])
             self._add_product(f"{module}.weight", shape, product)
+
+    def _is_transposed(self, module: str) -> bool:
+        """Whether the base stores a layer as inputs × outputs.
+
+        PEFT decides this for each layer and writes down only what it was for the last one, so the
+        base's architecture, where it is known, is the better witness.
+        """
+        if self._is_conv1d is None:
+            return self.adapter.fan_in_fan_out
+        return self._is_conv1d and not module.endswith(("lm_head", "score"))
 
     def _add_product(self, name: str, shape: tuple[int, ...], product: Product) -> None:
         self._products[name] = product
@@ -235,8 +254,8 @@ def looks_like(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file()
 
 
-def open_adapter(path: Path) -> LoraSource:
-    """Read an adapter's configuration and header."""
+def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> LoraSource:
+    """Read an adapter's configuration and header; `base_config` is its base's config.json."""
     adapter = read_config(path)
     weights = path / WEIGHTS_NAME
     if not weights.exists():
@@ -244,7 +263,9 @@ def open_adapter(path: Path) -> LoraSource:
             f"{path}: has a {CONFIG_NAME} and no {WEIGHTS_NAME}; "
             "save the adapter again with safe_serialization=True"
         )
-    return LoraSource(path, adapter, open_source(weights))
+    kind = (base_config or {}).get("model_type")
+    is_conv1d = None if kind is None else kind in CONV1D_MODELS
+    return LoraSource(path, adapter, open_source(weights), is_conv1d=is_conv1d)
 
 
 def read_config(path: Path) -> Adapter:

@@ -198,11 +198,14 @@ class TorchSource:
 
 def looks_like(path: Path) -> bool:
     """Say whether a path is a file of torch's, or a directory with nothing better, by names."""
-    if path.is_dir():
+    if path.suffix in SUFFIXES:
+        return True
+    try:
         names = set(os.listdir(path))
-        has_safetensors = any(name.endswith(".safetensors") for name in names)
-        return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
-    return path.suffix in SUFFIXES
+    except (OSError, ValueError):  # no directory
+        return False
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
 
 
 def open_torch(path: str | os.PathLike[str]) -> TorchSource:
@@ -212,7 +215,11 @@ def open_torch(path: str | os.PathLike[str]) -> TorchSource:
 
 def _files_of(path: Path) -> dict[Path, set[str] | None]:
     """The files of a model, each with the tensors that its index promises, if it has one."""
-    if not path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if not is_directory:
         return {path: None}
     if (path / INDEX_NAME).exists():
         return dict(_read_index(path / INDEX_NAME))

@@ -40,6 +40,10 @@ class Source(Protocol):
         """The files behind the source; none for arrays."""
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of how it is read."""
+
+    @property
     def is_partial(self) -> bool:
         """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
 
@@ -146,6 +150,7 @@ class InputFiles:
 class FileSource:
     """One safetensors file, or the shards of one model."""
 
+    remarks: tuple[str, ...] = ()
     is_partial = False
 
     def __init__(self, path: Path, headers: Mapping[Path, Header], files: InputFiles) -> None:
@@ -195,6 +200,7 @@ class ArraySource:
     """Arrays in memory, as flat bytes of a storage type."""
 
     files: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __init__(
         self,

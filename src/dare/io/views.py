@@ -1,4 +1,4 @@
-"""Other views of a source: its tensors under other names."""
+"""Other views of a source: what it holds, presented in another way."""
 
 from __future__ import annotations
 
@@ -13,45 +13,69 @@ from dare.io.header import TensorInfo
 from dare.io.sources import Source
 
 
-class RenamedSource:
-    """A source's tensors under other names; one that has no new name is not shown."""
+class SourceView:
+    """Another source as it is; what inherits from this presents some of it differently."""
 
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
-        self._source = source
-        self._names = names
-        """New name to the name in the source; two may stand for the same tensor."""
-        self.tensors = {
-            new: TensorInfo(new, info.dtype, info.shape, info.start)
-            for new, old in names.items()
-            for info in (source.tensors[old],)
-        }
+    def __init__(self, inner: Source, tensors: Mapping[str, TensorInfo]) -> None:
+        self.inner = inner
+        self.tensors = tensors
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return self._source.files
+        return self.inner.files
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self.inner.remarks
 
     @property
     def is_partial(self) -> bool:
-        return self._source.is_partial
+        return self.inner.is_partial
 
     def holds_delta(self, name: str) -> bool:
-        return self._source.holds_delta(self._names[name])
+        return self.inner.holds_delta(name)
 
     def fingerprint(self) -> list[Any]:
-        return [*self._source.fingerprint(), sorted(self._names.items())]
+        return self.inner.fingerprint()
 
     def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        self._source.read(self._names[name], offset, into)
+        self.inner.read(name, offset, into)
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        self._source.prefetch(self._names[name], offset, nbytes)
+        self.inner.prefetch(name, offset, nbytes)
 
     def __enter__(self) -> Self:
-        self._source.__enter__()
+        self.inner.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._source.__exit__(*error)
+        self.inner.__exit__(*error)
 
     def check_unchanged(self) -> None:
-        self._source.check_unchanged()
+        self.inner.check_unchanged()
+
+
+class RenamedSource(SourceView):
+    """A source's tensors under other names; one that has no new name is not shown."""
+
+    def __init__(self, inner: Source, names: Mapping[str, str]) -> None:
+        described = {new: inner.tensors[old] for new, old in names.items()}
+        tensors = {
+            new: TensorInfo(new, info.dtype, info.shape, info.start)
+            for new, info in described.items()
+        }
+        super().__init__(inner, tensors)
+        self._names = names
+        """New name to the name in the source; two may stand for the same tensor."""
+
+    def holds_delta(self, name: str) -> bool:
+        return self.inner.holds_delta(self._names[name])
+
+    def fingerprint(self) -> list[Any]:
+        return [*self.inner.fingerprint(), sorted(self._names.items())]
+
+    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+        self.inner.read(self._names[name], offset, into)
+
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        self.inner.prefetch(self._names[name], offset, nbytes)

@@ -1,0 +1,132 @@
+"""`dare lora`: adapters into one adapter, and a model into an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from dare.adapters.extraction import extract_adapter
+from dare.adapters.merging import plan_adapters, run_plan
+from dare.adapters.reports import AdapterReport, ExtractionReport
+from dare.cli import DONE, show
+from dare.cli.flags import RUN
+from dare.cli.options import Debug, Json, Overwrite, Quiet
+from dare.cli.texts import COMMANDS
+
+lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue="")
+
+Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
+Energy = Annotated[
+    float | None, Parameter(help="Or: the share of the change's energy that it keeps.")
+]
+Output = Annotated[Path, Parameter(name=["--output", "-o"], help="Directory of the adapter.")]
+Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
+
+
+@lora.command
+def merge(
+    adapters: Annotated[list[Path], Parameter(help="LoRA adapters of one base, as PEFT saves.")],
+    /,
+    *,
+    output: Output,
+    weight: Annotated[
+        list[float] | None,
+        Parameter(
+            negative="", consume_multiple=(1, None), help="Each adapter's share, one for each."
+        ),
+    ] = None,
+    method: Annotated[str, Parameter(help="As in a merge: linear, sum, dare+linear, ties, …")] = (
+        "linear"
+    ),
+    rank: Rank = None,
+    energy: Energy = None,
+    drop_rate: Annotated[float | None, Parameter(help="Share of each delta to drop.")] = None,
+    seed: int = 42,
+    scale: float = 1.0,
+    dtype: Type = "F32",
+    threads: int | None = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", show_default=False, group=RUN, help="Only say what it does.")
+    ] = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Merge LoRA adapters into one, without the base.
+
+    Without --rank and --energy the result is exact, and its rank the sum of the ranks.
+    """
+    plan = plan_adapters(
+        adapters,
+        weights=weight,
+        method=method,
+        rank=rank,
+        energy=energy,
+        drop_rate=drop_rate,
+        seed=seed,
+        scale=scale,
+        dtype=dtype,
+        threads=threads,
+    )
+    if dry_run:
+        return _show(str(plan), quiet=quiet)
+    return _show_report(run_plan(plan, output, overwrite=overwrite), quiet=quiet, json=json)
+
+
+@lora.command
+def extract(
+    *,
+    base: Annotated[Path, Parameter(name=["--base", "-b"], help="The model before.")],
+    model: Annotated[Path, Parameter(name=["--model", "-m"], help="The model after.")],
+    output: Output,
+    rank: Rank = None,
+    energy: Energy = None,
+    modules: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="",
+            consume_multiple=(1, None),
+            help="Patterns of modules; else all linear layers.",
+        ),
+    ] = None,
+    save_others: Annotated[
+        bool, Parameter(negative="", help="Store in full what else has changed.")
+    ] = False,
+    base_name: Annotated[
+        str | None, Parameter(help="What the adapter calls its base; else the path.")
+    ] = None,
+    dtype: Type = "F32",
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank."""
+    report = extract_adapter(
+        base,
+        model,
+        output,
+        rank=rank,
+        energy=energy,
+        modules=modules,
+        save_others=save_others,
+        base_name=base_name,
+        dtype=dtype,
+        overwrite=overwrite,
+    )
+    return _show_report(report, quiet=quiet, json=json)
+
+
+def _show_report(report: AdapterReport | ExtractionReport, *, quiet: bool, json: bool) -> int:
+    _show(str(report), quiet=quiet, json=json)
+    if json:
+        print(report.to_json())
+    return DONE
+
+
+def _show(text: str, *, quiet: bool, json: bool = False) -> int:
+    show.console(json=json, quiet=quiet).print(text)
+    return DONE

@@ -1,0 +1,52 @@
+"""Flags that many commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from dare.cli.flags import OUTPUT, RUN
+
+Verbose = Annotated[
+    bool,
+    Parameter(
+        name=["--verbose", "-v"],
+        negative="",
+        show_default=False,
+        group=OUTPUT,
+        help="Show plan, progress and report, even if the recipe says otherwise.",
+    ),
+]
+Quiet = Annotated[
+    bool,
+    Parameter(
+        name=["--quiet", "-q"],
+        negative="",
+        show_default=False,
+        group=OUTPUT,
+        help="Show errors only.",
+    ),
+]
+Json = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        show_default=False,
+        group=OUTPUT,
+        help="One JSON document on stdout; everything else goes to stderr.",
+    ),
+]
+Debug = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        show_default=False,
+        group=OUTPUT,
+        help="With an error, show where it came from.",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    Parameter(negative="", show_default=False, group=RUN, help="Replace an existing output."),
+]
