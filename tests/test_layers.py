@@ -18,7 +18,7 @@ LAYERS = (
     ("demo",),
     ("compat",),
     ("api",),
-    ("analysis",),
+    ("analysis", "inputs"),
     ("matching", "adapters"),
     (
         "planning",

@@ -7,8 +7,9 @@ import tomllib
 import numpy as np
 import pytest
 
+from dare.api import load_recipe
 from dare.errors import InputError, RecipeError
-from dare.mergekit import convert_yaml, looks_like_yaml, recipe_from_yaml
+from dare.mergekit import convert_yaml, recipe_from_yaml
 from dare.recipe import recipe_from_document
 from helpers import save
 
@@ -274,9 +275,11 @@ def test_the_toml_says_what_is_different_and_gives_the_same_recipe(convert):
     assert recipe_from_document(tomllib.loads(text), "toml") == found.recipe
 
 
-def test_yaml_is_told_by_the_name():
-    assert looks_like_yaml("a/merge.YAML")
-    assert not looks_like_yaml("model.safetensors")
+def test_yaml_is_told_by_the_name(convert, tmp_path):
+    whole = convert(head("ties") + TWO)
+    other = tmp_path / "other.YML"
+    other.write_bytes((tmp_path / "m.yaml").read_bytes())
+    assert load_recipe(other) == whole.recipe
 
 
 def test_a_recipe_alone_can_be_had(convert, tmp_path):

@@ -407,7 +407,11 @@ def test_a_value_out_of_range_is_refused(settings, match):
             r"\[trim\] keep_ratio = 1.1: .*or equal to 1",
         ),
         ("ties", {"ties": {"keep_ratio": -1}}, r"\[ties\] keep_ratio = -1: .*greater than 0"),
-        ("ties", {"ties": {"divide_by": "n"}}, r"\[ties\] divide_by = 'n': .*'weights' or 'count'"),
+        (
+            "ties",
+            {"ties": {"divide_by": "n"}},
+            r"\[ties\] divide_by = 'n': .*'weights', 'count' or 'nothing'",
+        ),
         ("slerp", {"slerp": {"t": -0.1}}, r"\[slerp\] t = -0.1: .*greater than or equal to 0"),
         ("slerp", {"slerp": {"t": 1.1}}, r"\[slerp\] t = 1.1: .*less than or equal to 1"),
         ("slerp", {"slerp": {"t": math.nan}}, r"\[slerp\] t = nan"),

@@ -60,7 +60,6 @@ def test_a_size_is_shown(size, text):
 @pytest.mark.parametrize(
     ("size", "text"), [(1, "1 byte"), (999_960, "1.0 MB"), (999_960_000, "1.00 GB")]
 )
-@pytest.mark.xfail(strict=True, reason="1 bytes, 1000.0 kB, 1000.0 MB")
 def test_a_size_is_shown_in_the_singular_and_in_the_unit_it_is_rounded_to(size, text):
     assert show_size(size) == text
 

@@ -7,51 +7,35 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dare.analysis.glance import glance
 from dare.arrays import array_source, like_original
-from dare.card import NAME as CARD_NAME
-from dare.card import model_card
 from dare.chunks import chunk_span
-from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError, did_you_mean
-from dare.formats import open_model, read_config
-from dare.gradients import mean_value
-from dare.hub import Resolved, resolve
+from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError
+from dare.inputs import open_inputs, with_sidecars, write_sidecars
 from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
 from dare.io.writer import ArraySink, PartialOutput, Record, check_target
 from dare.manifest import (
-    FORMAT,
     checked_metadata,
     embedded_manifest,
     find_manifest,
     full_manifest,
     metadata_of,
-    read_manifest,
+    repeating_document,
 )
-from dare.mask import MASK_VERSION
-from dare.matching import match_names
-from dare.mergekit import looks_like_yaml, recipe_from_yaml
 from dare.planning import Plan, make_plan
 from dare.progress import show_progress
 from dare.recipe import ModelEntry, Recipe, read_toml, recipe_from_document
 from dare.report import Report, make_report
 from dare.run import execute
-from dare.sidecars import (
-    Changes,
-    choose_chat_template,
-    collect,
-    directory_of,
-    main_type,
-    write_into,
-)
-from dare.vocabulary import Aligned, align
 
+YAML_SUFFIXES = (".yaml", ".yml")
+"""Of files that are configurations for mergekit."""
 COMPILING = "compiling kernels (once; a few seconds)"
 
 
@@ -66,35 +50,12 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
-    if looks_like_yaml(path):
+    if path.suffix.lower() in YAML_SUFFIXES:
+        from dare.mergekit import recipe_from_yaml
+
         return recipe_from_yaml(path).to_document()
     manifest_file = find_manifest(path)
-    if manifest_file is None:
-        return read_toml(path)
-    if path != manifest_file and not manifest_file.exists():
-        raise InputError(
-            f"{path}: is no recipe, and was not made by dare (there is no {manifest_file}); "
-            "models are given with --base and --merge"
-        )
-    manifest = read_manifest(manifest_file)
-    for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
-        if manifest.get(key) != ours:
-            raise InputError(
-                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
-                f"repeats only {ours!r}; use the version that wrote it ({_writer(manifest)})"
-            )
-    try:
-        digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
-        return {**manifest["recipe"], "input_digests": digests}
-    except KeyError as error:
-        raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
-    except TypeError as error:
-        raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
-
-
-def _writer(manifest: dict[str, Any]) -> str:
-    versions = manifest.get("versions")
-    return f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
+    return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
 
 
 AnyRecipe = Recipe | str | PathLike[str]
@@ -105,91 +66,9 @@ def plan(recipe: AnyRecipe) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights."""
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    names = _distinct([entry.name for entry in recipe.models])
-    places = [resolve(path, verbose=recipe.verbose) for path in _paths(recipe)]
-    recipe = _pinned(recipe, places)
-    found = _open_all(recipe, [place.path for place in places], names)
-    planned = make_plan(recipe, found.base, found.models, names, notes=found.notes)
-    return _with_sidecars(planned, found)
-
-
-def _paths(recipe: Recipe) -> list[Path]:
-    """Where base and models are said to be, the base first."""
-    return [recipe.base, *(entry.file for entry in recipe.models)]
-
-
-def _pinned(recipe: Recipe, places: Sequence[Resolved]) -> Recipe:
-    """The recipe with the commit of every model that came from the hub."""
-    entries = tuple(
-        entry.model_copy(update={"file": place.pinned})
-        for entry, place in zip(recipe.models, places[1:], strict=True)
-    )
-    return recipe.model_copy(update={"base": places[0].pinned, "models": entries})
-
-
-def _open_all(recipe: Recipe, paths: Sequence[Path], names: Sequence[str]) -> Aligned:
-    """Open base and models, and bring names and rows of the models in line with the base's."""
-    base_config, *model_configs = map(read_config, paths)
-    base, *models = (
-        open_model(path, allow_pickle=recipe.allow_pickle, base_config=base_config)
-        for path in paths
-    )
-    if base.is_partial:
-        raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
-    matched = [
-        match_names(base, model, name, base_config=base_config, model_config=model_config)
-        for model, name, model_config in zip(models, names, model_configs, strict=True)
-    ]
-    aligned = Aligned(base, tuple(model.source for model in matched))
-    folders = tuple(map(directory_of, paths))
-    if recipe.vocabulary != "error" or recipe.on_mismatch != "base":
-        aligned = align(
-            recipe.vocabulary,
-            base,
-            aligned.models,
-            directories=folders,
-            names=names,
-            weights=[mean_value(weight) for weight in recipe.weights()],
-            pad_to_multiple_of=recipe.pad_to_multiple_of,
-        )
-    opened = zip(("base", *names), (base, *models), strict=True)
-    notes = [f"{name}: {remark}" for name, source in opened for remark in source.remarks]
-    notes += [note for model in matched for note in model.notes]
-    return replace(aligned, notes=(*notes, *aligned.notes), folders=folders)
-
-
-def _with_sidecars(planned: Plan, aligned: Aligned) -> Plan:
-    """Find what goes beside the weights, if the output is a directory."""
-    recipe, names, folders = planned.recipe, list(planned.model_names), aligned.folders
-    chosen = 0
-    if recipe.copy_from is not None:
-        if recipe.copy_from not in names:
-            raise RecipeError(
-                f"copy_from = {recipe.copy_from!r}: there is no such model"
-                f"{did_you_mean(recipe.copy_from, names)}; there are {', '.join(names)}"
-            )
-        chosen = 1 + names.index(recipe.copy_from)
-    home = folders[chosen]
-    if planned.layout is None or not planned.layout.is_directory or home is None:
-        return planned
-    tokenizer = (folders[0] if aligned.keeps_base_tokenizer else None) or home
-    template, notes = choose_chat_template(
-        recipe.chat_template, tokenizer, dict(zip(names, folders[1:], strict=True))
-    )
-    changes = Changes(
-        dtype=main_type(t for tensors in planned.layout.files.values() for t in tensors),
-        vocab_size=aligned.resized(chosen),
-        dequantised=True,
-        token_ids=aligned.token_ids[chosen - 1] if chosen and aligned.token_ids else None,
-        chat_template=template,
-    )
-    found = collect(home, changes, tokenizer=tokenizer, replaced=aligned.tokenizer_files)
-    return replace(
-        planned,
-        notes=(*planned.notes, *found.notes, *notes),
-        sidecars=found,
-        base_folder=folders[0],
-    )
+    recipe, inputs = open_inputs(recipe)
+    planned = make_plan(recipe, inputs.base, inputs.models, inputs.names, notes=inputs.notes)
+    return with_sidecars(planned, inputs)
 
 
 def merge(
@@ -246,9 +125,7 @@ def merge(
         digests = report.digests
         embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
         beside = json.dumps(full_manifest(planned, report, embedded), indent=1)
-        if planned.sidecars is not None:
-            card = model_card(planned, report, planned.base_folder)
-            write_into(output.folder, {**planned.sidecars.files, CARD_NAME: card})
+        write_sidecars(output.folder, planned, report)
         output.finish(
             checked_metadata(layout, embedded),
             beside.encode() + b"\n",
@@ -328,14 +205,6 @@ def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
     elements = {tensor.name: tensor.elements for tensor in planned.tensors}
     done = sum(chunk_span(record["chunk"], elements[record["tensor"]])[1] for record in resumed)
     return planned.bytes_read * done // max(sum(elements.values()), 1)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Number the names that occur more than once."""
-    return [
-        f"{name} ({index + 1})" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]
 
 
 def _fingerprint(planned: Plan) -> str:

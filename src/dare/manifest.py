@@ -134,6 +134,39 @@ def find_manifest(path: Path) -> Path | None:
     return None
 
 
+def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
+    """The recipe that a manifest holds, which demands the very same inputs.
+
+    `path` is what the user named: the manifest, or the output that it lies beside.
+    """
+    if path != manifest_file and not manifest_file.exists():
+        if not path.exists():
+            raise InputError(f"{path}: no such file")
+        raise InputError(
+            f"{path}: is no recipe, and has no manifest to repeat it by ({manifest_file}); "
+            "models are given with --base and --merge"
+        )
+    manifest = read_manifest(manifest_file)
+    for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
+        if manifest.get(key) != ours:
+            raise InputError(
+                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
+                f"repeats only {ours!r}; use the version that wrote it ({_writer(manifest)})"
+            )
+    try:
+        digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
+        return {**manifest["recipe"], "input_digests": digests}
+    except KeyError as error:
+        raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
+    except TypeError as error:
+        raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
+
+
+def _writer(manifest: Mapping[str, Any]) -> str:
+    versions = manifest.get("versions")
+    return f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest beside an output."""
     try:

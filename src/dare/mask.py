@@ -82,7 +82,8 @@ def check_drop_rate(drop_rate: float, name: str = "drop_rate") -> float:
     if drop_rate == 1:
         raise RecipeError(
             f"{name} = 1 would drop every change and leave nothing to rescale; "
-            "use a rate below 1 (0.9 is usual), or leave the model out"
+            "use a rate below 1 (0.9 is usual)"
+            + (", or leave the model out" if name == "drop_rate" else "")
         )
     if not 0 <= drop_rate < 1:
         raise RecipeError(f"{name} = {drop_rate}: must be at least 0 and below 1")

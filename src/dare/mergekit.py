@@ -24,7 +24,6 @@ from dare.gradients import Gradient, count_layers
 from dare.recipe import ModelEntry, Recipe, recipe_from_document
 from dare.stages import STAGES
 
-SUFFIXES = (".yaml", ".yml")
 Number = float | Gradient
 """A number, or one for each part of the layers."""
 
@@ -54,15 +53,6 @@ class Conversion:
         for head, texts in (("Different there:", self.differences), ("Notes:", self.notes)):
             lines += ["#", f"# {head}", *(f"# - {text}" for text in texts)] if texts else []
         return "\n".join(lines) + "\n\n" + self.recipe.to_toml()
-
-
-def looks_like_yaml(path: str | PathLike[str]) -> bool:
-    """Say whether a file is a mergekit configuration, by its name.
-
-    >>> looks_like_yaml("merge.yml"), looks_like_yaml("recipe.toml")
-    (True, False)
-    """
-    return Path(path).suffix.lower() in SUFFIXES
 
 
 def recipe_from_yaml(path: str | PathLike[str]) -> Recipe:

@@ -167,7 +167,7 @@ class TensorRule(_Strict):
     def _names_tensors(self) -> Self:
         if self.match is None and self.contains is None:
             raise RecipeError(
-                "[[tensors]] match is missing: a rule names its tensors by "
+                "match is missing: a rule names its tensors by "
                 'match = "*.mlp.*" or contains = "mlp"'
             )
         return self
@@ -548,16 +548,21 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
                 raise RecipeError(f"[models] {key} is missing")
         if isinstance(given["models"], list):
             given["models"] = [
-                _built(entry, ModelEntry, f"[models] merge_files, number {number}: ")
-                if isinstance(entry, dict)
-                else entry
+                entry
+                if isinstance(entry, str | PathLike)
+                else _built(entry, ModelEntry, f"[models] merge_files, number {number}: ")
                 for number, entry in enumerate(given["models"], start=1)
             ]
+        elif not isinstance(given["models"], str | PathLike):
+            raise RecipeError(
+                "[models] merge_files: must be a list, "
+                'as in ["math.safetensors", "code.safetensors"]'
+            )
         if "tensors" in given:
             if not isinstance(given["tensors"], list):
                 raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
             given["tensors"] = [
-                _built(_table(rule, "[tensors]"), TensorRule, f"[[tensors]], number {number}: ")
+                _built(rule, TensorRule, f"[[tensors]], number {number}: ")
                 for number, rule in enumerate(given["tensors"], start=1)
             ]
         if "stages" in given:
@@ -566,7 +571,7 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
         for key in given:
             if key in STAGES:
                 raise RecipeError(f"{key}: must be a table, as in [{key}]")
-            owner = next((s for s in STAGES.values() if key in s.parameters), None)
+            owner = _owner(key, given.get("method"))
             if owner is not None and key not in Recipe.model_fields:
                 raise RecipeError(f"{key}: belongs in the table of its stage, as in [{owner.name}]")
         for key in LIFTED:
@@ -594,7 +599,19 @@ def _table(value: object, name: str) -> dict[str, Any]:
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 
 
-def _built(table: Mapping[str, Any], kind: type[_Entry], where: str) -> _Entry:
+def _owner(parameter: str, method: object) -> Stage | None:
+    """The stage whose table a parameter belongs in: one of the method's, if that has it."""
+    try:
+        chain = parse_method(method) if isinstance(method, str) else ()
+    except RecipeError:
+        chain = ()
+    return next((s for s in (*chain, *STAGES.values()) if parameter in s.parameters), None)
+
+
+def _built(table: object, kind: type[_Entry], where: str) -> _Entry:
+    if not isinstance(table, Mapping):
+        path = "the path of a file or directory, or " if kind is ModelEntry else ""
+        raise RecipeError(f"{where}must be {path}a table")
     try:
         return kind(**_nested(table, kind))
     except RecipeError as error:

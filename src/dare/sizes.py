@@ -29,12 +29,14 @@ def show_size(nbytes: int) -> str:
     >>> show_size(1_900_000_000), show_size(2048), show_size(7)
     ('1.90 GB', '2.0 kB', '7 bytes')
     """
+    text = "1 byte" if nbytes == 1 else f"{nbytes} bytes"
     for unit, bytes_each, digits in (
-        ("TB", 1e12, 2),
-        ("GB", 1e9, 2),
-        ("MB", 1e6, 1),
         ("kB", 1e3, 1),
+        ("MB", 1e6, 1),
+        ("GB", 1e9, 2),
+        ("TB", 1e12, 2),
     ):
-        if nbytes >= bytes_each:
-            return f"{nbytes / bytes_each:.{digits}f} {unit}"
-    return f"{nbytes} bytes"
+        if float(text.split(maxsplit=1)[0]) < 1000:  # as it is rounded
+            break
+        text = f"{nbytes / bytes_each:.{digits}f} {unit}"
+    return text

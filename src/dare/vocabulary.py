@@ -117,8 +117,6 @@ class Aligned:
     """Whether only the base's tokenizer fits the output, with the files that are replaced."""
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the base's tokenizer that have another content in the output."""
-    folders: tuple[Path | None, ...] = ()
-    """Where the base and each model lie, if in directories."""
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
     """For each model the output's id of each of its own; none at all where nothing differs."""
     notes: tuple[str, ...] = ()

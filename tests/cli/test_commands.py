@@ -519,7 +519,6 @@ CLOSED = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="a stream that is None is asked whether it is a terminal")
 @pytest.mark.parametrize("case", CLOSED)
 def test_a_closed_stream_is_no_mistake_in_dare(case, folder):
     line, closed, status, said = CLOSED[case]

@@ -41,7 +41,7 @@ VALUES = {
     "t": st.floats(0, 1),
     "on": st.sampled_from(["weights", "deltas"]),
     "keep_ratio": st.floats(0, 1, exclude_min=True),
-    "divide_by": st.sampled_from(["weights", "count"]),
+    "divide_by": st.sampled_from(["weights", "count", "nothing"]),
 }
 OTHERS = {
     "seed": seeds,
@@ -53,6 +53,8 @@ OTHERS = {
     "on-missing": st.sampled_from(["error", "base"]),
     "on-extra": st.sampled_from(["error", "drop"]),
     "on-mismatch": st.sampled_from(["error", "base"]),
+    "vocabulary": st.sampled_from(["error", "base", "union"]),
+    "pad-to-multiple-of": st.integers(1, 64),
     "on-integer-mismatch": st.sampled_from(["error", "base"]),
 }
 

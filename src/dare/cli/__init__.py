@@ -38,6 +38,9 @@ class UsageError(DareError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # as it is after `>&-`
+            setattr(sys, stream, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     # A merge makes no cycles worth collecting, and passes over all of Numba take 0.3 s.
     gc.disable()
     try:
@@ -51,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_error=False,
             result_action="return_value",
         )
-        if sys.stdout is not None:  # as it is after `>&-`
-            sys.stdout.flush()
+        sys.stdout.flush()
     except CycloptsError as error:
         return _fail(f"{error} See `dare {_command_of(given)}--help`.", error, given, WRONG_USAGE)
     except UsageError as error:

@@ -145,7 +145,7 @@ def _stage_help(name: str) -> str:
     }
     first = next(iter(owners.values()))
     defaults = ", ".join(f"{stage} {toml_word(p.default)}" for stage, p in owners.items())
-    return f"{first.description} {first.range} [default: {defaults}]"
+    return rf"{first.description} {first.range} \[default: {defaults}]"  # else it is markup
 
 
 def toml_word(value: object) -> str:
@@ -210,7 +210,8 @@ def _set_parameter(
         return
     if len(values) == 1:
         document[owner.name][name] = values[0]
-        for entry in document["models"].get("merge_files", ()):
+        entries = document["models"].get("merge_files")
+        for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict):
                 entry.pop(name, None)
     elif owner.kind == "combine":
@@ -251,8 +252,9 @@ def _set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], name
     if not isinstance(entries, list):
         entries = [entries]
     if len(values) != len(entries):
+        models = "1 model" if len(entries) == 1 else f"{len(entries)} models"
         raise RecipeError(
-            f"{_flag(name)}: {len(values)} given for {len(entries)} models; give one for each, "
+            f"{_flag(name)}: {len(values)} given for {models}; give one for each, "
             "in the order of the models"
         )
     files["merge_files"] = [

@@ -226,8 +226,9 @@ def stage(console: Console, stage: Stage) -> None:
     for paragraph in stage.documentation.split("\n\n"):
         text = Text(" ".join(paragraph.split()))
         console.print(Padding(text, (1, 0, 0, 2), expand=False))
-    console.print()
-    if stage.parameters:
+    if not stage.parameters:
+        console.print()
+    else:  # whose table begins with an empty line
         table = _table("parameter", "default", "range", "meaning")
         for p in stage.parameters.values():
             table.add_row(p.name, toml_word(p.default), p.range, p.description)

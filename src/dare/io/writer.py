@@ -87,6 +87,7 @@ class PartialOutput:
         }
         self._files: dict[str, OutputFile] = {}
         self._journal = -1
+        self._is_void = False
 
     def __enter__(self) -> Self:
         try:
@@ -105,14 +106,15 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
-        if kind is not None and issubclass(kind, MismatchError):
-            shutil.rmtree(self.folder)  # this can never be finished as it was planned
         for file in self._files.values():
             file.close()
         self._files = {}
         if self._journal >= 0:
             os.close(self._journal)
         self._journal = -1
+        if self._is_void or (kind is not None and issubclass(kind, MismatchError)):
+            # Nothing is in it, or this can never be finished as it was planned.
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open_journal(self) -> None:
         path = self.folder / JOURNAL_NAME
@@ -159,8 +161,7 @@ class PartialOutput:
         missing = sum(file.unwritten_bytes() for file in self._files.values())
         free = shutil.disk_usage(self.folder).free
         if missing > free:
-            if not self.resumed:  # there is nothing in it
-                shutil.rmtree(self.folder)
+            self._is_void = not self.resumed
             raise OutputError(
                 f"{self.layout.target}: needs {show_size(missing)} more and the disk has "
                 f"{show_size(free)} free; make room or choose another place, then run it again"
