@@ -92,11 +92,10 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _pinned(recipe: Recipe, places: Sequence[Resolved]) -> Recipe:
-    entries = tuple(
-        entry.model_copy(update={"file": place.pinned})
-        for entry, place in zip(recipe.models, places[1:], strict=True)
-    )
-    return recipe.model_copy(update={"base": places[0].pinned, "models": entries})
+    if all(place.commit is None for place in places):
+        return recipe
+    base, *files = (place.pinned for place in places)
+    return recipe.with_files(base, files, recipe.output)
 
 
 def _aligned(

@@ -93,14 +93,10 @@ def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, d
 def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest that lies beside the weights."""
     recipe = plan.recipe
-    resolved = recipe.model_copy(
-        update={
-            "base": absolute(recipe.base),
-            "models": tuple(
-                entry.model_copy(update={"file": absolute(entry.file)}) for entry in recipe.models
-            ),
-            "output": recipe.output.resolve() if recipe.output else None,
-        }
+    resolved = recipe.with_files(
+        absolute(recipe.base),
+        [absolute(entry.file) for entry in recipe.models],
+        recipe.output.resolve() if recipe.output else None,
     )
     digests = asdict(report.digests)
     return {

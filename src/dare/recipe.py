@@ -471,6 +471,21 @@ class Recipe(_Strict):
             f"there are {', '.join(names)}"
         )
 
+    def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
+        """The same recipe with its files elsewhere; rules go on being for the same models."""
+        entries = tuple(
+            entry.model_copy(update={"file": file})
+            for entry, file in zip(self.models, files, strict=True)
+        )
+        rules = tuple(
+            rule
+            if whose is None
+            else rule.model_copy(update={"model": tuple(str(files[index]) for index in whose)})
+            for rule, whose in zip(self.tensors, self._rule_models, strict=True)
+        )
+        files_and_rules = {"base": base, "models": entries, "output": output, "tensors": rules}
+        return self.model_copy(update=files_and_rules)
+
     def described_rules(self) -> list[list[Any]]:
         """The rules for tensors as plain values in which no path stands: models by number."""
         described: list[list[Any]] = []
