@@ -27,6 +27,7 @@ from typing import Any
 from dare.errors import InputError
 from dare.formats import lora
 from dare.io.sources import INDEX_NAME, SINGLE_NAME, read_index
+from dare.sidecars import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
@@ -42,33 +43,11 @@ LICENCE_FILES = (
 
 SMALL_FILES = (
     *LICENCE_FILES,
-    "config.json",
-    "generation_config.json",
+    *CONFIGURATION,
+    *TOKENIZER,
+    *SENTENCE_TRANSFORMERS,
     INDEX_NAME,
     lora.CONFIG_NAME,
-    "*processor_config.json",
-    "feature_extractor*.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "vocab.bpe",
-    "encoder.json",
-    "merges.txt",
-    "bpe.codes",
-    "normalizer.json",
-    "tekken.json",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "chat_template.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_*_config.json",
     "[0-9]_Pooling/*.json",
     "[0-9]_Normalize/*.json",
     "[0-9]_Dense/*.json",

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import HeaderError, InputError
 from dare.io.header import TensorInfo
-from dare.io.sources import InputFiles
+from dare.io.sources import InputFiles, StampedSource
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -179,22 +179,18 @@ _TOKEN_KEYS = {
 }
 
 
-class GgufSource:
+class GgufSource(StampedSource):
     """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart."""
-
-    is_partial = False
 
     def __init__(
         self, path: Path, metadata: Metadata, stored: Iterable[Stored], files: InputFiles
     ) -> None:
+        super().__init__(files)
         self.path = path
         self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture", "unknown"))
-        self.remarks: tuple[str, ...] = ()
-        """What a user should know of how the model is presented."""
         self.left_out: tuple[str, ...] = ()
         """Tensors that are no weights."""
-        self._files = files
         self._stored: dict[str, Stored] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._add_all(stored)
@@ -259,26 +255,6 @@ class GgufSource:
                 "queries and keys in Hugging Face's order"
             )
         return heads
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._files)
-
-    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        return False
-
-    def fingerprint(self) -> list[Any]:
-        return self._files.fingerprint()
-
-    def __enter__(self) -> Self:
-        self._files.__enter__()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._files.__exit__()
-
-    def check_unchanged(self) -> None:
-        self._files.check_unchanged()
 
     def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
         tensor = self._stored[name]

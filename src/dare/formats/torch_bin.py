@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import HeaderError, InputError
 from dare.io.header import TensorInfo
-from dare.io.sources import InputFiles
+from dare.io.sources import InputFiles, StampedSource
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -92,24 +92,25 @@ class Placed:
         return found
 
 
-class TorchSource:
+class TorchSource(StampedSource):
     """The tensors of a state dict in one file or in shards."""
 
-    is_partial = False
-
     def __init__(self, path: Path) -> None:
+        super().__init__(InputFiles())
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: tuple[str, ...] = ()
         """What is in the files and is no tensor of the state dict."""
         self._placed: dict[str, Placed] = {}
-        self._files = InputFiles()
         for file, promised in _files_of(path).items():
             found = self._look_into(file)
             if promised is not None and found != promised:
                 _complain_of_index(path, file, found, promised)
         if not self.tensors:
             raise InputError(f"{path}: holds no tensors")
+        if self.left_out:
+            told = ", ".join(self.left_out)
+            self.remarks = (f"{path}: left out, no tensors of the model: {told}",)
 
     def _look_into(self, file: Path) -> set[str]:
         """Read what a file says of its tensors, and no weights; return their names."""
@@ -138,33 +139,6 @@ class TorchSource:
                 self.left_out += tuple(str(other) for other in loaded if other != key)
                 return inner
         return loaded
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What a user should know of how the model is presented."""
-        if not self.left_out:
-            return ()
-        return (f"{self.path}: left out, no tensors of the model: {', '.join(self.left_out)}",)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._files)
-
-    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        return False
-
-    def fingerprint(self) -> list[Any]:
-        return self._files.fingerprint()
-
-    def __enter__(self) -> Self:
-        self._files.__enter__()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._files.__exit__()
-
-    def check_unchanged(self) -> None:
-        self._files.check_unchanged()
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         placed = self._placed[name]

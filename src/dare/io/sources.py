@@ -147,30 +147,18 @@ class InputFiles:
             os.posix_fadvise(self._open[file], position, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-class FileSource:
-    """One safetensors file, or the shards of one model."""
+class StampedSource:
+    """What sources in files have in common: whole models, read from files that must not change."""
 
     remarks: tuple[str, ...] = ()
     is_partial = False
 
-    def __init__(self, path: Path, headers: Mapping[Path, Header], files: InputFiles) -> None:
-        self.path = path
-        self.headers = headers
-        self.tensors: dict[str, TensorInfo] = {}
-        self._home: dict[str, Path] = {}
+    def __init__(self, files: InputFiles) -> None:
         self._files = files
-        for file, header in headers.items():
-            for name, info in header.tensors.items():
-                if name in self._home:
-                    raise HeaderError(
-                        f"{path}: {name} is in both {self._home[name].name} and {file.name}"
-                    )
-                self.tensors[name] = info
-                self._home[name] = file
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(self.headers)
+        return tuple(self._files)
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         return False
@@ -187,6 +175,25 @@ class FileSource:
 
     def check_unchanged(self) -> None:
         self._files.check_unchanged()
+
+
+class FileSource(StampedSource):
+    """One safetensors file, or the shards of one model."""
+
+    def __init__(self, path: Path, headers: Mapping[Path, Header], files: InputFiles) -> None:
+        super().__init__(files)
+        self.path = path
+        self.headers = headers
+        self.tensors: dict[str, TensorInfo] = {}
+        self._home: dict[str, Path] = {}
+        for file, header in headers.items():
+            for name, info in header.tensors.items():
+                if name in self._home:
+                    raise HeaderError(
+                        f"{path}: {name} is in both {self._home[name].name} and {file.name}"
+                    )
+                self.tensors[name] = info
+                self._home[name] = file
 
     def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
         position = self.tensors[name].start + offset
