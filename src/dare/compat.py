@@ -167,7 +167,7 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
                 yield block
 
         if trim.survey is not None and trim.surveys_when(settings):
-            summary = trim.survey(_ArrayWalk(values.nbytes, blocks), **settings)
+            summary = trim.survey(_ArrayWalk(values, blocks), **settings)
             for block in blocks():
                 block.summary = summary
                 trim.apply(block, **settings)
@@ -178,8 +178,9 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
 
 
 class _ArrayWalk:
-    def __init__(self, spare_bytes: int, blocks: Any) -> None:
-        self.spare_bytes = spare_bytes
+    def __init__(self, values: NDArray[np.float32], blocks: Any) -> None:
+        self.spare_bytes = values.nbytes
+        self.shape = values.shape
         self._blocks = blocks
 
     def __call__(self) -> Iterator[Block]:

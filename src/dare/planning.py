@@ -172,22 +172,40 @@ class Plan:
             widest = max(widest, *(kind.itemsize for kind in kinds))
         return widest
 
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """What stages that need whole matrices hold: two tensors' at a time, of all models."""
+        most = 0
+        for tensor in self.merged():
+            held = 0
+            for model in tensor.models:
+                for position in tensor.surveyed_stages(self.stages, model):
+                    if (survey_bytes := self.stages[position].survey_bytes) is not None:
+                        held += survey_bytes(tensor.shape, 1)
+            combine_bytes = self.combine.survey_bytes
+            if combine_bytes is not None and self.combine.surveys_when(tensor.combine):
+                held += combine_bytes(tensor.shape, len(tensor.models))
+            most = max(most, held)
+        return 2 * most
+
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         wanted = self.recipe.threads or available_cores()
-        return max(1, min(wanted, self.recipe.max_memory // self.workspace_bytes))
+        left = self.recipe.max_memory - self.matrix_bytes
+        return max(1, min(wanted, left // self.workspace_bytes))
 
     @property
     def spare_bytes(self) -> int:
         """What one thread's survey may remember: half of what the buffers leave."""
-        left = self.recipe.max_memory - self.threads * self.workspace_bytes
+        left = self.recipe.max_memory - self.matrix_bytes - self.threads * self.workspace_bytes
         return max(0, left // 2 // self.threads) if self.passes > 1 else 0
 
     @property
     def peak_memory(self) -> int:
         """Forecast of the most memory the process takes."""
-        return INTERPRETER_BYTES + self.threads * (self.workspace_bytes + self.spare_bytes)
+        each = self.workspace_bytes + self.spare_bytes
+        return INTERPRETER_BYTES + self.matrix_bytes + self.threads * each
 
     @cached_property
     def bytes_read(self) -> int:
@@ -326,10 +344,11 @@ def make_plan(
         layout,
         tuple(notes),
     )
-    if plan.workspace_bytes > recipe.max_memory:
+    needed = plan.workspace_bytes + plan.matrix_bytes
+    if needed > recipe.max_memory:
         raise RecipeError(
-            f"max_memory = {recipe.max_memory}: one thread needs {plan.workspace_bytes} bytes; "
-            f"allow at least {-(-plan.workspace_bytes // 1000) / 1000:.3f} MB"
+            f"max_memory = {recipe.max_memory}: one thread needs {needed} bytes; "
+            f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
         )
     return plan
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -54,6 +55,18 @@ class Job:
     delta_summaries: dict[tuple[str, int], Future[dict[int, Any]]] = field(default_factory=dict)
     """For a tensor and a model, what each surveying delta stage found."""
     combine_summaries: dict[str, Future[Any]] = field(default_factory=dict)
+    chunks_left: Counter[str] = field(default_factory=Counter)
+    counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def chunk_done(self, tensor: TensorPlan) -> None:
+        """Let go of what surveys found once the last chunk of a tensor is merged."""
+        with self.counting:
+            self.chunks_left[tensor.name] -= 1
+            if self.chunks_left[tensor.name]:
+                return
+        self.combine_summaries.pop(tensor.name, None)
+        for model in tensor.models:
+            self.delta_summaries.pop((tensor.name, model), None)
 
 
 def execute(
@@ -101,7 +114,8 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
     """All tasks in an order in which none has to wait for long.
 
     Comparisons of integers come first, since they may end the merge. The surveys of a tensor
-    stand two tensors ahead of its chunks, so that they are done when the chunks are reached.
+    stand two tensors ahead of its chunks, so that they are done when the chunks are reached; or
+    directly before them, if they keep whole matrices.
     """
     plan = job.plan
     copies: list[Any] = []
@@ -116,6 +130,7 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
         surveys.append([])
         combines.append([])
         chunks.append([MergeChunk(job, tensor, chunk) for chunk in left])
+        job.chunks_left[tensor.name] = len(left)
         if not left:
             continue
         for model in tensor.models:
@@ -125,12 +140,11 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
         if plan.combine.surveys_when(tensor.combine):
             job.combine_summaries[tensor.name] = Future()
             combines[-1].append(SurveyCombine(job, tensor))
-    return copies + [
-        task
-        for group in zip([*surveys, [], []], [[], *combines, []], [[], [], *chunks], strict=True)
-        for tasks in group
-        for task in tasks
-    ]
+    if plan.matrix_bytes:
+        groups = zip(surveys, combines, chunks, strict=True)
+    else:
+        groups = zip([*surveys, [], []], [[], *combines, []], [[], [], *chunks], strict=True)
+    return copies + [task for group in groups for tasks in group for task in tasks]
 
 
 class Worker:
@@ -249,8 +263,9 @@ class _Survey(_Task):
 class _Walk:
     """Blocks of a tensor in order, as often as a survey asks."""
 
-    def __init__(self, spare_bytes: int, walk: Callable[[], Iterator[Any]]) -> None:
-        self.spare_bytes = spare_bytes
+    def __init__(self, plan: Plan, tensor: TensorPlan, walk: Callable[[], Iterator[Any]]) -> None:
+        self.spare_bytes = plan.spare_bytes
+        self.shape = tensor.shape
         self._walk = walk
 
     def __call__(self) -> Iterator[Any]:
@@ -283,7 +298,7 @@ class SurveyDelta(_Survey):
         for position in tensor.surveyed_stages(plan.stages, self.model):
             survey = plan.stages[position].survey
             assert survey is not None  # surveyed_stages has looked
-            walk = _Walk(plan.spare_bytes, partial(self._walk, worker, found, position))
+            walk = _Walk(plan, tensor, partial(self._walk, worker, found, position))
             found[position] = survey(walk, **tensor.settings_of(self.model)[position])
         return found
 
@@ -306,7 +321,7 @@ class SurveyCombine(_Survey):
     def _survey(self, worker: Worker) -> Any:
         plan = self.job.plan
         assert plan.combine.survey is not None  # the task exists because there is one
-        walk = _Walk(plan.spare_bytes, partial(self._walk, worker))
+        walk = _Walk(plan, self.tensor, partial(self._walk, worker))
         return plan.combine.survey(walk, **self.tensor.combine)
 
     def _walk(self, worker: Worker) -> Iterator[Deltas]:
@@ -385,6 +400,7 @@ class MergeChunk(_Chunk):
         exceptions = self._add_to_base(base, merged, output)
         figures = [block.figures() for block in blocks]
         self._finish(digests, output, models=figures, exceptions=exceptions)
+        job.chunk_done(tensor)
 
 
 @dataclass(frozen=True)

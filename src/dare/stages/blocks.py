@@ -175,6 +175,8 @@ class Walk(Protocol):
 
     spare_bytes: int
     """Memory the survey may use to remember what it has seen."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
 
     def __call__(self) -> Iterator[Any]:
         """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""

@@ -11,6 +11,8 @@ ranges are the recipe's schema; its docstring is its documentation. There are tw
 A stage sees one chunk at a time. One that must know something of the whole tensor first has a
 *survey*: a function of the same parameters that walks over the tensor's chunks and returns
 whatever the stage wants to find in `summary` later. `surveys_when` says for which parameters.
+One that must have the whole matrix at once gathers it in its survey and leaves the result as its
+summary; `survey_bytes` says how much memory that takes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from dare.stages.blocks import Floats
 
 Settings = Mapping[str, Any]
 """Parameter values of one stage, complete and checked."""
+SurveyBytes = Callable[[tuple[int, ...], int], int]
+"""Memory by the shape of a tensor and the number of models that are surveyed together."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ class Stage:
     paper: str
     survey: Callable[..., Any] | None
     surveys_when: Callable[[Settings], bool]
+    survey_bytes: SurveyBytes | None
+    """What a survey takes and leaves behind, if more than it may remember in its spare bytes."""
     default_weight: Callable[[int], float] | None
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
     models: int | None
@@ -174,11 +180,12 @@ def delta_stage(
     paper: str = "",
     survey: Callable[..., Any] | None = None,
     surveys_when: Callable[[Settings], bool] = lambda _settings: True,
+    survey_bytes: SurveyBytes | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function of one block as a delta stage."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        _register(function, "delta", paper, survey, surveys_when)
+        _register(function, "delta", paper, survey, surveys_when, survey_bytes)
         return function
 
     return register
@@ -189,6 +196,7 @@ def combine_stage(
     paper: str = "",
     survey: Callable[..., Any] | None = None,
     surveys_when: Callable[[Settings], bool] = lambda _settings: True,
+    survey_bytes: SurveyBytes | None = None,
     default_weight: Callable[[int], float] | None = lambda _models: 1.0,
     models: int | None = None,
     preceded_by: Mapping[str, str] | None = None,
@@ -202,6 +210,7 @@ def combine_stage(
             paper,
             survey,
             surveys_when,
+            survey_bytes,
             default_weight=default_weight,
             models=models,
             preceded_by=preceded_by or {},
@@ -217,6 +226,7 @@ def _register(
     paper: str,
     survey: Callable[..., Any] | None,
     surveys_when: Callable[[Settings], bool],
+    survey_bytes: SurveyBytes | None,
     *,
     default_weight: Callable[[int], float] | None = lambda _models: 1.0,
     models: int | None = None,
@@ -241,6 +251,7 @@ def _register(
         paper,
         survey,
         surveys_when if survey else lambda _settings: False,
+        survey_bytes,
         default_weight,
         models,
         preceded_by,
