@@ -103,15 +103,20 @@ def make_our_job(name: str, inputs: Inputs, work: Path, output: Path) -> Job:
     return Job(name, title, [command], rival)
 
 
-def write_recipe(inputs: Inputs, output: Path, method: str, settings: Sequence[str]) -> str:
+def write_recipe(
+    inputs: Inputs,
+    output: Path,
+    method: str,
+    settings: Sequence[str],
+    drop_rate: float | None = DROP_RATE,
+) -> str:
     """A recipe of ours as TOML, in which strings are written as in JSON."""
     return "\n".join(
         [
             f"method = {json.dumps(method)}",
             f"seed = {SEED}",
             "verbose = false",
-            "[dare]",
-            f"drop_rate = {DROP_RATE}",
+            *(() if drop_rate is None else ("[dare]", f"drop_rate = {drop_rate}")),
             *settings,
             "[models]",
             f"base_file = {json.dumps(str(inputs.base))}",
@@ -129,14 +134,28 @@ def make_mergekit_job(
 ) -> Job:
     """One of mergekit's merges, by its program."""
     method, dtype = MERGEKIT_JOBS[name]
-    configuration = work / f"{name}.yaml"
-    configuration.write_text(json.dumps(configure_mergekit(inputs, method, dtype)))
+    configuration = configure_mergekit(inputs, method, dtype)
+    title = f"mergekit: {method}, {dtype}"
+    return mergekit_job(name, title, configuration, work, output, peers_python)
+
+
+def mergekit_job(
+    name: str,
+    title: str,
+    configuration: Mapping[str, Any],
+    work: Path,
+    output: Path,
+    peers_python: Path,
+) -> Job:
+    """A run of mergekit's program on a configuration."""
+    file = work / f"{name}.yaml"
+    file.write_text(json.dumps(configuration))
     program = peers_python.with_name("mergekit-yaml")
     options = ("--no-cuda", "--no-copy-tokenizer", "--quiet", "--random-seed", str(SEED))
     return Job(
         name,
-        f"mergekit: {method}, {dtype}",
-        [(str(program), str(configuration), str(output), *options)],
+        title,
+        [(str(program), str(file), str(output), *options)],
         environment={"HF_HUB_OFFLINE": "1"},
         obstacle=None if program.exists() else "mergekit is not where --peers-python points",
     )
