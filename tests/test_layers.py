@@ -31,6 +31,8 @@ LAYERS = (
         "progress",
         "mergekit",
         "vocabulary",
+        "tokens",
+        "rows",
         "card",
     ),
     ("formats", "hub", "sidecars"),

@@ -1,0 +1,130 @@
+"""A YAML file as values that know where they stand, so that what is refused has its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dare.errors import InputError, RecipeError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of the YAML file, and where it stands."""
+
+    value: Any
+    """A scalar, a tuple of nodes, or a dict of nodes."""
+    file: Path
+    line: int
+
+    def refuse(self, text: str) -> RecipeError:
+        """The error that says what is wrong with this value, and where it stands."""
+        return RecipeError(f"{self.file}, line {self.line}: {text}")
+
+    @property
+    def plain(self) -> Any:
+        """The value without places."""
+        if isinstance(self.value, dict):
+            return {key: node.plain for key, node in self.value.items()}
+        if isinstance(self.value, tuple):
+            return [node.plain for node in self.value]
+        return self.value
+
+
+def read_yaml(file: Path) -> Node:
+    """Read a YAML file; an error if it is none, is empty or says a thing twice."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot read the configuration: {error}") from None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise RecipeError(f"{file}: is empty")
+        return _from_yaml(root, loader, file, {})
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}, line {mark.line + 1}" if mark else str(file)
+        reason = getattr(error, "problem", None) or error
+        raise RecipeError(f"{where}: not valid YAML: {reason}") from None
+
+
+def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None]) -> Node:
+    """Turn a node of PyYAML into ours; `seen` holds those that an alias may stand for."""
+    if id(node) in seen:
+        known = seen[id(node)]
+        if known is None:
+            raise RecipeError(f"{file}, line {node.start_mark.line + 1}: contains itself")
+        return known
+    seen[id(node)] = None
+    value: Any
+    if node.id == "mapping":
+        _check_keys(node, file)
+        loader.flatten_mapping(node)  # what << brings in, which own keys come after
+        value = {str(key.value): _from_yaml(child, loader, file, seen) for key, child in node.value}
+    elif node.id == "sequence":
+        value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
+    else:
+        value = loader.construct_object(node)
+    seen[id(node)] = Node(value, file, node.start_mark.line + 1)
+    return Node(value, file, node.start_mark.line + 1)
+
+
+def _check_keys(node: Any, file: Path) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.id != "scalar":
+            raise RecipeError(f"{file}, line {line}: a key must be a word")
+        if key.value in lines:
+            raise RecipeError(
+                f"{file}, line {line}: {key.value} stands on line {lines[key.value]} already"
+            )
+        lines[key.value] = line
+
+
+# ---------------------------------------------------------------- what a value must be
+
+Table = Mapping[str, Node]
+"""Keys and what they are set to."""
+ELSEWHERE = {
+    "random_seed": "is a flag of mergekit, which ignores it here: delete the line and set seed",
+    "name": "means nothing to mergekit: delete the line",
+}
+"""Keys that are often seen, and that nothing reads."""
+
+
+def as_table(node: Node, known: Iterable[str], what: str) -> Table:
+    """The keys and values of a node; an error if one of the keys is not known."""
+    if not isinstance(node.value, dict):
+        raise node.refuse(f"{what}: must be a table of keys and values")
+    for key, child in node.value.items():
+        if key in ELSEWHERE and key not in known:
+            raise child.refuse(f"{key}: {ELSEWHERE[key]}")
+        if key not in known:
+            raise child.refuse(
+                f"{key}: not known in {what}{did_you_mean(key, known)}; mergekit ignores it "
+                "without a word: correct it or delete the line"
+            )
+    return dict(node.value)
+
+
+def as_items(node: Node, what: str) -> tuple[Node, ...]:
+    """The entries of a node that is a list; an error if there are none."""
+    if not isinstance(node.value, tuple) or not node.value:
+        raise node.refuse(f"{what}: must be a list with at least one entry")
+    return node.value
+
+
+def as_text(node: Node, what: str) -> str:
+    """The value of a node that is text; an error if it is anything else."""
+    if not isinstance(node.value, str):
+        raise node.refuse(f"{what}: must be text, and is {node.plain!r}")
+    return node.value
