@@ -1,7 +1,13 @@
 """What all tests share; its presence also lets them `import helpers`."""
 
+import signal
+
 from hypothesis import settings
 
 # Timing is asserted where it matters; elsewhere a busy machine must not fail a test.
 settings.register_profile("dare", deadline=None, max_examples=60)
 settings.load_profile("dare")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a job that a shell runs in the background; the processes under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
