@@ -76,6 +76,23 @@ def methods() -> str:
     )
 
 
+def flags() -> str:
+    """The flag of every parameter."""
+    owners: dict[str, list[Stage]] = {}
+    for stage in STAGES.values():
+        for name in stage.parameters:
+            owners.setdefault(name, []).append(stage)
+    rows = [
+        (
+            f"`--{name.replace('_', '-')} VALUE`",
+            ", ".join(f"`{stage.name}`" for stage in stages),
+            stages[0].parameters[name].description,
+        )
+        for name, stages in owners.items()
+    ]
+    return _table(("flag", "stages", "meaning"), rows)
+
+
 def _stage(stage: Stage) -> str:
     parts = [f"### {stage.name}", stage.documentation]
     facts = []
@@ -228,7 +245,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PARTS: dict[str, Callable[[], str]] = {"methods": methods, "recipe": recipe}
+PARTS: dict[str, Callable[[], str]] = {"flags": flags, "methods": methods, "recipe": recipe}
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or PARTS:

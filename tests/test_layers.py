@@ -16,7 +16,7 @@ ROOT = Path(dare.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
     ("demo",),
-    ("compat",),
+    ("compat", "darex"),
     ("api",),
     ("analysis", "inputs"),
     ("matching", "adapters"),
@@ -37,7 +37,7 @@ LAYERS = (
     ),
     ("formats", "hub", "sidecars"),
     ("stages", "io", "kernels", "executors"),
-    ("mask", "dtypes", "chunks", "gradients", "sizes"),
+    ("mask", "dtypes", "chunks", "gradients", "sizes", "linalg"),
     ("errors",),
 )
 """From the top down. A module may import from its own layer and from those below."""

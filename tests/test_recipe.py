@@ -538,7 +538,7 @@ def test_keep_ratio_puts_trim_before_ties():
     assert chain(recipe(method="dare+ties", stages={"ties": {"keep_ratio": 0.2}})) == [
         ("dare", {"drop_rate": 0.9, "rescale": True}),
         ("trim", {"keep_ratio": 0.2}),
-        ("ties", {"keep_ratio": 0.2, "divide_by": "weights"}),
+        ("ties", {"keep_ratio": 0.2, "divide_by": "weights", "vote": "sum", "weighted": True}),
     ]
 
 

@@ -28,6 +28,11 @@ from dare.report import Report
 
 FORMAT = 1
 METADATA_KEY = "dare"
+LATER_PARAMETERS: dict[str, dict[str, Any]] = {"ties": {"vote": "sum", "weighted": True}}
+"""Parameters that stages got after outputs had been written, and the defaults that change nothing.
+
+They stand in a header only if they are set, so that old recipes go on giving the same bytes.
+"""
 UNKNOWN = "0" * DIGEST_LENGTH
 """Stands where a digest will be, so that a header has its final length from the start."""
 
@@ -41,7 +46,7 @@ def embedded_manifest(
         "format": FORMAT,
         "mask": MASK_VERSION,
         "method": "+".join(stage.name for stage in plan.stages),
-        "stages": [settings for _, settings in recipe.chain],
+        "stages": [_as_first_written(stage.name, values) for stage, values in recipe.chain],
         "embedding_drop_rate": recipe.embedding_drop_rate,
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
@@ -60,6 +65,14 @@ def embedded_manifest(
         "output": output,
         "check": UNKNOWN,
         **_vocabulary(recipe),
+    }
+
+
+def _as_first_written(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the parameters that came later, where those are at their defaults."""
+    later = LATER_PARAMETERS.get(stage, {})
+    return {
+        name: value for name, value in settings.items() if name not in later or value != later[name]
     }
 
 

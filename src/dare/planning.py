@@ -155,11 +155,17 @@ class Plan:
         """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
         if self.passes > 1 or any(0 in tensor.weights for tensor in self.merged()):
             return False
-        if self.has_deltas:
+        if self.has_deltas or not all(self._is_lazy(tensor) for tensor in self.merged()):
             return False
         return all(
             len({self.source_of(tensor, m).tensors[tensor.name].dtype for m in tensor.models}) == 1
             for tensor in self.merged()
+        )
+
+    def _is_lazy(self, tensor: TensorPlan) -> bool:
+        chains = (zip(self.stages, settings, strict=False) for settings in tensor.settings)
+        return self.combine.is_lazy(tensor.combine) and all(
+            stage.is_lazy(settings) for chain in chains for stage, settings in chain
         )
 
     @cached_property
@@ -174,7 +180,7 @@ class Plan:
 
     @cached_property
     def matrix_bytes(self) -> int:
-        """What stages that need whole matrices hold: two tensors' at a time, of all models."""
+        """What stages that need whole matrices hold for one tensor, of all models."""
         most = 0
         for tensor in self.merged():
             held = 0
@@ -186,26 +192,31 @@ class Plan:
             if combine_bytes is not None and self.combine.surveys_when(tensor.combine):
                 held += combine_bytes(tensor.shape, len(tensor.models))
             most = max(most, held)
-        return 2 * most
+        return most
 
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         wanted = self.recipe.threads or available_cores()
-        left = self.recipe.max_memory - self.matrix_bytes
-        return max(1, min(wanted, left // self.workspace_bytes))
+        each = self.workspace_bytes + self.matrix_bytes
+        return max(1, min(wanted, (self.recipe.max_memory - self.matrix_bytes) // each))
+
+    @property
+    def held_bytes(self) -> int:
+        """What whole matrices take: of a tensor for each thread, and of the one before."""
+        return (self.threads + 1) * self.matrix_bytes
 
     @property
     def spare_bytes(self) -> int:
         """What one thread's survey may remember: half of what the buffers leave."""
-        left = self.recipe.max_memory - self.matrix_bytes - self.threads * self.workspace_bytes
+        left = self.recipe.max_memory - self.held_bytes - self.threads * self.workspace_bytes
         return max(0, left // 2 // self.threads) if self.passes > 1 else 0
 
     @property
     def peak_memory(self) -> int:
         """Forecast of the most memory the process takes."""
         each = self.workspace_bytes + self.spare_bytes
-        return INTERPRETER_BYTES + self.matrix_bytes + self.threads * each
+        return INTERPRETER_BYTES + self.held_bytes + self.threads * each
 
     @cached_property
     def bytes_read(self) -> int:
@@ -344,7 +355,7 @@ def make_plan(
         layout,
         tuple(notes),
     )
-    needed = plan.workspace_bytes + plan.matrix_bytes
+    needed = plan.workspace_bytes + 2 * plan.matrix_bytes
     if needed > recipe.max_memory:
         raise RecipeError(
             f"max_memory = {recipe.max_memory}: one thread needs {needed} bytes; "
@@ -408,6 +419,9 @@ def _plan_tensor(
     if base.dtype.is_weight and recipe.dtype is not None:
         dtype = STORAGE_TYPES[recipe.dtype]
     resolved = [recipe.settings_for(name, index, depth) for index in takes_part]
+    for settings in resolved:
+        for (stage, _), values in zip(recipe.chain, settings, strict=True):
+            stage.check(values)
     return TensorPlan(
         name,
         fate,
@@ -446,21 +460,23 @@ def _find_extras(
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     """What is allowed, and usually a mistake."""
     seeds = recipe.seeds()
-    stages = [stage.name for stage, _ in recipe.chain]
-    if "dare" in stages and len(set(seeds)) < len(seeds):
+    drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
+    if drops and len(set(seeds)) < len(seeds):
         yield Notice(
             Concern.EQUAL_SEEDS,
             f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions, "
             "so nothing is gained over scaling; give each its own",
         )
+    balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     for rate in sorted(drop_rates(recipe)):
-        if rate > 0.95:
+        if rate > 0.95 and not balanced:
             yield Notice(
                 Concern.HIGH_DROP_RATE,
                 f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
-                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains",
+                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains; the stage "
+                "darex divides by a larger q, or bounds the variance",
             )
-    if "dare" in stages and False in _values(recipe, "rescale"):
+    if drops and False in _values(recipe, "rescale"):
         yield Notice(
             Concern.NO_RESCALE,
             "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "

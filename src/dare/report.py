@@ -167,7 +167,7 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
 
 
 def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
-    drops = [position for position, stage in enumerate(plan.stages) if stage.name == "dare"]
+    drops = [i for i, stage in enumerate(plan.stages) if "drop_rate" in stage.parameters]
     elements = kept = over = 0
     asked = 0.0
     largest, largest_in = 0.0, ""

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from dare import __version__, plan
 from dare.cli import build_app, show
+from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, Notice
 from dare.stages import ALIASES, STAGES
@@ -325,8 +326,8 @@ def test_methods_lists_every_stage_with_its_parameters_and_every_alias():
             n for n, line in enumerate(lines) if line.startswith(f"{stage.name} {stage.summary}")
         ]
         for offset, parameter in enumerate(stage.parameters.values()):
-            default = {None: "none", True: "true"}.get(parameter.default, parameter.default)
-            assert f"{parameter.name} = {default}" in lines[place + offset]
+            default = toml_word(parameter.default)
+            assert f"{parameter.name} = {default}" in " ".join(lines[place : place + offset + 3])
     for alias, chain in ALIASES.items():
         assert f"{alias} {chain}" in lines
 
@@ -382,7 +383,7 @@ COMP_WORDS=(dare merge --drop); COMP_CWORD=2
 "$(complete -p dare | sed 's/.*-F \\([^ ]*\\).*/\\1/')" dare --drop merge; echo "${{COMPREPLY[@]}}"
 """
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["--drop-rate"]
+    assert "--drop-rate" in done.stdout.split()
 
 
 HEAVY = ("numpy", "pydantic", "numba", "torch", "dare.api", "dare.recipe")
@@ -448,8 +449,8 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     kinds = [line.removeprefix("Warning  ") for line in closing if line.startswith("Warning  ")]
     assert sorted(kinds) == sorted(Concern)
     rates = closing.index("Warning  high drop rate")
-    assert closing[rates + 1].startswith("    drop_rate = 0.96: ")
-    assert closing[rates + 2].startswith("    drop_rate = 0.97: ")
+    told = " ".join(closing[rates:])
+    assert 0 < told.index("drop_rate = 0.96: ") < told.index("drop_rate = 0.97: ")
     assert outcome.err.removeprefix(COMPILING) == ""
 
 

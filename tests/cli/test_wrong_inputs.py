@@ -25,6 +25,7 @@ from dare.cli import FAILED, WRONG_USAGE
 from dare.cli.texts import COMMANDS
 from dare.manifest import FORMAT
 from dare.mask import MASK_VERSION
+from dare.stages import registry
 from helpers import entry, file_bytes, save
 
 MODELS = """
@@ -36,11 +37,9 @@ output_file = "merged.safetensors"
 
 RULE = "[[tensors]]\nmatch = '*norm*'\ndrop_rate = 0.5\n"
 
-STAGES = "stages: dare, linear, sum, slerp, trim, ties"
-ALIASES = (
-    "other names: task_arithmetic, dare_linear, dare_ties, dare_slerp, dare_task_arithmetic, "
-    "average"
-)
+STAGES = f"stages: {', '.join(registry.STAGES)}"
+ALIASES = f"other names: {', '.join(a for a in registry.ALIASES if a not in registry.STAGES)}"
+COMBINES = ", ".join(s.name for s in registry.STAGES.values() if s.kind == "combine")
 
 
 def assert_refused(outcome: Outcome, message: str, status: int = FAILED) -> None:
@@ -90,7 +89,7 @@ RECIPES = {
     ),
     "an unknown key of a stage": (
         "method = 'ties'\n[ties]\nkeep = 0.2\n" + MODELS,
-        "[ties] keep: ties has no such parameter; it has: keep_ratio, divide_by",
+        "[ties] keep: ties has no such parameter; it has: keep_ratio, divide_by, vote, weighted",
     ),
     "an unknown table": (
         "[dara]\ndrop_rate = 0.9\n" + MODELS,
@@ -103,7 +102,7 @@ RECIPES = {
     "a method in the wrong order": (
         "method = 'ties+dare'\n" + MODELS,
         "method 'ties+dare': a method is any delta stages and then one combine stage "
-        "(linear, sum, slerp, ties), as in 'dare+linear'",
+        f"({COMBINES}), as in 'dare+linear'",
     ),
     "a stage twice": (
         "method = 'dare+dare+linear'\n" + MODELS,
@@ -470,9 +469,8 @@ FLAGS = {
     ),
     "a stage that there is not": (
         "methods tie",
-        "tie: no such stage or method (did you mean 'ties'?); there are dare, linear, sum, slerp, "
-        "trim, ties, task_arithmetic, dare_linear, dare_ties, dare_slerp, dare_task_arithmetic, "
-        "average, dare, trim",
+        "tie: no such stage or method (did you mean 'ties'?); there are "
+        + ", ".join(dict.fromkeys([*registry.STAGES, *registry.ALIASES])),
         FAILED,
     ),
 }

@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
+from dare.linalg import NOISE, PANEL
+from dare.linalg import gram as _gram
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Numbers = NDArray[np.floating[Any]]
 
-NOISE = 1e-6
-"""Singular values below this share of the largest are rounding, and count as zero."""
 OVERSAMPLING = 16
 DEPTH = 2
 """How often a sketch is multiplied by the matrix and its transpose."""
@@ -39,8 +39,6 @@ WORTH_IT = 3
 """A sketch is made where its basis is at least this many times smaller than the matrix."""
 FIRST_WIDTH = 64
 """Rank that is tried first where an energy is asked for."""
-PANEL = 1024
-"""Rows or columns that are widened to float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -188,15 +186,6 @@ def _within(
     right = (vectors / roots).T.astype(np.float32) @ projected
     left = vectors if basis is None else basis @ vectors
     return left * roots, right
-
-
-def _gram(wide: Floats) -> Doubles:
-    """wide·wideᵀ in float64, a panel of columns at a time."""
-    total = np.zeros((wide.shape[0], wide.shape[0]))
-    for start in range(0, wide.shape[1], PANEL):
-        panel = wide[:, start : start + PANEL].astype(np.float64)
-        total += panel @ panel.T
-    return total
 
 
 # ---------------------------------------------------------------- pieces

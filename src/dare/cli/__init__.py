@@ -14,6 +14,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from dare import __version__
 from dare.cli.texts import COMMANDS, EXAMPLES, SUMMARY, USAGE
-from dare.errors import DareError
+from dare.errors import DareError, did_you_mean
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         sys.stdout.flush()
     except CycloptsError as error:
-        return _fail(f"{error} See `dare {_command_of(given)}--help`.", error, given, WRONG_USAGE)
+        said = _without_far_guess(str(error))
+        return _fail(f"{said} See `dare {_command_of(given)}--help`.", error, given, WRONG_USAGE)
     except UsageError as error:
         return _fail(str(error), error, given, WRONG_USAGE)
     except DareError as error:
@@ -120,6 +122,19 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     if first.startswith("-") or Path(first).suffix or Path(first).exists():
         return ["merge", *arguments]
     return list(arguments)
+
+
+def _without_far_guess(message: str) -> str:
+    """Leave out a suggestion that has little to do with what was written.
+
+    >>> _without_far_guess("Unknown option: --overwrite. Did you mean --variant?")
+    'Unknown option: --overwrite.'
+    """
+    found = re.fullmatch(r"(Unknown option: (\S+)\.) Did you mean (\S+)\?", message)
+    if found is None:
+        return message
+    written, guess = (word.strip("-") for word in found.group(2, 3))
+    return message if did_you_mean(written, [guess]) else found[1]
 
 
 def _command_of(arguments: Sequence[str]) -> str:

@@ -154,7 +154,7 @@ def methods(
         names = [name]
     for unknown in names:
         if unknown not in STAGES:
-            known = [*STAGES, *ALIASES]
+            known = list(dict.fromkeys([*STAGES, *ALIASES]))
             raise RecipeError(
                 f"{unknown}: no such stage or method{did_you_mean(unknown, known)}; "
                 f"there are {', '.join(known)}"

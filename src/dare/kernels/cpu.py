@@ -754,3 +754,173 @@ def low_rank(left, right, first, scale, out):
         for i in range(part.size):
             part[i] *= scale
         done += part.size
+
+
+# ---------------------------------------------------------------- what masks compare
+
+
+@intrinsic
+def philox_bytes(_typing, first, key0, key1, address):
+    """Store the GROUP lanes that the calls first, first + 1, … make."""
+
+    def build(_context, builder, _signature, arguments):
+        first, key0, key1, address = arguments
+        steps = ir.Constant(_wide, list(range(PHILOX_WIDTH)))
+        index = builder.add(_splat(builder, first, _wide), steps)
+        for place, words in enumerate(_philox(builder, index, 0, key0, key1)):
+            offset = ir.IntType(64)(4 * PHILOX_WIDTH * place)
+            _store(builder, words, builder.add(address, offset))
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    return types.none(types.uint64, types.uint32, types.uint32, types.intp), build
+
+
+@kernel
+def draw_uniform(out, start, key0, key1):
+    lanes = np.empty(GROUP, u8)
+    elements = np.empty(GROUP, u64)
+    words = np.empty(GROUP, u32)
+    for i in range(0, out.size, GROUP):
+        call = u64((start + i) // GROUP * CALLS_PER_GROUP)
+        philox_bytes(call, key0, key1, lanes.ctypes.data)
+        for j in range(GROUP):
+            elements[j] = u64(start + i + j)
+        for j in range(0, GROUP, PHILOX_WIDTH):
+            philox_ties(elements.ctypes.data + 8 * j, key0, key1, words.ctypes.data + 4 * j)
+        for j in range(min(GROUP, out.size - i)):
+            out[i + j] = u64(u64(lanes[j]) << u64(32)) | u64(words[j])
+
+
+# ---------------------------------------------------------------- rows and columns
+
+
+@kernel
+def add_products(left, right, first, columns, by_column, sums):
+    row, column = divmod(first, columns)
+    for i in range(left.size):
+        sums[column if by_column else row] += f64(left[i]) * f64(right[i])
+        column += 1
+        if column == columns:
+            row, column = row + 1, 0
+
+
+# ---------------------------------------------------------------- scores
+
+
+INVERSES = tuple(1 / i for i in range(9, 1, -1))
+
+
+@helper
+def less_one(part):
+    power = 1.0
+    for inverse in INVERSES:
+        power = 1 + part * power * inverse
+    return part * power
+
+
+@helper
+def exponential(x):
+    power = 1 + less_one(x * (1 / 256))
+    for _ in range(8):
+        power = power * power
+    return power
+
+
+@helper
+def tangent_of(x):
+    grown = less_one((x if x < 20 else 20.0) * (1 / 128))
+    for _ in range(8):
+        grown = grown * (grown + 2)
+    return grown / (grown + 2)
+
+
+@kernel
+def balance_scores(values, total, factor, peak, models, out):
+    inverse_peak = 1 / peak
+    for i in range(values.size):
+        scaled = factor * f64(values[i])
+        part = abs(scaled) * inverse_peak
+        part = part if part < 1 else 1.0
+        together = scaled * f64(total[i])
+        score = exponential(models * (part * part - 1)) * tangent_of(together)
+        out[i] = f32(score if together > 0 else 0.0)
+
+
+# ---------------------------------------------------------------- ranks
+
+SHORT_ROW = 64
+"""Rows up to this length are ranked by comparing all pairs, longer ones by sorting."""
+DIGIT_BITS = 11
+DIGITS = 1 << DIGIT_BITS
+
+
+@kernel
+def rank_rows(keys, out):
+    rows, columns = keys.shape
+    order, other = np.empty(columns, u32), np.empty(columns, u32)
+    ends = np.empty(DIGITS, i64)
+    for row in range(rows):
+        if columns <= SHORT_ROW:
+            rank_by_pairs(keys[row], out[row])
+        else:
+            rank_by_digits(keys[row], out[row], order, other, ends)
+
+
+@kernel
+def rank_by_pairs(keys, out):
+    for i in range(keys.size):
+        smaller = u32(0)
+        for j in range(i):
+            smaller = u32(smaller + u32(keys[j] < keys[i]))
+        for j in range(i + 1, keys.size):
+            smaller = u32(smaller + u32(keys[j] <= keys[i]))
+        out[i] = smaller
+
+
+@kernel
+def rank_by_digits(keys, out, order, other, ends):
+    """Sort by the lowest digit, then the next, each time leaving equals as they are."""
+    size = keys.size
+    used = u64(0)
+    for i in range(size):
+        order[i] = u32(size - 1 - i)
+        used |= keys[i]
+    shift = 0
+    while shift < 64 and used >> u64(shift):
+        ends[:] = 0
+        for i in range(size):
+            ends[(keys[i] >> u64(shift)) & u64(DIGITS - 1)] += 1
+        total = 0
+        for digit in range(DIGITS):
+            total, ends[digit] = total + ends[digit], total
+        for i in range(size):
+            element = order[i]
+            digit = (keys[element] >> u64(shift)) & u64(DIGITS - 1)
+            other[ends[digit]] = element
+            ends[digit] += 1
+        order, other = other, order
+        shift += DIGIT_BITS
+    for i in range(size):
+        out[order[i]] = u32(i)
+
+
+@kernel
+def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1):
+    lanes = np.empty(GROUP, u8)
+    elements = np.empty(PHILOX_WIDTH, u64)
+    words = np.empty(PHILOX_WIDTH, u32)
+    elements[:] = u64(0)
+    for i in range(0, values.size, GROUP):
+        call = u64((start + i) // GROUP * CALLS_PER_GROUP)
+        philox_bytes(call, key0, key1, lanes.ctypes.data)
+        for j in range(min(GROUP, values.size - i)):
+            rank = ranks[i + j]
+            threshold = thresholds[rank]
+            high = threshold >> u64(32)
+            keep = u64(lanes[j]) < high
+            if u64(lanes[j]) == high:  # once in 256 times
+                elements[0] = u64(start + i + j)
+                philox_ties(elements.ctypes.data, key0, key1, words.ctypes.data)
+                keep = u64(words[0]) < (threshold & u64(0xFFFFFFFF))
+            scaled = bits_of(values[i + j] * factors[rank])
+            values[i + j] = float_of(u32(scaled & all_ones(keep)))

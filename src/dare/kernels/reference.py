@@ -302,3 +302,117 @@ def low_rank(left: Floats, right: Floats, first: int, scale: np.float32, out: Fl
             total += left[start:end, number, None] * row
         total *= scale
     out[:] = total.reshape(-1)[first - start * columns :][: out.size]
+
+
+def draw_uniform(out: NDArray[np.uint64], start: int, key0: int, key1: int) -> None:
+    """For the elements from `start` on, the 40-bit numbers that a mask's threshold is held against.
+
+    An element is kept by `draw` if its number is below the threshold: the upper 8 bits are its
+    lane, the lower 32 the word that breaks ties. `start` is a multiple of 128.
+    """
+    key = (int(key0), int(key1))
+    groups = -(-out.size // mask.GROUP)
+    first = start // mask.GROUP * mask.CALLS_PER_GROUP
+    calls = np.arange(mask.CALLS_PER_GROUP * groups, dtype=np.uint64) + np.uint64(first)
+    words = np.stack(_philox(calls, 0, key)).reshape(4, groups, mask.CALLS_PER_GROUP)
+    ordered = np.ascontiguousarray(words.transpose(1, 0, 2)).astype("<u4")
+    lanes = ordered.view(np.uint8).reshape(-1)[: out.size]
+    elements = np.arange(out.size, dtype=np.uint64) + np.uint64(start)
+    out[:] = lanes.astype(np.uint64) << np.uint64(32)
+    out |= _philox(elements, mask.TIE_BREAK, key)[0]
+
+
+def _philox(index: mask.Words, domain: int, key: tuple[int, int]) -> tuple[mask.Words, ...]:
+    low, high = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
+    return mask.philox4x32((low, high, np.full_like(index, domain), np.zeros_like(index)), key)
+
+
+def add_products(
+    left: Floats,
+    right: Floats,
+    first: int,
+    columns: int,
+    by_column: bool,
+    sums: NDArray[np.float64],
+) -> None:
+    """Add left·right to the sum of its row, or of its column, element after element, in float64.
+
+    `first` is the index of the first element in a matrix of so many columns.
+    """
+    place = np.arange(first, first + left.size)
+    terms = left.astype(np.float64) * right.astype(np.float64)
+    np.add.at(sums, place % columns if by_column else place // columns, terms)
+
+
+def balance_scores(
+    values: Floats, total: Floats, factor: float, peak: float, models: float, out: Floats
+) -> None:
+    """out = exp(models·((v/peak)² - 1))·tanh(v·total) where that is positive, else 0.
+
+    v = factor·values, peak > 0, and |v|/peak counts as 1 where it is more. All in float64 and in
+    elementary operations, so that every machine has the same bits; rounded once at the end.
+    """
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        scaled = factor * values.astype(np.float64)
+        part = np.abs(scaled) * (1 / peak)
+        part = np.where(part < 1, part, 1.0)
+        together = scaled * total.astype(np.float64)
+        score = _exponential(models * (part * part - 1)) * _tangent(together)
+        out[:] = np.where(together > 0, score, 0.0).astype(np.float32)
+
+
+def _exponential(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """exp(x) for moderate x ≤ 0: that of x/256, squared eight times."""
+    power = 1 + _less_one(x * (1 / 256))
+    for _ in range(8):
+        power = power * power
+    return power
+
+
+def _tangent(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """tanh(x) for x > 0, as E/(E + 2) with E = exp(2x) - 1, and E(2y) = E(y)·(E(y) + 2)."""
+    grown = _less_one(np.where(x < 20, x, 20.0) * (1 / 128))
+    for _ in range(8):
+        grown = grown * (grown + 2)
+    return grown / (grown + 2)
+
+
+def _less_one(part: NDArray[np.float64]) -> NDArray[np.float64]:
+    """exp(x) - 1 for x near 0, by its series."""
+    power = np.ones_like(part)
+    for inverse in INVERSES:
+        power = 1 + part * power * inverse
+    return part * power
+
+
+INVERSES = tuple(1 / i for i in range(9, 1, -1))
+
+
+def rank_rows(keys: NDArray[np.uint64], out: Bits) -> None:
+    """Rank each element in its row (rows × columns), 0 for the smallest; of equals the first is
+    larger. The keys' bits and those of a row's length must fit in 64 together.
+    """
+    rows, columns = keys.shape
+    bits = np.uint64(max(1, (columns - 1).bit_length()))
+    backwards = np.arange(columns, dtype=np.uint64)[::-1]
+    ordered = np.sort(keys << bits | backwards, axis=1)  # no two are the same
+    places = backwards[:1] - (ordered & ((np.uint64(1) << bits) - np.uint64(1)))
+    ranks = np.broadcast_to(np.arange(columns, dtype=np.uint32), (rows, columns))
+    np.put_along_axis(out, places.astype(np.int64), ranks, axis=1)
+
+
+def drop_by_rank(
+    values: Floats,
+    ranks: Bits,
+    thresholds: NDArray[np.uint64],
+    factors: Floats,
+    start: int,
+    key0: int,
+    key1: int,
+) -> None:
+    """Keep elements whose number is below the threshold of their rank, times its factor."""
+    numbers = np.empty(values.size, np.uint64)
+    draw_uniform(numbers, start, key0, key1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = values * factors[ranks]
+    values[:] = np.where(numbers < thresholds[ranks], scaled, np.float32(0))

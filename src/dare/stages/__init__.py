@@ -3,7 +3,30 @@
 To add one, write its function in a file here, decorate it and import the file below.
 """
 
-from dare.stages import dare, linear, slerp, ties, trim
+from dare.stages import (
+    breadcrumbs,
+    cabs,
+    consensus,
+    dare,
+    darex,
+    della,
+    emr,
+    fourier,
+    iso,
+    karcher,
+    knots,
+    linear,
+    model_stock,
+    nm,
+    nuslerp,
+    pcb,
+    slerp,
+    star,
+    ties,
+    trim,
+    tsv,
+    wudi,
+)
 from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
 from dare.stages.registry import ALIASES, STAGES, Parameter, Settings, Stage, parse_method
 
@@ -18,10 +41,27 @@ __all__ = [
     "Settings",
     "Stage",
     "Walk",
+    "breadcrumbs",
+    "cabs",
+    "consensus",
     "dare",
+    "darex",
+    "della",
+    "emr",
+    "fourier",
+    "iso",
+    "karcher",
+    "knots",
     "linear",
+    "model_stock",
+    "nm",
+    "nuslerp",
     "parse_method",
+    "pcb",
     "slerp",
+    "star",
     "ties",
     "trim",
+    "tsv",
+    "wudi",
 ]

@@ -39,6 +39,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     paper="arXiv:2311.03099",
     survey=survey_l1,
     surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
+    is_lazy=lambda _settings: True,
 )
 def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) -> None:
     """Drop each element with probability p and divide the others by 1 - p.

@@ -6,13 +6,13 @@ from dare.stages.blocks import Deltas, Floats
 from dare.stages.registry import combine_stage
 
 
-@combine_stage(default_weight=lambda models: 1 / models)
+@combine_stage(default_weight=lambda models: 1 / models, is_lazy=lambda _settings: True)
 def linear(deltas: Deltas) -> Floats:
     """Average the deltas: Σ wᵢ·δ̂ᵢ, where each weight is 1/n unless given."""
     return deltas.sum(deltas.weights)
 
 
-@combine_stage(paper="arXiv:2212.04089")
+@combine_stage(paper="arXiv:2212.04089", is_lazy=lambda _settings: True)
 def sum(deltas: Deltas) -> Floats:  # noqa: A001
     """Add the deltas up (task arithmetic): Σ wᵢ·δ̂ᵢ, where each weight is 1 unless given."""
     return deltas.sum(deltas.weights)

@@ -31,6 +31,7 @@ from dare.stages.blocks import Floats
 
 Settings = Mapping[str, Any]
 """Parameter values of one stage, complete and checked."""
+Check = Callable[[Settings], None]
 SurveyBytes = Callable[[tuple[int, ...], int], int]
 """Memory by the shape of a tensor and the number of models that are surveyed together."""
 
@@ -127,6 +128,10 @@ class Stage:
     paper: str
     survey: Callable[..., Any] | None
     surveys_when: Callable[[Settings], bool]
+    check: Check
+    """Refuses parameters that do not go together."""
+    is_lazy: Callable[[Settings], bool]
+    """Whether it leaves models' values to the kernel that combines them, for these parameters."""
     survey_bytes: SurveyBytes | None
     """What a survey takes and leaves behind, if more than it may remember in its spare bytes."""
     default_weight: Callable[[int], float] | None
@@ -171,6 +176,12 @@ ALIASES: dict[str, str] = {
     "average": "linear",
     "dare": "dare+linear",
     "trim": "trim+linear",
+    "darex": "darex+linear",
+    "breadcrumbs": "breadcrumbs+linear",
+    "breadcrumbs_ties": "breadcrumbs+ties",
+    "della": "della+ties",
+    "della_linear": "della+linear",
+    "nm": "nm+linear",
 }
 """Names that people bring along, as chains of ours."""
 
@@ -181,11 +192,13 @@ def delta_stage(
     survey: Callable[..., Any] | None = None,
     surveys_when: Callable[[Settings], bool] = lambda _settings: True,
     survey_bytes: SurveyBytes | None = None,
+    check: Check = lambda _settings: None,
+    is_lazy: Callable[[Settings], bool] = lambda _settings: False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function of one block as a delta stage."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        _register(function, "delta", paper, survey, surveys_when, survey_bytes)
+        _register(function, "delta", paper, survey, surveys_when, survey_bytes, check, is_lazy)
         return function
 
     return register
@@ -197,6 +210,8 @@ def combine_stage(
     survey: Callable[..., Any] | None = None,
     surveys_when: Callable[[Settings], bool] = lambda _settings: True,
     survey_bytes: SurveyBytes | None = None,
+    check: Check = lambda _settings: None,
+    is_lazy: Callable[[Settings], bool] = lambda _settings: False,
     default_weight: Callable[[int], float] | None = lambda _models: 1.0,
     models: int | None = None,
     preceded_by: Mapping[str, str] | None = None,
@@ -211,6 +226,8 @@ def combine_stage(
             survey,
             surveys_when,
             survey_bytes,
+            check,
+            is_lazy,
             default_weight=default_weight,
             models=models,
             preceded_by=preceded_by or {},
@@ -227,6 +244,8 @@ def _register(
     survey: Callable[..., Any] | None,
     surveys_when: Callable[[Settings], bool],
     survey_bytes: SurveyBytes | None,
+    check: Check,
+    is_lazy: Callable[[Settings], bool],
     *,
     default_weight: Callable[[int], float] | None = lambda _models: 1.0,
     models: int | None = None,
@@ -251,6 +270,8 @@ def _register(
         paper,
         survey,
         surveys_when if survey else lambda _settings: False,
+        check,
+        is_lazy,
         survey_bytes,
         default_weight,
         models,

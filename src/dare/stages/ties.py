@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
 from dare.stages.blocks import Deltas, Floats
@@ -17,14 +20,25 @@ Divisor = Annotated[
     Literal["weights", "count", "nothing"],
     Field(description="Divide by the weights of the models that agree, their number, or nothing."),
 ]
+Vote = Annotated[
+    Literal["sum", "count"],
+    Field(description="Elect the sign of the sum, or the one that more models have."),
+]
+Weighted = Annotated[bool, Field(description="Whether a model's vote counts by its weight.")]
 
 
-@combine_stage(paper="arXiv:2306.01708", preceded_by={"keep_ratio": "trim"})
+@combine_stage(
+    paper="arXiv:2306.01708",
+    is_lazy=lambda settings: settings["vote"] == "sum" and settings["weighted"],
+    preceded_by={"keep_ratio": "trim"},
+)
 def ties(
     deltas: Deltas,
     *,
     keep_ratio: TrimFirst = None,  # noqa: ARG001 (read by the planner: see preceded_by)
     divide_by: Divisor = "weights",
+    vote: Vote = "sum",
+    weighted: Weighted = True,
 ) -> Floats:
     """Elect a sign for each element, then average the models that agree with it.
 
@@ -33,7 +47,41 @@ def ties(
     they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does,
     and `divide_by = "nothing"` leaves P and N as they are, as mergekit's `dare_ties` does.
     `keep_ratio` trims each delta first, as the stage `trim` does.
+
+    `weighted = false` elects by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
+    `vote = "count"` by the weights of the models on either side, or with `weighted = false` by
+    their number. PEFT's are `weighted = false`, `divide_by = "count"` and either vote.
     """
     weights = deltas.weights
-    shares = {"weights": [abs(w) for w in weights], "count": [1.0] * len(weights)}
-    return deltas.elect(weights, shares.get(divide_by, [0.0] * len(weights)))
+    sizes, ones = [abs(w) for w in weights], [1.0] * len(weights)
+    shares = {"weights": sizes, "count": ones}.get(divide_by, [0.0] * len(weights))
+    if vote == "sum" and weighted:
+        return deltas.elect(weights, shares)
+    sums = _sides(deltas, weights, shares)
+    if vote == "count":
+        _, _, above, below = _sides(deltas, weights, sizes if weighted else ones)
+        balance = above - below
+    else:
+        balance = deltas.sum([math.copysign(float(w != 0), w) for w in weights])
+    return _elected(sums, balance)
+
+
+def _sides(deltas: Deltas, weights: Sequence[float], shares: Sequence[float]) -> Floats:
+    """Four rows: the positive terms, the negative ones, and the shares of both."""
+    sums = np.zeros((4, deltas.size), np.float32)
+    for block, weight, share in zip(deltas.blocks, weights, shares, strict=True):
+        if weight:
+            combined = np.float32(weight * block.factor)
+            deltas.kernels.vote(sums.reshape(-1), block.values, combined, np.float32(share))
+    return sums
+
+
+def _elected(sums: Floats, balance: Floats) -> Floats:
+    """The mean of the side that the balance is on; a NaN in any model comes through."""
+    above, below, above_share, below_share = sums
+    with np.errstate(invalid="ignore", over="ignore"):
+        side = np.where(balance > 0, above, below)
+        share = np.where(balance > 0, above_share, below_share)
+        mean = side / np.where(share == 0, np.float32(1), share)
+        elected: Floats = np.where(balance == 0, np.float32(0), mean)
+        return np.where(np.isnan(above + below), np.float32(np.nan), elected)

@@ -34,7 +34,7 @@ class Cut:
     """For each chunk, how many of those are kept."""
 
 
-class _Magnitudes:
+class Magnitudes:
     """The non-zero magnitudes of a tensor, chunk by chunk; remembered if there is room."""
 
     def __init__(self, walk: Walk) -> None:
@@ -67,13 +67,22 @@ class _Magnitudes:
 
 
 def survey_cut(walk: Walk, *, keep_ratio: float) -> Cut:
-    """Find the k-th largest magnitude by counting: upper 16 bits first, then the lower 15."""
-    magnitudes = _Magnitudes(walk)
+    """Find the k-th largest magnitude, k being the share to keep of what has survived."""
+    magnitudes = Magnitudes(walk)
+    counts = count_high(magnitudes)
+    return find_cut(magnitudes, counts, max(1, int(keep_ratio * magnitudes.survivors)))
 
+
+def count_high(magnitudes: Magnitudes) -> NDArray[np.int64]:
+    """Count magnitudes by their upper 16 bits; the survivors are known afterwards."""
     counts = np.zeros(HIGH_COUNTS, np.int64)
     for kernels, found in magnitudes():
         kernels.count_high(found, counts)
-    wanted = max(1, int(keep_ratio * magnitudes.survivors))
+    return counts
+
+
+def find_cut(magnitudes: Magnitudes, counts: NDArray[np.int64], wanted: int) -> Cut:
+    """Find the magnitude of that rank: the lower 15 bits are counted where the upper 16 agree."""
     if counts.sum() <= wanted:  # no more than that are not zero: keep them all
         nothing = np.zeros(chunk_count(magnitudes.elements), np.int64)
         return Cut(0, nothing, nothing)
@@ -103,6 +112,7 @@ def _count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     paper="arXiv:2306.01708",
     survey=survey_cut,
     surveys_when=lambda settings: settings["keep_ratio"] < 1,
+    is_lazy=lambda _settings: True,
 )
 def trim(block: Block, *, keep_ratio: KeepRatio = 0.2) -> None:
     """Keep the elements of largest magnitude in each tensor, set the others to zero.

@@ -1,0 +1,133 @@
+"""Matrix stages beside the same formulas with torch.linalg.svd.
+
+    python bench/matrices.py [--models 4] [--runs 3] [2048x2048 2048x5632 …]
+    OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 python bench/matrices.py --cpu   # on a busy machine
+
+Both are given the deltas as float32 arrays in memory, and both use all cores. The time of `dare` is
+that of the whole merge, with gathering, adding to the base and writing. The deltas have a few
+strong directions, a tail that falls as 1/√j, and noise. Errors are those of torch's result and of
+ours against float64, relative to its norm (--accuracy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+import dare
+
+SHARE = 0.4
+
+
+def make_delta(rows: int, columns: int, seed: int, lora: int | None = None) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    rank = lora or min(rows, columns) // 4
+    left = generator.standard_normal((rows, rank), np.float32)
+    right = generator.standard_normal((rank, columns), np.float32)
+    left /= np.sqrt(np.arange(1, rank + 1, dtype=np.float32))
+    if lora:
+        return 1e-4 * (left @ right)
+    noise = generator.standard_normal((rows, columns), np.float32)
+    return 1e-4 * (left @ right + noise)
+
+
+def svd(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.linalg.svd(matrix, full_matrices=False)
+
+
+def star(deltas: list[torch.Tensor]) -> torch.Tensor:
+    merged = torch.zeros_like(deltas[0])
+    for delta in deltas:
+        left, values, right = svd(delta)
+        held = values.cumsum(0)
+        rank = int(torch.searchsorted(held, SHARE * held[-1])) + 1
+        factor = held[-1] / held[rank - 1]
+        merged += (left[:, :rank] * (factor * values[:rank])) @ right[:rank]
+    return merged
+
+
+def tsv(deltas: list[torch.Tensor]) -> torch.Tensor:
+    rank = min(deltas[0].shape) // len(deltas)
+    parts = [svd(delta) for delta in deltas]
+    left, _, turned = svd(torch.cat([part[0][:, :rank] for part in parts], dim=1))
+    other, _, right = svd(torch.cat([part[2][:rank] for part in parts], dim=0))
+    values = torch.cat([part[1][:rank] for part in parts])
+    return torch.linalg.multi_dot([left, turned * values, other, right])
+
+
+def iso(deltas: list[torch.Tensor]) -> torch.Tensor:
+    left, values, right = svd(torch.stack(deltas).sum(dim=0))
+    return values.mean() * (left @ right)
+
+
+PLAIN: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "star+sum": star,
+    "tsv": tsv,
+    "iso": iso,
+}
+
+
+def merge(method: str, deltas: list[np.ndarray]) -> np.ndarray:
+    base = {"w": np.zeros_like(deltas[0])}
+    models = [{"w": delta} for delta in deltas]
+    merged, _ = dare.merge_arrays(base, models, method=method, max_memory="16GiB", verbose=False)
+    found: np.ndarray = merged["w"]
+    return found
+
+
+def best_seconds(
+    work: Callable[[], object], runs: int, clock: Callable[[], float]
+) -> tuple[float, object]:
+    best, result = float("inf"), None
+    for _ in range(runs):
+        started = clock()
+        result = work()
+        best = min(best, clock() - started)
+    return best, result
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shapes", nargs="*", default=["2048x2048", "2048x5632"])
+    parser.add_argument("--models", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--accuracy", action="store_true", help="measure errors against float64")
+    parser.add_argument("--lora", type=int, help="rank of the deltas, if they are LoRA's")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds, for a busy machine")
+    arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu else time.perf_counter
+    merge("iso", [make_delta(16, 16, 0)])  # compiles
+    print(f"{'shape':>10} {'method':>9} {'torch s':>8} {'dare s':>8} {'ratio':>6}  errors")
+    for shape in arguments.shapes:
+        rows, columns = map(int, shape.split("x"))
+        deltas = [
+            make_delta(rows, columns, seed, arguments.lora) for seed in range(arguments.models)
+        ]
+        tensors = [torch.from_numpy(delta) for delta in deltas]
+        for method, plain in PLAIN.items():
+            works = partial(plain, tensors), partial(merge, method, deltas)
+            (theirs, slow), (ours, fast) = (
+                best_seconds(work, arguments.runs, clock) for work in works
+            )
+            errors = ""
+            if arguments.accuracy:
+                exact = plain([tensor.double() for tensor in tensors]).numpy()
+                errors = f"{relative(slow.numpy(), exact):.1e} {relative(fast, exact):.1e}"
+            ratio = theirs / ours
+            print(
+                f"{shape:>10} {method:>9} {theirs:8.2f} {ours:8.2f} {ratio:6.2f}  {errors}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What each task sees of a model that was merged with `emr`: its mask and its scale.
+
+EMR-Merging (arXiv:2405.17461) keeps one unified delta for all tasks. A task's own model is nearly
+given back by base + λᵢ·(Mᵢ ⊙ δ), with δ the unified delta, output - base; Mᵢ, one bit for each
+element, says where the task's own delta has the sign of δ, and λᵢ gives what is left its size.
+
+    dare.merge("recipe.toml")                       # method = "emr", output = "all.safetensors"
+    emr_tasks("all.safetensors")                    # writes all.emr.safetensors
+    for name, weights in emr_weights("all.safetensors", "math"): ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels as kernel_backends
+from dare.chunks import chunk_spans
+from dare.dtypes import STORAGE_TYPES
+from dare.errors import InputError, OutputError, did_you_mean
+from dare.inputs import open_inputs
+from dare.io.files import OutputFile
+from dare.io.header import TensorInfo, build_header
+from dare.io.sources import Source, open_source
+from dare.manifest import find_manifest, repeating_document
+from dare.planning import Plan, TensorPlan, make_plan
+from dare.recipe import recipe_from_document
+
+Floats = NDArray[np.float32]
+AnyPath = str | PathLike[str]
+RESCALERS = "rescalers"
+"""The tensor with λᵢ for each task."""
+
+
+def tasks_path(output: AnyPath) -> Path:
+    """Where the masks and scales of an output lie.
+
+    >>> tasks_path("merged/all.safetensors").name
+    'all.emr.safetensors'
+    """
+    output = Path(output)
+    return output.with_name(f"{output.name.removesuffix('.safetensors')}.emr.safetensors")
+
+
+def emr_tasks(output: AnyPath, *, overwrite: bool = False) -> dict[str, float]:
+    """Write every task's mask and scale beside a finished output; return the scales.
+
+    The inputs are those that the output's manifest names. Mᵢ is where δᵢ·δ > 0, and
+    λᵢ = Σ|δᵢ| / Σ|Mᵢ ⊙ δ| over the whole model, 1 where Mᵢ is empty. Masks are packed, the first
+    element in the lowest bit, as U8 tensors "task/tensor"; a tensor that a task lacks has none.
+    """
+    target = tasks_path(output)
+    if target.exists() and not overwrite:
+        raise OutputError(f"{target}: exists already; pass overwrite=True to replace it")
+    with _opened(output) as merge:
+        names = merge.plan.model_names
+        described = [
+            (f"{names[model]}/{tensor.name}", STORAGE_TYPES["U8"], (-(-tensor.elements // 8),))
+            for tensor in merge.plan.merged()
+            for model in tensor.models
+        ]
+        described.append((RESCALERS, STORAGE_TYPES["F64"], (len(names),)))
+        header, places = build_header(described, {"tasks": json.dumps(names, ensure_ascii=False)})
+        partial = target.with_name(f"{target.name}.partial")
+        last = places[RESCALERS]
+        file = OutputFile(partial, last.start + last.nbytes)
+        try:
+            file.write(header, 0)
+            scales = _write_masks(merge, places, file)
+            file.write(np.array(scales, "<f8").view(np.uint8), last.start)
+            file.sync()
+        finally:
+            file.close()
+    partial.replace(target)
+    return dict(zip(names, scales, strict=True))
+
+
+def emr_weights(output: AnyPath, task: str) -> Iterator[tuple[str, Floats]]:
+    """The weights as one task sees them, base + λ·(M ⊙ δ), tensor after tensor, in float32."""
+    source = open_source(tasks_path(output))
+    with _opened(output) as merge, source:
+        names = merge.plan.model_names
+        if task not in names:
+            raise InputError(
+                f"{task!r}: there is no such task{did_you_mean(task, names)}; "
+                f"there are {', '.join(names)}"
+            )
+        scales = np.empty(len(names), "<f8")
+        source.read(RESCALERS, 0, scales.view(np.uint8))
+        scale = np.float32(scales[names.index(task)])
+        for tensor in merge.plan.merged():
+            weights = np.empty(tensor.elements, np.float32)
+            for start, count in chunk_spans(tensor.elements):
+                base, unified = merge.unified(tensor, start, count)
+                mask = _read_mask(source, f"{task}/{tensor.name}", start, count)
+                weights[start : start + count] = base + np.where(mask, scale * unified, 0)
+            yield tensor.name, weights.reshape(tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """A finished merge, its output and inputs open."""
+
+    plan: Plan
+    output: Source
+
+    def unified(self, tensor: TensorPlan, start: int, count: int) -> tuple[Floats, Floats]:
+        """The base over a chunk, and the unified delta."""
+        base = _read(self.plan.base, tensor.name, start, count)
+        return base, _read(self.output, tensor.name, start, count) - base
+
+    def delta(self, tensor: TensorPlan, model: int, start: int, base: Floats) -> Floats:
+        """A model's own delta over a chunk."""
+        source = self.plan.source_of(tensor, model)
+        values = _read(source, tensor.name, start, base.size)
+        return values if source.holds_delta(tensor.name) else values - base
+
+
+@contextmanager
+def _opened(output: AnyPath) -> Iterator[_Merge]:
+    path = Path(output)
+    manifest = find_manifest(path)
+    if manifest is None:
+        raise InputError(f"{path}: expected the output of a merge, a safetensors file or a folder")
+    recipe = recipe_from_document(repeating_document(path, manifest), str(manifest))
+    if recipe.chain[-1][0].name != "emr":
+        raise InputError(f"{path}: was merged by {recipe.method}; tasks are those of emr")
+    recipe, inputs = open_inputs(recipe)
+    plan = make_plan(recipe, inputs.base, inputs.models, inputs.names)
+    source = open_source(path)
+    with ExitStack() as stack:
+        for each in (plan.base, *plan.models, source):
+            stack.enter_context(each)
+        yield _Merge(plan, source)
+
+
+def _write_masks(merge: _Merge, places: dict[str, TensorInfo], file: OutputFile) -> list[float]:
+    kernels = kernel_backends.load("cpu")
+    names = merge.plan.model_names
+    own, seen = [0.0] * len(names), [0.0] * len(names)
+    for tensor in merge.plan.merged():
+        for start, count in chunk_spans(tensor.elements):
+            base, unified = merge.unified(tensor, start, count)
+            for model in tensor.models:
+                delta = merge.delta(tensor, model, start, base)
+                mask = np.sign(delta) * np.sign(unified) > 0
+                own[model] += kernels.sum_magnitudes(delta)
+                seen[model] += kernels.sum_magnitudes(np.where(mask, unified, np.float32(0)))
+                place = places[f"{names[model]}/{tensor.name}"].start + start // 8
+                file.write(np.packbits(mask, bitorder="little"), place)
+    return [_ratio(whole, part) for whole, part in zip(own, seen, strict=True)]
+
+
+def _ratio(whole: float, part: float) -> float:
+    return whole / part if part and math.isfinite(whole / part) else 1.0
+
+
+def _read_mask(source: Source, name: str, start: int, count: int) -> NDArray[np.bool_]:
+    if name not in source.tensors:
+        return np.zeros(count, np.bool_)
+    packed = np.empty(-(-count // 8), np.uint8)
+    source.read(name, start // 8, packed)
+    return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
+
+
+def _read(source: Source, name: str, start: int, count: int) -> Floats:
+    dtype = source.tensors[name].dtype
+    raw = np.empty(count * dtype.itemsize, np.uint8)
+    source.read(name, start * dtype.itemsize, raw)
+    values = np.empty(count, np.float32)
+    kernel_backends.load("cpu").decode(raw.view(dtype.carrier), values)
+    return values

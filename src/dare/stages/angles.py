@@ -1,0 +1,94 @@
+"""Tensors as directions: inner products over a whole tensor, and what is made of the angles.
+
+Whatever lies between models on a sphere is a sum of the models with coefficients that follow from
+their inner products alone. So one pass over a tensor is enough, however the coefficients are found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from dare.errors import RecipeError
+from dare.stages.blocks import Deltas, Floats, Walk
+
+PARALLEL = 0.9995
+"""Cosine beyond which two tensors count as parallel, and the sphere as flat."""
+
+Space = Annotated[
+    Literal["weights", "deltas"],
+    Field(description="Interpolate the models' tensors, or only their deltas."),
+]
+
+
+def tensors_in(deltas: Deltas, on: Space) -> list[Floats]:
+    """The models' chunks of a tensor: base + delta, or the delta alone; in place of the deltas.
+
+    For surveys only, whose deltas are used once.
+    """
+    origin = deltas.base if on == "weights" else np.zeros(deltas.size, np.float32)
+    for block in deltas.blocks:
+        deltas.kernels.add_onto(origin, block.values, np.float32(block.factor), block.values)
+    return [block.values for block in deltas.blocks]
+
+
+def inner_products(walk: Walk, on: Space) -> tuple[list[list[float]], Sequence[float]]:
+    """The product of every model's tensor with every other's, and the models' weights.
+
+    Summed in float64 in a fixed order: within a chunk as the kernel does, then chunk after chunk.
+    """
+    products: list[list[float]] = []
+    weights: Sequence[float] = ()
+    for deltas in walk():
+        weights = deltas.weights
+        products = products or [[0.0] * len(weights) for _ in weights]
+        tensors = tensors_in(deltas, on)
+        for row, left in enumerate(tensors):
+            for column in range(row, len(tensors)):
+                products[row][column] += deltas.kernels.sum_products(left, tensors[column])
+    for row in range(len(products)):
+        for column in range(row):
+            products[row][column] = products[column][row]
+    return products, weights
+
+
+def cosine_of(product: float, first_squared: float, second_squared: float) -> float:
+    """The cosine of the angle between two tensors; that to a tensor of zeros counts as 1."""
+    norms = math.sqrt(first_squared) * math.sqrt(second_squared)
+    return product / norms if norms else 1.0
+
+
+def arc(cosine: float, t: float) -> tuple[float, float]:
+    """The coefficients of two tensors at `t` on the arc between them; straight if (anti)parallel.
+
+    >>> arc(1.0, 0.25)
+    (0.75, 0.25)
+    """
+    if not abs(cosine) <= PARALLEL:
+        return 1 - t, t
+    angle = math.acos(cosine)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+
+
+def sum_in(deltas: Deltas, coefficients: Sequence[float], on: Space) -> Floats:
+    """Σ cᵢ·deltaᵢ, and for whole tensors the base too, as far as the cᵢ do not add up to 1."""
+    total = deltas.sum(coefficients)
+    excess = math.fsum(coefficients) - 1
+    if on == "weights" and excess:
+        deltas.kernels.add_scaled(total, deltas.base, np.float32(excess))
+    return total
+
+
+def shares_of(weights: Sequence[float], stage: str) -> list[float]:
+    """The weights divided by their sum; each must be a share of the whole."""
+    if any(weight < 0 for weight in weights) or not sum(weights) > 0:
+        shown = ", ".join(map(str, weights))
+        raise RecipeError(
+            f"weights {shown}: {stage} takes a mean, and needs weights of 0 or more "
+            "that are not all 0"
+        )
+    return [weight / math.fsum(weights) for weight in weights]

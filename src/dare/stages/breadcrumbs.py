@@ -1,0 +1,114 @@
+"""Model Breadcrumbs: the middle of each delta, by magnitude."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from dare.chunks import CHUNK
+from dare.stages.blocks import Block, Walk
+from dare.stages.ranks import (
+    CutRows,
+    Keys,
+    magnitude_bits,
+    ranks,
+    row_length,
+    survey_rows,
+    work_on_rows,
+)
+from dare.stages.registry import delta_stage
+from dare.stages.trim import Cut, Magnitudes, count_high, find_cut
+
+KeepMiddle = Annotated[
+    float,
+    Field(gt=0, le=1, description="Share of each delta's elements to keep, β, the middle ones."),
+]
+DropLargest = Annotated[
+    float,
+    Field(ge=0, lt=1, description="Share to drop at the top, γ, as far as β leaves room for it."),
+]
+Scope = Annotated[
+    Literal["tensor", "row"], Field(description="Compare the elements of a tensor, or of a row.")
+]
+
+
+def survey_middle(
+    walk: Walk, *, keep_middle: float, drop_largest: float, per: Scope
+) -> tuple[Cut, Cut | None] | CutRows:
+    """Find the magnitudes that bound a tensor's middle, or the middles of rows that are cut."""
+    if per == "row":
+        work = _MiddleOfRows(keep_middle, drop_largest)
+        return survey_rows(walk, row_length(walk.shape), magnitude_bits, work)
+    magnitudes = Magnitudes(walk)
+    counts = count_high(magnitudes)
+    kept, top = _shares(magnitudes.survivors, keep_middle, drop_largest)
+    lowest = find_cut(magnitudes, counts, kept + top)
+    return lowest, find_cut(magnitudes, counts, top) if top else None
+
+
+@delta_stage(
+    paper="arXiv:2312.06795",
+    survey=survey_middle,
+    surveys_when=lambda settings: settings["keep_middle"] < 1,
+)
+def breadcrumbs(
+    block: Block,
+    *,
+    keep_middle: KeepMiddle = 0.9,
+    drop_largest: DropLargest = 0.01,
+    per: Scope = "tensor",
+) -> None:
+    """Drop the smallest and the very largest elements, keep the middle.
+
+    Of n elements the t = min(⌊γ·n⌋, n - k) largest are dropped, the next k = max(1, ⌊β·n⌋) are
+    kept as they are, and the n - k - t smallest are dropped. n counts the elements of the tensor
+    that no earlier stage has dropped or, with `per = "row"`, all elements of a row. Of elements
+    with equal magnitude those with the lowest index count as larger.
+    """
+    if keep_middle == 1:
+        return
+    if per == "row":
+        keep = work_on_rows(
+            block, block.summary, magnitude_bits(block), _MiddleOfRows(keep_middle, drop_largest)
+        )
+        block.values[~keep] = 0
+        block.count_only_nonzero()
+        return
+    lowest, highest = block.summary
+    chunk = block.start // CHUNK
+    block.keep_largest(lowest.bits, int(lowest.ties_kept[chunk]), int(lowest.ties[chunk]))
+    if highest is not None:
+        _drop_largest(block, highest.bits, int(highest.ties_kept[chunk]))
+
+
+def _drop_largest(block: Block, cut: int, ties: int) -> None:
+    """Drop magnitudes above the cut, and the first few that equal it."""
+    found = magnitude_bits(block)
+    drop = found > cut
+    if ties:
+        drop[np.flatnonzero(found == cut)[:ties]] = True
+    block.values[drop] = 0
+    block.count_only_nonzero()
+
+
+def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int, int]:
+    """How many of so many elements are kept, and how many are dropped above those."""
+    kept = max(1, int(keep_middle * elements))
+    return kept, max(0, min(int(drop_largest * elements), elements - kept))
+
+
+class _MiddleOfRows:
+    """Says which elements of whole rows are in the middle."""
+
+    def __init__(self, keep_middle: float, drop_largest: float) -> None:
+        self._shares = (keep_middle, drop_largest)
+
+    def __call__(self, kernels: Any, keys: Keys) -> NDArray[np.bool_]:
+        columns = keys.shape[1]
+        kept, top = _shares(columns, *self._shares)
+        found = ranks(kernels, keys)
+        inside: NDArray[np.bool_] = (found >= columns - top - kept) & (found < columns - top)
+        return inside

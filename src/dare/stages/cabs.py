@@ -1,0 +1,67 @@
+"""CABS: structured sparsity in which models take different places."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
+
+from dare.chunks import CHUNK
+from dare.errors import RecipeError
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.ranks import Keys, magnitude_bits, ranks
+from dare.stages.registry import combine_stage
+
+FREE = np.uint32(1 << 31)
+"""Above all magnitudes."""
+
+
+def _check_group(m: int) -> int:
+    if CHUNK % m:
+        raise RecipeError(
+            f"m = {m}: must be a power of two, up to {CHUNK}, so that no chunk cuts a group"
+        )
+    return m
+
+
+Kept = Annotated[int, Field(ge=1, description="How many of every m neighbours a model may take.")]
+Group = Annotated[
+    int,
+    Field(ge=1, description="Neighbours that make a group; a power of two."),
+    AfterValidator(_check_group),
+]
+Rescaling = Annotated[bool, Field(description="Multiply what is kept by m/n.")]
+
+
+@combine_stage(paper="arXiv:2503.01874")
+def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = False) -> Floats:
+    """Let each model keep n of every m neighbours that no model before it has taken, and add up.
+
+    Σ wᵢ·mᵢ·δᵢ, where mᵢ has the n largest magnitudes of each group among the places that are free;
+    once none is free, among all. The models come in the recipe's order, so put the most important
+    one first. As long as n times their number is at most m, no two change the same element.
+    Groups are taken from the flat tensor; the last one, of r < m, gives ⌈n·r/m⌉. Of equals the
+    first is taken. Each weight is 1 unless given.
+    """
+    taken = np.zeros(deltas.size, np.bool_)
+    for block in deltas.blocks:
+        keys = np.where(taken, np.uint32(0), FREE) | magnitude_bits(block)
+        keep = _largest(deltas.kernels, keys, min(n, m), m)
+        block.values[~keep] = 0
+        taken |= keep
+    factor = m / min(n, m) if rescale else 1.0
+    return deltas.sum([weight * factor for weight in deltas.weights])
+
+
+def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.bool_]:
+    """The n largest of each m, and of what is left at the end as large a share."""
+    rest = keys.size % m
+    groups = keys[: keys.size - rest].reshape(-1, m)
+    keep = np.empty(keys.size, np.bool_)
+    keep[: groups.size] = (ranks(kernels, groups) >= m - n).reshape(-1)
+    if rest:
+        last = ranks(kernels, keys[groups.size :][np.newaxis])[0]
+        keep[groups.size :] = last >= rest - -(-n * rest // m)
+    return keep

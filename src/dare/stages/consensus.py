@@ -1,0 +1,43 @@
+"""What several models need: TALL masks and the consensus of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.registry import combine_stage
+
+Selectivity = Annotated[
+    float,
+    Field(
+        gt=0,
+        allow_inf_nan=False,
+        description="λ: a model needs changes of at least λ times their distance to the sum.",
+    ),
+]
+Agree = Annotated[int, Field(ge=1, description="How many models must need an element, k.")]
+
+
+@combine_stage(paper="arXiv:2405.07813")
+def consensus(deltas: Deltas, *, selectivity: Selectivity = 0.4, agree: Agree = 2) -> Floats:
+    """Add the deltas up, and keep the elements that at least k models need.
+
+    s = Σ wⱼ·δ̂ⱼ; model i needs an element where |δ̂ᵢ| ≥ λ·|s - δ̂ᵢ|, its TALL mask. The result is
+    s where k or more models do (all of them, if there are fewer than k), else 0. A model of
+    weight 0 is not asked. The paper tries λ from 0.2 to 0.6; k = 1 drops only what none needs.
+    """
+    total = deltas.sum(deltas.weights)
+    needed = np.zeros(deltas.size, np.int32)
+    asked = 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
+            if weight == 0:
+                continue
+            asked += 1
+            own = block.values * np.float32(block.factor)
+            needed += np.abs(own) >= np.float32(selectivity) * np.abs(total - own)
+    total[(needed < min(agree, asked)) & ~np.isnan(total)] = 0
+    return total

@@ -1,0 +1,84 @@
+"""DARE with another factor: what is kept is divided by q."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from dare.errors import RecipeError
+from dare.stages.blocks import Block
+from dare.stages.dare import DropRate
+from dare.stages.dare import dare as drop
+from dare.stages.registry import Settings, delta_stage
+
+Divisor = Annotated[
+    Annotated[float, Field(gt=0, le=1)] | None,
+    Field(description="What is kept is divided by this, q; 1 - p if not given."),
+]
+Excess = Annotated[
+    Annotated[float, Field(gt=-1, lt=1)] | None,
+    Field(description="In place of q: what q is above 1 - p, ε."),
+]
+LargestVariance = Annotated[
+    Annotated[float, Field(gt=0)] | None,
+    Field(description="Raise q until Var[δ̂] is no more than this times δ², whatever p."),
+]
+
+
+def _check_divisor(settings: Settings) -> None:
+    find_divisor(**settings)
+
+
+@delta_stage(
+    paper="arXiv:2410.09344",
+    check=_check_divisor,
+    is_lazy=lambda _settings: True,
+)
+def darex(
+    block: Block,
+    *,
+    drop_rate: DropRate = 0.9,
+    q: Divisor = None,
+    epsilon: Excess = None,
+    max_variance: LargestVariance = None,
+) -> None:
+    """Drop each element with probability p and divide the others by q.
+
+    δ̂ᵢ = mᵢ·δᵢ / q, with the mask of `dare`: mᵢ = 1 with probability 1 - p, else 0. So
+    E[δ̂] = (1 - p)/q·δ and Var[δ̂] = p·(1 - p)/q²·δ². With q = 1 - p this is `dare`; a larger q
+    gives up some of the mean for less variance, which pays where p is very high.
+
+    Give q, or `epsilon` = q - (1 - p). `max_variance` = V balances the variance: q becomes
+    max(q, √(p·(1 - p)/V)), so that Var[δ̂] ≤ V·δ² at any rate. `dare` has V = 9 at p = 0.9, and
+    99 at p = 0.99.
+    """
+    drop(block, drop_rate=drop_rate, rescale=False)
+    block.factor *= 1.0 / find_divisor(drop_rate, q, epsilon, max_variance)
+
+
+def find_divisor(
+    drop_rate: float, q: float | None, epsilon: float | None, max_variance: float | None
+) -> float:
+    """What the kept elements are divided by.
+
+    >>> find_divisor(0.75, None, 0.25, None), find_divisor(0.99, None, None, 9.0)
+    (0.5, 0.033166247903...)
+    """
+    if q is not None and epsilon is not None:
+        raise RecipeError(
+            f"[darex] q = {q} and epsilon = {epsilon}: both say the same; give one of them"
+        )
+    divisor = 1.0 - drop_rate if q is None else q
+    if epsilon is not None:
+        divisor += epsilon
+        if not 0 < divisor <= 1:
+            raise RecipeError(
+                f"[darex] epsilon = {epsilon} at drop_rate = {drop_rate} makes q = {divisor:.6g}; "
+                f"q must be above 0 and at most 1, so epsilon above {drop_rate - 1:.6g} and at "
+                f"most {drop_rate:.6g}"
+            )
+    if max_variance is not None:
+        divisor = max(divisor, math.sqrt(drop_rate * (1.0 - drop_rate) / max_variance))
+    return divisor

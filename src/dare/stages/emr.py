@@ -1,0 +1,31 @@
+"""One unified delta for all tasks: the elected sign and the largest magnitude."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.registry import combine_stage
+
+
+@combine_stage(paper="arXiv:2405.17461")
+def emr(deltas: Deltas) -> Floats:
+    """Elect a sign for each element and take the largest change that has it (EMR-Merging).
+
+    s = Σ wᵢ·δ̂ᵢ. Where s > 0 the result is the largest of the wᵢ·δ̂ᵢ, where s < 0 the least, and
+    where s = 0 it is 0. This unified model is made to be seen through each task's mask and scale:
+    `dare.analysis.emr.emr_tasks(output)` writes those beside the output.
+    """
+    total = np.zeros(deltas.size, np.float32)
+    most = np.zeros(deltas.size, np.float32)
+    least = np.zeros(deltas.size, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
+            if weight == 0:
+                continue  # and not 0·∞
+            term = np.float32(weight * block.factor) * block.values
+            total += term
+            np.maximum(most, term, out=most)
+            np.minimum(least, term, out=least)
+    total[:] = np.where(total > 0, most, np.where(total < 0, least, total))
+    return total

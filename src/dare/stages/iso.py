@@ -1,0 +1,103 @@
+"""Isotropic merging."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from dare.linalg import (
+    NOISE,
+    eigen_bytes,
+    factorise,
+    orthogonal_product,
+    project,
+    spectrum,
+    squared_norm,
+    without,
+)
+from dare.stages.blocks import Deltas, Floats, Walk
+from dare.stages.matrices import average, chunk_of, gather_deltas, is_matrix, sides
+from dare.stages.registry import combine_stage
+
+Variant = Annotated[
+    Literal["c", "cts"],
+    Field(description="Common directions only, or common and each model's own."),
+]
+CommonShare = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Share of the rank that is common to all models; the rest is shared out.",
+    ),
+]
+
+
+def survey_merged(walk: Walk, *, variant: Variant, common_share: float) -> Floats | None:
+    """Merge the matrices; None for what is not a matrix."""
+    if not is_matrix(walk.shape):
+        return None
+    matrices = gather_deltas(walk, weighted=True)
+    total = matrices[0].copy()
+    for matrix in matrices[1:]:
+        total += matrix
+    if variant == "c":
+        return _level(total)
+    return _level_with_own(total, matrices, common_share)
+
+
+def _level(total: Floats) -> Floats:
+    """Set all singular values to their mean."""
+    found = spectrum(total)
+    if not found.values.size:
+        return total
+    return project(total, found.vectors, found.values.mean() / found.values)
+
+
+def _level_with_own(total: Floats, matrices: list[Floats], common_share: float) -> Floats:
+    """Take each model's leading directions outside the common ones in; level them all."""
+    rank, models = min(total.shape), len(matrices)
+    own = min(rank // models, round((rank - int(rank * common_share)) / models))
+    common = factorise(total, rank - own * models)
+    parts = [] if not common.values.size else [common]
+    for matrix in matrices if own else []:
+        outside = without(matrix, common.left)
+        if squared_norm(outside) > NOISE**2 * squared_norm(matrix):  # else it lies inside
+            parts.append(factorise(outside, own))
+    if not parts:
+        return np.zeros_like(total)
+    values = np.concatenate([part.values for part in parts])
+    return orthogonal_product(parts, np.full_like(values, values.mean()))
+
+
+def survey_bytes(shape: tuple[int, ...], models: int) -> int:
+    """All models' matrices and their sum, the triples in float64, and the result."""
+    if not is_matrix(shape):
+        return 0
+    short, long = sides(shape)
+    matrices = 4 * (models + 4) * short * long
+    factors = 12 * 2 * short * (short + long)
+    return matrices + factors + 2 * eigen_bytes(short)
+
+
+@combine_stage(paper="arXiv:2502.04959", survey=survey_merged, survey_bytes=survey_bytes)
+def iso(
+    deltas: Deltas,
+    *,
+    variant: Variant = "c",  # noqa: ARG001 (read by the survey)
+    common_share: CommonShare = 0.8,  # noqa: ARG001 (read by the survey)
+) -> Floats:
+    """Give all singular directions of the sum the same weight (Iso-C, Iso-CTS).
+
+    Σ wᵢ·δᵢ = U·diag(σ)·Vᵀ. `variant = "c"`: the result is σ̄·U·Vᵀ with σ̄ the mean of σ.
+    `variant = "cts"`: of r directions, r the shorter side, the first k are kept, and each of n
+    models adds the first (r - k)/n of wᵢ·δᵢ less its part in the span of U₁…Uₖ; k is about
+    common_share·r, so that (r - k)/n is whole. All left vectors and all right vectors are made
+    orthogonal as in `tsv`, and all singular values set to their mean.
+    Directions below 1e-6 of the largest singular value are absent, and do not count in the mean.
+    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
+    To 1e-4 of the norm where singular values are above 1e-4 of the largest.
+    """
+    return average(deltas) if deltas.summary is None else chunk_of(deltas)

@@ -1,0 +1,97 @@
+"""The mean of many models on the sphere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.stages.angles import PARALLEL, Space, inner_products, shares_of, sum_in
+from dare.stages.blocks import Deltas, Floats, Walk
+from dare.stages.registry import combine_stage
+
+MOST_STEPS = 1000
+SMALL = 1e-12
+"""The iteration ends at a step shorter than this; the sphere's radius is 1."""
+CANCELLED = 1e-5
+"""Directions whose mean is shorter than this have none."""
+
+
+def survey_mean(walk: Walk, *, on: Space) -> list[float]:
+    """Find the coefficient of each model from the angles between them."""
+    products, weights = inner_products(walk, on)
+    shares = shares_of(weights, "karcher")
+    lengths = [math.sqrt(squared) for squared in (row[i] for i, row in enumerate(products))]
+    taken = [i for i, length in enumerate(lengths) if length > 0 and shares[i] > 0]
+    if not all(map(math.isfinite, lengths)) or len(taken) < 2:
+        return shares
+    cosines = np.array([[products[i][j] / (lengths[i] * lengths[j]) for j in taken] for i in taken])
+    whole = math.fsum(shares[i] for i in taken)
+    direction = _mean_direction(cosines, [shares[i] / whole for i in taken])
+    if direction is None:
+        return shares
+    length = math.fsum(s * n for s, n in zip(shares, lengths, strict=True))
+    found = [0.0] * len(shares)
+    for i, along in zip(taken, direction, strict=True):
+        found[i] = length * along / lengths[i]
+    return found
+
+
+def _mean_direction(
+    cosines: NDArray[np.float64], shares: Sequence[float]
+) -> NDArray[np.float64] | None:
+    """The Karcher mean as a sum of the unit vectors; None where it is not defined.
+
+    Newton's usual step: the mean of the others seen from here (their logarithms) is walked along.
+    Sums are exact, so that they do not depend on the order of the models.
+    """
+    mean = _unit(np.array(shares), cosines, CANCELLED)
+    for _ in range(MOST_STEPS):
+        if mean is None:
+            return None
+        seen = [math.fsum(row) for row in cosines * mean]
+        if min(seen) < -PARALLEL:  # every way to the opposite point is as short
+            return None
+        pulls = [s * _stretch(cosine) for s, cosine in zip(shares, seen, strict=True)]
+        back = math.fsum(pull * cosine for pull, cosine in zip(pulls, seen, strict=True))
+        step = np.array(pulls) - back * mean
+        length = _length(step, cosines)
+        if length < SMALL:
+            break
+        mean = _unit(math.cos(length) * mean + math.sin(length) / length * step, cosines, CANCELLED)
+    return mean
+
+
+def _stretch(cosine: float) -> float:
+    """θ/sin θ: what makes of a chord's shadow the way along the arc."""
+    angle = math.acos(max(-1.0, min(1.0, cosine)))
+    return angle / math.sin(angle) if angle > 1e-7 else 1.0
+
+
+def _length(vector: NDArray[np.float64], cosines: NDArray[np.float64]) -> float:
+    squared = math.fsum((np.outer(vector, vector) * cosines).reshape(-1))
+    return math.sqrt(max(0.0, squared))
+
+
+def _unit(
+    vector: NDArray[np.float64], cosines: NDArray[np.float64], least: float
+) -> NDArray[np.float64] | None:
+    length = _length(vector, cosines)
+    return vector / length if length >= least else None
+
+
+@combine_stage(
+    paper="arXiv:2603.04972", survey=survey_mean, default_weight=lambda models: 1 / models
+)
+def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
+    """Average the directions of the models' tensors on the sphere, and their lengths.
+
+    The Karcher mean m minimises Σ wᵢ·∠(m, aᵢ)², where the weights are divided by their sum. The
+    result is m, of length Σ wᵢ·‖aᵢ‖. The aᵢ are the whole tensors after the delta stages
+    (`on = "weights"`) or their deltas (`on = "deltas"`). A tensor of zeros has no direction and
+    counts for the length alone. Σ wᵢ·aᵢ, straight, where the directions cancel
+    (‖Σ wᵢ·aᵢ/‖aᵢ‖‖ < 10⁻⁵) or one is opposite to the mean (its cosine is below -0.9995).
+    """
+    return sum_in(deltas, deltas.summary, on)

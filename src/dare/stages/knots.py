@@ -1,0 +1,79 @@
+"""Merging in directions that all models share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from dare.linalg import eigen_bytes, factorise, multiply
+from dare.stages.blocks import Deltas, Floats, Walk
+from dare.stages.matrices import as_matrix, average, chunk_of, gather_deltas, is_matrix
+from dare.stages.registry import combine_stage
+
+Doubles = NDArray[np.float64]
+KeepAligned = Annotated[
+    float,
+    Field(gt=0, le=1, description="Share of each model's aligned part to keep, the largest ones."),
+]
+
+
+def survey_merged(walk: Walk, *, keep_ratio: float) -> Floats | None:
+    """Merge the matrices; None for what is not a matrix."""
+    if not is_matrix(walk.shape):
+        return None
+    weights = list(next(iter(walk())).weights)
+    joint = np.concatenate(gather_deltas(walk), axis=1)
+    found = factorise(joint)
+    if not found.values.size:
+        return np.zeros(as_matrix(walk.shape), np.float32)
+    aligned = [_trimmed(part, keep_ratio) for part in np.split(found.right, len(weights), axis=1)]
+    return multiply(found.left * found.values, _elected(aligned, weights))
+
+
+def _trimmed(part: Doubles, keep_ratio: float) -> Doubles:
+    kept = max(1, int(keep_ratio * part.size))
+    magnitudes = np.abs(part)
+    cut = np.partition(magnitudes, part.size - kept, axis=None)[part.size - kept]
+    return np.where(magnitudes >= cut, part, 0)
+
+
+def _elected(parts: list[Doubles], weights: list[float]) -> Doubles:
+    """As `ties`: the weighted mean of the side that outweighs the other, element by element."""
+    total = np.zeros_like(parts[0])
+    for part, weight in zip(parts, weights, strict=True):
+        total += weight * part
+    merged, shares = np.zeros_like(total), np.zeros_like(total)
+    for part, weight in zip(parts, weights, strict=True):
+        agrees = weight * part * total > 0
+        merged += np.where(agrees, weight * part, 0)
+        shares += np.where(agrees, abs(weight), 0)
+    return np.divide(merged, shares, out=merged, where=shares > 0)
+
+
+def survey_bytes(shape: tuple[int, ...], models: int) -> int:
+    """All models' matrices twice, their aligned parts in float64 with their votes, the result."""
+    if not is_matrix(shape):
+        return 0
+    rows, columns = as_matrix(shape)
+    rank = min(rows, models * columns)
+    matrices = 4 * (2 * models + 1) * rows * columns
+    aligned = 8 * rank * (3 * models + 5) * columns
+    return matrices + aligned + 16 * rank * rows + eigen_bytes(rank)
+
+
+@combine_stage(paper="arXiv:2410.19735", survey=survey_merged, survey_bytes=survey_bytes)
+def knots(deltas: Deltas, *, keep_ratio: KeepAligned = 0.2) -> Floats:  # noqa: ARG001
+    """Elect signs among the models' parts in directions that all share (KnOTS with TIES).
+
+    [δ₁ … δₙ] = U·S·[V₁ … Vₙ], one decomposition for all models side by side. Each Vᵢ is trimmed to
+    the `keep_ratio` of its elements that are largest, the rest as in `ties`: the sign of Σ wᵢ·Vᵢ is
+    elected for each element and the weighted mean V of those that agree is taken. The result is
+    U·S·V. Made for LoRA adapters, whose changes have few directions; averaging in place of electing
+    would be the same as `linear`, so it is not offered. Vectors and scalars are averaged:
+    Σ wᵢ·δᵢ / n. To 1e-4 of the norm where no two singular values are equal; where they
+    are, their directions are not unique, nor is the result.
+    """
+    return average(deltas) if deltas.summary is None else chunk_of(deltas)

@@ -1,0 +1,131 @@
+"""Structured sparsity: n of every m neighbours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from dare.errors import RecipeError
+from dare.mask import THRESHOLD_BITS
+from dare.stages.blocks import Block, Floats, Walk
+from dare.stages.ranks import (
+    CutRows,
+    Keys,
+    KeysOf,
+    magnitude_bits,
+    ranks,
+    row_length,
+    survey_rows,
+    work_on_rows,
+)
+from dare.stages.registry import Settings, delta_stage
+from dare.stages.uniform import uniform
+
+Kept = Annotated[int, Field(ge=1, description="How many of every m neighbours to keep.")]
+Group = Annotated[
+    int, Field(ge=1, le=4096, description="Neighbours in the last dimension that make a group.")
+]
+Choice = Annotated[
+    Literal["magnitude", "random"], Field(description="Which n: the largest, or any, at random.")
+]
+Turn = Annotated[
+    int,
+    Field(ge=0, description="0 takes the first n in a group's order, 1 the next n, and so on."),
+]
+Rescaling = Annotated[bool, Field(description="Multiply what is kept by m/n.")]
+
+
+def _check_turn(settings: Settings) -> None:
+    n, m, turn = settings["n"], settings["m"], settings["turn"]
+    if (turn + 1) * n > m:
+        raise RecipeError(
+            f"[nm] n = {n}, m = {m}, turn = {turn}: there are only {m} elements in a group; "
+            "(turn + 1)·n may be no more than m"
+        )
+
+
+def survey_groups(
+    walk: Walk, *, n: int, m: int, choose: Choice, turn: int, rescale: bool
+) -> CutRows:
+    """Work on the groups that the borders of chunks cut: none, if m divides 524,288."""
+    columns = row_length(walk.shape)
+    unit = m if columns % m == 0 else columns  # a row that ends in a short group is taken whole
+    return survey_rows(walk, unit, _KEYS[choose], _Selection(n, m, turn, rescale))
+
+
+@delta_stage(
+    paper="arXiv:2503.01874",
+    survey=survey_groups,
+    surveys_when=lambda settings: settings["n"] < settings["m"],
+    check=_check_turn,
+)
+def nm(
+    block: Block,
+    *,
+    n: Kept = 2,
+    m: Group = 4,
+    choose: Choice = "magnitude",
+    turn: Turn = 0,
+    rescale: Rescaling = True,
+) -> None:
+    """Keep n of every m neighbours in the last dimension (2:4, 4:8, …), multiplied by m/n.
+
+    A row whose length is no multiple of m ends in a group of r < m, of which ⌈n·r/m⌉ are kept and
+    multiplied by r/⌈n·r/m⌉. By magnitude, of equals the first is kept. At random, every element
+    has the chance n/m, so that E[δ̂] = δ; the n with the lowest numbers of the mask are kept.
+
+    `turn` makes models take different places: at random and with one seed for all models, those
+    with the turns 0, 1, 2, … keep different elements of each group. By magnitude, a model's turn 1
+    are its own next best n, whatever other models keep, which a stage of one delta cannot see; the
+    combine stage `cabs` does.
+    """
+    if n == m:
+        return
+    selection = _Selection(n, m, turn, rescale)
+    factors = work_on_rows(block, block.summary, _KEYS[choose](block), selection)
+    values = block.values
+    values[factors == 0] = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= factors
+    block.count_only_nonzero()
+    if rescale:
+        block.factor *= m / n
+
+
+def _chances(block: Block) -> Keys:
+    """Numbers of which the largest shall be kept: those of the mask, turned around."""
+    return np.uint64((1 << THRESHOLD_BITS) - 1) - uniform(block)
+
+
+_KEYS: dict[str, KeysOf] = {"magnitude": magnitude_bits, "random": _chances}
+
+
+class _Selection:
+    """For the elements of whole rows, 0 where dropped, else what to multiply by beside m/n."""
+
+    def __init__(self, n: int, m: int, turn: int, rescale: bool) -> None:
+        self._n, self._m, self._turn, self._rescale = n, m, turn, rescale
+
+    def __call__(self, kernels: Any, keys: Keys) -> Floats:
+        n, m = self._n, self._m
+        rows, columns = keys.shape
+        short = columns % m
+        whole = columns - short
+        factors = np.empty((rows, columns), np.float32)
+        factors[:, :whole] = self._taken(kernels, keys[:, :whole].reshape(-1, m), n).reshape(
+            rows, whole
+        )
+        if short:
+            kept = -(-n * short // m)
+            factors[:, whole:] = self._taken(kernels, keys[:, whole:], kept)
+            if self._rescale:
+                factors[:, whole:] *= np.float32(short * n / (kept * m))
+        return factors
+
+    def _taken(self, kernels: Any, groups: Keys, kept: int) -> Floats:
+        above = groups.shape[1] - self._turn * kept  # ranks from here on had their turn
+        found = ranks(kernels, groups)
+        taken: Floats = ((found < above) & (found >= above - kept)).astype(np.float32)
+        return taken

@@ -1,0 +1,99 @@
+"""Spherical interpolation by weights, of whole tensors or row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from dare.stages.angles import Space, arc, cosine_of, inner_products, sum_in, tensors_in
+from dare.stages.blocks import Deltas, Floats, Walk
+from dare.stages.matrices import as_matrix
+from dare.stages.registry import combine_stage
+
+Each = Annotated[
+    Literal["tensor", "row", "column"],
+    Field(description="What has an angle of its own: a tensor, each row, or each column."),
+]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The two coefficients of each row or column of a matrix."""
+
+    columns: int
+    """Of the matrix."""
+    coefficients: NDArray[np.float64]
+    """2 × rows, or 2 × columns."""
+
+
+def survey_lines(walk: Walk, *, each: Each, on: Space) -> tuple[float, float] | Lines:
+    """Find the coefficients of both models, for the tensor or for each of its rows or columns."""
+    if each == "tensor" or len(walk.shape) < 2:
+        products, weights = inner_products(walk, on)
+        cosine = cosine_of(products[0][1], products[0][0], products[1][1])
+        return arc(cosine, _fraction(weights))
+    rows, columns = as_matrix(walk.shape)
+    by_column = each == "column"
+    sums = np.zeros((3, columns if by_column else rows))
+    weights = ()
+    for deltas in walk():
+        weights = deltas.weights
+        start = deltas.blocks[0].start
+        first, second = tensors_in(deltas, on)
+        for total, left, right in zip(
+            sums, (first, first, second), (second, first, second), strict=True
+        ):
+            deltas.kernels.add_products(left, right, start, columns, by_column, total)
+    t = _fraction(weights)
+    found = np.empty((2, sums.shape[1]))
+    for line in range(sums.shape[1]):
+        found[:, line] = arc(cosine_of(*sums[:, line].tolist()), t)
+    return Lines(columns, found)
+
+
+def _fraction(weights: Sequence[float]) -> float:
+    """The second model's share; halfway if the weights cancel."""
+    whole = math.fsum(weights)
+    return weights[1] / whole if whole else 0.5
+
+
+@combine_stage(survey=survey_lines, default_weight=lambda models: 1 / models, models=2)
+def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> Floats:
+    """Interpolate along the arc between two models' deltas, at the second's share of the weights.
+
+    As `slerp`, at t = w₂/(w₁ + w₂). With `each = "row"` every row of a matrix has its own angle,
+    with `each = "column"` every column; of a tensor with more than two dimensions a row is all
+    that has one first index, and a vector is taken as a whole. `on = "weights"` interpolates the
+    models' tensors instead of their deltas. Straight interpolation where the two are
+    (anti)parallel (|cos Ω| > 0.9995) or zero; halfway where w₁ + w₂ = 0.
+    """
+    found: tuple[float, float] | Lines = deltas.summary
+    if not isinstance(found, Lines):
+        return sum_in(deltas, found, on)
+    return _sum_lines(deltas, found.coefficients, _places(deltas, found.columns, each), on)
+
+
+def _places(deltas: Deltas, columns: int, each: Each) -> NDArray[np.int64]:
+    """For each element of a chunk, the number of its row or column."""
+    start = deltas.blocks[0].start
+    place = np.arange(start, start + deltas.size)
+    return place % columns if each == "column" else place // columns
+
+
+def _sum_lines(
+    deltas: Deltas, coefficients: NDArray[np.float64], places: NDArray[np.int64], on: Space
+) -> Floats:
+    total = np.zeros(deltas.size, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for block, own in zip(deltas.blocks, coefficients, strict=True):
+            total += (own * block.factor).astype(np.float32)[places] * block.values
+        if on == "weights":
+            excess = coefficients[0] + coefficients[1] - 1
+            total += excess.astype(np.float32)[places] * deltas.base
+    return total

@@ -1,0 +1,122 @@
+"""Ranks within rows, for tensors whose rows are cut by the borders of chunks.
+
+A stage that compares the elements of a row sees one chunk at a time, and a chunk of 524,288
+elements holds whole rows only if their length divides that. So the survey gathers the rows that a
+border cuts, works on each as a whole and remembers the results for the chunks that hold its
+pieces; all other rows are worked on where they are met. Rows are taken in slabs, so that the room
+needed does not grow with the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.chunks import CHUNK, chunk_count
+from dare.stages.blocks import Block, Walk
+
+SLAB = 1 << 16
+"""Elements whose ranks are found at a time, unless a single row has more."""
+
+Keys = NDArray[Any]
+KeysOf = Callable[[Block], Keys]
+"""The numbers to rank by, one for each element of a block: unsigned integers."""
+RowWork = Callable[[Any, Keys], NDArray[Any]]
+"""With the kernels, from the keys of whole rows (rows × columns), a result for each element."""
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """What was found for the rows of a tensor that lie in more than one chunk."""
+
+    columns: int
+    pieces: Mapping[int, tuple[NDArray[Any], ...]]
+    """By chunk: the results for the elements before its first whole row, and after its last."""
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    """Elements in a row: the last dimension, or all of a vector; a scalar has one.
+
+    >>> row_length((4, 3, 2)), row_length((5,)), row_length(())
+    (2, 5, 1)
+    """
+    return max(1, shape[-1]) if shape else 1
+
+
+def cut_row_elements(shape: tuple[int, ...], columns: int) -> int:
+    """How many elements lie in rows that are cut, at the most."""
+    elements = math.prod(shape)
+    if CHUNK % columns == 0 or elements <= CHUNK:
+        return 0
+    return min(elements, (chunk_count(elements) - 1) * columns)
+
+
+def survey_rows(walk: Walk, columns: int, keys_of: KeysOf, work: RowWork) -> CutRows:
+    """Work on the rows that are cut; without any, the tensor is not even read."""
+    pieces: dict[int, tuple[NDArray[Any], ...]] = {}
+    if not cut_row_elements(walk.shape, columns):
+        return CutRows(columns, pieces)
+    waiting: list[tuple[int, Keys]] = []  # the pieces of the row that is not complete yet
+    for block in walk():
+        head, tail = _edges(block, columns)
+        keys = keys_of(block)
+        if head:
+            waiting.append((block.start // CHUNK, keys[:head].copy()))
+            if (block.start + head) % columns == 0:
+                _finish(waiting, partial(work, block.kernels), pieces)
+                waiting = []
+        if tail:
+            waiting = [(block.start // CHUNK, keys[block.size - tail :].copy())]
+    return CutRows(columns, pieces)
+
+
+def work_on_rows(block: Block, cut: CutRows, keys: Keys, work: RowWork) -> NDArray[Any]:
+    """The results for all elements of a block."""
+    head, tail = _edges(block, cut.columns)
+    whole = keys[head : block.size - tail].reshape(-1, cut.columns)
+    rows = max(1, SLAB // cut.columns)
+    slabs = [
+        work(block.kernels, whole[row : row + rows]).reshape(-1)
+        for row in range(0, len(whole), rows)
+    ]
+    found = cut.pieces.get(block.start // CHUNK, ())
+    before, after = found[: bool(head)], found[bool(head) :]
+    return np.concatenate([*before, *slabs, *after])
+
+
+def _edges(block: Block, columns: int) -> tuple[int, int]:
+    """Elements before the first row that begins in the block, and after the last that ends."""
+    head = min(-block.start % columns, block.size)
+    return head, (block.size - head) % columns
+
+
+def _finish(
+    waiting: list[tuple[int, Keys]],
+    work: Callable[[Keys], NDArray[Any]],
+    pieces: dict[int, tuple[NDArray[Any], ...]],
+) -> None:
+    row = np.concatenate([keys for _, keys in waiting])
+    results = work(row[np.newaxis])[0]
+    done = 0
+    for chunk, keys in waiting:
+        part = results[done : done + keys.size].copy()
+        pieces[chunk] = (*pieces.get(chunk, ()), part)
+        done += keys.size
+
+
+def magnitude_bits(block: Block) -> Keys:
+    """The magnitudes of a block's values as integers that order like them."""
+    return block.values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+def ranks(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
+    """The rank of each element in its row, 0 for the smallest; of equals the first is larger."""
+    found = np.empty(keys.shape, np.uint32)
+    kernels.rank_rows(np.ascontiguousarray(keys, np.uint64), found)
+    return found

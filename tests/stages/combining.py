@@ -1,0 +1,45 @@
+"""Combine stages on deltas: by hand, by any backend, and over several chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import dare
+
+BACKENDS = ["reference", "cpu"]
+LARGE = (3, 200_003)
+"""A shape of 600,009 elements: a chunk and a bit, with its border inside of a row."""
+
+
+def combine(method, *deltas, base=None, **settings):
+    """Merge deltas onto a base of zeros (or the one given); return the tensor."""
+    deltas = [np.array(delta, np.float32) for delta in deltas]
+    origin = np.zeros_like(deltas[0]) if base is None else np.array(base, np.float32)
+    given = {"verbose": False, "threads": 1, **settings}
+    models = [{"w": origin + delta} for delta in deltas]
+    return dare.merge_arrays({"w": origin}, models, method=method, **given)[0]["w"]
+
+
+def large_deltas(count, seed=0):
+    """Deltas of LARGE that share a part, so that there is something to agree on."""
+    generator = np.random.default_rng(seed)
+    shared, *own = generator.standard_normal((count + 1, *LARGE)).astype(np.float32)
+    return [(shared + each) * np.float32(0.5 + i) for i, each in enumerate(own)]
+
+
+def few_deltas(least=1, most=4):
+    """Strategy: some deltas of up to 12 elements, whole numbers, so that sums are exact."""
+    values = st.integers(-8, 8).map(float)
+    shapes = st.tuples(st.integers(least, most), st.integers(1, 12))
+    return shapes.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=values))
+
+
+def same_bits_however_cut(method, deltas, **settings):
+    """Merge with one thread, with several, with little memory and by the reference."""
+    first = combine(method, *deltas, **settings)
+    for other in ({"threads": 3}, {"max_memory": "64MiB"}, {"backend": "reference"}):
+        found = combine(method, *deltas, **{**settings, **other})
+        assert found.tobytes() == first.tobytes(), other
+    return first

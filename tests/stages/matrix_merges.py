@@ -1,0 +1,108 @@
+"""What the tests of matrix stages share: merges of a single tensor, and their plans."""
+
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import strategies as st
+
+import dare
+from dare import linalg
+from dare.arrays import array_source
+from dare.planning import make_plan
+from dare.recipe import ModelEntry, Recipe
+from dare.stages import STAGES
+
+BACKENDS = ["reference", "cpu"]
+
+seeds = st.integers(0, 2**32 - 1)
+sides = st.integers(2, 12)
+
+
+def gaussian(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def rotation(size, seed):
+    return np.linalg.qr(gaussian(size, size, seed=seed).astype(np.float64))[0]
+
+
+def merge(method, *deltas, backend="reference", stages=None, **settings):
+    """Merge deltas onto a base of zeros."""
+    deltas = [np.array(delta, np.float32) for delta in deltas]
+    result, _ = dare.merge_arrays(
+        {"w": np.zeros_like(deltas[0])},
+        [{"w": delta} for delta in deltas],
+        method=method,
+        backend=backend,
+        stages=stages or {},
+        verbose=False,
+        **settings,
+    )
+    return result["w"]
+
+
+def plan(method, shapes, models=1, **settings):
+    base = {f"w{i}": np.broadcast_to(np.float32(0), shape) for i, shape in enumerate(shapes)}
+    names = [f"model {number}" for number in range(models)]
+    entries = [ModelEntry(file=name) for name in names]
+    recipe = Recipe(base="base", models=entries, method=method, verbose=False, **settings)
+    return make_plan(
+        recipe,
+        array_source(base, "base"),
+        [array_source(base, name) for name in names],
+        names,
+    )
+
+
+def relative(found, expected):
+    norm = np.linalg.norm(np.asarray(expected, np.float64))
+    return float(np.linalg.norm(found - np.asarray(expected, np.float64)) / norm)
+
+
+def svd(matrix):
+    return np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
+
+
+def polar(matrix):
+    left, _, right = svd(matrix)
+    return left @ right
+
+
+def sketch_small(monkeypatch):
+    """Look for low rank in small matrices too."""
+    monkeypatch.setattr(linalg, "SKETCH", 24)
+    monkeypatch.setattr(linalg, "SKETCHED_FROM", 64)
+
+
+class FakeWalk:
+    """A walk over arrays that are there already, in one chunk."""
+
+    spare_bytes = 0
+
+    def __init__(self, kind, deltas):
+        self.shape = deltas[0].shape
+        blocks = [
+            SimpleNamespace(values=d.reshape(-1), factor=1.0, start=0, size=d.size, tensor="w")
+            for d in deltas
+        ]
+        weights = [1.0] * len(blocks)
+        together = SimpleNamespace(blocks=blocks, weights=weights, size=deltas[0].size)
+        self.yielded = blocks[0] if kind == "delta" else together
+
+    def __call__(self):
+        return iter([self.yielded])
+
+
+def surveyed_bytes(name, deltas, **settings):
+    """The most that a stage's survey has allocated, and what it says it may."""
+    stage = STAGES[name]
+    walk = FakeWalk(stage.kind, deltas)
+    complete = stage.settings(settings, "")
+    tracemalloc.start()
+    try:
+        stage.survey(walk, **complete)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return peak, stage.survey_bytes(deltas[0].shape, len(deltas))

@@ -1,0 +1,207 @@
+"""Dropping by rank: values by hand, the mask of dare as a limit, moments, rows over borders."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from small_merges import largest_first, merge_deltas
+
+import dare
+from dare import RecipeError, keep_mask
+from dare.kernels import cpu, reference
+from dare.mask import keep_threshold, mask_key
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def merged(request):
+    def run(delta, **parameters):
+        stages = {"della": parameters}
+        return merge_deltas("della+sum", delta, stages=stages, backend=request.param)
+
+    return run
+
+
+def keep_rates(delta, drop_rate, window):
+    """The definition, in NumPy: each element's probability to be kept."""
+    columns = delta.shape[-1]
+    ranks = np.empty(delta.shape, np.int64)
+    places = np.broadcast_to(np.arange(columns)[::-1], delta.shape)
+    np.put_along_axis(ranks, largest_first(np.abs(delta)), places, -1)
+    return 1 - drop_rate + window * (ranks / max(columns - 1, 1) - 0.5)
+
+
+def expected(delta, drop_rate, window, *, seed=42):
+    """The definition, in NumPy: an element is kept if its number is below its threshold."""
+    delta = np.asarray(delta, np.float32)
+    rates = keep_rates(delta, drop_rate, window)
+    numbers = np.empty(delta.size, np.uint64)
+    reference.draw_uniform(numbers, 0, *mask_key(seed, "w"))
+    keep = numbers.reshape(delta.shape) < np.rint(rates * 2.0**40).astype(np.uint64)
+    return keep, np.where(keep, delta / rates, 0)
+
+
+def test_each_is_divided_by_its_own_probability(merged):
+    # Rates 0.25, 0.5, 0.75 for the ranks 0, 1, 2: what is kept becomes 4·4, 2·6 or 9/0.75.
+    found = merged(np.tile([6, -9, 4], (100, 1)), drop_rate=0.5, window=0.5)
+    for column, value in enumerate([12, -12, 16]):
+        kept = found[:, column] != 0
+        assert found[kept, column].tolist() == pytest.approx([value] * kept.sum(), rel=1e-6)
+    # 100 coins with rates 0.5, 0.75 and 0.25, within 5 standard deviations
+    counts = (found != 0).sum(axis=0)
+    assert np.abs(counts - [50, 75, 25]).max() <= 25
+
+
+def test_thresholds_are_held_against_the_numbers_of_the_mask(merged):
+    delta = np.random.default_rng(0).standard_normal((30, 41)).astype(np.float32)
+    keep, values = expected(delta, 0.6, 0.5)
+    found = merged(delta, drop_rate=0.6, window=0.5)
+    assert ((found != 0) == keep).all()
+    assert found == pytest.approx(values, rel=4e-7)
+
+
+@pytest.mark.parametrize("rescale", [True, False, "l1"])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.25, 0.9, 0.999])
+def test_without_a_window_it_is_dare_bit_for_bit(merged, drop_rate, rescale):
+    delta = np.random.default_rng(0).standard_normal((50, 60))
+    stages = {"dare": {"drop_rate": drop_rate, "rescale": rescale}}
+    by_dare = merge_deltas("dare+sum", delta, stages=stages)
+    found = merged(delta, drop_rate=drop_rate, window=0.0, rescale=rescale)
+    assert (found == by_dare).all()
+
+
+def test_at_rate_zero_nothing_happens(merged):
+    assert merged([[1, 2, 3]], drop_rate=0.0).tolist() == [[1, 2, 3]]
+
+
+def test_the_norm_can_be_kept_instead(merged):
+    delta = np.arange(1, 65, dtype=np.float32)
+    keep, _ = expected(delta, 0.5, 0.25)
+    factor = np.float32(delta.sum(dtype=float) / delta[keep].sum(dtype=float))
+    found = merged(delta, drop_rate=0.5, window=0.25, rescale="l1")
+    assert found.tolist() == np.where(keep, delta * factor, 0).tolist()
+
+
+def test_what_is_kept_can_be_left_as_it_is(merged):
+    delta = np.arange(1, 65, dtype=np.float32)
+    keep, _ = expected(delta, 0.5, 0.25)
+    found = merged(delta, drop_rate=0.5, window=0.25, rescale=False)
+    assert found.tolist() == np.where(keep, delta, 0).tolist()
+
+
+def test_rows_of_one_element_are_dropped_at_the_mean_rate(merged):
+    keep = keep_mask("w", 64, 0.5, seed=42)
+    found = merged(np.ones((64, 1)), drop_rate=0.5, window=0.5)
+    assert found.reshape(-1).tolist() == (2.0 * keep).tolist()
+    assert merged(3.0, drop_rate=0.5).tolist() in (0.0, 6.0)
+
+
+def test_dropped_infinities_and_nans_do_not_spread(merged):
+    found = merged(np.tile([1, np.inf, np.nan, -np.inf], 16), drop_rate=0.5, window=0.5)
+    keep, _ = expected(np.tile([1, 2, 3, -2], 16), 0.5, 0.5)  # a NaN is above infinity
+    assert (np.isfinite(found) == (~keep | (np.arange(64) % 4 == 0))).all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    arrays.arrays(np.float32, (4, 50), elements=st.integers(-99, 99).map(float)),
+    st.floats(0.3, 0.7),
+    st.floats(0, 0.5),
+    st.integers(-8, 8),
+)
+def test_the_mean_is_the_delta(delta, drop_rate, window, power):
+    """Over 200 models with own seeds, within 6 standard errors of each of 200 elements."""
+    stages = {"della": {"drop_rate": drop_rate, "window": window}}
+    found = merge_deltas("della+linear", *[delta] * 200, stages=stages)
+    rates = keep_rates(delta, drop_rate, window)
+    error = np.abs(delta) * np.sqrt((1 - rates) / rates / 200)
+    assert (np.abs(found - delta) <= 6 * error + 1e-4).all()
+
+    one = merge_deltas("della+sum", delta, stages=stages)
+    factor = np.float32(2.0**power)
+    assert (merge_deltas("della+sum", factor * delta, stages=stages) == factor * one).all()
+
+
+@pytest.mark.parametrize("shape", [(300, 4096), (150, 7000), (2, 700_001), (600_000,)])
+def test_rows_over_borders_of_chunks(shape):
+    delta = np.random.default_rng(0).integers(1, 1000, shape).astype(np.float32)
+    keep, values = expected(delta, 0.7, 0.4)
+    stages = {"della": {"drop_rate": 0.7, "window": 0.4}}
+    found = merge_deltas("della+sum", delta, stages=stages, threads=2)
+    assert ((found != 0) == keep).all()
+    assert np.abs(found - values).max() <= 4e-7 * np.abs(values).max()
+    small = merge_deltas("della+sum", delta, stages=stages, threads=1, max_memory="160MiB")
+    assert (small == found).all()
+
+
+def test_the_numbers_of_the_mask():
+    """Held against one threshold they are the mask; both kernels have the same."""
+    for name, seed, rate, start, size in (
+        ("w", 42, 0.9, 0, 5000),
+        ("lm_head.weight", 7, 0.5, 1 << 40, 257),
+        ("größe", 0, 0.999, 128 * 999, 20_000),
+    ):
+        key0, key1 = map(np.uint32, mask_key(seed, name))
+        numbers = [np.empty(size, np.uint64) for _ in range(2)]
+        for kernels, out in zip((reference, cpu), numbers, strict=True):
+            kernels.draw_uniform(out, start, key0, key1)
+        assert (numbers[0] == numbers[1]).all()
+        keep = keep_mask(name, size, rate, seed, start)
+        assert ((numbers[1] < np.uint64(keep_threshold(rate))) == keep).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2000), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 2**32))
+def test_dropping_by_rank(size, columns, group, seed):
+    """Both kernels agree; thresholds are drawn among few, so that lanes equal them often."""
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal(size).astype(np.float32)
+    ranks = generator.integers(0, columns, size).astype(np.uint32)
+    thresholds = generator.integers(1 << 32, 2**40 + 1, columns).astype(np.uint64)
+    factors = generator.standard_normal(columns).astype(np.float32)
+    key0, key1 = map(np.uint32, mask_key(seed, "w"))
+    results = [values.copy(), values.copy()]
+    for kernels, out in zip((reference, cpu), results, strict=True):
+        kernels.drop_by_rank(out, ranks, thresholds, factors, 128 * group, key0, key1)
+    assert results[0].tobytes() == results[1].tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(0, 5), st.integers(1, 200)).flatmap(
+        lambda shape: arrays.arrays(
+            np.uint64, shape, elements=st.integers(0, 3) | st.integers(0, 2**40 - 1)
+        )
+    )
+)
+def test_ranks(keys):
+    results = [np.full(keys.shape, 7, np.uint32) for _ in range(2)]
+    for kernels, out in zip((reference, cpu), results, strict=True):
+        kernels.rank_rows(keys, out)
+    order = np.argsort(-keys.astype(np.int64), axis=1, kind="stable")
+    by_hand = np.empty(keys.shape, np.int64)
+    places = np.broadcast_to(np.arange(keys.shape[1])[::-1], keys.shape)
+    np.put_along_axis(by_hand, order, places, 1)
+    assert (results[0] == by_hand).all()
+    assert (results[1] == by_hand).all()
+
+
+def test_the_report_counts_what_is_left():
+    delta = np.arange(1, 1001, dtype=np.float32)
+    _, report = dare.merge_arrays(
+        {"w": np.zeros_like(delta)}, [{"w": delta}], method="della", verbose=False
+    )
+    assert report.tensors[0].survivors == ((int(expected(delta, 0.9, 0.14)[0].sum()),),)
+
+
+@pytest.mark.parametrize(
+    ("drop_rate", "window", "text"),
+    [
+        (0.9, 0.2, "use a window below 0.2"),
+        (0.95, 0.14, "rates from 0.88 to 1.02"),
+        (0.05, 0.14, "use a window below 0.1"),
+    ],
+)
+def test_a_window_that_reaches_too_far_is_refused_before_anything_is_read(drop_rate, window, text):
+    with pytest.raises(RecipeError, match=text):
+        merge_deltas("della", [1.0], stages={"della": {"drop_rate": drop_rate, "window": window}})

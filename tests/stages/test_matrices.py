@@ -1,0 +1,205 @@
+"""The decompositions under the matrix stages, and what all of those stages keep to."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matrix_merges import gaussian, merge, plan, relative, seeds, surveyed_bytes, svd
+
+import dare
+from dare import linalg
+from dare.errors import InputError, RecipeError
+
+DELTA_STAGES = ["star", "fourier"]
+COMBINE_STAGES = ["tsv", "iso", "wudi", "knots"]
+METHODS = [*(f"{name}+sum" for name in DELTA_STAGES), *COMBINE_STAGES]
+QUICK = {"wudi": {"steps": 3, "rate": 0.01}}
+
+
+def chosen(method):
+    return {name: settings for name, settings in QUICK.items() if name in method.split("+")}
+
+
+# ---------------------------------------------------------------- decompositions
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (5, 5), (40, 90), (90, 40), (600, 520)])
+def test_factors_are_those_of_numpy(shape):
+    matrix = gaussian(*shape)
+    found = linalg.factorise(matrix)
+    _, values, _ = svd(matrix)
+    np.testing.assert_allclose(found.values, values, rtol=0, atol=1e-8 * values[0])
+    assert relative(found.product(), matrix) < 1e-6
+    rank = min(shape)
+    np.testing.assert_allclose(found.left.T @ found.left, np.eye(rank), atol=1e-8)
+    np.testing.assert_allclose(found.right @ found.right.T, np.eye(rank), atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(520, 600), (600, 520)])
+def test_low_rank_is_recognised(shape, monkeypatch):
+    matrix = gaussian(shape[0], 9) @ gaussian(9, shape[1], seed=1)
+    sizes = []
+    whole = linalg.gram
+    monkeypatch.setattr(linalg, "gram", lambda wide: sizes.append(len(wide)) or whole(wide))
+    found = linalg.factorise(matrix)
+    assert sizes == [linalg.SKETCH]  # and not 520
+    assert found.values.size == 9
+    np.testing.assert_allclose(found.values, svd(matrix)[1][:9], rtol=1e-6)
+    assert relative(found.product(), matrix) < 2e-6
+
+
+def test_a_little_noise_is_not_low_rank():
+    matrix = gaussian(520, 9) @ gaussian(9, 600, seed=1) + 1e-3 * gaussian(520, 600, seed=2)
+    assert linalg.factorise(matrix).values.size == 520
+
+
+def test_nothing_has_no_directions():
+    assert linalg.factorise(np.zeros((3, 4), np.float32)).values.size == 0
+    assert linalg.factorise(np.zeros((3, 0), np.float32)).values.size == 0
+
+
+@given(st.integers(1, 12), st.integers(1, 12), seeds)
+def test_the_first_triples_are_the_best_approximation(rows, columns, seed):
+    matrix = gaussian(rows, columns, seed=seed)
+    rank = (min(rows, columns) + 1) // 2
+    difference = matrix - linalg.factorise(matrix, rank).product()
+    values = svd(matrix)[1]
+    least = np.sqrt(np.square(values[rank:]).sum())
+    assert np.linalg.norm(difference) == pytest.approx(least, abs=1e-5 * values[0])
+
+
+@given(st.integers(2, 10), st.integers(2, 10), seeds)
+def test_polar_factors_are_the_nearest_orthogonal_matrices(rows, columns, seed):
+    matrix = gaussian(rows, columns, seed=seed)
+    found = linalg.factorise(matrix)
+    product = linalg.orthogonal_product([found], np.ones_like(found.values))
+    left, _, right = svd(matrix)
+    np.testing.assert_allclose(product, left @ right, atol=1e-5)
+
+
+# ---------------------------------------------------------------- what all stages keep to
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_threads_and_backends_give_the_same_bytes(method):
+    shape = (4200, 128) if method == "wudi" else (128, 4200)  # more than a chunk of 2^19
+    deltas = [gaussian(*shape, seed=n) for n in range(2)]
+    if method == "knots":
+        deltas = [gaussian(128, 4, seed=n) @ gaussian(4, 4200, seed=9 - n) for n in range(2)]
+    first = merge(method, *deltas, threads=1, stages=chosen(method))
+    assert np.isfinite(first).all()
+    assert np.linalg.norm(first) > 0
+    for backend, threads in (("cpu", 1), ("cpu", 3), ("reference", 4)):
+        again = merge(method, *deltas, threads=threads, backend=backend, stages=chosen(method))
+        assert (again == first).all()
+
+
+@pytest.mark.parametrize("method", ["star+sum", "fourier+sum", "tsv", "iso"])
+def test_transposed_deltas_give_the_transposed_result(method):
+    deltas = [gaussian(128, 4200, seed=n) for n in range(2)]  # in other chunks when transposed
+    across = merge(method, *deltas)
+    down = merge(method, *(np.ascontiguousarray(delta.T) for delta in deltas))
+    assert relative(down.T, across) < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_dimensions_are_the_rows_by_all_others(method):
+    deltas = [gaussian(4, 6, seed=n) for n in range(2)]
+    flat = merge(method, *deltas, stages=chosen(method))
+    deep = merge(method, *(d.reshape(4, 2, 3) for d in deltas), stages=chosen(method))
+    assert (deep.reshape(4, 6) == flat).all()
+
+
+@pytest.mark.parametrize("name", COMBINE_STAGES)
+@pytest.mark.parametrize("shape", [(), (3,), (1, 3), (3, 1)])
+def test_what_is_no_matrix_is_averaged(name, shape):
+    two, four = np.full(shape, 2, np.float32), np.full(shape, 4, np.float32)
+    assert (merge(name, two, four) == 3).all()
+    assert (merge(name, two, four, weights=[3, 1]) == 5).all()
+
+
+@pytest.mark.parametrize("name", DELTA_STAGES)
+@pytest.mark.parametrize("shape", [(), (3,), (1, 3), (3, 1)])
+def test_what_is_no_matrix_stays(name, shape):
+    delta = np.full(shape, 2, np.float32)
+    assert (merge(f"{name}+sum", delta) == 2).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_empty_tensors_stay_empty(method, shape):
+    assert merge(method, np.zeros(shape)).shape == shape
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_change_is_no_change(method):
+    assert not merge(method, np.zeros((3, 4)), np.zeros((3, 4)), stages=chosen(method)).any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused_by_name(method, bad):
+    delta = np.ones((3, 4))
+    delta[1, 2] = bad
+    with pytest.raises(InputError, match="w: a model's change has NaN or infinite values"):
+        merge(method, np.ones((3, 4)), delta, stages=chosen(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stages_before_are_seen(method):
+    deltas = [gaussian(12, 8, seed=n) for n in range(2)]
+    kept = [merge("dare+sum", d, seed=42 + n) for n, d in enumerate(deltas)]
+    expected = merge(method, *kept, stages=chosen(method))
+    found = merge(f"dare+{method}", *deltas, stages=chosen(method), seed=42)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_report_counts_what_a_stage_leaves():
+    _, report = dare.merge_arrays(
+        {"w": np.zeros((6, 6), np.float32)},
+        [{"w": gaussian(6, 6)}],
+        method="dare+star+sum",
+        verbose=False,
+    )
+    assert report.tensors[0].survivors[0][0] < 36
+    assert report.tensors[0].survivors[0][1] <= 36
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("name", [*DELTA_STAGES, *COMBINE_STAGES])
+@pytest.mark.parametrize("shape", [(300, 300), (150, 500), (500, 150)])
+def test_surveys_take_no_more_than_they_say(name, shape):
+    models = 1 if name in DELTA_STAGES else 3
+    deltas = [gaussian(*shape, seed=n) for n in range(models)]
+    peak, said = surveyed_bytes(name, deltas, **QUICK.get(name, {}))
+    assert peak <= said + 100_000
+    assert said < 12 * peak  # LAPACK's own memory is not in the peak
+
+
+def test_iso_cts_takes_no_more_than_it_says():
+    deltas = [gaussian(150, 500, seed=n) for n in range(3)]
+    peak, said = surveyed_bytes("iso", deltas, variant="cts")
+    assert peak <= said + 100_000
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_plan_knows_the_memory_and_refuses_too_little(method):
+    planned = plan(method, [(1000, 2000), (64,)], models=3)
+    assert planned.matrix_bytes >= 3 * 1000 * 2000 * 4
+    assert planned.peak_memory > (planned.threads + 1) * planned.matrix_bytes
+    enough = planned.workspace_bytes + 2 * planned.matrix_bytes
+    assert plan(method, [(1000, 2000)], models=3, max_memory=enough).threads == 1
+    with pytest.raises(RecipeError, match=f"one thread needs {enough} bytes"):
+        plan(method, [(1000, 2000)], models=3, max_memory=enough - 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vectors_take_no_matrices(method):
+    assert plan(method, [(1 << 20,), ()], models=3).matrix_bytes == 0
+
+
+def test_stages_that_do_nothing_take_no_matrices():
+    stages = {"star": {"singular_share": 1.0}, "fourier": {"radius": 0.0}}
+    assert plan("star+fourier+sum", [(1000, 1000)], stages=stages).matrix_bytes == 0
