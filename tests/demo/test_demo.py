@@ -12,6 +12,7 @@ from dare.demo.llama import Llama
 from dare.demo.measure import Job, _single_threaded_products, measure
 from dare.demo.merges import SCALES, TUNED, Merge, scale_for
 from dare.demo.results import Curve, Figure, Row, Score, Writing
+from dare.errors import OutputError
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +145,9 @@ def test_ascii_terminals_get_ascii_bars():
     console = Console(file=file, width=80)
     figures = show.curves_chart([Curve("x", ((0.5, Figure(50.0, None)),))], console)
     assert "####" in "".join(part.text for part in console.render(figures))
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file/demo: cannot be made: Not a directory"):
+        run_demo(Console(quiet=True), output=tmp_path / "file" / "demo")

@@ -22,6 +22,7 @@ from dare.demo.measure import Job, measure_all
 from dare.demo.merges import BASE, CONFIG, MODELS, TUNED, Merge, scale_for
 from dare.demo.results import Curve, DemoResult, Figure, Row, Score, Writing
 from dare.demo.tasks import TASKS, add, say, sort
+from dare.errors import OutputError
 
 FIRST_SEED = 42
 SEED_STEP = 1000
@@ -75,6 +76,8 @@ QUICK = Extent(
 def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
     """Run the whole demonstration."""
     began = time.perf_counter()
+    if output is not None:
+        _make_folder(output)
     base = read_weights(BASE)
     parameters = sum(tensor.size for tensor in base.values())
     changes = {name: _mean_change(base, read_weights(path)) for name, path in TUNED.items()}
@@ -119,6 +122,14 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
         output=None if output is None else str(output),
         seconds=time.perf_counter() - began,
     )
+
+
+def _make_folder(output: Path) -> None:
+    """Make the folder before a minute's work, not after it."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{output}: cannot be made: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True)
