@@ -34,7 +34,7 @@ _SCALAR = re.compile(
     r"(\"(?P<double>[^\"\\]*)\"|'(?P<single>[^']*)'|(?P<plain>[^\s\"'\[{|>&*!%#@`][^#]*?))"
     r"(\s+#.*)?\s*"
 )
-_HOME = re.compile(r"/(home|Users)/[^/]+|/root|~\w*")
+_HOME = re.compile(r"/(home|Users)/[^/]+|~\w*")
 _PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 
@@ -73,7 +73,7 @@ def short_name(path: str | os.PathLike[str]) -> str:
 
     >>> short_name("/home/me/models/llama/math"), short_name("~/base.safetensors")
     ('llama/math', 'base.safetensors')
-    >>> short_name("/root/.cache/hub/models--org--name/snapshots/0a1b/")
+    >>> short_name("~/cache/hub/models--org--name/snapshots/0a1b/")
     'org/name'
     """
     text = Path(path).as_posix().removesuffix(f"/{SINGLE_NAME}")

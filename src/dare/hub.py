@@ -229,7 +229,7 @@ def _told_weights(name: Name, folder: Path) -> Sequence[str]:
     if name.file:
         return _parts(name.file)
     if (folder / INDEX_NAME).exists():
-        return [file.name for file in read_index(folder)]
+        return [file.name for file in read_index(folder / INDEX_NAME)]
     if lora.looks_like(folder):
         return [lora.WEIGHTS_NAME]
     return [SINGLE_NAME] if (folder / SINGLE_NAME).exists() else []

@@ -235,7 +235,7 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
 
 
 def test_an_index_that_cannot_be_read_or_is_absurd_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dare.formats.torch_bin.MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr("dare.io.sources.MAX_INDEX_BYTES", 10)
     write_index(save_shards(tmp_path), {"v": "a.bin"})
     with pytest.raises(HeaderError, match=r"larger than 10 bytes"):
         open_torch(tmp_path)

@@ -9,7 +9,6 @@ those of any other file, in the tensor's order whatever its strides, and shared 
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -26,14 +25,18 @@ from numpy.typing import NDArray
 from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import HeaderError, InputError
 from dare.io.header import TensorInfo
-from dare.io.sources import InputFiles, StampedSource
+from dare.io.sources import (
+    InputFiles,
+    StampedSource,
+    check_against_index,
+    read_index,
+)
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training programs keep the weights."""
-MAX_INDEX_BYTES = 100_000_000
 PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
@@ -104,8 +107,8 @@ class TorchSource(StampedSource):
         self._placed: dict[str, Placed] = {}
         for file, promised in _files_of(path).items():
             found = self._look_into(file)
-            if promised is not None and found != promised:
-                _complain_of_index(path, file, found, promised)
+            if promised is not None:
+                check_against_index(path / INDEX_NAME, file, found, promised)
         if not self.tensors:
             raise InputError(f"{path}: holds no tensors")
         if self.left_out:
@@ -196,40 +199,8 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
     if not is_directory:
         return {path: None}
     if (path / INDEX_NAME).exists():
-        return dict(_read_index(path / INDEX_NAME))
+        return dict(read_index(path / INDEX_NAME))
     return {path / SINGLE_NAME: None}
-
-
-def _read_index(index: Path) -> dict[Path, set[str]]:
-    try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise HeaderError(f"{index}: larger than {MAX_INDEX_BYTES} bytes")
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-    except OSError as error:
-        raise InputError(f"{index}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, KeyError, TypeError):
-        raise HeaderError(f"{index}: not JSON with a weight_map") from None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise HeaderError(f"{index}: weight_map must map tensors to files")
-    shards: dict[Path, set[str]] = {}
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise HeaderError(
-                f"{index}: {tensor} is said to be in {name!r}; "
-                "a shard must be a file in the same folder"
-            )
-        shards.setdefault(index.parent / name, set()).add(tensor)
-    return shards
-
-
-def _complain_of_index(path: Path, file: Path, found: set[str], promised: set[str]) -> None:
-    lacking = promised - found
-    complaint, tensors = ("lacks", lacking) if lacking else ("also holds", found - promised)
-    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    raise HeaderError(
-        f"{path / INDEX_NAME}: {file.name} {complaint} {sorted(tensors)[0]}{more}; "
-        "the index and the shards do not belong together"
-    )
 
 
 def _read_records(file_descriptor: int, file: Path) -> dict[int, int]:

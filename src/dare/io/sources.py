@@ -252,7 +252,7 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
         with looked_at.first_look(file) as file_descriptor:
             headers[file] = read_header(file_descriptor, str(file))
         if expected is not None:
-            _check_against_index(path, file, set(headers[file].tensors), expected)
+            check_against_index(path / INDEX_NAME, file, set(headers[file].tensors), expected)
     return FileSource(path, headers, looked_at)
 
 
@@ -272,7 +272,7 @@ def _files_of(directory: Path) -> dict[Path, set[str] | None]:
     except OSError as error:
         raise InputError(f"{directory}: cannot be listed: {error.strerror}") from error
     if INDEX_NAME in names:
-        return dict(read_index(directory))
+        return dict(read_index(directory / INDEX_NAME))
     weights = [name for name in names if name.endswith(".safetensors")]
     if SINGLE_NAME in weights:
         return {directory / SINGLE_NAME: None}
@@ -286,9 +286,8 @@ def _files_of(directory: Path) -> dict[Path, set[str] | None]:
     raise InputError(f"{directory}: has no safetensors file and no {INDEX_NAME}")
 
 
-def read_index(directory: Path) -> dict[Path, set[str]]:
+def read_index(index: Path) -> dict[Path, set[str]]:
     """The shards that an index names, each with the tensors it promises."""
-    index = directory / INDEX_NAME
     try:
         with index.open("rb") as file:
             text = file.read(MAX_INDEX_BYTES + 1)
@@ -309,15 +308,16 @@ def read_index(directory: Path) -> dict[Path, set[str]]:
                 f"{index}: {tensor} is said to be in {name!r}; "
                 "a shard must be a file in the same folder"
             )
-        shards.setdefault(directory / name, set()).add(tensor)
+        shards.setdefault(index.parent / name, set()).add(tensor)
     return shards
 
 
-def _check_against_index(directory: Path, file: Path, found: set[str], promised: set[str]) -> None:
+def check_against_index(index: Path, file: Path, found: set[str], promised: set[str]) -> None:
+    """Refuse a shard that holds other tensors than its index promises."""
     for tensors, complaint in ((promised - found, "lacks"), (found - promised, "also holds")):
         if tensors:
             raise HeaderError(
-                f"{directory / INDEX_NAME}: {file.name} {complaint} {sorted(tensors)[0]}"
+                f"{index}: {file.name} {complaint} {sorted(tensors)[0]}"
                 + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
                 + "; the index and the shards do not belong together"
             )
