@@ -92,7 +92,6 @@ class ScalingPoint:
 def main() -> int:
     """Compare or scale, as asked; 1 if a job failed."""
     options = parse_arguments()
-    DATA.mkdir(exist_ok=True)
     document: dict[str, Any] = {"machine": describe_machine(options.peers_python)}
     if options.scaling:
         points = run_scaling(options)
@@ -269,6 +268,7 @@ def provide_inputs(asked: Sequence[tuple[float, int]]) -> list[Inputs]:
     }
     output_bytes = max(inputs.shape.model_bytes for inputs in found)
     needed = int(1.02 * (sum(missing.values()) + output_bytes)) + (100 << 20)
+    DATA.mkdir(exist_ok=True)
     free = shutil.disk_usage(DATA).free
     if free < needed:
         raise SystemExit(

@@ -1,0 +1,327 @@
+"""What an analysis found: plain, frozen data that goes to JSON and comes back.
+
+    Analysis
+    ├── models: ModelAnalysis, one for each model
+    │   ├── total, by_kind, by_layer, cells    Statistics of sets of tensors
+    │   └── tensors: TensorAnalysis            one for each tensor, perhaps with a Spectrum
+    ├── pairs: PairAnalysis                    every two models
+    └── together: Interference                 all models
+
+Every number is of deltas, tuned - base, in float32. Shares are from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from dare.errors import InputError
+
+SCHEMA = "dare-analysis/1"
+"""Of the JSON document; a change that old readers cannot take changes the number."""
+OUTSIDE = -1
+"""The layer of a tensor that stands in none."""
+
+
+class Kind(StrEnum):
+    """What a tensor is for, by its name."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    NORM = "norm"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    OTHER = "other"
+
+
+class Origin(StrEnum):
+    """How a delta was made, as far as its rank tells."""
+
+    UNCHANGED = "unchanged"
+    LORA = "lora"
+    FULL = "full"
+    UNKNOWN = "unknown"
+    """No matrix was large enough to tell."""
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Magnitudes below which 1, 5, 50, 95 and 99 % of the elements lie; right to 0.4 %."""
+
+    p1: float
+    p5: float
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many elements have which magnitude: octaves, zeros left out.
+
+    Bin i counts magnitudes from 2**(lowest + i) up to but not 2**(lowest + i + 1).
+    """
+
+    lowest: int
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the deltas of a set of tensors: one tensor, a layer, a kind, a whole model."""
+
+    elements: int
+    zeros: int
+    not_finite: int
+    """NaN and infinite elements, which no other figure takes in."""
+    mean: float
+    std: float
+    mean_magnitude: float
+    smallest: float
+    """The least magnitude that is not zero; 0 if there is none."""
+    largest: float
+    quantiles: Quantiles
+    negligible: float
+    """Share of elements whose magnitude is under 1 % of the largest, zeros among them."""
+    norm: float
+    base_norm: float
+    excess_kurtosis: float
+    """0 for a Gaussian, 3 for a Laplace distribution, -1.2 for a uniform one."""
+    histogram: Histogram
+
+    @property
+    def relative_norm(self) -> float:
+        """‖δ‖ / ‖base‖; infinite for a change of a base that is zero."""
+        if self.base_norm:
+            return self.norm / self.base_norm
+        return float("inf") if self.norm else 0.0
+
+    @property
+    def sparsity(self) -> float:
+        """Share of elements that are zero."""
+        return self.zeros / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The singular values of one matrix's delta."""
+
+    rows: int
+    columns: int
+    values: tuple[float, ...]
+    """Up to 64 of them, falling: all, or evenly spread over the ranks 1 to min(rows, columns)."""
+    ranks: tuple[int, ...]
+    """Which those are, from 1."""
+    effective_rank: float
+    """exp of the entropy of σ/Σσ."""
+    stable_rank: float
+    """Σσ² / σ₁²."""
+    rank_99: int
+    """How many directions hold 99 % of Σσ²."""
+    tail_share: float
+    """Share of Σσ² in the weaker half of the directions."""
+    bulk_edge: float
+    """The largest singular value that noise of this matrix's size would have (Marchenko-Pastur)."""
+    outliers: int
+    """Singular values above that edge: directions that are no noise."""
+    outlier_share: float
+    """Their share of Σσ²."""
+    low_rank: int | None
+    """The rank, if the delta is one of low rank, as a LoRA's is; else None."""
+
+
+@dataclass(frozen=True)
+class TensorAnalysis:
+    """One model's delta of one tensor."""
+
+    name: str
+    kind: Kind
+    layer: int
+    """-1 for a tensor that stands in no layer."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the model's copy."""
+    statistics: Statistics
+    spectrum: Spectrum | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All tensors of one kind in one layer."""
+
+    layer: int
+    kind: Kind
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class ModelAnalysis:
+    """One model."""
+
+    name: str
+    file: str
+    total: Statistics
+    by_kind: dict[Kind, Statistics]
+    by_layer: dict[int, Statistics]
+    cells: tuple[Cell, ...]
+    tensors: tuple[TensorAnalysis, ...]
+    origin: Origin
+    likely_rank: int | None
+    """Of a LoRA: the largest rank that was seen."""
+    missing: tuple[str, ...]
+    """Tensors of the base that the model lacks; its delta counts as zero there."""
+    dtypes: dict[str, int]
+    """Elements by the storage type of the model's copy."""
+    is_adapter: bool
+    """Whether the model is given as an adapter, its delta computed from it."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How two deltas lie to each other, over some tensors."""
+
+    cosine: float
+    """0 if one of them is zero."""
+    agreeing: float
+    """Share, of the elements that both change, of those changed in the same direction."""
+    both: int
+    """Elements that both change."""
+    top_conflict: float
+    """Share of opposite directions among the elements that are in the top 1 % of both."""
+    top_overlap: float
+    """Share of one model's top 1 % (by magnitude, in each tensor) that is in the other's too."""
+
+    @property
+    def conflict(self) -> float:
+        """Share of the elements that both change that are changed in opposite directions."""
+        return 1 - self.agreeing if self.both else 0.0
+
+
+@dataclass(frozen=True)
+class PairAnalysis:
+    """Two models."""
+
+    first: str
+    second: str
+    total: Overlap
+    by_layer: dict[int, Overlap]
+    ratio: float
+    """The multiple of the first that comes nearest to the second: δ₁·δ₂ / ‖δ₁‖²; 0 if δ₁ = 0."""
+
+
+@dataclass(frozen=True)
+class Interference:
+    """What a merge of all models with equal weights would lose to opposite changes."""
+
+    cancelled: float
+    """1 - Σ|Σᵢ δᵢ| / Σᵢ Σ|δᵢ|: 0 if no changes oppose each other."""
+    conflicted: float
+    """Share, of the elements that two models or more change, where not all signs agree."""
+    by_layer: dict[int, float]
+    """The first figure for each layer."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was found about models that are to be merged."""
+
+    base: str
+    base_dtypes: dict[str, int]
+    """Elements by storage type."""
+    models: tuple[ModelAnalysis, ...]
+    pairs: tuple[PairAnalysis, ...]
+    together: Interference
+    notes: tuple[str, ...]
+    """What was done so that the inputs fit together."""
+    left_out: tuple[str, ...]
+    """Tensors that could not be compared, each with the reason."""
+    tied: tuple[str, ...]
+    """Tensors that the base stores once and uses twice, as far as its configuration tells."""
+    bytes_read: int
+    seconds: float
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers, those outside first."""
+        return tuple(sorted({layer for model in self.models for layer in model.by_layer}))
+
+    def model(self, name: str) -> ModelAnalysis:
+        """The model of that name."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise InputError(f"{name!r}: there is no such model; there are {', '.join(self.names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models' names."""
+        return tuple(model.name for model in self.models)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The analysis as plain values, ready for JSON."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """The analysis as JSON; a number that is not finite becomes a string."""
+        return json.dumps(_finite(self.to_dict()), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str = "analysis") -> Self:
+        """Read what `to_json` wrote."""
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"{where}: is no analysis: {error}") from None
+        if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
+            raise InputError(f"{where}: is no analysis ({SCHEMA}); make one with `dare analyze`")
+        try:
+            analysis: Self = _read(cls, document)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{where}: is no whole analysis: {error!r}") from None
+        return analysis
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read an analysis from a file."""
+        try:
+            return cls.from_json(path.read_bytes(), str(path))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as the strings that `float` takes: JSON has none."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Make a value of an annotated type from what JSON has left of it."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        fields = {field.name for field in dataclasses.fields(kind)}
+        if unknown := value.keys() - fields:
+            raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+        return kind(**{name: _read(hints[name], value[name]) for name in fields})
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return tuple(_read(arguments[0], item) for item in value)
+    if origin is dict:
+        return {_read(arguments[0], key): _read(arguments[1], item) for key, item in value.items()}
+    if origin is types.UnionType:
+        return None if value is None else _read(arguments[0], value)
+    return kind(value)
