@@ -537,7 +537,7 @@ def test_an_embedding_drop_rate_without_effect_is_refused():
 def test_keep_ratio_puts_trim_before_ties():
     assert chain(recipe(method="dare+ties", stages={"ties": {"keep_ratio": 0.2}})) == [
         ("dare", {"drop_rate": 0.9, "rescale": True}),
-        ("trim", {"keep_ratio": 0.2}),
+        ("trim", {"keep_ratio": 0.2, "scope": "tensor"}),
         ("ties", {"keep_ratio": 0.2, "divide_by": "weights", "vote": "sum", "weighted": True}),
     ]
 
@@ -546,8 +546,8 @@ def test_keep_ratio_of_one_model_trims_only_that_one():
     models = [ModelEntry(file="a", settings={"keep_ratio": 0.5}), "b"]
     found = recipe(method="ties", models=models)
     assert [name for name, _ in chain(found)] == ["trim", "ties"]
-    assert found.settings_for("w", 0)[0] == {"keep_ratio": 0.5}
-    assert found.settings_for("w", 1)[0] == {"keep_ratio": 1.0}
+    assert found.settings_for("w", 0)[0] == {"keep_ratio": 0.5, "scope": "tensor"}
+    assert found.settings_for("w", 1)[0] == {"keep_ratio": 1.0, "scope": "tensor"}
 
 
 def test_keep_ratio_of_ties_may_not_contradict_trim():

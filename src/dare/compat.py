@@ -178,6 +178,8 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
 
 
 class _ArrayWalk:
+    census = None
+
     def __init__(self, values: NDArray[np.float32], blocks: Any) -> None:
         self.spare_bytes = values.nbytes
         self.shape = values.shape

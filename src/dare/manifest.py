@@ -28,7 +28,10 @@ from dare.report import Report
 
 FORMAT = 1
 METADATA_KEY = "dare"
-LATER_PARAMETERS: dict[str, dict[str, Any]] = {"ties": {"vote": "sum", "weighted": True}}
+LATER_PARAMETERS: dict[str, dict[str, Any]] = {
+    "ties": {"vote": "sum", "weighted": True},
+    "trim": {"scope": "tensor"},
+}
 """Parameters that stages got after outputs had been written, and the defaults that change nothing.
 
 They stand in a header only if they are set, so that old recipes go on giving the same bytes.

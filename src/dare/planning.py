@@ -83,6 +83,26 @@ class TensorPlan:
             if chain[position].surveys_when(settings)
         ]
 
+    def survey_reads(self, chain: Sequence[Stage], model: int) -> int:
+        """How often those stages read this tensor of this model, if surveys can remember."""
+        settings = self.settings_of(model)
+        return sum(
+            max(1, len(chain[position].rounds(settings[position])))
+            for position in self.surveyed_stages(chain, model)
+        )
+
+
+@dataclass(frozen=True)
+class CensusPlan:
+    """The tensors of one model that a delta stage surveys together."""
+
+    model: int
+    position: int
+    """Of the stage in the chain."""
+    settings: Settings
+    tensors: tuple[TensorPlan, ...]
+    """In the order of their names, whatever the order in the files is."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -120,9 +140,7 @@ class Plan:
         """How often a tensor is read at the most, if surveys can remember what they see."""
         most = 0
         for tensor in self.merged():
-            deltas = max(
-                (len(tensor.surveyed_stages(self.stages, m)) for m in tensor.models), default=0
-            )
+            deltas = max((tensor.survey_reads(self.stages, m) for m in tensor.models), default=0)
             most = max(most, deltas + self.combine.surveys_when(tensor.combine))
         return most + 1
 
@@ -194,17 +212,45 @@ class Plan:
             most = max(most, held)
         return most
 
+    @cached_property
+    def censuses(self) -> tuple[CensusPlan, ...]:
+        """The surveys over many tensors, in the order in which they can be made."""
+        groups: dict[tuple[Any, ...], list[TensorPlan]] = {}
+        for tensor in sorted(self.merged(), key=lambda tensor: tensor.name):
+            for model in tensor.models:
+                for position, settings in enumerate(tensor.settings_of(model)):
+                    if self.stages[position].rounds(settings):
+                        key = position, model, *sorted(settings.items())
+                        groups.setdefault(key, []).append(tensor)
+        return tuple(
+            CensusPlan(model, position, dict(settings), tuple(tensors))
+            for (position, model, *settings), tensors in sorted(
+                groups.items(), key=lambda group: group[0][:2]
+            )
+        )
+
+    @cached_property
+    def census_bytes(self) -> int:
+        """What the looks at the tensors of one census take; there is one at a time."""
+        most = 0
+        for found in self.censuses:
+            census = self.stages[found.position].census
+            assert census is not None  # it has rounds
+            most = max(most, census.look_bytes * len(found.tensors))
+        return most
+
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         wanted = self.recipe.threads or available_cores()
         each = self.workspace_bytes + self.matrix_bytes
-        return max(1, min(wanted, (self.recipe.max_memory - self.matrix_bytes) // each))
+        left = self.recipe.max_memory - self.matrix_bytes - self.census_bytes
+        return max(1, min(wanted, left // each))
 
     @property
     def held_bytes(self) -> int:
-        """What whole matrices take: of a tensor for each thread, and of the one before."""
-        return (self.threads + 1) * self.matrix_bytes
+        """What whole matrices take, of a tensor for each thread and of the one before; censuses."""
+        return (self.threads + 1) * self.matrix_bytes + self.census_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -230,7 +276,7 @@ class Plan:
             total += base + sum(models.values())
             if tensor.fate is Fate.MERGED:
                 total += sum(
-                    len(tensor.surveyed_stages(self.stages, m)) * (base + size)
+                    tensor.survey_reads(self.stages, m) * (base + size)
                     for m, size in models.items()
                 )
                 if self.combine.surveys_when(tensor.combine):
@@ -355,7 +401,7 @@ def make_plan(
         layout,
         tuple(notes),
     )
-    needed = plan.workspace_bytes + 2 * plan.matrix_bytes
+    needed = plan.workspace_bytes + 2 * plan.matrix_bytes + plan.census_bytes
     if needed > recipe.max_memory:
         raise RecipeError(
             f"max_memory = {recipe.max_memory}: one thread needs {needed} bytes; "

@@ -396,8 +396,8 @@ class Recipe(_Strict):
                 value = settings[parameter]
                 if STAGES[implied] not in stages:
                     if value is not None or overridden:
-                        default = 1.0 if value is None else value
-                        chain.append((STAGES[implied], {parameter: default}))
+                        default = {parameter: 1.0 if value is None else value}
+                        chain.append((STAGES[implied], STAGES[implied].settings(default, "")))
                 elif value is not None:
                     raise RecipeError(
                         f"[{stage.name}] {parameter}: method {self.method!r} has the stage "

@@ -1,8 +1,8 @@
 """Carry a plan out: read, take differences, run the stages, write. Here the layers meet.
 
-The work is cut into tasks that any thread can do: surveys of a tensor, where a stage needs one,
-and chunks. The order of tasks only serves speed; each writes its own bytes, which depend on the
-plan and the inputs alone.
+The work is cut into tasks that any thread can do: looks at all tensors of a model and surveys of
+one, where a stage needs them, and chunks. The order of tasks only serves speed; each writes its own
+bytes, which depend on the plan and the inputs alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dare.io.files import ALIGNMENT, aligned_bytes
 from dare.io.header import TensorInfo
 from dare.io.sources import Source
 from dare.io.writer import Record, Sink
-from dare.planning import Fate, Plan, TensorPlan
-from dare.stages import Block, Deltas, Scratch
+from dare.planning import CensusPlan, Fate, Plan, TensorPlan
+from dare.stages import Block, Deltas, Round, Scratch
 
 Floats = NDArray[np.float32]
 Raw = NDArray[Any]
@@ -55,6 +55,8 @@ class Job:
     delta_summaries: dict[tuple[str, int], Future[dict[int, Any]]] = field(default_factory=dict)
     """For a tensor and a model, what each surveying delta stage found."""
     combine_summaries: dict[str, Future[Any]] = field(default_factory=dict)
+    censuses: dict[tuple[str, int, int], Future[Mapping[str, Any]]] = field(default_factory=dict)
+    """For a tensor, a model and the position of a stage, what was concluded of all its tensors."""
     chunks_left: Counter[str] = field(default_factory=Counter)
     counting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -144,7 +146,21 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
         groups = zip(surveys, combines, chunks, strict=True)
     else:
         groups = zip([*surveys, [], []], [[], *combines, []], [[], [], *chunks], strict=True)
-    return copies + [task for group in groups for tasks in group for task in tasks]
+    tasks = [task for group in groups for tasks in group for task in tasks]
+    return [*copies, *(_looks(job) if any(chunks) else ()), *tasks]
+
+
+def _looks(job: Job) -> Iterator[Look]:
+    """The looks of all censuses, one after the other, and of each round by round."""
+    for plan in job.plan.censuses:
+        known: Future[Any] = Future()
+        known.set_result(None)
+        for step in job.plan.stages[plan.position].rounds(plan.settings):
+            poll = Poll(job, plan, step, known)
+            yield from (Look(job, tensor, poll) for tensor in plan.tensors)
+            known = poll.concluded
+        for tensor in plan.tensors:
+            job.censuses[tensor.name, plan.model, plan.position] = known
 
 
 class Worker:
@@ -263,9 +279,16 @@ class _Survey(_Task):
 class _Walk:
     """Blocks of a tensor in order, as often as a survey asks."""
 
-    def __init__(self, plan: Plan, tensor: TensorPlan, walk: Callable[[], Iterator[Any]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tensor: TensorPlan,
+        walk: Callable[[], Iterator[Any]],
+        census: Any = None,
+    ) -> None:
         self.spare_bytes = plan.spare_bytes
         self.shape = tensor.shape
+        self.census = census
         self._walk = walk
 
     def __call__(self) -> Iterator[Any]:
@@ -282,32 +305,101 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 @dataclass(frozen=True)
-class SurveyDelta(_Survey):
-    """Let the surveying stages of one model's chain see one tensor, in order."""
+class _DeltaSurvey(_Survey):
+    """Surveys of one model's delta of one tensor."""
+
+    def survey(self, worker: Worker, model: int, before: int | None = None) -> dict[int, Any]:
+        """What the surveying stages of the chain find, in order, up to a position."""
+        plan, tensor = self.job.plan, self.tensor
+        found: dict[int, Any] = {}
+        for position in tensor.surveyed_stages(plan.stages, model):
+            if before is not None and position >= before:
+                break
+            survey = plan.stages[position].survey
+            assert survey is not None  # surveyed_stages has looked
+            future = self.job.censuses.get((tensor.name, model, position))
+            census = future.result()[tensor.name] if future else None
+            walk = self.walk(worker, model, found, position, census)
+            found[position] = survey(walk, **tensor.settings_of(model)[position])
+        return found
+
+    def walk(
+        self, worker: Worker, model: int, found: dict[int, Any], position: int, census: Any = None
+    ) -> _Walk:
+        """The blocks as they come to a stage, which knows what the surveys before it found."""
+        blocks = partial(self._blocks, worker, model, found, position)
+        return _Walk(self.job.plan, self.tensor, blocks, census)
+
+    def _blocks(
+        self, worker: Worker, model: int, found: dict[int, Any], position: int
+    ) -> Iterator[Block]:
+        tensor = self.tensor
+        for start, count in worker.spans(tensor):
+            base = worker.read_base(tensor, start, count)
+            tuned = worker.read_model(tensor, model, start, count)
+            yield worker.block(tensor, model, start, base, tuned, before=position, found=found)
+
+
+@dataclass(frozen=True)
+class SurveyDelta(_DeltaSurvey):
+    """Let the surveying stages of one model's chain see one tensor."""
 
     model: int
 
     def run(self, worker: Worker) -> None:
         """Survey."""
         future = self.job.delta_summaries[self.tensor.name, self.model]
-        _settle(future, lambda: self._survey(worker))
+        _settle(future, lambda: self.survey(worker, self.model))
 
-    def _survey(self, worker: Worker) -> dict[int, Any]:
-        plan, tensor = self.job.plan, self.tensor
-        found: dict[int, Any] = {}
-        for position in tensor.surveyed_stages(plan.stages, self.model):
-            survey = plan.stages[position].survey
-            assert survey is not None  # surveyed_stages has looked
-            walk = _Walk(plan, tensor, partial(self._walk, worker, found, position))
-            found[position] = survey(walk, **tensor.settings_of(self.model)[position])
-        return found
 
-    def _walk(self, worker: Worker, found: dict[int, Any], position: int) -> Iterator[Block]:
-        tensor, model = self.tensor, self.model
-        for start, count in worker.spans(tensor):
-            base = worker.read_base(tensor, start, count)
-            tuned = worker.read_model(tensor, model, start, count)
-            yield worker.block(tensor, model, start, base, tuned, before=position, found=found)
+@dataclass(frozen=True)
+class Poll:
+    """One round of a census: the looks so far, and what is concluded when the last has come in."""
+
+    job: Job
+    plan: CensusPlan
+    round: Round
+    known: Future[Any]
+    """What the round before concluded."""
+    looks: dict[str, Any] = field(default_factory=dict)
+    concluded: Future[Any] = field(default_factory=Future)
+
+    def add(self, tensor: str, look: Any) -> None:
+        """Take a look in; with the last one, conclude."""
+        with self.job.counting:
+            self.looks[tensor] = look
+            if len(self.looks) < len(self.plan.tensors):
+                return
+        known, settings = self.known.result(), self.plan.settings
+        looks = {each.name: self.looks[each.name] for each in self.plan.tensors}
+        _settle(self.concluded, lambda: self.round.conclude(looks, known, **settings))
+        self.looks.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Let no other thread wait in vain."""
+        with self.job.counting:
+            if not self.concluded.done():
+                self.concluded.set_exception(error)
+
+
+@dataclass(frozen=True)
+class Look(_DeltaSurvey):
+    """Look at one tensor for a census."""
+
+    poll: Poll
+
+    def run(self, worker: Worker) -> None:
+        """Look."""
+        plan = self.poll.plan
+        try:
+            known = self.poll.known.result()
+            found = self.survey(worker, plan.model, before=plan.position)
+            walk = self.walk(worker, plan.model, found, plan.position)
+            look = self.poll.round.look(walk, known, **plan.settings)
+        except BaseException as error:
+            self.poll.fail(error)
+            raise
+        self.poll.add(self.tensor.name, look)
 
 
 @dataclass(frozen=True)

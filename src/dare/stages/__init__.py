@@ -28,7 +28,7 @@ from dare.stages import (
     wudi,
 )
 from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
-from dare.stages.registry import ALIASES, STAGES, Parameter, Settings, Stage, parse_method
+from dare.stages.registry import ALIASES, STAGES, Parameter, Round, Settings, Stage, parse_method
 
 __all__ = [
     "ALIASES",
@@ -37,6 +37,7 @@ __all__ = [
     "Deltas",
     "Mask",
     "Parameter",
+    "Round",
     "Scratch",
     "Settings",
     "Stage",

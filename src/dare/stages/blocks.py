@@ -177,6 +177,8 @@ class Walk(Protocol):
     """Memory the survey may use to remember what it has seen."""
     shape: tuple[int, ...]
     """Of the tensor."""
+    census: Any
+    """What the census of the stage, if it has one, concluded for the tensor."""
 
     def __call__(self) -> Iterator[Any]:
         """Go over all blocks in order: `Block`s for a delta stage, `Deltas` for a combine stage."""

@@ -12,7 +12,8 @@ A stage sees one chunk at a time. One that must know something of the whole tens
 *survey*: a function of the same parameters that walks over the tensor's chunks and returns
 whatever the stage wants to find in `summary` later. `surveys_when` says for which parameters.
 One that must have the whole matrix at once gathers it in its survey and leaves the result as its
-summary; `survey_bytes` says how much memory that takes.
+summary; `survey_bytes` says how much memory that takes. One that must know something of all
+tensors of a model has a *census* before its surveys.
 """
 
 from __future__ import annotations
@@ -118,6 +119,29 @@ def _described(schema: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Round:
+    """A look at every tensor of a census, in any order, and what is concluded from them all."""
+
+    look: Callable[..., Any]
+    """`look(walk, known, **settings)`: what one tensor shows; `known` is the round before's end."""
+    conclude: Callable[..., Any]
+    """`conclude(looks, known, **settings)`: the looks by tensor, in the order of their names."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """A survey of all tensors of a model that have the same settings of a stage.
+
+    What the last round concludes, a mapping by tensor, the tensors' surveys find in `walk.census`.
+    """
+
+    when: Callable[[Settings], bool]
+    rounds: tuple[Round, ...]
+    look_bytes: int
+    """The most memory that a look at one tensor leaves behind."""
+
+
+@dataclass(frozen=True)
 class Stage:
     """A registered stage."""
 
@@ -128,6 +152,7 @@ class Stage:
     paper: str
     survey: Callable[..., Any] | None
     surveys_when: Callable[[Settings], bool]
+    census: Census | None
     check: Check
     """Refuses parameters that do not go together."""
     is_lazy: Callable[[Settings], bool]
@@ -140,6 +165,10 @@ class Stage:
     """How many models a combine stage takes, if not any number."""
     preceded_by: Mapping[str, str]
     """Parameters that, when given, put the delta stage named here before this one."""
+
+    def rounds(self, settings: Settings) -> tuple[Round, ...]:
+        """The rounds of the census that these settings ask for; none, if they ask for none."""
+        return self.census.rounds if self.census and self.census.when(settings) else ()
 
     @property
     def documentation(self) -> str:
@@ -192,13 +221,24 @@ def delta_stage(
     survey: Callable[..., Any] | None = None,
     surveys_when: Callable[[Settings], bool] = lambda _settings: True,
     survey_bytes: SurveyBytes | None = None,
+    census: Census | None = None,
     check: Check = lambda _settings: None,
     is_lazy: Callable[[Settings], bool] = lambda _settings: False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function of one block as a delta stage."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        _register(function, "delta", paper, survey, surveys_when, survey_bytes, check, is_lazy)
+        _register(
+            function,
+            "delta",
+            paper,
+            survey,
+            surveys_when,
+            survey_bytes,
+            check,
+            is_lazy,
+            census=census,
+        )
         return function
 
     return register
@@ -247,6 +287,7 @@ def _register(
     check: Check,
     is_lazy: Callable[[Settings], bool],
     *,
+    census: Census | None = None,
     default_weight: Callable[[int], float] | None = lambda _models: 1.0,
     models: int | None = None,
     preceded_by: Mapping[str, str] = MappingProxyType({}),
@@ -270,6 +311,7 @@ def _register(
         paper,
         survey,
         surveys_when if survey else lambda _settings: False,
+        census,
         check,
         is_lazy,
         survey_bytes,

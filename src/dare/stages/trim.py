@@ -1,10 +1,16 @@
-"""Trimming by magnitude, exact and in a stream."""
+"""Trimming by magnitude, exact and in a stream.
+
+A magnitude's bits order like the magnitude. So the k-th largest of any number of elements is found
+by counting: first all of them by their upper 16 bits, then those in the bin that holds the k-th by
+their lower 15.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +18,15 @@ from pydantic import Field
 
 from dare.chunks import CHUNK, chunk_count
 from dare.stages.blocks import Block, Walk
-from dare.stages.registry import delta_stage
+from dare.stages.registry import Census, Round, delta_stage
 
 KeepRatio = Annotated[
     float,
     Field(gt=0, le=1, description="Share of each delta's elements to keep, the largest ones."),
+]
+Scope = Annotated[
+    Literal["tensor", "model"],
+    Field(description="Keep that share of each tensor, or of all tensors of a model together."),
 ]
 
 HIGH_COUNTS = 1 << 16
@@ -66,11 +76,17 @@ class Magnitudes:
             self._remembered = seen
 
 
-def survey_cut(walk: Walk, *, keep_ratio: float) -> Cut:
+def survey_cut(walk: Walk, *, keep_ratio: float, scope: Scope) -> Cut:
     """Find the k-th largest magnitude, k being the share to keep of what has survived."""
     magnitudes = Magnitudes(walk)
+    if scope == "model":
+        return _cut_of_model(magnitudes, walk)
     counts = count_high(magnitudes)
-    return find_cut(magnitudes, counts, max(1, int(keep_ratio * magnitudes.survivors)))
+    return find_cut(magnitudes, counts, _wanted(keep_ratio, magnitudes.survivors))
+
+
+def _wanted(keep_ratio: float, survivors: int) -> int:
+    return max(1, int(keep_ratio * survivors))
 
 
 def count_high(magnitudes: Magnitudes) -> NDArray[np.int64]:
@@ -88,17 +104,31 @@ def find_cut(magnitudes: Magnitudes, counts: NDArray[np.int64], wanted: int) -> 
         return Cut(0, nothing, nothing)
     high, wanted = _count_down(counts, wanted)
 
+    low, wanted = _count_down(count_low(magnitudes, high), wanted)
+    return _cut_at(magnitudes, high << 15 | low, wanted)
+
+
+def count_low(magnitudes: Magnitudes, high: int) -> NDArray[np.int64]:
+    """Count the magnitudes with these upper 16 bits by their lower 15."""
     counts = np.zeros(LOW_COUNTS, np.int64)
     for kernels, found in magnitudes():
         kernels.count_low(found, np.uint32(high), counts)
-    low, wanted = _count_down(counts, wanted)
-    cut = high << 15 | low
+    return counts
 
+
+def _cut_at(magnitudes: Magnitudes, cut: int, wanted: int) -> Cut:
+    """Keep the first few of the magnitudes that equal the cut."""
     ties = np.array(
         [kernels.count_equal(found, np.uint32(cut)) for kernels, found in magnitudes()], np.int64
     )
-    before = np.concatenate(([0], np.cumsum(ties)[:-1]))
-    return Cut(cut, ties, np.clip(wanted - before, 0, ties))
+    return Cut(cut, ties, _first(wanted, ties))
+
+
+def _first(wanted: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of each count to take, so that the first that are wanted are taken."""
+    before = np.cumsum(counts) - counts
+    taken: NDArray[np.int64] = np.clip(wanted - before, 0, counts)
+    return taken
 
 
 def _count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
@@ -108,18 +138,122 @@ def _count_down(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
     return bin_found, int(wanted - (above[bin_found] - counts[bin_found]))
 
 
+# ---------------------------------------------------------------- all tensors of a model
+
+
+class Counts(NamedTuple):
+    """How often numbers of 16 bits occur in one tensor; those that do not are left out."""
+
+    numbers: NDArray[np.uint16]
+    counts: NDArray[np.uint32]
+    survivors: int
+
+
+class Place(NamedTuple):
+    """Where the k-th largest of all tensors lies: its upper bits, and its rank among those."""
+
+    high: int
+    rank: int
+
+
+class TensorCut(NamedTuple):
+    """The k-th largest of all tensors, and how many elements of one tensor equal it."""
+
+    bits: int
+    ties: int
+    ties_kept: int
+
+
+def _sparse(counts: NDArray[np.int64], magnitudes: Magnitudes) -> Counts:
+    numbers = np.flatnonzero(counts)
+    return Counts(
+        numbers.astype(np.uint16), counts[numbers].astype(np.uint32), magnitudes.survivors
+    )
+
+
+def _total(looks: Mapping[str, Counts], size: int) -> NDArray[np.int64]:
+    total = np.zeros(size, np.int64)
+    for look in looks.values():
+        total[look.numbers] += look.counts
+    return total
+
+
+def look_high(walk: Walk, _known: None, **_settings: Any) -> Counts:
+    """Count a tensor's magnitudes by their upper bits."""
+    magnitudes = Magnitudes(walk)
+    return _sparse(count_high(magnitudes), magnitudes)
+
+
+def conclude_high(
+    looks: Mapping[str, Counts], _known: None, *, keep_ratio: float, **_settings: Any
+) -> Place | None:
+    """Find the upper bits of the k-th largest; None if no more than k are not zero."""
+    total = _total(looks, HIGH_COUNTS)
+    wanted = _wanted(keep_ratio, sum(look.survivors for look in looks.values()))
+    return None if total.sum() <= wanted else Place(*_count_down(total, wanted))
+
+
+def look_low(walk: Walk, known: Place | None, **_settings: Any) -> Counts | None:
+    """Count by their lower bits a tensor's magnitudes that have the upper bits found."""
+    if known is None:
+        return None
+    magnitudes = Magnitudes(walk)
+    return _sparse(count_low(magnitudes, known.high), magnitudes)
+
+
+def conclude_low(
+    looks: Mapping[str, Counts], known: Place | None, **_settings: Any
+) -> dict[str, TensorCut | None]:
+    """Find the k-th largest, and how many of its equals each tensor keeps, the first ones first."""
+    if known is None:
+        return dict.fromkeys(looks)
+    low, rank = _count_down(_total(looks, LOW_COUNTS), known.rank)
+    ties = np.array([look.counts[look.numbers == low].sum() for look in looks.values()], np.int64)
+    return {
+        name: TensorCut(known.high << 15 | low, int(count), int(kept))
+        for name, count, kept in zip(looks, ties, _first(rank, ties), strict=True)
+    }
+
+
+def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
+    """One tensor's part of a cut through all; it is read only if some of its equals are kept."""
+    found: TensorCut | None = walk.census
+    nothing = np.zeros(chunk_count(math.prod(walk.shape)), np.int64)
+    if found is None:
+        return Cut(0, nothing, nothing)
+    if 0 < found.ties_kept < found.ties:
+        return _cut_at(magnitudes, found.bits, found.ties_kept)
+    some = nothing + 1
+    return Cut(found.bits, some, some if found.ties_kept else nothing)
+
+
 @delta_stage(
     paper="arXiv:2306.01708",
     survey=survey_cut,
     surveys_when=lambda settings: settings["keep_ratio"] < 1,
+    census=Census(
+        when=lambda settings: settings["keep_ratio"] < 1 and settings["scope"] == "model",
+        rounds=(Round(look_high, conclude_high), Round(look_low, conclude_low)),
+        look_bytes=HIGH_COUNTS * 6,
+    ),
     is_lazy=lambda _settings: True,
 )
-def trim(block: Block, *, keep_ratio: KeepRatio = 0.2) -> None:
+def trim(
+    block: Block,
+    *,
+    keep_ratio: KeepRatio = 0.2,
+    scope: Scope = "tensor",  # noqa: ARG001 (read by the census and the survey)
+) -> None:
     """Keep the elements of largest magnitude in each tensor, set the others to zero.
 
     k = max(1, ⌊keep_ratio · n⌋), where n counts the elements that no earlier stage has dropped:
     after DARE at p = 0.9 most elements are zero, and counting those would keep every survivor.
     Among elements of equal magnitude at the cut those with the lowest index are kept.
+
+    `scope = "model"` ranks the elements of all tensors of a model together, as the authors' code
+    does, so that tensors that change more keep more; of equals, those in the tensors whose names
+    come first are kept. Tensors for which rules set another `keep_ratio` are ranked among
+    themselves. It reads the models twice more.
     """
     if keep_ratio == 1:
         return
