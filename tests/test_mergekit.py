@@ -61,6 +61,60 @@ def head(method, base="base", **more):
         ),
         ("ties", "{}", {"method": "ties"}),
         ("ties", "{density: 0.2}", {"method": "ties", "ties": {"keep_ratio": 0.2}}),
+        (
+            "breadcrumbs",
+            "{density: 0.4}",
+            {
+                "method": "breadcrumbs+sum",
+                "breadcrumbs": {"keep_middle": 0.4, "drop_largest": 0.01},
+            },
+        ),
+        (
+            "breadcrumbs_ties",
+            "{density: [0.4, 0.5], gamma: 0.2}",
+            {
+                "method": "breadcrumbs+ties",
+                "breadcrumbs": {"keep_middle": [0.4, 0.5], "drop_largest": 0.2},
+                "ties": {"divide_by": "nothing"},
+            },
+        ),
+        (
+            "della",
+            "{density: 0.4}",
+            {
+                "method": "della+ties",
+                "della": {"drop_rate": 0.6, "window": 0.3, "rescale": "l1"},
+            },
+        ),
+        (
+            "della",
+            "{density: 0.4, epsilon: 0.1, normalize: false, rescale: false}",
+            {
+                "method": "della+ties",
+                "della": {"drop_rate": 0.6, "window": 0.2, "rescale": False},
+                "ties": {"divide_by": "nothing"},
+            },
+        ),
+        (
+            "della_linear",
+            "{density: 0.4, epsilon: [0.1, 0.05], lambda: 2}",
+            {
+                "method": "della+sum",
+                "scale": 2.0,
+                "della": {"drop_rate": 0.6, "window": [0.2, 0.1], "rescale": "l1"},
+            },
+        ),
+        ("nuslerp", "{}", {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "tensor"}}),
+        (
+            "nuslerp",
+            "{nuslerp_flatten: false}",
+            {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "row"}},
+        ),
+        (
+            "nuslerp",
+            "{nuslerp_flatten: false, nuslerp_row_wise: true}",
+            {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "column"}},
+        ),
     ],
 )
 def test_methods_with_two_models(convert, method, parameters, expected):
@@ -111,12 +165,62 @@ def test_slerp_goes_from_the_base_to_the_other(convert):
     }
 
 
-def test_nuslerp_takes_t_from_the_weights(convert):
-    on_deltas = document(convert(head("nuslerp") + TWO))
-    assert on_deltas["slerp"] == {"t": 0.3, "on": "deltas"}
-    without = document(convert("merge_method: nuslerp\n" + TWO))
-    assert without["slerp"] == {"t": 0.3, "on": "weights"}
-    assert without["models"] == {"base_file": "math", "merge_files": ["math", "code"]}
+def test_nuslerp_without_a_base_interpolates_the_models_themselves(convert):
+    found = document(convert("merge_method: nuslerp\n" + TWO))
+    assert found["nuslerp"] == {"on": "weights", "each": "tensor"}
+    assert found["models"] == {
+        "base_file": "math",
+        "merge_files": [{"file": "math", "weight": 0.7}, {"file": "code", "weight": 0.3}],
+    }
+
+
+def test_nuslerp_of_flat_tensors_has_no_rows(convert):
+    found = convert(head("nuslerp", parameters="{nuslerp_row_wise: true}") + TWO)
+    assert document(found)["nuslerp"]["each"] == "tensor"
+    assert any("nuslerp_row_wise: has no effect" in note for note in found.notes)
+
+
+UNWEIGHTED = "models: [{model: math}, {model: code}]\n"
+
+
+def test_a_mean_on_the_sphere_takes_the_base_in(convert):
+    found = convert(head("karcher", parameters="{max_iter: 7}") + UNWEIGHTED)
+    assert document(found)["models"] == {
+        "base_file": "base",
+        "merge_files": ["math", "code", "base"],
+    }
+    assert found.recipe.method == "karcher"
+    assert any("stops after 7 steps" in text for text in found.differences)
+    without = convert("merge_method: karcher\n" + UNWEIGHTED)
+    assert document(without)["models"] == {"base_file": "math", "merge_files": ["math", "code"]}
+
+
+def test_model_stock_has_no_weights(convert):
+    found = convert(head("model_stock") + TWO)
+    assert document(found) == {
+        "dtype": "F32",
+        "method": "model_stock",
+        "models": {"base_file": "base", "merge_files": ["math", "code"]},
+    }
+    assert [note.split()[2] for note in found.notes] == ["weight", "weight"]
+
+
+def test_parameters_of_a_delta_may_be_a_models_own(convert):
+    models = """
+models:
+  - {model: math, parameters: {weight: 1, density: 0.5, gamma: 0.1}}
+  - {model: code, parameters: {weight: 1, density: [{filter: mlp, value: 0.7}, {value: 1}]}}
+"""
+    found = convert(head("breadcrumbs") + models).recipe
+    settings = [found.settings_for("mlp.up", model)[0] for model in range(2)]
+    assert [(s["keep_middle"], s["drop_largest"]) for s in settings] == [(0.5, 0.1), (0.7, 0.01)]
+    assert found.settings_for("norm", 1)[0]["keep_middle"] == 1
+
+
+def test_what_drops_nothing_differs_in_nothing(convert):
+    for method in ("breadcrumbs", "della_linear"):
+        assert convert(head(method) + TWO).differences == ()
+        assert convert(head(method, parameters="{density: 0.5}") + TWO).differences
 
 
 @pytest.mark.parametrize(
@@ -386,7 +490,23 @@ def test_slices_that_cannot_be_converted(convert, old, new, message):
         (head("ties", parameters="{lambda: [1, 2]}") + TWO, r"line 4: lambda: must be one value"),
         (
             head("ties", parameters="{rescale: true, density: 0.5}") + TWO,
-            r"line 4: rescale: what trimming leaves",
+            r"line 4: rescale: what ties leaves",
+        ),
+        (
+            head("breadcrumbs", parameters="{rescale: true, density: 0.5}") + TWO,
+            r"line 4: rescale: what breadcrumbs leaves",
+        ),
+        (
+            head("breadcrumbs", parameters="{gamma: 1.5}") + TWO,
+            r"line 4: drop_largest = 1.5: .*less than 1",
+        ),
+        (
+            head("della", parameters="{density: 0.1}") + TWO,
+            r"epsilon = 0.15 at density = 0.1: .*lower epsilon",
+        ),
+        (
+            head("della", parameters="{density: 0.5, epsilon: 0.5}") + TWO,
+            r"line 4: epsilon = 0.5 at density = 0.5",
         ),
         (head("linear", models="[{model: base}]"), r"a mean needs two models"),
         ("merge_method: linear\nparameters: {normalize: false}\n" + TWO.replace("7", "6"), "to 1"),
@@ -409,10 +529,14 @@ def test_slices_that_cannot_be_converted(convert, old, new, message):
             r"line 5: t = 1.5: .*less than or equal to 1",
         ),
         (head("nuslerp", "math") + TWO, r"line 1: nuslerp merges two models"),
+        (head("karcher", "a", models="[{model: a}]"), r"line 1: a mean needs two models"),
+        (head("model_stock", models="[{model: a}]"), r"line 1: model_stock needs two models"),
+        ("merge_method: model_stock\n" + TWO, r"line 1: base_model is missing; model_stock"),
         (
-            head("nuslerp", parameters="{nuslerp_flatten: false}") + TWO,
-            r"line 4: nuslerp_flatten: false",
+            head("model_stock", parameters="{filter_wise: true}") + TWO,
+            r"line 4: filter_wise: true: the angle",
         ),
+        (head("sce") + TWO, r"line 1: merge_method 'sce' cannot be converted: it weighs .*these"),
         (head("ties").replace("float32", "float23") + TWO, r"line 3: 'float23' .*'float32'"),
         (head("ties", models="[{model: {lora: a}}]"), r"line 4: model is missing"),
         (head("ties", models="[{model: {model: {revision: a}}}]"), r"line 4: path is missing"),

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from agreement import AGREEMENT
 from mergekit.merge_methods import merge_tensors
 from torch import Tensor
 
@@ -21,6 +23,12 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 SEED = 42
 ROUNDING = 2.0**-24
 """The largest relative error of one float32 operation."""
+
+
+compares = pytest.mark.compares
+"""Says what a test compares: `@compares("ties", "mergekit")`."""
+DEFINITION = "authors' definition"
+"""The peer where a method's authors have published what they compute."""
 
 
 def make_models(
@@ -88,6 +96,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
     """Every element is equal, and of the same type (0 and -0 count as equal)."""
     assert ours.dtype == theirs.dtype
     assert ours.shape == theirs.shape
+    AGREEMENT.measure(ours, theirs)
     differing = (ours != theirs).sum().item()
     assert differing == 0, f"{differing} of {ours.numel()} elements differ"
 
@@ -95,7 +104,16 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 def assert_within(ours: Tensor, theirs: Tensor, roundings: float, magnitude: Tensor) -> None:
     """Ours and theirs differ by no more than so many roundings of numbers of that magnitude."""
     assert ours.shape == theirs.shape
+    AGREEMENT.measure(ours, theirs)
     distance = (ours.double() - theirs.double()).abs()
     bound = ROUNDING * magnitude.double().abs()
     worst = torch.where(distance == 0, 0, distance / bound).max().item()
     assert worst <= roundings, f"{worst:.1f} roundings apart; {roundings} are allowed"
+
+
+def assert_near(ours: Tensor, theirs: Tensor, share: float) -> None:
+    """The two differ, as a whole, by no more than this share of their norm."""
+    assert ours.shape == theirs.shape
+    AGREEMENT.measure(ours, theirs)
+    found = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+    assert found <= share, f"{found:.1e} of the norm apart; {share:.1e} are allowed"

@@ -7,6 +7,7 @@ import torch
 from mergekit import sparsify
 from side_by_side import (
     assert_same,
+    compares,
     make_dyadic_deltas,
     make_models,
     merge_ours,
@@ -22,6 +23,7 @@ def middle(keep_middle, drop_largest):
 
 @pytest.mark.parametrize("shape", [(37, 53), (300, 301), (64,)])
 @pytest.mark.parametrize(("density", "gamma"), CASES)
+@compares("breadcrumbs", "mergekit")
 def test_breadcrumbs(shape, density, gamma):
     base, models = make_models(3, shape)
     ours = merge_ours(base, models, "breadcrumbs+sum", stages=middle(density, gamma))
@@ -30,6 +32,7 @@ def test_breadcrumbs(shape, density, gamma):
 
 
 @pytest.mark.parametrize(("density", "gamma"), CASES)
+@compares("breadcrumbs_ties", "mergekit")
 def test_breadcrumbs_ties(density, gamma):
     base, models = make_models(3)
     weights = (0.5, 0.25, 0.7)
@@ -48,6 +51,7 @@ def test_breadcrumbs_ties(density, gamma):
     assert_same(ours, theirs)
 
 
+@compares("breadcrumbs", "mergekit")
 def test_difference_which_of_equals_are_kept():
     """Theirs is a sort that is not stable; ours counts the first of equals as larger."""
     (delta,) = make_dyadic_deltas(1)  # 65 magnitudes for 1961 elements
@@ -61,6 +65,7 @@ def test_difference_which_of_equals_are_kept():
     assert (ours != 0).sum() == (theirs != 0).sum()
 
 
+@compares("breadcrumbs", "mergekit")
 def test_difference_a_small_tensor_keeps_an_element():
     delta = torch.tensor([1.0, 3.0, 2.0])
     ours = merge_ours(torch.zeros(3), [delta], "breadcrumbs+sum", stages=middle(0.2, 0.0))

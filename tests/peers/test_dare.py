@@ -11,6 +11,7 @@ from side_by_side import (
     SEED,
     assert_same,
     assert_within,
+    compares,
     make_dyadic_deltas,
     make_models,
     merge_ours,
@@ -23,6 +24,11 @@ import dare
 RATES = [0.1, 0.5, 0.9, 0.99]
 EXACT_RATES = [0.5, 0.75]
 """Rates whose keep probability is a power of two: to rescale by it rounds nothing."""
+
+IN_PEFT = [
+    pytest.param("dare+sum", peft.dare_linear, marks=compares("dare_linear", "PEFT")),
+    pytest.param("dare+ties", peft.dare_ties, marks=compares("dare_ties", "PEFT")),
+]
 
 
 def dare_stage(drop_rate, rescale=True):
@@ -37,6 +43,7 @@ class TestMergekit:
     """mergekit scales what is left to the L1 norm of the whole delta: our rescale = "l1"."""
 
     @pytest.mark.parametrize("drop_rate", RATES)
+    @compares("dare_linear", "mergekit")
     def test_linear_is_exact_where_norms_are(self, drop_rate):
         base, deltas = make_models(1)[0], make_dyadic_deltas(3)
         base = torch.round(base * 1024) / 1024
@@ -47,6 +54,7 @@ class TestMergekit:
         assert_same(ours, theirs)
 
     @pytest.mark.parametrize("drop_rate", RATES)
+    @compares("dare_linear", "mergekit")
     def test_linear(self, drop_rate):
         # The norms are sums of 1961 magnitudes, ours in float64, torch's in float32 by partial
         # sums of a few dozen: 64 roundings bound what it can lose in the two, 4 the rest.
@@ -58,6 +66,7 @@ class TestMergekit:
         assert_within(ours, theirs, 68, magnitude)
 
     @pytest.mark.parametrize("drop_rate", RATES)
+    @compares("dare_ties", "mergekit")
     def test_ties_is_exact_where_norms_are(self, drop_rate):
         deltas = make_dyadic_deltas(3)
         base = zeros_like_first(deltas)
@@ -79,7 +88,15 @@ class TestMergekit:
     @pytest.mark.parametrize("drop_rate", RATES)
     @pytest.mark.parametrize(
         ("method", "peer", "parameters"),
-        [("dare+sum", "dare_linear", {}), ("dare+ties", "dare_ties", {"normalize": True})],
+        [
+            pytest.param("dare+sum", "dare_linear", {}, marks=compares("dare_linear", "mergekit")),
+            pytest.param(
+                "dare+ties",
+                "dare_ties",
+                {"normalize": True},
+                marks=compares("dare_ties", "mergekit"),
+            ),
+        ],
     )
     def test_without_rescaling(self, drop_rate, method, peer, parameters):
         base, models = make_models(3)
@@ -95,9 +112,7 @@ class TestPeft:
     """PEFT divides by the keep probability, as the paper and we do."""
 
     @pytest.mark.parametrize("drop_rate", EXACT_RATES)
-    @pytest.mark.parametrize(
-        ("method", "peer"), [("dare+sum", peft.dare_linear), ("dare+ties", peft.dare_ties)]
-    )
+    @pytest.mark.parametrize(("method", "peer"), IN_PEFT)
     def test_exact_rates(self, drop_rate, method, peer):
         _, deltas = make_models(3)
         ours = merge_ours(zeros_like_first(deltas), deltas, method, stages=dare_stage(drop_rate))
@@ -106,6 +121,7 @@ class TestPeft:
         assert_same(ours, theirs)
 
     @pytest.mark.parametrize("drop_rate", EXACT_RATES)
+    @compares("dare_linear", "PEFT")
     def test_linear_with_its_weights(self, drop_rate):
         _, deltas = make_models(3)
         ours = merge_ours(
@@ -116,9 +132,7 @@ class TestPeft:
         assert_same(ours, theirs)
 
     @pytest.mark.parametrize("drop_rate", RATES)
-    @pytest.mark.parametrize(
-        ("method", "peer"), [("dare+sum", peft.dare_linear), ("dare+ties", peft.dare_ties)]
-    )
+    @pytest.mark.parametrize(("method", "peer"), IN_PEFT)
     def test_any_rate(self, drop_rate, method, peer):
         # For each model we round 1/(1-p) and multiply, PEFT rounds 1-p and divides: 4 roundings.
         # Then come two more additions on either side, and ties has one division on either.
@@ -142,6 +156,7 @@ def test_the_peers_masks_really_are_ours():
         assert_same(sparsify.bernoulli(delta, 1 - 0.9), delta * kept)
 
 
+@compares("dare_linear", "mergekit")
 def test_difference_mergekits_factor_depends_on_the_mask():
     """1/(1-p) makes the expectation right; a norm's factor is only near it, and is its default."""
     delta = torch.tensor([1.0, 2.0, 3.0, 4.0] * 4)
@@ -157,6 +172,7 @@ def test_difference_mergekits_factor_depends_on_the_mask():
     assert_same(ours, torch.where(kept, delta * 2, 0))
 
 
+@compares("dare_ties", "mergekit")
 def test_difference_mergekits_dare_ties_adds_where_ours_takes_the_mean():
     """Its `normalize` is off by default in dare_ties, and on in ties."""
     base, models = torch.tensor([1.0]), [torch.tensor([1.5]), torch.tensor([1.25])]
@@ -166,6 +182,7 @@ def test_difference_mergekits_dare_ties_adds_where_ours_takes_the_mean():
     assert merge_ours(base, models, "dare_ties", stages=keep_all).item() == 1.375
 
 
+@compares("dare_linear", "mergekit")
 def test_difference_mergekit_does_not_rescale_tiny_deltas():
     """Below an L1 norm of 10⁻⁷ it leaves the kept elements as they are."""
     delta = torch.full((16,), 2.0**-30)
@@ -177,6 +194,7 @@ def test_difference_mergekit_does_not_rescale_tiny_deltas():
     assert_same(ours, delta * kept * (16 / kept.sum()))
 
 
+@compares("dare_linear", "mergekit")
 def test_difference_in_bfloat16_mergekit_rounds_the_rate_away():
     base = torch.zeros(100_000, dtype=torch.bfloat16)
     model = torch.ones_like(base)
@@ -187,6 +205,7 @@ def test_difference_in_bfloat16_mergekit_rounds_the_rate_away():
     assert 50 <= (ours == 0).sum() <= 150
 
 
+@compares("dare_linear", "PEFT")
 def test_difference_what_is_dropped_cannot_do_harm():
     """The peers multiply by zero, and 0·∞ and 0·NaN are NaN."""
     kept = torch.from_numpy(dare.keep_mask(NAME, 16, 0.5, SEED))
@@ -198,6 +217,7 @@ def test_difference_what_is_dropped_cannot_do_harm():
     assert torch.equal(theirs.isnan(), ~kept)
 
 
+@compares("dare_linear", "PEFT")
 def test_difference_to_drop_everything_is_an_error():
     """PEFT divides zero by zero."""
     delta = torch.ones(4)

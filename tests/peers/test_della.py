@@ -16,6 +16,7 @@ from side_by_side import (
     SEED,
     assert_same,
     assert_within,
+    compares,
     make_dyadic_deltas,
     make_models,
     merge_ours,
@@ -53,6 +54,7 @@ def our_numbers(asked: list[Tensor] | None = None) -> Iterator[None]:
 
 @pytest.mark.parametrize("shape", [(37, 53), (300, 301), (64,)])
 @pytest.mark.parametrize(("drop_rate", "epsilon"), CASES)
+@compares("della_linear", "mergekit")
 def test_the_same_elements_are_kept(shape, drop_rate, epsilon):
     """Theirs are float32 probabilities, a few 2⁻²⁴ off: no number lies that close to one here."""
     base, models = make_models(2, shape)
@@ -72,6 +74,7 @@ def test_the_same_elements_are_kept(shape, drop_rate, epsilon):
 
 
 @pytest.mark.parametrize(("drop_rate", "epsilon"), CASES)
+@compares("della_linear", "mergekit")
 def test_linear_to_the_l1_norm(drop_rate, epsilon):
     base, models = make_models(3)
     ours = merge_ours(
@@ -91,6 +94,7 @@ def test_linear_to_the_l1_norm(drop_rate, epsilon):
 
 
 @pytest.mark.parametrize(("drop_rate", "epsilon"), CASES)
+@compares("della", "mergekit")
 def test_ties(drop_rate, epsilon):
     base, models = make_models(3)
     weights = (1.0, 0.5, 2.0)
@@ -115,6 +119,18 @@ def test_ties(drop_rate, epsilon):
     assert_same(ours, theirs)
 
 
+@compares("della", "mergekit")
+@pytest.mark.parametrize(("drop_rate", "epsilon"), CASES)
+def test_ties_to_the_l1_norm_as_is_its_default(drop_rate, epsilon):
+    base, models = make_models(3)
+    ours = merge_ours(base, models, "della+ties", stages=by_rank(drop_rate, epsilon, "l1"))
+    with our_numbers():
+        theirs = merge_theirs(
+            base, models, "della", density=1 - drop_rate, epsilon=epsilon, weight=1.0
+        )
+    assert_within(ours, theirs, 68, base.abs() + (theirs - base).abs())
+
+
 def test_probabilities():
     _, (delta,) = make_models(1)
     asked: list[Tensor] = []
@@ -128,6 +144,7 @@ def test_probabilities():
     assert (rates - asked[0][kept]).abs().max() <= 8 * ROUNDING
 
 
+@compares("della_linear", "mergekit")
 def test_difference_we_divide_by_each_elements_own_probability():
     """The paper does; mergekit scales the whole to its L1 norm, which favours large elements."""
     (delta,) = make_dyadic_deltas(1, (400, 64))
@@ -142,6 +159,7 @@ def test_difference_we_divide_by_each_elements_own_probability():
     assert sums["l1"] < 0.8
 
 
+@compares("della_linear", "mergekit")
 def test_difference_a_row_of_one_element():
     """Its rank is divided by zero in mergekit."""
     delta = torch.ones(8, 1)

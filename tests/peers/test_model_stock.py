@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from side_by_side import assert_within, make_models, merge_ours, merge_theirs
+from side_by_side import assert_within, compares, make_models, merge_ours, merge_theirs
+
+pytestmark = compares("model_stock", "mergekit")
 
 
 def agreeing_models(count):

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from mergekit.merge_methods import merge_tensors
-from side_by_side import assert_within, make_models, merge_ours, merge_theirs
+from side_by_side import assert_within, compares, make_models, merge_ours, merge_theirs
+
+pytestmark = compares("nuslerp", "mergekit")
 
 FLAGS = {
     "tensor": {},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from side_by_side import assert_same
+from side_by_side import assert_same, compares
 
 import dare
 
@@ -135,6 +135,7 @@ def assert_programs_agree(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@compares("dare_linear", "mergekit program")
 def test_dare_linear_that_drops_nothing(tmp_path, dtype):
     assert_programs_agree(
         tmp_path,
@@ -146,6 +147,7 @@ def test_dare_linear_that_drops_nothing(tmp_path, dtype):
     )
 
 
+@compares("ties", "mergekit program")
 def test_ties(tmp_path):
     """In float32, where deltas neither cancel nor have equal magnitudes at the cut."""
     assert_programs_agree(

@@ -9,7 +9,9 @@ import math
 
 import pytest
 import torch
-from side_by_side import assert_within, make_models, merge_ours, merge_theirs
+from side_by_side import assert_within, compares, make_models, merge_ours, merge_theirs
+
+pytestmark = compares("slerp", "mergekit")
 
 FRACTIONS = [0.0, 0.1, 0.5, 0.8, 1.0]
 LIMIT = 0.9995
@@ -92,6 +94,7 @@ def test_the_base_makes_no_difference_to_slerp_on_weights(cosine, t):
 
 @pytest.mark.parametrize("t", FRACTIONS)
 @pytest.mark.parametrize("cosine", [-0.9, -0.5, 0.0, 0.3, 0.9, EITHER_SIDE[0]])
+@compares("nuslerp", "mergekit")
 def test_slerp_on_deltas_is_nuslerp_with_a_base(cosine, t):
     base = make_models(1, shape=(1961,))[0]
     first, second = (base + delta for delta in make_pair(cosine))
@@ -103,6 +106,7 @@ def test_slerp_on_deltas_is_nuslerp_with_a_base(cosine, t):
     assert_within(ours, theirs, 5, magnitude)
 
 
+@compares("nuslerp", "mergekit")
 def test_nuslerp_weights_are_our_t():
     """It takes t from two weights: the second's share."""
     base, models = make_models(2)
@@ -112,6 +116,7 @@ def test_nuslerp_weights_are_our_t():
     assert_within(ours, theirs, 5, magnitude)
 
 
+@compares("nuslerp", "mergekit")
 def test_difference_nuslerp_has_no_parallel_limit():
     """It stays on the arc up to cos Ω = 1, so near it the two differ by a part in ten thousand."""
     first, second = make_pair(EITHER_SIDE[1])
@@ -123,6 +128,7 @@ def test_difference_nuslerp_has_no_parallel_limit():
     torch.testing.assert_close(theirs, growth * ours, rtol=1e-6, atol=0)
 
 
+@compares("nuslerp", "mergekit")
 def test_difference_nuslerp_explodes_between_opposite_deltas():
     first, second = make_pair(-EITHER_SIDE[1])
     base = torch.zeros_like(first)

@@ -10,6 +10,7 @@ from side_by_side import (
     NAME,
     SEED,
     assert_same,
+    compares,
     make_dyadic_deltas,
     make_models,
     merge_ours,
@@ -28,6 +29,7 @@ def merge_trimmed(base, models, keep_ratio, **settings):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("keep_ratio", [0.2, 0.5, 1.0])
+@compares("ties", "mergekit")
 def test_mergekit(count, shape, keep_ratio):
     base, models = make_models(count, shape)
     ours = merge_trimmed(base, models, keep_ratio)
@@ -36,6 +38,7 @@ def test_mergekit(count, shape, keep_ratio):
 
 @pytest.mark.parametrize("weights", [(0.5, 0.25, 0.7), (1.0, 1e-3, 2.0)])
 @pytest.mark.parametrize("scale", [1.0, 0.7])
+@compares("ties", "mergekit")
 def test_mergekit_with_weights(weights, scale):
     base, models = make_models(3)
     ours = merge_trimmed(base, models, 0.3, weights=weights, scale=scale)
@@ -48,12 +51,14 @@ def test_mergekit_with_weights(weights, scale):
 @pytest.mark.parametrize("shape", SHAPES[1:])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("keep_ratio", [0.2, 0.5])
+@compares("ties", "PEFT")
 def test_peft_with_weights_of_one(count, shape, keep_ratio):
     _, deltas = make_models(count, shape)
     ours = merge_trimmed(torch.zeros(shape), deltas, keep_ratio)
     assert_same(ours, peft.ties(deltas, torch.ones(count), keep_ratio))
 
 
+@compares("ties", "PEFT")
 def test_peft_with_equal_weights_divides_by_the_count():
     _, deltas = make_models(3)
     stages = {"ties": {"keep_ratio": 0.3, "divide_by": "count"}}
@@ -64,6 +69,7 @@ def test_peft_with_equal_weights_divides_by_the_count():
 
 
 @pytest.mark.parametrize("keep_ratio", [0.2, 0.5])
+@compares("ties", "mergekit")
 def test_trim_after_dare_ranks_the_survivors_only(keep_ratio):
     """The peers cannot chain the two: theirs is given the survivors alone to rank."""
     _, (delta,) = make_models(1)
@@ -98,6 +104,7 @@ class TestEqualMagnitudesAtTheCut:
         assert kept_at_cut.tolist() == sorted(kept_at_cut.tolist(), reverse=True)
 
 
+@compares("ties", "mergekit")
 def test_mergekit_on_bfloat16_differs_only_where_the_sum_is_zero():
     """Deltas of bfloat16 weights are coarse, so that some do cancel: see the next test."""
     base, models = make_models(3, shape=(300, 301), dtype=torch.bfloat16)
@@ -117,6 +124,7 @@ def test_mergekit_on_bfloat16_differs_only_where_the_sum_is_zero():
     assert_same(ours[~cancelling], theirs[~cancelling])
 
 
+@compares("ties", "mergekit")
 def test_difference_a_zero_sum_elects_nothing():
     """The peers count a sum of zero as positive, which favours one sign for no reason."""
     deltas = [torch.tensor([0.5]), torch.tensor([-0.5])]
@@ -127,6 +135,7 @@ def test_difference_a_zero_sum_elects_nothing():
     assert peft.ties(deltas, torch.ones(2), 1.0).item() == 0.5
 
 
+@compares("ties", "mergekit")
 def test_difference_the_sum_is_rounded_in_another_order():
     """We add up each sign by itself, so P + N = fl(1 + 2⁻²⁴) - 1 = 0 elects nothing.
 
@@ -139,6 +148,7 @@ def test_difference_the_sum_is_rounded_in_another_order():
     assert theirs.item() == 0.5
 
 
+@compares("ties", "mergekit")
 def test_difference_a_negative_weight_turns_a_delta_around():
     """mergekit divides by the sum of the weights, sign and all, so that the minus cancels."""
     base, models = torch.tensor([1.0]), [torch.tensor([1.5])]
@@ -146,6 +156,7 @@ def test_difference_a_negative_weight_turns_a_delta_around():
     assert merge_theirs(base, models, "ties", density=1.0, weight=[-1.0]).item() == 1.5
 
 
+@compares("ties", "PEFT")
 def test_difference_peft_elects_without_the_weights():
     deltas = [torch.tensor([0.5]), torch.tensor([-0.25])]
     weights = (0.25, 1.0)  # weighted sum -0.125, unweighted sum +0.25
@@ -157,6 +168,7 @@ def test_difference_peft_elects_without_the_weights():
     assert theirs.item() == -0.25  # mergekit elects as we do
 
 
+@compares("ties", "PEFT")
 def test_difference_peft_may_keep_nothing_of_a_small_tensor():
     delta = torch.tensor([0.5, 1.0, -0.25])
     ours = merge_trimmed(torch.zeros(3), [delta], 0.2)

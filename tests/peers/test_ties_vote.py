@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from peft.utils import merge_utils as peft
-from side_by_side import assert_same, make_dyadic_deltas, merge_ours
+from side_by_side import assert_same, compares, make_dyadic_deltas, merge_ours
 
 VOTES = {"sum": "total", "count": "frequency"}
 
 
 @pytest.mark.parametrize("vote", VOTES)
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 2.0, 4.0)])
+@compares("ties", "PEFT")
 def test_peft_elects_as_we_do_without_weights(vote, weights):
     deltas = make_dyadic_deltas(3)
     stages = {"ties": {"vote": vote, "weighted": False, "divide_by": "count"}}

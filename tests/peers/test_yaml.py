@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from mergekit.merge_methods.registry import registered_methods
 from safetensors.torch import load_file, save_file
-from side_by_side import assert_within
+from side_by_side import assert_near, assert_within, compares
 from test_program import CONFIG
 
 import dare
 from dare.mergekit import convert_yaml
+from dare.mergekit.methods import METHODS, NOT_CONVERTED
 
 LAYERS = 4
 HIDDEN, INNER, VOCABULARY = 32, 48, 101
@@ -42,7 +44,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A base, three fine-tunes of it that differ a little, and one that differs a lot."""
+    """A base, fine-tunes of it that differ a little, two like one of them, and one far away."""
     found = tmp_path_factory.mktemp("llamas")
     generator = torch.Generator().manual_seed(0)
 
@@ -51,8 +53,12 @@ def folder(tmp_path_factory):
 
     base = noise(0.02)
     sizes = {"base": 0.0, "math": 0.001, "code": 0.001, "chat": 0.001, "far": 0.02}
-    for name, size in sizes.items():
-        tensors = {n: base[n] + change for n, change in noise(size).items()}
+    changes = {name: noise(size) for name, size in sizes.items()}
+    for name in ("related", "alike"):  # to math, and to each other
+        own = noise(0.001)
+        changes[name] = {n: change + own[n] for n, change in changes["math"].items()}
+    for name, change in changes.items():
+        tensors = {n: base[n] + change[n] for n in base}
         (found / name).mkdir()
         save_file(tensors, found / name / "model.safetensors", metadata={"format": "pt"})
         config = {**CONFIG, "num_hidden_layers": LAYERS, "dtype": "float32"}
@@ -63,6 +69,11 @@ def folder(tmp_path_factory):
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+PEER = "mergekit YAML"
+ITERATED = ("karcher",)
+"""Methods that mergekit approaches step by step, in float32, from angles that it rounds."""
 
 
 def run_mergekit(file: Path, output: Path) -> None:
@@ -254,6 +265,100 @@ models:
   - {model: base, parameters: {weight: [0.8, 0.1]}}
 """
 
+NUSLERP_OF_CHANGING_SUMS = """
+merge_method: nuslerp
+base_model: base
+dtype: float32
+models:
+  - {model: math, parameters: {weight: [{filter: mlp, value: [1, 4]}, {value: 1}]}}
+  - {model: far, parameters: {weight: [0.5, 3]}}
+"""
+
+NUSLERP_ROWS = NUSLERP + "parameters: {nuslerp_flatten: false}\n"
+NUSLERP_COLUMNS = NUSLERP + "parameters: {nuslerp_flatten: false, nuslerp_row_wise: true}\n"
+
+BREADCRUMBS = """
+merge_method: breadcrumbs
+base_model: base
+dtype: float32
+models:
+  - model: math
+    parameters:
+      weight: 0.7
+      density: [{filter: mlp, value: 0.31}, {filter: embed, value: 1.0}]
+      gamma: 0.07
+  - {model: code, parameters: {weight: [0.5, -2.0], density: [0.21, 0.93]}}
+  - {model: chat, parameters: {weight: 1.0, gamma: 0.0}}
+parameters: {density: 0.43, lambda: 0.7}
+"""
+
+BREADCRUMBS_NORMALIZED = """
+merge_method: breadcrumbs
+base_model: base
+dtype: float32
+models:
+  - {model: math, parameters: {weight: 3, gamma: 0.3}}
+  - {model: code, parameters: {weight: 1}}
+parameters: {density: 0.57, normalize: true}
+"""
+
+BREADCRUMBS_TIES = """
+merge_method: breadcrumbs_ties
+base_model: base
+dtype: float32
+models:
+  - {model: math, parameters: {weight: 0.5, density: 0.71, gamma: [0.05, 0.2]}}
+  - {model: code, parameters: {weight: [0.25, 0.75]}}
+  - {model: chat, parameters: {weight: 0.4}}
+parameters: {density: 0.53, gamma: 0.02}
+"""
+
+BREADCRUMBS_TIES_WITH_DIVISION = BREADCRUMBS_TIES.replace("gamma: 0.02", "normalize: true")
+
+DELLA_LINEAR = """
+merge_method: della_linear
+base_model: base
+dtype: float32
+models:
+  - {model: math, parameters: {weight: 0.3, density: 1.0}}
+  - {model: code, parameters: {weight: -0.7}}
+parameters: {epsilon: 0.1}
+"""
+
+DELLA = """
+merge_method: della
+base_model: base
+dtype: float32
+models:
+  - {model: math, parameters: {weight: 0.5}}
+  - {model: code, parameters: {weight: [0.25, 0.75]}}
+  - {model: chat, parameters: {weight: 0.4}}
+parameters: {lambda: 1.5, density: 1.0}
+"""
+
+KARCHER = """
+merge_method: karcher
+dtype: float32
+models:
+  - {model: math}
+  - {model: far}
+  - {model: chat}
+parameters: {max_iter: 100, tol: 1e-9}
+"""
+
+KARCHER_WITH_BASE = KARCHER.replace("dtype", "base_model: base\ndtype")
+
+MODEL_STOCK = """
+merge_method: model_stock
+base_model: base
+dtype: float32
+models:
+  - {model: related}
+  - {model: math}
+  - {model: alike}
+parameters: {filter_wise: false}
+"""
+
 TWO_SLICES = """
 merge_method: task_arithmetic
 base_model: base
@@ -269,17 +374,28 @@ slices:
     parameters: {weight: 0.5}
 """
 
-DETERMINISTIC = {
-    name: text for name, text in globals().items() if isinstance(text, str) and "\ndtype: f" in text
-}
+
+def compared(text, **more):
+    """A configuration as a case, marked with its method."""
+    return pytest.param(text, marks=compares(yaml.safe_load(text)["merge_method"], PEER), **more)
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
-def test_what_drops_nothing_at_random_is_equal_to_rounding(folder, tmp_path, monkeypatch, name):
-    ours, theirs, _ = merge_both(folder, tmp_path, monkeypatch, DETERMINISTIC[name])
-    stored = [weights_of(folder / model) for model in ("base", "math", "code", "chat", "far")]
+DETERMINISTIC = [
+    compared(text, id=name)
+    for name, text in list(globals().items())
+    if isinstance(text, str) and "\ndtype: f" in text
+]
+
+
+@pytest.mark.parametrize("text", DETERMINISTIC)
+def test_what_drops_nothing_at_random_is_equal_to_rounding(folder, tmp_path, monkeypatch, text):
+    ours, theirs, conversion = merge_both(folder, tmp_path, monkeypatch, text)
+    stored = [weights_of(folder / model) for model in sorted(folder.iterdir())]
     for tensor, merged in ours.items():
         # Some ten operations on either side, on numbers no larger than the models' and twice that.
+        if conversion.recipe.method in ITERATED:
+            assert_near(merged, theirs[tensor], 1e-5)
+            continue
         magnitude = 2 * sum(model[tensor].abs() for model in stored)
         assert_within(merged, theirs[tensor], 8, magnitude)
     changed = [n for n in ours if not any(torch.equal(ours[n], model[n]) for model in stored)]
@@ -295,8 +411,12 @@ models:
 """
 
 
-def test_what_is_dropped_at_random_is_dropped_at_the_same_rate(folder, tmp_path, monkeypatch):
-    ours, theirs, conversion = merge_both(folder, tmp_path, monkeypatch, RANDOM)
+RANKED = RANDOM.replace("dare_linear", "della_linear").replace("0.5,", "0.5, epsilon: 0.1,")
+
+
+@pytest.mark.parametrize("text", [RANDOM, RANKED], ids=["dare", "della"])
+def test_what_is_dropped_at_random_is_dropped_at_the_same_rate(folder, tmp_path, monkeypatch, text):
+    ours, theirs, conversion = merge_both(folder, tmp_path, monkeypatch, text)
     base, math = weights_of(folder / "base"), weights_of(folder / "math")
     assert any("other elements are dropped" in text for text in conversion.differences)
     for layer, rate in enumerate((0.8, 0.6, 0.4, 0.2)):
@@ -335,6 +455,8 @@ def test_storage_types_are_mergekits(folder, tmp_path, monkeypatch):
 REFUSED = {
     "layers are left out": SLERP.replace("[0, 4]", "[0, 3]"),
     "the minus would cancel": DARE_TIES.replace("0.4", "-0.4"),
+    "the angle would be that of rows": MODEL_STOCK.replace("false", "true"),
+    "what is left would be rescaled": BREADCRUMBS.replace("lambda: 0.7", "rescale: true"),
 }
 
 
@@ -345,3 +467,19 @@ def test_what_would_be_another_model_is_refused(folder, tmp_path, monkeypatch, t
     assert yaml.safe_load(text)["merge_method"]
     with pytest.raises(dare.RecipeError, match=r"merge.yaml, line \d+: "):
         convert_yaml(tmp_path / "merge.yaml")
+
+
+def test_every_method_of_mergekit_is_converted_or_has_a_reason_why_not():
+    known = {method.spec.name for method in registered_methods()}
+    assert METHODS.keys() | NOT_CONVERTED.keys() == known
+    assert not METHODS.keys() & NOT_CONVERTED.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_parameters_of_a_method_are_mergekits(method):
+    spec = next(m.spec for m in registered_methods() if m.spec.name == method)
+    ours = {*METHODS[method].of_models, *METHODS[method].of_all}
+    theirs = {parameter.name for parameter in spec.parameters} - {"int8_mask"}
+    if method == "task_arithmetic":
+        theirs -= {"density", "rescale"}  # which change nothing where nothing is dropped
+    assert ours == theirs

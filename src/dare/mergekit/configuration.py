@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,11 @@ class Config:
         return tuple(given for given in self.inputs if given.model != self.base)
 
 
-def read_config(root: Node, methods: Collection[str]) -> Config:
-    """Read and check a configuration, whose method must be one of `methods`."""
+def read_config(root: Node, methods: Collection[str], not_converted: Mapping[str, str]) -> Config:
+    """Read and check a configuration, whose method must be one of `methods`.
+
+    `not_converted` says of other methods why they cannot be converted.
+    """
     table = {
         key: node
         for key, node in as_table(root, TOP_KEYS, "a configuration").items()
@@ -65,9 +68,10 @@ def read_config(root: Node, methods: Collection[str]) -> Config:
         raise root.refuse("merge_method is missing")
     method = as_text(table["merge_method"], "merge_method")
     if method not in methods:
+        reason = not_converted.get(method)
+        why = f": {reason}" if reason else did_you_mean(method, methods)
         raise table["merge_method"].refuse(
-            f"merge_method {method!r} cannot be converted{did_you_mean(method, methods)}; "
-            f"these can: {', '.join(methods)}"
+            f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}"
         )
     if "modules" in table:
         raise table["modules"].refuse(

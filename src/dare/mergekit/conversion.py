@@ -10,7 +10,7 @@ from typing import Any
 
 from dare.mergekit.configuration import Config, read_config
 from dare.mergekit.draft import Draft, storage_type
-from dare.mergekit.methods import METHODS
+from dare.mergekit.methods import METHODS, NOT_CONVERTED
 from dare.mergekit.nodes import Table, read_yaml
 from dare.recipe import ModelEntry, Recipe, recipe_from_document
 
@@ -50,7 +50,7 @@ def recipe_from_yaml(path: str | PathLike[str]) -> Recipe:
 def convert_yaml(path: str | PathLike[str]) -> Conversion:
     """Read a mergekit configuration as a recipe, and say how the two differ."""
     file = Path(path)
-    config = read_config(read_yaml(file), METHODS)
+    config = read_config(read_yaml(file), METHODS, NOT_CONVERTED)
     draft = Draft(config)
     METHODS[config.method].convert(config, draft)
     _note_useless(config, draft)
@@ -78,7 +78,7 @@ def _tokenizer(config: Config) -> dict[str, str]:
 def _note_useless(config: Config, draft: Draft) -> None:
     """Say what is known to mergekit and changes nothing where it stands."""
     method = METHODS[config.method]
-    weighs_base = config.method == "linear"
+    weighs_base = config.method in ("linear", "karcher")
     told: dict[int, str] = {}
     for given in config.inputs:
         is_base = given.model == config.base and not weighs_base

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
+from typing import Literal
 
 from dare.mergekit.configuration import Config
 from dare.mergekit.draft import Draft
@@ -33,6 +35,11 @@ ELECTION = (
 )
 CUT = "of equal magnitudes at the cut those with the lowest index are kept; mergekit leaves it open"
 ROUNDED_SHARES = "weights are divided by their sum before they are used, mergekit's result after"
+LAST_ONE = "of a tensor whose density is less than one element one is kept; mergekit keeps none"
+ROWS_OF_DELLA = (
+    "in tensors of more than two dimensions ranks are those within the last one; mergekit ranks "
+    "within the second"
+)
 
 
 def _required_base(config: Config) -> str:
@@ -44,16 +51,27 @@ def _required_base(config: Config) -> str:
 # ---------------------------------------------------------------- changes to the base
 
 
-def _convert_deltas(config: Config, draft: Draft) -> None:
-    """task_arithmetic, dare_linear, ties and dare_ties: change each delta, combine, scale."""
+@dataclass(frozen=True)
+class Family:
+    """A method of the kind that changes each delta, combines them and scales the result."""
+
+    drops: Literal["dare", "della", "breadcrumbs", "trim"] | None = None
+    """How a delta is made sparser."""
+    elects: bool = False
+    normalize: bool = False
+    """What `normalize` is if it is not given."""
+    rescale: bool = False
+    """What `rescale` is if it is not given."""
+
+
+def _convert_deltas(family: Family, config: Config, draft: Draft) -> None:
+    """Change each delta, combine, scale."""
     base, models = _required_base(config), config.others()
     if not models:
         raise config.method_node.refuse("only the base is given: there is nothing to merge into it")
-    drops, elects = config.method.startswith("dare"), config.method.endswith("ties")
-    trims = config.method == "ties"
     weights = [numbers("weight", given) for given in models]
-    normalize = flag_for_all("normalize", config.shared, default=trims)
-    if elects:
+    normalize = flag_for_all("normalize", config.shared, default=family.normalize)
+    if family.elects:
         if normalize:
             _check_positive(weights, config)
         else:
@@ -62,16 +80,15 @@ def _convert_deltas(config: Config, draft: Draft) -> None:
     elif normalize:
         weights = _shares(weights, config, draft)
 
-    combine = "ties" if elects else "sum"
-    stages = ["dare"] * drops + [combine]
-    draft.merge("+".join(stages), base, [given.model for given in models])
+    stage = None if family.drops == "trim" else family.drops  # to trim is a parameter of ties
+    combine = "ties" if family.elects else "sum"
+    draft.merge(f"{stage}+{combine}" if stage else combine, base, [m.model for m in models])
     draft.scale(number_for_all("lambda", config.shared, 1.0))
     draft.set_for_models(None, "weight", weights)
-    densities = [_densities(given, config) for given in models]
-    if drops:
-        _set_drop_rates(densities, config, draft)
-    elif trims:
-        _set_keep_ratios(densities, config, draft)
+    if family.drops is not None:
+        densities = [_densities(given, config) for given in models]
+        rescale = flag_for_all("rescale", config.shared, default=family.rescale)
+        DROPS[family.drops](densities, models, rescale, config, draft)
 
 
 def _check_positive(weights: Sequence[Cases], config: Config) -> None:
@@ -96,33 +113,107 @@ def _densities(given: Input, config: Config) -> Cases:
     return cases
 
 
-def _set_drop_rates(densities: Sequence[Cases], config: Config, draft: Draft) -> None:
-    rates = [
-        tuple(Case(c.contains, each(_one_minus, c.value), c.node) for c in cases)
-        for cases in densities
-    ]
-    draft.set_for_models("dare", "drop_rate", rates)
-    rescale = flag_for_all("rescale", config.shared, default=True)
-    draft.set_stage("dare", "rescale", "l1" if rescale else False)
-    if any(rate > 0 for cases in rates for rate in values(cases)):
+def _drop_at_random(
+    densities: Sequence[Cases],
+    _models: Sequence[Input],
+    rescale: bool,
+    _config: Config,
+    draft: Draft,
+    stage: str = "dare",
+) -> None:
+    rates = [_changed(_one_minus, cases) for cases in densities]
+    draft.set_for_models(stage, "drop_rate", rates)
+    draft.set_stage(stage, "rescale", "l1" if rescale else False)
+    if _drops_any(densities):
         draft.differences.append(NEW_MASKS)
         draft.differences += [TINY_NORM] * rescale
+
+
+def _drop_by_rank(
+    densities: Sequence[Cases],
+    models: Sequence[Input],
+    rescale: bool,
+    config: Config,
+    draft: Draft,
+) -> None:
+    """Its epsilon goes from the mean rate to the highest, our window from the lowest."""
+    epsilons = [numbers("epsilon", given, default=0.15) for given in models]
+    for density, epsilon in zip(densities, epsilons, strict=True):
+        _check_epsilon(density, epsilon)
+    _drop_at_random(densities, models, rescale, config, draft, stage="della")
+    draft.set_for_models("della", "window", [_changed(lambda e: 2 * e, e) for e in epsilons])
+    draft.differences += [ROWS_OF_DELLA] * _drops_any(densities)
+
+
+def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
+    """Single numbers are held against each other here; the rest when the recipe is planned."""
+    first, second = values(densities), values(epsilons)
+    if len(first) > 1 or len(second) > 1:
+        return
+    density, epsilon = first[0], second[0]
+    if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
+        raise epsilons[0].node.refuse(
+            f"epsilon = {epsilon:g} at density = {density:g}: densities from "
+            f"{density - epsilon:.6g} to {density + epsilon:.6g} are not all between 0 and 1, and "
+            "mergekit refuses them too; lower epsilon"
+        )
+
+
+def _keep_middle(
+    densities: Sequence[Cases],
+    models: Sequence[Input],
+    rescale: bool,
+    config: Config,
+    draft: Draft,
+) -> None:
+    _refuse_rescale(densities, rescale, config)
+    draft.set_for_models("breadcrumbs", "keep_middle", densities)
+    gammas = [numbers("gamma", given, default=0.01) for given in models]
+    draft.set_for_models("breadcrumbs", "drop_largest", gammas)
+    draft.differences += [CUT, LAST_ONE] * _drops_any(densities)
+
+
+def _keep_largest(
+    densities: Sequence[Cases],
+    _models: Sequence[Input],
+    rescale: bool,
+    config: Config,
+    draft: Draft,
+) -> None:
+    _refuse_rescale(densities, rescale, config)
+    if _drops_any(densities):
+        draft.set_for_models("ties", "keep_ratio", densities)
+        draft.differences.append(CUT)
+
+
+DROPS: dict[str, Callable[[Sequence[Cases], Sequence[Input], bool, Config, Draft], None]] = {
+    "dare": _drop_at_random,
+    "della": _drop_by_rank,
+    "breadcrumbs": _keep_middle,
+    "trim": _keep_largest,
+}
+
+
+def _refuse_rescale(densities: Sequence[Cases], rescale: bool, config: Config) -> None:
+    if rescale and _drops_any(densities):
+        case = for_all("rescale", config.shared)
+        assert case is not None  # it is not at its default
+        raise case.node.refuse(
+            f"rescale: what {config.method} leaves cannot be rescaled here; delete it"
+        )
+
+
+def _drops_any(densities: Sequence[Cases]) -> bool:
+    return any(density < 1 for cases in densities for density in values(cases))
+
+
+def _changed(change: Callable[[float], float], cases: Cases) -> Cases:
+    return tuple(Case(c.contains, each(change, c.value), c.node) for c in cases)
 
 
 def _one_minus(density: float) -> float:
     """1 - density in decimals, as people write both."""
     return float(1 - Decimal(repr(density)))
-
-
-def _set_keep_ratios(densities: Sequence[Cases], config: Config, draft: Draft) -> None:
-    trims = any(density < 1 for cases in densities for density in values(cases))
-    if trims and flag_for_all("rescale", config.shared, default=False):
-        case = for_all("rescale", config.shared)
-        assert case is not None  # it is not at its default
-        raise case.node.refuse("rescale: what trimming leaves cannot be rescaled here; delete it")
-    if trims:
-        draft.set_for_models("ties", "keep_ratio", densities)
-    draft.differences += [CUT] * trims
 
 
 # ---------------------------------------------------------------- shares of a sum
@@ -153,7 +244,7 @@ def _by_filter(weights: Sequence[Cases]) -> list[list[Case]]:
 
 def _divided(row: Sequence[Case], config: Config, draft: Draft) -> list[Case]:
     total = _constant_total(row)
-    if abs(total) < 1e-6 and config.method in ("linear", "nuslerp"):
+    if abs(total) < 1e-6 and config.method == "linear":
         raise row[0].node.refuse("weight: the weights add up to 0")
     if abs(total) < 1e-8 or math.isclose(total, 1, rel_tol=1e-12):
         return list(row)  # which mergekit does not divide by
@@ -234,20 +325,70 @@ def _convert_nuslerp(config: Config, draft: Draft) -> None:
         raise config.method_node.refuse(
             f"nuslerp merges two models beside the base, and {len(others)} are given"
         )
-    if not flag_for_all("nuslerp_flatten", config.shared, default=True):
-        case = for_all("nuslerp_flatten", config.shared)
-        assert case is not None  # it is not at its default
-        raise case.node.refuse("nuslerp_flatten: false: tensors are taken as a whole here")
-    weights = [numbers("weight", given) for given in others]
-    second = _shares(weights, config, draft)[1]
     base = others[0].model if config.base is None else config.base
-    draft.merge("slerp", base, [given.model for given in others])
-    draft.set_cases("slerp", "t", second)
-    draft.set_stage("slerp", "on", "weights" if config.base is None else "deltas")
+    draft.merge("nuslerp", base, [given.model for given in others])
+    draft.set_for_models(None, "weight", [numbers("weight", given) for given in others])
+    draft.set_stage("nuslerp", "on", "weights" if config.base is None else "deltas")
+    draft.set_stage("nuslerp", "each", _each_line(config, draft))
     draft.differences.append(
-        "tensors whose cosine is beyond ±0.9995, or that are zero, are interpolated straight; "
-        "mergekit does that only where they are parallel, and takes a right angle for zeros"
+        "what has a cosine beyond ±0.9995, or is zero, is interpolated straight; mergekit does "
+        "that only where the two are parallel, and takes a right angle for zeros"
     )
+
+
+def _each_line(config: Config, draft: Draft) -> str:
+    """What has an angle of its own; mergekit's row-wise runs along the first dimension."""
+    by_column = flag_for_all("nuslerp_row_wise", config.shared, default=False)
+    if flag_for_all("nuslerp_flatten", config.shared, default=True):
+        if by_column:
+            draft.notes.append("nuslerp_row_wise: has no effect as long as nuslerp_flatten is on")
+        return "tensor"
+    draft.differences.append(
+        "a tensor of more than two dimensions is a matrix of the first by all others; mergekit's "
+        "rows and columns run along one of them"
+    )
+    return "column" if by_column else "row"
+
+
+def _convert_karcher(config: Config, draft: Draft) -> None:
+    """A mean of all models, the base among them if there is one."""
+    names = [given.model for given in config.inputs]
+    if len(names) < 2:
+        raise config.method_node.refuse("a mean needs two models; one is given")
+    draft.merge("karcher", names[0] if config.base is None else config.base, names)
+    steps = number_for_all("max_iter", config.shared, 10)
+    tolerance = number_for_all("tol", config.shared, 1e-5)
+    draft.differences += [
+        f"the mean is sought until it no longer moves; mergekit stops after {steps:g} steps, or "
+        f"when one is shorter than {tolerance:g}",
+        f"every tensor but zero has a direction; mergekit leaves out those shorter than "
+        f"{tolerance:g}",
+        "opposite tensors are averaged straight; mergekit goes from the first of them",
+    ]
+    if config.base is not None and len(names) > 1:
+        draft.notes.append(f"{config.base}: is one of the models that are averaged, as there")
+
+
+def _convert_model_stock(config: Config, draft: Draft) -> None:
+    base, models = _required_base(config), config.others()
+    if len(models) < 2:
+        raise config.method_node.refuse(
+            f"model_stock needs two models beside the base, and {len(models)} is given"
+        )
+    if flag_for_all("filter_wise", config.shared, default=False):
+        case = for_all("filter_wise", config.shared)
+        assert case is not None  # it is not at its default
+        raise case.node.refuse(
+            "filter_wise: true: the angle is that of whole tensors here, not of rows; delete it "
+            "if that will do"
+        )
+    draft.merge("model_stock", base, [given.model for given in models])
+    draft.differences += [
+        "where the models' changes point away from each other the base is kept; mergekit goes on "
+        "beyond it",
+        "every angle counts; mergekit takes changes for orthogonal whose lengths multiply to less "
+        "than 1e-6",
+    ]
 
 
 # ---------------------------------------------------------------- all of them
@@ -262,14 +403,35 @@ class Method:
     of_all: tuple[str, ...]
 
 
+def _of_deltas(family: Family, *of_models: str) -> Method:
+    sparser = ("density",) if family.drops else ()
+    of_all = ("normalize", "lambda", "rescale") if family.drops else ("normalize", "lambda")
+    return Method(partial(_convert_deltas, family), ("weight", *sparser, *of_models), of_all)
+
+
 METHODS = {
     "linear": Method(_convert_linear, ("weight",), ("normalize",)),
-    "task_arithmetic": Method(_convert_deltas, ("weight",), ("normalize", "lambda")),
-    "ties": Method(_convert_deltas, ("weight", "density"), ("normalize", "lambda", "rescale")),
-    "dare_linear": Method(
-        _convert_deltas, ("weight", "density"), ("normalize", "lambda", "rescale")
-    ),
-    "dare_ties": Method(_convert_deltas, ("weight", "density"), ("normalize", "lambda", "rescale")),
+    "task_arithmetic": _of_deltas(Family()),
+    "ties": _of_deltas(Family("trim", elects=True, normalize=True)),
+    "dare_linear": _of_deltas(Family("dare", rescale=True)),
+    "dare_ties": _of_deltas(Family("dare", elects=True, rescale=True)),
+    "breadcrumbs": _of_deltas(Family("breadcrumbs"), "gamma"),
+    "breadcrumbs_ties": _of_deltas(Family("breadcrumbs", elects=True), "gamma"),
+    "della": _of_deltas(Family("della", elects=True, normalize=True, rescale=True), "epsilon"),
+    "della_linear": _of_deltas(Family("della", rescale=True), "epsilon"),
     "slerp": Method(_convert_slerp, (), ("t",)),
-    "nuslerp": Method(_convert_nuslerp, ("weight",), ("nuslerp_flatten",)),
+    "nuslerp": Method(_convert_nuslerp, ("weight",), ("nuslerp_flatten", "nuslerp_row_wise")),
+    "karcher": Method(_convert_karcher, (), ("max_iter", "tol")),
+    "model_stock": Method(_convert_model_stock, (), ("filter_wise",)),
 }
+NOT_CONVERTED = {
+    "multislerp": "it goes one step of the way to the mean on the sphere; karcher goes all of it",
+    "sce": "it weighs models by the squares of their changes; ties is the nearest",
+    "ram": "it adds what one model changes and averages what several change; no stage does that",
+    "ramplus_tl": "it adds what one model changes, scaled by its share, and averages what several "
+    "change; no stage does that",
+    "nearswap": "it takes what differs least from the base; no stage does that",
+    "arcee_fusion": "it selects by the divergence of softmax rows; no stage does that",
+    "passthrough": "it copies layers and merges nothing",
+}
+"""What else mergekit 0.1.5 has, and why it has no equal."""
