@@ -12,6 +12,7 @@ Two pages are files of the repository's root: contributing.md and changelog.md.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -19,6 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dare.analysis.judgement import Severity
+from dare.analysis.limits import TABLE
+from dare.analysis.readiness import RULES
 from dare.recipe import EMBEDDINGS, ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES, Stage
 
@@ -224,6 +228,76 @@ def _plural(word: str) -> str:
     return {"text": "texts", "path": "paths", "table": "paths or tables"}.get(word, word)
 
 
+# ---------------------------------------------------------------- analysis
+
+
+def analysis() -> str:
+    """Every data class of an analysis with its fields, as the source describes them."""
+    parts = []
+    for module in ("results", "judgement"):
+        tree = ast.parse((ROOT / f"src/dare/analysis/{module}.py").read_text("utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                parts += [f"### {node.name}", ast.get_docstring(node) or ""]
+                parts.append(_described_fields(node))
+    return "\n\n".join(parts)
+
+
+def rules() -> str:
+    """What readiness looks for, and the numbers that measurements are held against."""
+    return "\n\n".join(
+        [
+            "## Rules",
+            _table(
+                ("rule", "makes the set", "looks for"),
+                ((f"`{r.name}`", EFFECTS[r.severity], r.looks_for) for r in RULES),
+            ),
+            "## Limits",
+            _table(
+                ("limit", "value", "meaning", "source"),
+                (
+                    (f"`{each.name}`", f"{each.value:g}", each.meaning, each.source)
+                    for each in TABLE
+                ),
+            ),
+        ]
+    )
+
+
+EFFECTS = {
+    Severity.STOP: "not ready",
+    Severity.CHANGE: "ready with changes",
+    Severity.NOTE: "as it is (a note)",
+}
+
+
+def _described_fields(node: ast.ClassDef) -> str:
+    """The fields, or the words of an enumeration, each with the text that stands below it."""
+    rows = []
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        text = _text_of(following)
+        if isinstance(statement, ast.AnnAssign):
+            name, kind = ast.unparse(statement.target), ast.unparse(statement.annotation)
+            rows.append((f"`{name}`", f"`{kind}`".replace("|", "\\|"), text))
+        elif isinstance(statement, ast.Assign):
+            rows.append((f"`{ast.literal_eval(statement.value)}`", "", text))
+        elif isinstance(statement, ast.FunctionDef) and _is_property(statement):
+            kind = ast.unparse(statement.returns) if statement.returns else ""
+            told = " ".join((ast.get_docstring(statement) or "").split())
+            rows.append((f"`.{statement.name}`", f"`{kind}`", told))
+    return _table(("field", "type", "meaning"), rows)
+
+
+def _text_of(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -245,7 +319,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PARTS: dict[str, Callable[[], str]] = {"flags": flags, "methods": methods, "recipe": recipe}
+PARTS: dict[str, Callable[[], str]] = {
+    "analysis": analysis,
+    "flags": flags,
+    "methods": methods,
+    "recipe": recipe,
+    "rules": rules,
+}
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or PARTS:

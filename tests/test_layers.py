@@ -15,7 +15,7 @@ import dare
 ROOT = Path(dare.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
-    ("demo",),
+    ("demo", "page"),
     ("compat", "darex"),
     ("api",),
     ("analysis", "inputs"),
@@ -59,6 +59,8 @@ HEAVY = {
     "huggingface_hub",
     "gradio",
     "pandas",
+    "altair",
+    "vl_convert",
     "numba",
 }
 

@@ -13,6 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dare.analysis.advice import advise
+    from dare.analysis.judgement import Advice, Readiness
+    from dare.analysis.readiness import assess
+    from dare.analysis.results import Analysis
+    from dare.analysis.sparsity import (
+        Configuration,
+        DARESparsityAnalyzer,
+        LayerSparsityMetrics,
+        SparsityAnalysis,
+        dare_merge_readiness,
+    )
+    from dare.analysis.survey import analyze, analyze_arrays
     from dare.api import load_recipe, merge, merge_arrays, plan
     from dare.compat import (
         DareConfig,
@@ -46,6 +58,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "analysis.advice": ("advise",),
+    "analysis.judgement": ("Advice", "Readiness"),
+    "analysis.readiness": ("assess",),
+    "analysis.results": ("Analysis",),
+    "analysis.sparsity": (
+        "Configuration",
+        "DARESparsityAnalyzer",
+        "LayerSparsityMetrics",
+        "SparsityAnalysis",
+        "dare_merge_readiness",
+    ),
+    "analysis.survey": ("analyze", "analyze_arrays"),
     "api": ("load_recipe", "merge", "merge_arrays", "plan"),
     "compat": (
         "DareConfig",
@@ -80,25 +104,37 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "MASK_VERSION",
+    "Advice",
+    "Analysis",
+    "Configuration",
+    "DARESparsityAnalyzer",
     "DareConfig",
     "DareError",
     "DareMerger",
     "DareWarning",
     "HeaderError",
     "InputError",
+    "LayerSparsityMetrics",
     "MismatchError",
     "ModelEntry",
     "OutputError",
     "Plan",
+    "Readiness",
     "Recipe",
     "RecipeError",
     "Report",
+    "SparsityAnalysis",
     "TensorRule",
     "Verification",
     "VerificationError",
     "__version__",
+    "advise",
+    "analyze",
+    "analyze_arrays",
+    "assess",
     "dare_drop",
     "dare_merge",
+    "dare_merge_readiness",
     "dare_slerp_merge",
     "dare_sparsify",
     "dare_ties_merge",

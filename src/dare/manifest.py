@@ -132,7 +132,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         "report": {
             key: value
             for key, value in report.to_dict().items()
-            if key not in ("tensors", "digests", "output")
+            if key not in ("digests", "output")
         },
     }
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.analysis.limits import limit
 from dare.errors import Concern, Notice
 from dare.io.sources import Source
 from dare.kernels import reference
@@ -27,14 +28,10 @@ MATRICES, ROWS, COLUMNS = 4, 128, 1024
 SMALLEST = 32
 """Matrices with fewer rows or columns say nothing about rank."""
 
-FOREIGN_DELTA = 0.03
-"""Mean |δ| from which a model does not count as a fine-tune of this base."""
-FOREIGN_RATIO = 0.7
-"""The same for ‖δ‖ / ‖base‖; it is √2 for two unrelated models of one size."""
-LOW_RANK_TAIL = 0.01
-"""A delta is low-rank if the weaker half of its directions holds less than this of its energy."""
-LOW_RANK_RATE = 0.85
-"""Drop rate above which a low-rank delta is warned of."""
+FOREIGN_DELTA = limit("foreign_delta")
+FOREIGN_RATIO = limit("foreign_ratio")
+LOW_RANK_TAIL = limit("low_rank_tail")
+LOW_RANK_RATE = limit("low_rank_rate")
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,8 @@ def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
             Concern.NOT_HOMOLOGOUS,
             f"{name}: does not look like a fine-tune of this base: |δ| is {mean:.2g} on average, "
             f"the change {ratio:.0%} of the base in size (seen in parts of matrices). "
-            f"DARE works around 0.002 and fails around {FOREIGN_DELTA}; check that base and model "
-            "belong together",
+            f"DARE works around {limit('usual_delta')} and fails around {FOREIGN_DELTA}; check "
+            "that base and model belong together",
         )
 
 
@@ -127,7 +124,7 @@ def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Not
             Concern.LOW_RANK,
             f"{plan.model_names[model]}: its delta has a rank of about "
             f"{max(rank for rank in ranks if rank is not None)}, as a LoRA's has, and "
-            f"drop_rate is {max(rates)}; 0.7 to 0.85 is the usual range for LoRAs",
+            f"drop_rate is {max(rates)}; 0.7 to {LOW_RANK_RATE} is the usual range for LoRAs",
         )
 
 

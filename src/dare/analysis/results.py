@@ -111,9 +111,10 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of one matrix's delta."""
+    """The singular values of one matrix's delta, or of a window of it."""
 
     rows: int
+    """Of what was looked at: those of the tensor, or fewer, evenly spread over it."""
     columns: int
     values: tuple[float, ...]
     """Up to 64 of them, falling: all, or evenly spread over the ranks 1 to min(rows, columns)."""
@@ -128,7 +129,8 @@ class Spectrum:
     tail_share: float
     """Share of Σσ² in the weaker half of the directions."""
     bulk_edge: float
-    """The largest singular value that noise of this matrix's size would have (Marchenko-Pastur)."""
+    """The largest singular value that noise as strong as the weaker half of the directions would
+    have (Marchenko-Pastur)."""
     outliers: int
     """Singular values above that edge: directions that are no noise."""
     outlier_share: float
@@ -176,7 +178,10 @@ class ModelAnalysis:
     likely_rank: int | None
     """Of a LoRA: the largest rank that was seen."""
     missing: tuple[str, ...]
-    """Tensors of the base that the model lacks; its delta counts as zero there."""
+    """Tensors of the base that the model lacks.
+
+    Between models its delta counts as zero there; its own figures leave them out.
+    """
     dtypes: dict[str, int]
     """Elements by the storage type of the model's copy."""
     is_adapter: bool
@@ -196,7 +201,9 @@ class Overlap:
     top_conflict: float
     """Share of opposite directions among the elements that are in the top 1 % of both."""
     top_overlap: float
-    """Share of one model's top 1 % (by magnitude, in each tensor) that is in the other's too."""
+    """Share of one model's top 1 % (by magnitude, in each tensor that both change) that is in the
+    other's too. All magnitudes within 0.4 % of the last one are in the top with it; tensors of
+    more than 524,288 elements are sampled."""
 
     @property
     def conflict(self) -> float:
@@ -281,6 +288,8 @@ class Analysis:
             raise InputError(f"{where}: is no analysis: {error}") from None
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise InputError(f"{where}: is no analysis ({SCHEMA}); make one with `dare analyze`")
+        for made_of_it in ("readiness", "advice"):
+            document.pop(made_of_it, None)
         try:
             analysis: Self = _read(cls, document)
         except (KeyError, TypeError, ValueError) as error:

@@ -100,8 +100,9 @@ def build_app() -> App:
         if name == "lora":  # which has commands of its own
             app.command("dare.cli.lora:lora", name=name, help=text, sort_key=place)
             continue
+        home = "analysis" if name in ("analyze", "advise", "report") else "commands"
         app.command(
-            f"dare.cli.commands:{name}", name=name, help=text, help_epilogue="", sort_key=place
+            f"dare.cli.{home}:{name}", name=name, help=text, help_epilogue="", sort_key=place
         )
     app.register_install_completion_command(help="Set up completion in the shell you are in.")
     return app

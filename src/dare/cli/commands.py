@@ -7,7 +7,7 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -29,6 +29,9 @@ from dare.recipe import Recipe
 from dare.stages import ALIASES, STAGES
 from dare.verification import Verification
 from dare.verification import verify as verify_output
+
+if TYPE_CHECKING:
+    from dare.analysis.judgement import Advice
 
 RecipePath = Annotated[
     Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
@@ -181,13 +184,21 @@ def init(
         bool,
         Parameter(negative="", show_default=False, group=RUN, help="Replace an existing recipe."),
     ] = False,
+    from_analysis: Annotated[
+        Path | None,
+        Parameter(group=FILES, help="What `dare analyze --output` wrote: follow its advice."),
+    ] = None,
     config: CONFIG = None,
     debug: Debug = False,
     **flags: Any,
 ) -> int:
     """Write a recipe."""
-    planned = api.plan(recipe_from_flags(config, flags))
-    text = write_template(planned)
+    if from_analysis is not None and config is not None:
+        raise UsageError("--from-analysis and --config given; leave one out")
+    advice = None if from_analysis is None else _advice(from_analysis)
+    start = None if advice is None else advice.recipe
+    planned = api.plan(recipe_from_flags(config, flags, start=start))
+    text = write_template(planned, advice)
     if str(to) == "-":
         print(text, end="")
         return DONE
@@ -204,6 +215,20 @@ def init(
     steps = {"plan": f"dare plan {place}", "merge": f"dare {place}"}
     show.next_steps(show.console(), f"{to} is written", steps)
     return DONE
+
+
+def _advice(path: Path) -> Advice:
+    from dare.analysis.advice import advise
+    from dare.analysis.readiness import assess
+    from dare.analysis.results import Analysis
+
+    analysis = Analysis.load(path)
+    advice = advise(analysis, assess(analysis))
+    if not advice.recipe:
+        raise InputError(
+            f"{path}: none of its models should be merged; `dare advise {path}` says why"
+        )
+    return advice
 
 
 def convert(

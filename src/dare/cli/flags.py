@@ -7,6 +7,7 @@ the tables of a recipe file, so that both ways of asking end in the same checks.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,17 +154,23 @@ def toml_word(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def recipe_from_flags(config: Path | None, flags: Mapping[str, Any], **fixed: Any) -> Recipe:
-    """Lay the flags that were given over a recipe file, or over nothing."""
+def recipe_from_flags(
+    config: Path | None,
+    flags: Mapping[str, Any],
+    *,
+    start: Mapping[str, Any] | None = None,
+    **fixed: Any,
+) -> Recipe:
+    """Lay the flags that were given over a recipe file, over a document, or over nothing."""
     given = {name: value for name, value in flags.items() if value is not None}
-    if config is None:
+    if config is None and start is None:
         missing = [FIELDS[name].names[0] for name in ("base", "models") if name not in given]
         if missing:
             raise UsageError(
                 f"{' and '.join(missing)} missing: give --base, --merge and --output, "
                 "or a recipe with --config"
             )
-    document = {} if config is None else load_document(config)
+    document = copy.deepcopy(dict(start or {})) if config is None else load_document(config)
     where = "command line" if config is None else str(config)
     if config is not None and given:
         where += " with flags"

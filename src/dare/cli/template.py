@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from dare.planning import Plan
 from dare.recipe import Recipe
 from dare.stages import parse_method
+
+if TYPE_CHECKING:
+    from dare.analysis.judgement import Advice
 
 EXAMPLES = {
     "embedding_drop_rate": 0.5,
@@ -27,13 +32,14 @@ ELSEWHERE = {"base", "models", "output", "stages", "tensors"}
 """Fields that have tables of their own."""
 
 
-def write_template(plan: Plan) -> str:
+def write_template(plan: Plan, advice: Advice | None = None) -> str:
     """The recipe of a plan as TOML: what it sets, and as comments what it could set."""
     recipe = plan.recipe
     document = recipe.to_document()
     lines = [
         "# A recipe for dare. `dare plan FILE` says what it would do, `dare FILE` does it.",
         "# What is commented out is at its default, or an example.",
+        *(["#", "# Chosen after an analysis:", *reasons(advice)] if advice else []),
         "",
         *_fields(document),
         "[models]",
@@ -46,6 +52,29 @@ def write_template(plan: Plan) -> str:
         *_rules(document),
     ]
     return "\n".join(lines) + "\n"
+
+
+def advised_toml(advice: Advice, output: Path) -> str:
+    """The recipe of an advice as TOML, after a comment with the reasons."""
+    recipe = advice.recipe
+    if not recipe:
+        return "\n".join(["# None of the models should be merged:", *reasons(advice), ""])
+    document = {**recipe, "models": {**recipe["models"], "output_file": str(output)}}
+    return "\n".join([*reasons(advice), "", tomli_w.dumps(document)])
+
+
+def reasons(advice: Advice) -> Iterator[str]:
+    """Why an advice is what it is, as comments."""
+    for each in advice.suggestions:
+        whose = "" if each.model is None else f" of {each.model}"
+        told = f"{each.setting}{whose} = {each.value}: {each.reason}"
+        yield from _wrapped(f"{told} ({each.evidence} evidence; {each.source})")
+    for doubt in advice.doubts:
+        yield from _wrapped(f"Not known: {doubt}")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,8 @@ EXAMPLES = r"""[bold]Examples[/bold]
   dare --base base.safetensors --merge math.safetensors code.safetensors \
        --output merged.safetensors --method dare+ties --drop-rate 0.8
 
+  dare analyze base.safetensors math.safetensors code.safetensors
+                                       are they fit to be merged, and how?
   dare init -b base.safetensors -m math.safetensors code.safetensors \
        -o merged.safetensors           writes recipe.toml, with every setting
   dare plan recipe.toml                what it would do, in a second
@@ -56,6 +58,38 @@ status is 0 if all outputs are intact, and 1 if one is not.
 
   dare verify merged.safetensors
   dare verify merged/ --json""",
+    "analyze": """Know before you merge: what the weights show.
+
+One pass over all models at once. Says whether they are ready to be merged and
+what stands against it, how large each change is and where, which came from a
+LoRA, where models pull in opposite directions, and what DARE's dropping will
+cost. The exit status is 1 if they are not ready.
+
+[bold]Examples[/bold]
+
+  dare analyze base.safetensors math.safetensors code.safetensors
+  dare analyze base math code-lora --output analysis.json --html report.html
+  dare analyze recipe.toml --csv tables --json""",
+    "advise": """Print a recipe that suits the models, with reasons.
+
+Drop rates, method and weights follow from what `dare analyze` measures; each
+has its reason, its source and how well that is founded, as a comment.
+
+[bold]Examples[/bold]
+
+  dare advise base.safetensors math.safetensors code.safetensors > recipe.toml
+  dare advise analysis.json --json""",
+    "report": """Make a page of an analysis, with figures.
+
+One HTML file that needs no network: the verdict, the findings, distributions,
+where each model changed, how models stand to each other, what dropping costs;
+with --merged what a finished merge has kept. Needs the extra `report`.
+
+[bold]Examples[/bold]
+
+  dare report base.safetensors math.safetensors code.safetensors
+  dare report analysis.json --output page.html --figures figures --format png
+  dare report --merged merged.safetensors""",
     "methods": """List the methods, or explain one.
 
 [bold]Examples[/bold]
@@ -72,6 +106,7 @@ The files' headers are read, and they must fit together. Takes the flags of
 
   dare init --base base.safetensors --merge math.safetensors code.safetensors \
        --output merged.safetensors --method dare+ties
+  dare init --from-analysis analysis.json -o merged.safetensors
   dare init -b base -m math code -o merged --to -""",
     "lora": r"""Merge LoRA adapters into one, or extract one from a model.
 

@@ -1,0 +1,78 @@
+"""Photograph a report for the documentation: `python docs/make_screenshots.py report.html`.
+
+Writes images/report-{light,dark}-{desktop,phone}.png beside this file, or into --folder. Needs
+playwright and a chromium that is installed on the machine; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import sys
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
+
+FOLDER = Path(__file__).with_name("images")
+SIZES = {"desktop": (1280, 2400), "phone": (390, 2400)}
+"""Width and height of what is shown, in CSS pixels."""
+COLOURS = 128
+"""Of the palette: pictures of text and flat colours need no more."""
+
+
+def find_chromium() -> str:
+    """Where chromium is, or the end of the program."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    sys.exit("no chromium found; install it (Debian: apt install chromium)")
+
+
+def photograph(browser: Browser, page: Path, theme: str, size: tuple[int, int]) -> bytes:
+    """The top of a page, once its figures are drawn."""
+    width, height = size
+    context = browser.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if theme == "dark" else "light",
+        offline=True,
+    )
+    tab = context.new_page()
+    tab.goto(page.resolve().as_uri())
+    tab.wait_for_selector(f"html[data-drawn={theme}]")
+    picture = tab.screenshot()
+    context.close()
+    return picture
+
+
+def compress(picture: bytes) -> bytes:
+    """The same picture with a palette."""
+    small = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS)
+    out = io.BytesIO()
+    small.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def main() -> None:
+    """Write the four pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("page", type=Path, help="an HTML page that dare wrote")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--height", type=int, help="pixels of the page to show")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium())
+        for theme in ("light", "dark"):
+            for device, (width, height) in SIZES.items():
+                size = (width, arguments.height or height)
+                picture = compress(photograph(browser, arguments.page, theme, size))
+                target = arguments.folder / f"report-{theme}-{device}.png"
+                target.write_bytes(picture)
+                print(f"{target}: {len(picture) / 1000:.0f} kB")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

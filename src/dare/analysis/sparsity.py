@@ -1,0 +1,494 @@
+"""How much of a delta can be dropped: the analyzer that descriptions of DARE refer to.
+
+    analysis = DARESparsityAnalyzer().analyze("base.safetensors", "math.safetensors")
+    print(analysis.recommended_drop_rate)
+    print(dare_merge_readiness(analysis))
+
+The names are those of the published description, and the results depend on the data. (An analyzer
+that takes a percentile of the magnitudes for its threshold finds every delta sparse, whatever its
+shape.) What the figures mean:
+
+- *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all;
+- *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴): 0.56 for a uniform
+  distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that if nine of ten
+  elements are zero, nearly nothing for heavy tails;
+- *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
+  `output_error` with probability 0.95, and at most `droppable_percentile`. The rule is
+  `dare.analysis.prediction.tolerated_drop_rate`, and its derivation is there.
+
+Magnitudes are counted in bins 0.4 % wide, chunk by chunk; no tensor is in memory as a whole unless
+it is given so.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels as kernel_backends
+from dare.analysis.judgement import Finding, Readiness, Severity
+from dare.analysis.limits import limit
+from dare.analysis.prediction import (
+    Exposure,
+    mean_bounded_error,
+    row_width,
+    tolerated_drop_rate,
+)
+from dare.analysis.results import Statistics
+from dare.analysis.tallies import (
+    BIN_SHIFT,
+    INFINITE,
+    Magnitudes,
+    Sums,
+    add_magnitudes,
+    add_sums,
+    bin_edge,
+    statistics_of,
+)
+from dare.arrays import array_source
+from dare.chunks import chunk_spans
+from dare.errors import InputError, RecipeError
+from dare.inputs import open_inputs
+from dare.io.sources import Source, open_source
+from dare.recipe import Recipe
+
+Floats = NDArray[np.float32]
+Given = Mapping[str, Any] | str | PathLike[str]
+"""Arrays by name (or lists of numbers), or a file or directory."""
+
+SIGNIFICANT = 0.9
+"""A layer has significant updates if its sparsity is below this."""
+EASY = 0.5
+"""Recommended drop rate from which a delta counts as fit for DARE."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What to look at, and what to allow.
+
+    >>> Configuration.aggressive().droppable_percentile
+    0.99
+    """
+
+    sparsity_threshold: float = 0.01
+    """An element counts as nearly zero under this share of the largest magnitude."""
+    droppable_percentile: float = 0.95
+    """No higher drop rate is recommended."""
+    analysis_layers: tuple[str, ...] | None = None
+    """Patterns for the tensors to look at, * and ? as in a shell; None: all."""
+    compute_per_layer_metrics: bool = True
+    output_error: float = limit("output_error")
+    """Error that dropping may bring to the layers' outputs, relative to them."""
+    base_deviation: float = 0.02
+    """Standard deviation taken for the base's weights if no base is given; that of new weights in
+    most language models."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("sparsity_threshold", 0 <= self.sparsity_threshold <= 1),
+            ("droppable_percentile", 0 <= self.droppable_percentile < 1),
+        ):
+            if not allowed:
+                bounds = "from 0 up to " + ("1" if name == "sparsity_threshold" else "but not 1")
+                raise RecipeError(f"{name} = {getattr(self, name)}: must be {bounds}")
+        for name in ("output_error", "base_deviation"):
+            if not getattr(self, name) > 0:
+                raise RecipeError(f"{name} = {getattr(self, name)}: must be above 0")
+
+    @classmethod
+    def aggressive(cls) -> Configuration:
+        """Count less as nearly zero, and allow drop rates up to 0.99."""
+        return cls(sparsity_threshold=0.001, droppable_percentile=0.99)
+
+    def selects(self, layer: str) -> bool:
+        """Say whether a tensor is looked at."""
+        patterns = self.analysis_layers
+        return patterns is None or any(fnmatch.fnmatchcase(layer, each) for each in patterns)
+
+
+@dataclass(frozen=True)
+class LayerSparsityMetrics:
+    """One tensor."""
+
+    layer_name: str
+    parameter_count: int
+    sparsity: float
+    mean_magnitude: float
+    max_magnitude: float
+    essential_fraction: float
+    has_significant_updates: bool
+    relative_norm: float
+    """‖δ‖ / ‖base‖, or beside weights of the assumed size."""
+    recommended_drop_rate: float
+    """For this tensor alone."""
+
+
+@dataclass(frozen=True)
+class MagnitudeStatistics:
+    """Of all magnitudes together."""
+
+    mean: float
+    standard_deviation: float
+    """Of the elements, with their signs."""
+    median: float
+    max: float
+    min_non_zero: float
+    percentile1: float
+    percentile5: float
+    percentile95: float
+    percentile99: float
+
+
+@dataclass(frozen=True)
+class SparsityAnalysis:
+    """A whole delta."""
+
+    total_parameters: int
+    non_zero_parameters: int
+    not_finite: int
+    """Elements that are NaN or infinite, which no other figure takes in."""
+    effective_sparsity: float
+    essential_fraction: float
+    per_layer_sparsity: dict[str, LayerSparsityMetrics]
+    magnitude_stats: MagnitudeStatistics
+    relative_norm: float
+    recommended_drop_rate: float
+    output_error: float
+    """What the error of the layers' outputs stays under at that rate, with probability 0.95."""
+    has_base: bool
+    """Whether a base was given, or one of the assumed size was compared with."""
+    left_out: tuple[str, ...]
+    """Tensors that could not be looked at, each with the reason."""
+    computed_at: datetime
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, ready for JSON."""
+        return {**asdict(self), "computed_at": self.computed_at.isoformat()}
+
+    def to_json(self) -> str:
+        """Everything as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """The main figures, in a few lines."""
+        beside = "the base" if self.has_base else "weights of the assumed size"
+        return "\n".join(
+            (
+                f"{self.total_parameters:,} parameters, {self.non_zero_parameters:,} changed, "
+                f"{self.effective_sparsity:.1%} of all nearly zero",
+                f"the change is {self.relative_norm:.2%} of {beside}, and "
+                f"{self.essential_fraction:.1%} of the elements carry it",
+                f"recommended drop rate {self.recommended_drop_rate}: the outputs of the layers "
+                f"stay within {self.output_error:.1%}",
+            )
+        )
+
+
+class DARESparsityAnalyzer:
+    """Looks at one delta, tuned - base."""
+
+    def __init__(self, configuration: Configuration | None = None) -> None:
+        self.configuration = configuration or Configuration()
+
+    def analyze(self, first: Given, second: Given | None = None) -> SparsityAnalysis:
+        """Analyze a delta, or with two arguments what a fine-tune has changed: base, tuned.
+
+        Each is a dict of arrays, or a path: both of anything that `merge` reads, one alone of a
+        safetensors file of deltas.
+
+        >>> delta = np.random.default_rng(0).normal(0, 0.0005, (64, 1024)).astype(np.float32)
+        >>> DARESparsityAnalyzer().analyze({"w": delta}).recommended_drop_rate
+        0.75
+        """
+        started = time.perf_counter()
+        base, tuned = _opened(first, second)
+        names, left_out = _selected(base, tuned, self.configuration)
+        with ExitStack() as stack:
+            for source in (tuned,) if base is None else (base, tuned):
+                stack.enter_context(source)
+            layers = [self._measure(base, tuned, name) for name in names]
+        return self._summarise(layers, started, left_out, has_base=base is not None)
+
+    def _measure(self, base: Source | None, tuned: Source, name: str) -> Layer:
+        info = tuned.tensors[name]
+        sums, counts = Sums(), np.zeros(INFINITE, np.int64)
+        for start, count in chunk_spans(info.elements):
+            values = _read(tuned, name, start, count)
+            weights = None if base is None else _read(base, name, start, count)
+            if weights is not None and not tuned.holds_delta(name):
+                values -= weights
+            sums += _sums(values, weights, self.configuration.base_deviation)
+            bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+            bits = bits[(bits > 0) & (bits < np.uint32(0x7F800000))]
+            counts += np.bincount(bits >> np.uint32(BIN_SHIFT), minlength=INFINITE)
+        return Layer(name, info.shape, sums, Magnitudes.of(counts))
+
+    def _summarise(
+        self, layers: Sequence[Layer], started: float, left_out: Sequence[str], *, has_base: bool
+    ) -> SparsityAnalysis:
+        total = _together(layers)
+        settings, statistics = self.configuration, total.statistics
+        threshold = settings.sparsity_threshold * statistics.largest
+        exposures = [layer.exposure for layer in layers]
+        rate = self._rate(exposures)
+        metrics = {layer.name: self._metrics(layer, threshold) for layer in layers}
+        quantiles = statistics.quantiles
+        return SparsityAnalysis(
+            total_parameters=statistics.elements,
+            non_zero_parameters=statistics.elements - statistics.zeros - statistics.not_finite,
+            not_finite=statistics.not_finite,
+            effective_sparsity=_share_below(total, threshold),
+            essential_fraction=total.essential_fraction,
+            per_layer_sparsity=metrics if settings.compute_per_layer_metrics else {},
+            magnitude_stats=MagnitudeStatistics(
+                mean=statistics.mean_magnitude,
+                standard_deviation=statistics.std,
+                median=quantiles.p50,
+                max=statistics.largest,
+                min_non_zero=statistics.smallest,
+                percentile1=quantiles.p1,
+                percentile5=quantiles.p5,
+                percentile95=quantiles.p95,
+                percentile99=quantiles.p99,
+            ),
+            relative_norm=statistics.relative_norm,
+            recommended_drop_rate=rate,
+            output_error=mean_bounded_error(exposures, rate),
+            has_base=has_base,
+            left_out=tuple(left_out),
+            computed_at=datetime.now(UTC),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _metrics(self, layer: Layer, threshold: float) -> LayerSparsityMetrics:
+        statistics = layer.statistics
+        sparsity = _share_below(layer, threshold)
+        return LayerSparsityMetrics(
+            layer_name=layer.name,
+            parameter_count=statistics.elements,
+            sparsity=sparsity,
+            mean_magnitude=statistics.mean_magnitude,
+            max_magnitude=statistics.largest,
+            essential_fraction=layer.essential_fraction,
+            has_significant_updates=sparsity < SIGNIFICANT,
+            relative_norm=statistics.relative_norm,
+            recommended_drop_rate=self._rate([layer.exposure]),
+        )
+
+    def _rate(self, exposures: Sequence[Exposure]) -> float:
+        return tolerated_drop_rate(
+            exposures,
+            bound=self.configuration.output_error,
+            highest=self.configuration.droppable_percentile,
+        )
+
+
+def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
+    """Say whether a delta is fit for DARE, why, and what to do next; `str` and `to_json` tell it.
+
+    This looks at one delta alone. `dare.analysis.readiness.assess` looks at several models.
+    """
+    found = _finding(analysis)
+    verdict = found.severity.verdict
+    return Readiness(verdict, {"delta": verdict}, (found,))
+
+
+def _finding(analysis: SparsityAnalysis) -> Finding:
+    rate = analysis.recommended_drop_rate
+    figures = {
+        "recommended_drop_rate": rate,
+        "relative_norm": analysis.relative_norm,
+        "essential_fraction": analysis.essential_fraction,
+    }
+    if analysis.not_finite:
+        rule, severity = "not_finite", Severity.STOP
+        seen = f"{analysis.not_finite:,} elements are NaN or infinite"
+        matters = "They go into the merged model wherever they are kept"
+        remedy = "Take the checkpoint from before it broke"
+    elif not analysis.non_zero_parameters:
+        rule, severity = "unchanged", Severity.STOP
+        seen = "Nothing is changed"
+        matters = "There is nothing to merge"
+        remedy = "Check that base and tuned model are the files you meant"
+    elif rate < limit("useful_rate"):
+        rule, severity = "too_large", Severity.STOP
+        seen = _told(analysis)
+        matters = f"Even a drop rate of {limit('useful_rate')} brings more error than is allowed"
+        remedy = "Merge it without DARE (method linear, sum or ties), or by its largest elements "
+        remedy += "(trim), and check that it is a fine-tune of this base"
+    elif rate < EASY:
+        rule, severity = "low_rate", Severity.CHANGE
+        seen = _told(analysis)
+        matters = f"It bears a drop rate of {rate} and no more, far below the usual 0.9"
+        remedy = f"Set drop_rate = {rate} or below for it"
+    else:
+        rule, severity = "fit", Severity.NOTE
+        seen = _told(analysis)
+        matters = f"Up to a drop rate of {rate} the outputs of its layers stay within "
+        matters += f"{analysis.output_error:.1%}"
+        remedy = f"Merge it with a drop_rate of up to {rate}, and compare lower ones on held-out "
+        remedy += "data"
+    return Finding(rule, severity, ("delta",), seen, matters, remedy, figures)
+
+
+def _told(analysis: SparsityAnalysis) -> str:
+    beside = "the base" if analysis.has_base else "weights of the assumed size"
+    return (
+        f"The change is {analysis.relative_norm:.2%} of {beside}, and "
+        f"{analysis.essential_fraction:.1%} of the elements carry it"
+    )
+
+
+# ---------------------------------------------------------------- pieces
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What was counted of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    sums: Sums
+    magnitudes: Magnitudes
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """What the sums say."""
+        return statistics_of(self.sums, self.magnitudes)
+
+    @property
+    def exposure(self) -> Exposure:
+        """What decides how much dropping it bears."""
+        elements, size = self.sums.elements, self.statistics.relative_norm
+        return Exposure(elements, size, row_width(elements, self.shape) * self.essential_fraction)
+
+    @property
+    def essential_fraction(self) -> float:
+        """The share of finite elements that carries the change."""
+        _, squares, _, fourths = self.sums.powers
+        finite = self.sums.elements - self.sums.not_finite
+        return squares**2 / (finite * fourths) if fourths else 0.0
+
+
+def _together(layers: Sequence[Layer]) -> Layer:
+    sums = add_sums(layer.sums for layer in layers)
+    return Layer("all", (), sums, add_magnitudes(layer.magnitudes for layer in layers))
+
+
+def _share_below(layer: Layer, threshold: float) -> float:
+    """The share of finite elements under a threshold; 1 if none is changed.
+
+    In the bin that the threshold falls in, elements count as spread evenly.
+    """
+    sums, magnitudes = layer.sums, layer.magnitudes
+    finite = sums.elements - sums.not_finite
+    if not finite or not sums.largest:
+        return 1.0 if finite else 0.0
+    if threshold > sums.largest:
+        return 1.0
+    edges = bin_edge(np.arange(magnitudes.first, magnitudes.first + magnitudes.counts.size + 1))
+    covered = np.clip((threshold - edges[:-1]) / np.diff(edges), 0, 1)
+    return float(sums.zeros + (covered * magnitudes.counts).sum()) / finite
+
+
+def _sums(delta: Floats, base: Floats | None, base_deviation: float) -> Sums:
+    """The sums of a chunk; a base that is not given has the assumed size."""
+    finite = np.isfinite(delta)
+    values = delta[finite].astype(np.float64)
+    magnitudes = np.abs(values)
+    changed = magnitudes[magnitudes > 0]
+    squares = values * values
+    beside = delta.size * base_deviation**2
+    if base is not None:
+        beside = float(np.square(base[np.isfinite(base)], dtype=np.float64).sum())
+    return Sums(
+        elements=delta.size,
+        zeros=values.size - changed.size,
+        not_finite=delta.size - values.size,
+        powers=(
+            float(values.sum()),
+            float(squares.sum()),
+            float((squares * values).sum()),
+            float((squares * squares).sum()),
+        ),
+        magnitude=float(magnitudes.sum()),
+        smallest=float(changed.min(initial=np.inf)),
+        largest=float(changed.max(initial=0.0)),
+        base_squares=beside,
+    )
+
+
+def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
+    """Base and tuned model, or no base and a delta."""
+    if second is None:
+        if isinstance(first, Mapping):
+            return None, array_source(_arrays(first), "delta")
+        return None, open_source(first)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return array_source(_arrays(first), "base"), array_source(_arrays(second), "tuned")
+    if isinstance(first, Mapping) or isinstance(second, Mapping):
+        raise InputError("base and tuned: give two dicts of arrays, or two paths")
+    recipe = Recipe(
+        base=first,
+        models=[second],
+        method="linear",
+        on_missing="base",
+        on_extra="drop",
+        on_mismatch="base",
+        verbose=False,
+    )
+    _, inputs = open_inputs(recipe)
+    return inputs.base, inputs.models[0]
+
+
+def _arrays(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of numbers become arrays."""
+    return {
+        name: np.asarray(value, np.float32) if isinstance(value, list | tuple) else value
+        for name, value in given.items()
+    }
+
+
+def _selected(
+    base: Source | None, tuned: Source, configuration: Configuration
+) -> tuple[list[str], list[str]]:
+    """The tensors to look at, and why others are not."""
+    names, left_out = [], []
+    for name, info in tuned.tensors.items():
+        if not configuration.selects(name):
+            continue
+        if not info.dtype.is_weight:
+            left_out.append(f"{name}: {info.dtype.name} is no type of weights")
+        elif base is None or (name in base.tensors and base.tensors[name].shape == info.shape):
+            names.append(name)
+        elif name in base.tensors:
+            shapes = f"{base.tensors[name].shape} in the base and {info.shape} in the tuned model"
+            left_out.append(f"{name}: is {shapes}")
+        else:
+            left_out.append(f"{name}: is not in the base")
+    if not names:
+        found = f": {left_out[0]}" if left_out else ""
+        raise InputError(f"there are no weights to look at{found}")
+    return names, left_out
+
+
+def _read(source: Source, name: str, start: int, count: int) -> Floats:
+    """Some elements of a tensor in float32."""
+    dtype = source.tensors[name].dtype
+    raw = np.empty(count * dtype.itemsize, np.uint8)
+    source.read(name, start * dtype.itemsize, raw)
+    values = np.empty(count, np.float32)
+    kernel_backends.load("cpu").decode(raw.view(dtype.carrier), values)
+    return values

@@ -1,0 +1,224 @@
+"""Analyses of arrays, computed by NumPy alone: a reference for, and independent of, the survey."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dare.analysis.results import (
+    OUTSIDE,
+    Analysis,
+    Cell,
+    Histogram,
+    Interference,
+    Kind,
+    ModelAnalysis,
+    Origin,
+    Overlap,
+    PairAnalysis,
+    Quantiles,
+    Statistics,
+    TensorAnalysis,
+)
+
+Arrays = Mapping[str, np.ndarray]
+KINDS = {
+    "embed": Kind.EMBEDDING,
+    "lm_head": Kind.HEAD,
+    "norm": Kind.NORM,
+    "attn": Kind.ATTENTION,
+    "mlp": Kind.MLP,
+}
+
+
+def kind(name: str) -> Kind:
+    return next((kind for word, kind in KINDS.items() if word in name), Kind.OTHER)
+
+
+def layer(name: str) -> int:
+    return next((int(part) for part in name.split(".") if part.isdigit()), OUTSIDE)
+
+
+def statistics(delta: np.ndarray, base: np.ndarray) -> Statistics:
+    every = np.asarray(delta, np.float64).ravel()
+    values = every[np.isfinite(every)]
+    sizes = np.abs(values)
+    changed = sizes[sizes > 0]
+    largest = float(sizes.max(initial=0.0))
+    deviation = float(values.std()) if values.size else 0.0
+    mean = float(values.mean()) if values.size else 0.0
+    fourth = float(((values - mean) ** 4).mean()) if values.size else 0.0
+    octaves = np.floor(np.log2(changed)).astype(int)
+    lowest = int(octaves.min(initial=0)) if octaves.size else 0
+    at = np.quantile(sizes, [0.01, 0.05, 0.5, 0.95, 0.99]) if sizes.size else np.zeros(5)
+    return Statistics(
+        elements=every.size,
+        zeros=int((values == 0).sum()),
+        not_finite=every.size - values.size,
+        mean=mean,
+        std=deviation,
+        mean_magnitude=float(sizes.mean()) if sizes.size else 0.0,
+        smallest=float(changed.min()) if changed.size else 0.0,
+        largest=largest,
+        quantiles=Quantiles(*map(float, at)),
+        negligible=float((sizes < 0.01 * largest).mean()) if largest else float(bool(sizes.size)),
+        norm=float(np.sqrt((values**2).sum())),
+        base_norm=float(np.sqrt((np.asarray(base, np.float64) ** 2).sum())),
+        excess_kurtosis=fourth / deviation**4 - 3 if deviation else 0.0,
+        histogram=Histogram(lowest, tuple(np.bincount(octaves - lowest).tolist())),
+    )
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(np.asarray(a, np.float64).ravel() for a in arrays)])
+
+
+def model(name: str, base: Arrays, tuned: Arrays, **changes: object) -> ModelAnalysis:
+    names = [tensor for tensor in base if tensor in tuned]
+    deltas = {tensor: tuned[tensor].astype(np.float64) - base[tensor] for tensor in names}
+
+    def over(wanted) -> Statistics:
+        chosen = [tensor for tensor in names if wanted(tensor)]
+        return statistics(joined([deltas[t] for t in chosen]), joined([base[t] for t in chosen]))
+
+    cells = sorted({(layer(tensor), kind(tensor)) for tensor in names})
+    total = over(lambda _tensor: True)
+    given: dict[str, object] = {
+        "name": name,
+        "file": f"{name}.safetensors",
+        "total": total,
+        "by_kind": {
+            each: over(lambda t, each=each: kind(t) is each)
+            for each in sorted(set(map(kind, names)))
+        },
+        "by_layer": {
+            each: over(lambda t, each=each: layer(t) == each)
+            for each in sorted(set(map(layer, names)))
+        },
+        "cells": tuple(
+            Cell(*cell, over(lambda t, cell=cell: (layer(t), kind(t)) == cell)) for cell in cells
+        ),
+        "tensors": tuple(
+            TensorAnalysis(
+                tensor,
+                kind(tensor),
+                layer(tensor),
+                base[tensor].shape,
+                "F32",
+                statistics(deltas[tensor], base[tensor]),
+                None,
+            )
+            for tensor in names
+        ),
+        "origin": Origin.FULL if total.norm else Origin.UNCHANGED,
+        "likely_rank": None,
+        "missing": tuple(sorted(base.keys() - tuned.keys())),
+        "dtypes": {"F32": total.elements},
+        "is_adapter": False,
+    }
+    return ModelAnalysis(**{**given, **changes})
+
+
+def overlap(one: np.ndarray, other: np.ndarray) -> Overlap:
+    both = (one != 0) & (other != 0)
+    agreeing = np.sign(one[both]) == np.sign(other[both])
+    length = np.linalg.norm(one) * np.linalg.norm(other)
+    count = math.ceil(0.01 * one.size)
+    tops = [set(np.argpartition(-np.abs(values), count - 1)[:count]) for values in (one, other)]
+    shared = sorted(tops[0] & tops[1])
+    opposed = np.sign(one[shared]) != np.sign(other[shared])
+    return Overlap(
+        cosine=float(one @ other / length) if length else 0.0,
+        agreeing=float(agreeing.mean()) if agreeing.size else 0.0,
+        both=int(both.sum()),
+        top_conflict=float(opposed.mean()) if opposed.size else 0.0,
+        top_overlap=len(shared) / max(count, 1),
+    )
+
+
+def analysis(
+    base: Arrays,
+    models: Mapping[str, Arrays],
+    /,
+    *,
+    own: Mapping[str, Mapping[str, object]] | None = None,
+    **changes: object,
+) -> Analysis:
+    """An analysis of arrays; `own` has fields of single models that shall be different."""
+    deltas = {
+        name: joined(
+            [
+                tuned[t].astype(np.float64) - base[t] if t in tuned else np.zeros_like(base[t])
+                for t in base
+            ]
+        )
+        for name, tuned in models.items()
+    }
+    deltas = {name: np.where(np.isfinite(d), d, 0.0) for name, d in deltas.items()}
+    names = list(models)
+    pairs = []
+    for place, first in enumerate(names):
+        for second in names[place + 1 :]:
+            one, other = deltas[first], deltas[second]
+            squares = float(np.sum(one**2))
+            total = overlap(one, other)
+            ratio = float(np.sum(one * other)) / squares if squares else 0.0
+            pairs.append(PairAnalysis(first, second, total, {}, ratio))
+    apart = sum(np.sum(np.abs(delta)) for delta in deltas.values())
+    together = np.sum(np.abs(sum(deltas.values())))
+    given: dict[str, object] = {
+        "base": "base.safetensors",
+        "base_dtypes": {"F32": sum(array.size for array in base.values())},
+        "models": tuple(
+            model(name, base, tuned, **(own or {}).get(name, {})) for name, tuned in models.items()
+        ),
+        "pairs": tuple(pairs),
+        "together": Interference(float(1 - together / apart) if apart else 0.0, 0.0, {}),
+        "notes": (),
+        "left_out": (),
+        "tied": (),
+        "bytes_read": 0,
+        "seconds": 0.0,
+    }
+    return Analysis(**{**given, **changes})
+
+
+# ---------------------------------------------------------------- models to analyze
+
+SHAPES = {
+    "model.embed_tokens.weight": (64, 128),
+    "layers.0.attn.q_proj.weight": (128, 128),
+    "layers.0.mlp.up_proj.weight": (192, 128),
+    "layers.0.norm.weight": (128,),
+}
+
+
+def make_base(seed: int = 0, size: float = 0.02) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return {
+        name: (size * generator.standard_normal(shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def tune(base: Arrays, ratio: float = 0.02, seed: int = 1) -> dict[str, np.ndarray]:
+    """A fine-tune whose change is random and has, in each tensor, this size beside the base's."""
+    generator = np.random.default_rng(seed)
+    tuned = {}
+    for name, weights in base.items():
+        change = generator.standard_normal(weights.shape)
+        change *= ratio * np.linalg.norm(weights) / np.linalg.norm(change)
+        tuned[name] = (weights + change).astype(np.float32)
+    return tuned
+
+
+def mixed(base: Arrays, one: Arrays, share: float, other: Arrays, rest: float) -> dict:
+    """The base with shares of two models' changes."""
+    return {
+        name: (weights + share * (one[name] - weights) + rest * (other[name] - weights)).astype(
+            np.float32
+        )
+        for name, weights in base.items()
+    }

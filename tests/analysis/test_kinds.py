@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+
+from dare.analysis.kinds import kind_of, layer_of
+from dare.analysis.results import Kind
+
+NAMES = {
+    Kind.ATTENTION: """
+        model.layers.0.self_attn.q_proj.weight
+        model.layers.31.self_attn.o_proj.bias
+        transformer.h.3.attn.c_attn.weight
+        h.3.attn.c_proj.weight
+        gpt_neox.layers.7.attention.query_key_value.weight
+        gpt_neox.layers.7.attention.dense.weight
+        encoder.layer.2.attention.self.query.weight
+        encoder.layer.2.attention.output.dense.weight
+        bert.encoder.layer.11.attention.self.value.bias
+        encoder.block.0.layer.0.SelfAttention.q.weight
+        encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight
+        decoder.block.4.layer.1.EncDecAttention.o.weight
+        blocks.5.attn.qkv.weight
+        vit.encoder.layer.3.attention.attention.key.weight
+        vision_model.encoder.layers.3.self_attn.out_proj.weight
+        transformer.layer.1.attention.q_lin.weight
+        transformer.blocks.2.attn.Wqkv.weight
+        blk.7.attn_q.weight
+        model.decoder.layers.4.encoder_attn.k_proj.weight
+    """,
+    Kind.MLP: """
+        model.layers.0.mlp.gate_proj.weight
+        model.layers.0.mlp.down_proj.weight
+        model.layers.5.block_sparse_moe.experts.3.w2.weight
+        model.layers.5.block_sparse_moe.gate.weight
+        model.layers.5.mlp.experts.17.up_proj.weight
+        model.layers.5.mlp.shared_expert.down_proj.weight
+        model.layers.5.mlp.gate.weight
+        transformer.h.3.mlp.c_fc.weight
+        transformer.h.3.mlp.c_proj.weight
+        gpt_neox.layers.7.mlp.dense_h_to_4h.weight
+        encoder.layer.2.intermediate.dense.weight
+        encoder.layer.2.output.dense.weight
+        encoder.block.0.layer.1.DenseReluDense.wi_0.weight
+        blocks.5.mlp.fc1.weight
+        transformer.layer.1.ffn.lin2.weight
+        model.decoder.layers.4.fc2.weight
+        blk.7.ffn_gate.weight
+    """,
+    Kind.NORM: """
+        model.layers.0.input_layernorm.weight
+        model.layers.0.post_attention_layernorm.weight
+        model.layers.0.pre_feedforward_layernorm.weight
+        model.layers.0.self_attn.q_norm.weight
+        model.norm.weight
+        transformer.h.3.ln_1.weight
+        transformer.ln_f.bias
+        encoder.layer.2.attention.output.LayerNorm.weight
+        embeddings.LayerNorm.bias
+        encoder.block.0.layer.0.layer_norm.weight
+        blocks.5.norm1.weight
+        backbone.layers.0.norm.weight
+        blk.7.attn_norm.weight
+    """,
+    Kind.EMBEDDING: """
+        model.embed_tokens.weight
+        transformer.wte.weight
+        wpe.weight
+        gpt_neox.embed_in.weight
+        embeddings.word_embeddings.weight
+        bert.embeddings.token_type_embeddings.weight
+        shared.weight
+        patch_embed.proj.weight
+        pos_embed
+        cls_token
+        backbone.embeddings.weight
+        token_embd.weight
+    """,
+    Kind.HEAD: """
+        lm_head.weight
+        output.weight
+        embed_out.weight
+        transformer.output_layer.weight
+        classifier.bias
+        score.weight
+        cls.predictions.decoder.weight
+        qa_outputs.weight
+        pooler.dense.weight
+        head.weight
+    """,
+    Kind.OTHER: """
+        backbone.layers.0.mixer.A_log
+        backbone.layers.0.mixer.conv1d.weight
+        w
+        logit_scale
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names.split()]
+)
+def test_kinds_of_real_names(kind, name):
+    assert kind_of(name) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.12.mlp.experts.3.up_proj.weight", 12),
+        ("h.0.attn.c_attn.weight", 0),
+        ("encoder.block.4.layer.1.DenseReluDense.wi.weight", 4),
+        ("model.norm.weight", -1),
+        ("w.3", -1),
+        ("", -1),
+    ],
+)
+def test_layers(name, layer):
+    assert layer_of(name) == layer

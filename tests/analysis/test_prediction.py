@@ -1,0 +1,348 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import analysis, make_base, statistics, tune
+
+import dare
+from dare.analysis.limits import TABLE, limit
+from dare.analysis.prediction import (
+    Exposure,
+    Prediction,
+    balanced_q,
+    bounded_error,
+    concentration,
+    exposure_of,
+    make_exposure,
+    mean_bounded_error,
+    predict,
+    predict_merge,
+    relative_error,
+    tolerated_drop_rate,
+)
+from dare.demo.llama import read_weights
+from dare.demo.merges import BASE, TUNED
+from dare.errors import RecipeError
+
+DELTA = np.array([[3.0, 0.0], [0.0, -4.0]])
+WEIGHTS = np.full((2, 2), 25.0)  # of norm 50, ten times the delta's
+
+rates = st.floats(0.01, 0.99)
+
+
+def test_a_prediction_by_hand():
+    found = predict(statistics(DELTA, WEIGHTS), 0.8)
+    assert found.relative_error == pytest.approx(2)  # √(0.8/0.2)
+    assert found.output_error == pytest.approx(0.2)
+    assert found.variance == pytest.approx(4 * 25 / 4)
+    assert found.bias == pytest.approx(0)
+
+
+def test_nothing_dropped_is_nothing_lost():
+    assert predict(statistics(DELTA, WEIGHTS), 0.0) == Prediction(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_q_by_hand():
+    # p = 0.75, q = 0.5: half stays on average; variance 0.75·0.25/0.25 = 0.75 of δ².
+    found = predict(statistics(DELTA, WEIGHTS), 0.75, q=0.5)
+    assert found.bias == 0.5
+    assert found.variance == pytest.approx(0.75 * 25 / 4)
+    assert found.relative_error == pytest.approx(1.0)  # √(0.25 + 0.75)
+
+
+@given(rates)
+def test_q_of_one_minus_p_is_dare(p):
+    assert relative_error(p, 1 - p) == pytest.approx(relative_error(p))
+
+
+def test_a_base_of_zeros_makes_the_output_error_infinite():
+    zeros = np.zeros((2, 2))
+    assert predict(statistics(DELTA, zeros), 0.5).output_error == math.inf
+    assert predict(statistics(DELTA, zeros), 0.0).output_error == 0.0
+    assert predict(statistics(zeros, zeros), 0.5).output_error == 0.0
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
+def test_rates_outside_are_refused(rate):
+    with pytest.raises(RecipeError, match="drop_rate"):
+        predict(statistics(DELTA, WEIGHTS), rate)
+
+
+@pytest.mark.parametrize("q", [0.0, 1.5])
+def test_q_outside_is_refused(q):
+    with pytest.raises(RecipeError, match="q ="):
+        predict(statistics(DELTA, WEIGHTS), 0.5, q=q)
+
+
+def test_elements_that_are_not_finite_do_not_count():
+    broken = np.array([[3.0, np.nan], [np.inf, -4.0]])
+    assert predict(statistics(broken, WEIGHTS), 0.5).variance == pytest.approx(25 / 2)
+
+
+# ---------------------------------------------------------------- merges
+
+
+def test_a_merge_by_hand():
+    # Norms 5 and 5, weights 1 and 2, rates 0.5 and 0.8, scale 0.5.
+    both = [statistics(DELTA, WEIGHTS), statistics(DELTA[::-1], WEIGHTS)]
+    found = predict_merge(both, [0.5, 0.8], [1.0, 2.0], scale=0.5)
+    assert found.variance == pytest.approx(0.25 * (1 * 1 + 4 * 4) * 25 / 4)
+    assert found.output_error == pytest.approx(0.5 * math.sqrt(1 + 16) * 0.1)
+    assert found.relative_error == pytest.approx(math.sqrt(17 / 5))
+    assert found.drop_rate == pytest.approx(0.65)
+
+
+def test_a_merge_of_one_is_that_one():
+    one = statistics(DELTA, WEIGHTS)
+    merged = predict_merge([one], [0.9], [1.0], qs=[0.2])
+    assert dataclasses.astuple(merged) == pytest.approx(dataclasses.astuple(predict(one, 0.9, 0.2)))
+
+
+def test_a_merge_of_nothing_is_refused():
+    with pytest.raises(RecipeError, match="no models"):
+        predict_merge([], [], [])
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """Two layers of the demonstration's models: 395,776 elements."""
+
+    def layers(path):
+        weights = read_weights(path)
+        return {n: w for n, w in weights.items() if "layers.0." in n or "layers.4." in n}
+
+    return layers(BASE), {name: layers(path) for name, path in TUNED.items()}
+
+
+def measured_variance(base, models, seeds, expected, **settings):
+    """The mean over elements of (merged - expected)², over merges with different seeds."""
+    total = count = 0.0
+    for seed in seeds:
+        merged, _ = dare.merge_arrays(
+            base, models, seed=seed, verbose=False, delta_threshold=9.0, **settings
+        )
+        for name, weights in merged.items():
+            total += float(((weights - expected[name]).astype(np.float64) ** 2).sum())
+            count += weights.size
+    return total / count
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.9])
+def test_the_variance_of_ten_merges_of_a_real_model(demo, rate):
+    base, tuned = demo
+    found = analysis(base, {"add": tuned["add"]})
+    measured = measured_variance(
+        base,
+        [tuned["add"]],
+        range(0, 1000, 100),
+        tuned["add"],
+        method="dare+sum",
+        stages={"dare": {"drop_rate": rate}},
+    )
+    predicted = predict(found.models[0].total, rate).variance
+    assert measured == pytest.approx(predicted, rel=0.05)
+
+
+def test_the_variance_of_ten_merges_of_three_real_models(demo):
+    base, tuned = demo
+    found = analysis(base, tuned)
+    weights = [0.5, 1.0, 2.0]
+    expected = {
+        name: weight
+        + 0.8
+        * sum(
+            share * (model[name] - weight)
+            for share, model in zip(weights, tuned.values(), strict=True)
+        )
+        for name, weight in base.items()
+    }
+    measured = measured_variance(
+        base,
+        list(tuned.values()),
+        range(0, 1000, 100),
+        expected,
+        method="dare+sum",
+        weights=weights,
+        scale=0.8,
+        stages={"dare": {"drop_rate": 0.8}},
+    )
+    totals = [model.total for model in found.models]
+    predicted = predict_merge(totals, [0.8] * 3, weights, scale=0.8)
+    assert measured == pytest.approx(predicted.variance, rel=0.05)
+
+
+# ---------------------------------------------------------------- how few elements carry a change
+
+
+@pytest.mark.parametrize(
+    ("delta", "expected"),
+    [
+        ([2.0, -2.0, 2.0, -2.0], 1.0),  # all alike
+        ([1.0, 1.0, 1.0, 1.0], 1.0),  # no deviation, only a mean
+        ([5.0, -5.0, 0.0, 0.0], 2.0),  # half of them
+        ([0.0, 0.0, 0.0, 0.0], 1.0),
+    ],
+)
+def test_concentration_by_hand(delta, expected):
+    assert concentration(statistics(np.array(delta), np.ones(4))) == pytest.approx(expected)
+
+
+def test_concentration_of_known_distributions():
+    generator = np.random.default_rng(0)
+    size = 400_000
+    for values, expected in (
+        (generator.uniform(-1, 1, size), 1.8),
+        (generator.standard_normal(size), 3.0),
+        (generator.laplace(size=size), 6.0),
+    ):
+        assert concentration(statistics(values, values)) == pytest.approx(expected, rel=0.03)
+
+
+def test_one_element_that_is_all():
+    delta = np.zeros(1000)
+    delta[7] = 5.0
+    # 4·mean·cube is left out: n for a single element, up to a hundredth.
+    assert concentration(statistics(delta, np.ones(1000))) == pytest.approx(1000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"), [((4, 6), 6), ((24,), 24), ((2, 3, 4), 12), ((1, 24), 24)]
+)
+def test_a_row_is_what_makes_one_output(shape, width):
+    delta = np.resize([1.0, -1.0], shape)
+    assert make_exposure(statistics(delta, delta), shape).carriers == pytest.approx(width)
+
+
+def test_an_unchanged_tensor_has_no_carriers():
+    zeros = np.zeros((4, 4))
+    assert make_exposure(statistics(zeros, np.ones((4, 4))), (4, 4)).carriers == 0
+
+
+def test_a_scalar_is_one_row():
+    assert make_exposure(statistics(np.array(2.0), np.array(1.0)), ()).carriers == 1
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def test_the_bound_by_hand():
+    # p = 0.8: 4 + √19·0.6·√(0.8/0.008/c); c = 100 makes the root 1.
+    expected = 0.02 * math.sqrt(4 + math.sqrt(19) * 0.6)
+    assert bounded_error(Exposure(1, 0.02, 100.0), 0.8) == pytest.approx(expected)
+    assert bounded_error(Exposure(1, 0.02, 100.0), 0.5) == pytest.approx(0.02)  # always δ²
+    assert bounded_error(Exposure(1, 0.02, 100.0), 0.0) == 0.0
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8, 0.95])
+@pytest.mark.parametrize("kind", ["gaussian", "laplace", "sparse"])
+def test_nineteen_of_twenty_rows_stay_within_the_bound(rate, kind):
+    generator = np.random.default_rng(1)
+    shape = (4000, 96)
+    delta = generator.laplace(size=shape) if kind == "laplace" else generator.normal(size=shape)
+    if kind == "sparse":
+        delta *= generator.random(shape) < 0.1
+    delta /= np.maximum(np.linalg.norm(delta, axis=1, keepdims=True), 1e-9)
+    delta = delta.astype(np.float32)
+    dropped = dare.dare_drop({"w": delta}, drop_rate=rate, seed=3)["w"]
+    errors = np.linalg.norm(dropped - delta, axis=1)
+    bound = bounded_error(make_exposure(statistics(delta, delta), shape), rate)
+    assert (errors <= bound).mean() >= 0.95
+
+
+def test_the_mean_over_tensors_is_of_squares():
+    pair = [Exposure(100, 0.03, 1e12), Exposure(300, 0.01, 1e12)]
+    assert mean_bounded_error(pair, 0.5) == pytest.approx(math.sqrt((9e-4 + 3e-4) / 4))
+
+
+def test_unchanged_tensors_count_in_the_mean_and_those_without_a_base_do_not():
+    changed = Exposure(100, 0.04, 1e12)
+    assert mean_bounded_error([changed, Exposure(300, 0.0, 0.0)], 0.5) == pytest.approx(0.02)
+    assert mean_bounded_error([changed, Exposure(300, math.inf, 9.0)], 0.5) == pytest.approx(0.04)
+    assert mean_bounded_error([], 0.5) == 0.0
+
+
+# ---------------------------------------------------------------- the rate
+
+sizes = st.floats(0.001, 0.5)
+carriers = st.floats(1, 1e5)
+
+
+@pytest.mark.parametrize(
+    ("exposure", "expected"),
+    [
+        (Exposure(10, 0.05, 1e12), 0.5),  # 0.05·√(0.5/0.5)
+        (Exposure(10, 0.0249, 1e12), 0.8),  # 0.0249·√(0.8/0.2)
+        (Exposure(10, 0.0001, 1e12), 0.95),  # no higher one is recommended
+        (Exposure(10, 0.0001, 20.0), 0.8),  # four of twenty survive
+        (Exposure(10, 0.0001, 4.0), 0.0),
+        (Exposure(10, 5.0, 1e12), 0.0),
+        (Exposure(10, math.inf, 20.0), 0.8),  # nothing to compare with
+        (Exposure(10, 0.0, 0.0), 0.0),  # nothing to drop
+    ],
+)
+def test_rates_by_hand(exposure, expected):
+    assert tolerated_drop_rate([exposure]) == expected
+
+
+@given(sizes, carriers)
+def test_the_rate_keeps_what_it_promises(size, count):
+    exposure = Exposure(10, size, count)
+    rate = tolerated_drop_rate([exposure])
+    assert 0 <= rate <= limit("highest_rate")
+    assert bounded_error(exposure, rate) <= limit("output_error")
+    if rate:
+        assert (1 - rate) * count >= limit("survivors") * 0.999
+
+
+@given(sizes, carriers, st.floats(1, 3), st.floats(1, 3))
+def test_larger_and_more_concentrated_changes_bear_no_more(size, count, larger, fewer):
+    rate = tolerated_drop_rate([Exposure(10, size, count)])
+    assert tolerated_drop_rate([Exposure(10, size * larger, count / fewer)]) <= rate
+
+
+@given(sizes, carriers)
+def test_a_tensor_cut_in_two_is_the_same(size, count):
+    halves = [Exposure(5, size, count), Exposure(5, size, count)]
+    assert tolerated_drop_rate(halves) == tolerated_drop_rate([Exposure(10, size, count)])
+
+
+def test_bound_and_highest_can_be_given():
+    exposure = Exposure(10, 0.0499, 1e12)
+    assert tolerated_drop_rate([exposure], bound=0.1) == 0.8
+    assert tolerated_drop_rate([exposure], bound=1.0, highest=0.99) == 0.99
+    assert tolerated_drop_rate([exposure], bound=1.0, highest=0.333) == 0.33
+
+
+def test_the_exposure_of_an_analysed_tensor():
+    base = make_base()
+    (model,) = analysis(base, {"m": tune(base, 0.04)}).models
+    found = {t.name: exposure_of(t) for t in model.tensors}["layers.0.mlp.up_proj.weight"]
+    assert found.elements == 192 * 128
+    assert found.relative_norm == pytest.approx(0.04, rel=1e-3)
+    assert found.carriers == pytest.approx(128 / 3, rel=0.05)
+
+
+# ---------------------------------------------------------------- q
+
+
+@given(rates, st.integers(1, 9))
+def test_q_is_where_loss_and_noise_balance(p, models):
+    q = balanced_q(p, models)
+
+    def cost(q):
+        kept = (1 - p) / q
+        return 100 * (1 - kept) ** 2 + models * kept**2 * p / (1 - p)
+
+    assert 1 - p <= q + 1e-6
+    assert q <= 1
+    if q < 1:
+        assert cost(q) <= min(cost(q * 1.02), cost(q / 1.02))
+
+
+def test_limits_have_names_of_their_own():
+    assert len({each.name for each in TABLE}) == len(TABLE)
+    with pytest.raises(KeyError):
+        limit("nothing")

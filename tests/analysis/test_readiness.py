@@ -1,0 +1,393 @@
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import analysis, make_base, mixed, tune
+
+from dare.analysis.judgement import GRAVITY, Finding, Severity, Verdict
+from dare.analysis.limits import limit
+from dare.analysis.readiness import BASE, RULES, assess, body_of, rounding_norm
+from dare.analysis.results import Analysis, Origin
+
+ROOT = make_base()
+ONE, TWO = tune(ROOT, seed=1), tune(ROOT, seed=2)
+
+
+def found(seen: Analysis, **settings) -> set[str]:
+    return {finding.rule for finding in assess(seen, **settings).findings}
+
+
+def of(models, **changes) -> set[str]:
+    return found(analysis(ROOT, models, **changes))
+
+
+def finding(seen: Analysis, rule: str):
+    (only,) = [each for each in assess(seen).findings if each.rule == rule]
+    return only
+
+
+# ---------------------------------------------------------------- in general
+
+
+def test_usual_fine_tunes_are_ready():
+    readiness = assess(analysis(ROOT, {"math": ONE, "code": TWO}))
+    assert readiness.findings == ()
+    assert readiness.verdict is Verdict.READY
+    assert readiness.by_model == {"math": Verdict.READY, "code": Verdict.READY}
+
+
+def test_the_gravest_finding_decides():
+    models = {"math": ONE, "copy": ROOT, "other": make_base(seed=9)}
+    readiness = assess(analysis(ROOT, models))
+    assert readiness.verdict is Verdict.NOT_READY
+    assert readiness.by_model["copy"] is Verdict.WITH_CHANGES
+    assert readiness.by_model["other"] is Verdict.NOT_READY
+    severities = [GRAVITY.index(each.severity) for each in readiness.findings]
+    assert severities == sorted(severities)
+    assert [each.rule for each in readiness.of("copy")] == ["equals_base"]
+
+
+def test_a_note_does_not_change_the_verdict():
+    readiness = assess(analysis(ROOT, {"m": ONE}, own={"m": {"origin": Origin.LORA}}))
+    assert [each.rule for each in readiness.findings] == ["lora"]
+    assert readiness.verdict is Verdict.READY
+
+
+def test_the_order_of_models_does_not_matter():
+    models = {"a": ONE, "copy": ROOT, "small": tune(ROOT, 0.005, 3), "other": make_base(seed=9)}
+    there = assess(analysis(ROOT, models))
+    back = assess(analysis(ROOT, dict(reversed(models.items()))))
+    assert there.by_model == back.by_model
+    assert {each.rule for each in there.findings} == {each.rule for each in back.findings}
+
+
+def test_every_rule_says_what_it_looks_for():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.looks_for.endswith(".") for rule in RULES)
+
+
+def test_words():
+    text = str(assess(analysis(ROOT, {"math": ONE, "copy": ROOT})))
+    lines = text.splitlines()
+    assert lines[:3] == ["ready with changes", "  math: ready", "  copy: ready with changes"]
+    assert lines[3].startswith("change: copy: It is the base, element by element. It adds nothing")
+    assert lines[-1].startswith("    ")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_json_has_no_infinities():
+    zeros = {name: np.zeros_like(value) for name, value in ROOT.items()}
+    readiness = assess(analysis(zeros, {"m": ROOT}))
+    json.loads(readiness.to_json(), parse_constant=pytest.fail)
+    endless = Finding("rule", Severity.NOTE, (), "seen", "why", "do", {"ratio": math.inf})
+    document = json.loads(dataclasses.replace(readiness, findings=(endless,)).to_json())
+    assert document["findings"][0]["figures"] == {"ratio": "inf"}
+
+
+# ---------------------------------------------------------------- one model and the base
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rules"),
+    [
+        (0.05, set()),
+        (0.14, set()),
+        (0.16, {"large_change"}),
+        (0.69, {"large_change"}),
+        (0.72, {"not_homologous"}),
+        (0.99, {"not_homologous"}),
+        (1.01, {"unrelated"}),
+    ],
+)
+def test_how_far_a_model_is(ratio, rules):
+    # Weights of 0.002 keep |δ| below every limit on the mean, so that the ratio alone decides.
+    base = make_base(size=0.002)
+    assert found(analysis(base, {"m": tune(base, ratio)})) == rules
+
+
+def test_a_model_trained_apart_is_unrelated():
+    assert of({"m": make_base(seed=9)}) == {"unrelated"}
+    seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
+    assert seen.severity is Severity.STOP
+    assert seen.figures["ratio"] == pytest.approx(2**0.5, rel=0.02)
+
+
+@given(st.floats(0.3, 3.0), st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_nothing_unrelated_passes_for_a_fine_tune(size, seed):
+    other = make_base(seed=seed + 1, size=0.02 * size)
+    assert "unrelated" in of({"m": other})
+
+
+@pytest.mark.parametrize(
+    ("size", "rules"),
+    [
+        (0.0019, set()),
+        (0.0021, {"large_deltas"}),
+        (0.029, {"large_deltas"}),
+        (0.031, {"not_homologous"}),
+    ],
+)
+def test_mean_changes(size, rules):
+    base = make_base(size=1.0)  # the mean of |x| is 0.798 of x's standard deviation
+    assert found(analysis(base, {"m": tune(base, size / 0.798)})) == rules
+
+
+def test_frozen_embeddings_do_not_hide_a_foreign_model():
+    base = make_base()
+    big = np.random.default_rng(0).normal(0, 1, (64, 128)).astype(np.float32)
+    base["model.embed_tokens.weight"] = big
+    other = make_base(seed=9)
+    other["model.embed_tokens.weight"] = big
+    seen = analysis(base, {"m": other})
+    assert seen.models[0].total.relative_norm < 0.1
+    assert "unrelated" in found(seen)
+
+
+def test_a_model_of_embeddings_alone_has_a_body_too():
+    base = {"embed.weight": np.ones((4, 4), np.float32)}
+    seen = analysis(base, {"m": {"embed.weight": np.full((4, 4), 1.5, np.float32)}})
+    assert body_of(seen.models[0]).ratio == pytest.approx(0.5)
+
+
+def test_a_copy_of_the_base():
+    assert of({"m": ROOT}) == {"equals_base"}
+
+
+def test_a_copy_with_one_change_is_none():
+    nearly = {name: value.copy() for name, value in ROOT.items()}
+    nearly["layers.0.mlp.up_proj.weight"][3, 4] += 0.001
+    assert "equals_base" not in of({"m": nearly})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_elements_that_are_not_finite(value):
+    broken = {name: array.copy() for name, array in ONE.items()}
+    broken["layers.0.mlp.up_proj.weight"][0, 0] = value
+    seen = analysis(ROOT, {"bad": broken, "good": TWO})
+    only = finding(seen, "not_finite")
+    assert only.models == ("bad",)
+    assert "1 elements are NaN or infinite, in layers.0.mlp.up_proj.weight" in only.seen
+    assert assess(seen).by_model["good"] is Verdict.READY
+
+
+def test_nothing_in_common():
+    alien = {"other.weight": np.ones((3, 3), np.float32)}
+    assert "nothing_compared" in of({"m": alien, "n": ONE})
+
+
+def test_missing_tensors():
+    less = {name: value for name, value in ONE.items() if "norm" not in name}
+    assert of({"m": less}) == {"missing_tensors"}
+    seen = finding(analysis(ROOT, {"m": less}), "missing_tensors")
+    assert "It lacks 1 tensor of the base: layers.0.norm.weight" in seen.seen
+    assert 'on_missing = "base"' in seen.remedy
+
+
+def test_an_adapter_need_not_have_all():
+    less = {name: value for name, value in ONE.items() if "norm" not in name}
+    assert of({"m": less}, own={"m": {"is_adapter": True}}) == set()
+
+
+def test_a_lora():
+    own = {"m": {"origin": Origin.LORA, "likely_rank": 16}}
+    assert "rank of about 16" in finding(analysis(ROOT, {"m": ONE}, own=own), "lora").seen
+
+
+# ---------------------------------------------------------------- rounding
+
+
+def rounded(model, kind):
+    return {name: value.astype(kind).astype(np.float32) for name, value in model.items()}
+
+
+KINDS = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+
+
+def as_stored(model, name, **more):
+    size = sum(value.size for value in model.values())
+    return {"own": {"m": {"dtypes": {name: size}}}, **more}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rounding_has_the_size_that_is_expected(name):
+    base = make_base(size=1.0)
+    seen = analysis(base, {"m": rounded(base, KINDS[name])}, **as_stored(base, name))
+    measured = seen.models[0].total.relative_norm
+    assert rounding_norm(seen, seen.models[0]) == pytest.approx(measured, rel=0.15)
+    assert "rounding" in found(seen)
+
+
+def test_a_rounded_fine_tune_is_more_than_rounding():
+    tuned = rounded(tune(ROOT, 0.02), ml_dtypes.bfloat16)
+    assert of({"m": tuned}, **as_stored(tuned, "BF16")) == {"coarser_type"}
+
+
+@pytest.mark.parametrize(
+    ("base_type", "model_type"), [("F32", "F32"), ("BF16", "BF16"), ("BF16", "F32")]
+)
+def test_no_rounding_where_the_model_is_as_fine(base_type, model_type):
+    tiny = tune(ROOT, 0.001)
+    size = sum(value.size for value in tiny.values())
+    assert of({"m": tiny}, **as_stored(tiny, model_type), base_dtypes={base_type: size}) == set()
+
+
+def test_a_base_that_was_rounded_before_loses_nothing():
+    base = rounded(ROOT, ml_dtypes.bfloat16)
+    tuned = {name: value.copy() for name, value in base.items()}
+    tuned["layers.0.attn.q_proj.weight"][:8] *= 1.0625
+    seen = analysis(base, {"m": tuned}, **as_stored(tuned, "BF16"))
+    assert found(seen).isdisjoint({"rounding", "coarser_type"})
+
+
+def test_a_delta_computed_from_an_adapter_is_not_rounded():
+    tiny = tune(ROOT, 0.001)
+    own = {"m": {"dtypes": {"BF16": 1}, "is_adapter": True}}
+    assert of({"m": tiny}, own=own) == set()
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def test_a_sparse_delta():
+    generator = np.random.default_rng(0)
+    tuned = {
+        name: np.where(generator.random(value.shape) < 0.1, value, ROOT[name]).astype(np.float32)
+        for name, value in ONE.items()
+    }
+    assert of({"m": tuned}) == {"sparse", "concentrated"}
+
+
+def test_heavy_tails_are_concentrated():
+    generator = np.random.default_rng(0)
+    tuned = {
+        name: (value + 1e-5 * generator.standard_t(3, value.shape)).astype(np.float32)
+        for name, value in ROOT.items()
+    }
+    assert "concentrated" in of({"m": tuned})
+    seen = finding(analysis(ROOT, {"m": tuned}), "concentrated")
+    assert seen.figures["tolerated_drop_rate"] < limit("low_rank_rate")
+
+
+# ---------------------------------------------------------------- two models
+
+
+def test_the_same_model_twice():
+    assert of({"a": ONE, "b": ONE, "c": TWO}) == {"same_model"}
+    seen = finding(analysis(ROOT, {"a": ONE, "b": ONE, "c": TWO}), "same_model")
+    assert seen.models == ("a", "b")
+
+
+@pytest.mark.parametrize("share", [0.5, 1.1, 2.0])
+def test_a_multiple(share):
+    assert of({"a": ONE, "b": mixed(ROOT, ONE, share, TWO, 0.0)}) == {"multiple"}
+
+
+def test_the_opposite():
+    opposite = mixed(ROOT, ONE, -1.0, TWO, 0.0)
+    assert of({"a": ONE, "b": opposite}) == {"multiple"}
+    seen = finding(analysis(ROOT, {"a": ONE, "b": opposite}), "multiple")
+    assert "they cancel each other" in seen.matters
+
+
+@pytest.mark.parametrize(
+    ("own_share", "rules"),
+    [(0.0, set()), (0.3, set()), (0.8, {"alike"}), (-0.3, {"opposed"})],
+)
+def test_how_alike_two_models_are(own_share, rules):
+    # Beside ONE: a model that has this share of its change, and the rest of another's.
+    other = mixed(ROOT, ONE, own_share, TWO, (1 - own_share**2) ** 0.5)
+    assert of({"a": ONE, "b": other}) == rules
+
+
+def test_models_that_share_another_base():
+    ancestor = tune(ROOT, 0.3, seed=5)
+    models = {"a": tune(ancestor, 0.02, seed=1), "b": tune(ancestor, 0.02, seed=2)}
+    assert found(analysis(ancestor, models)) == set()
+    assert found(analysis(ROOT, models)) == {"other_base", "alike", "large_change"}
+    assert found(analysis(ROOT, {"a": ancestor, "b": ancestor})) == {"same_model", "large_change"}
+
+
+def test_one_model_outweighs_another():
+    assert of({"a": ONE, "b": tune(ROOT, 0.0062, seed=2)}) == {"outweighed"}
+    assert of({"a": ONE, "b": tune(ROOT, 0.007, seed=2)}) == set()
+    seen = finding(analysis(ROOT, {"a": ONE, "b": tune(ROOT, 0.005, seed=2)}), "outweighed")
+    assert seen.models == ("b",)
+    assert seen.figures["ratio"] == pytest.approx(4, rel=0.01)
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def test_chance_is_not_cancelling():
+    models = {str(seed): tune(ROOT, seed=seed) for seed in range(1, 7)}
+    seen = analysis(ROOT, models)
+    assert seen.together.cancelled == pytest.approx(1 - 6**-0.5, abs=0.01)
+    assert found(seen) == set()
+
+
+def test_cancelling():
+    models = {"a": ONE, "b": TWO, "c": mixed(ROOT, ONE, -0.9, TWO, -0.9)}
+    seen = analysis(ROOT, models)
+    assert "cancelling" in found(seen)
+    assert finding(seen, "cancelling").models == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "models"),
+    [
+        ("model.embed_tokens.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
+        ("lm_head.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
+        ("layers.0.w: base is 8×4 F32, a is 9×4 F32", "mismatched", ("a",)),
+        ("layers.9.w: in a, b, not in the base", "extra_tensors", ("a", "b")),
+        ("lm_head.weight: in b, not in the base", "extra_tensors", ("b",)),
+        ("position_ids: I64 is no type of weights", None, ()),
+    ],
+)
+def test_what_was_left_out(line, rule, models):
+    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(line,))
+    assert found(seen) == ({rule} if rule else set())
+    if rule:
+        assert finding(seen, rule).models == models
+
+
+def test_rows_that_were_matched_by_token():
+    note = "b: 2 of its tokens are not in the base: '<x>' 8; rows are matched by token where both"
+    seen = analysis(ROOT, {"a": ONE, "b": TWO}, notes=(note,))
+    assert finding(seen, "vocabulary").models == ("b",)
+
+
+def test_tied_weights_matter_where_they_change():
+    tied = ("model.embed_tokens.weight",)
+    assert of({"a": ONE}, tied=tied) == {"tied"}
+    frozen = ONE | {tied[0]: ROOT[tied[0]]}
+    assert of({"a": frozen}, tied=tied) == set()
+
+
+def test_other_configurations():
+    seen = analysis(ROOT, {"a": ONE, "b": TWO})
+    same = {"rope_theta": 10000.0, "model_type": "llama", "transformers_version": "4"}
+    assert found(seen, configs={BASE: same, "a": same | {"transformers_version": "5"}}) == set()
+    other = same | {"rope_theta": 500000.0}
+    assert found(seen, configs={"b": other}) == set()  # nothing to compare with
+    configs = {BASE: same, "a": same, "b": other}
+    (only,) = assess(seen, configs=configs).findings
+    assert (only.rule, only.models) == ("other_configuration", ("b",))
+    assert "rope_theta is 500000.0, the base's 10000.0" in only.seen
+
+
+def test_every_rule_was_seen_in_these_tests():
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == []
+
+
+def test_findings_name_the_limits_they_were_held_against():
+    seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
+    assert seen.figures["limit.unrelated_ratio"] == limit("unrelated_ratio")
+    assert dataclasses.asdict(seen)["severity"] == "stop"

@@ -1,0 +1,346 @@
+import dataclasses
+import json
+import math
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import dare
+from dare.analysis.judgement import Verdict
+from dare.analysis.prediction import relative_error
+from dare.analysis.sparsity import Configuration, DARESparsityAnalyzer, dare_merge_readiness
+from dare.demo.llama import Llama, read_weights
+from dare.demo.merges import BASE, CONFIG, TUNED
+from dare.demo.tasks import TASKS, held_out_english
+from dare.errors import InputError, RecipeError
+from helpers import save
+
+SHAPE = (256, 512)
+BOUND = Configuration().output_error
+
+
+def analyze(*given, **configuration):
+    return DARESparsityAnalyzer(Configuration(**configuration)).analyze(*given)
+
+
+# ---------------------------------------------------------------- by hand
+
+DELTA = {
+    "first": np.array([[0.0, 0.5], [-2.0, 1.0]], np.float32),
+    "second": np.array([0.01, 0.0], np.float32),
+}
+
+
+def test_totals_by_hand():
+    found = analyze(DELTA, sparsity_threshold=0.1)
+    assert found.total_parameters == 6
+    assert found.non_zero_parameters == 4
+    assert found.effective_sparsity == pytest.approx(3 / 6)  # under 0.2: 0, 0.01 and 0
+    squares, fourths = 0.25 + 4 + 1 + 1e-4, 0.0625 + 16 + 1 + 1e-8
+    assert found.essential_fraction == pytest.approx(squares**2 / (6 * fourths))
+    assert found.relative_norm == pytest.approx(math.sqrt(squares / 6) / 0.02)
+    assert not found.has_base
+
+
+def test_layers_by_hand():
+    found = analyze(DELTA, sparsity_threshold=0.1).per_layer_sparsity
+    first, second = found["first"], found["second"]
+    assert (first.layer_name, first.parameter_count) == ("first", 4)
+    assert first.sparsity == 1 / 4
+    assert first.mean_magnitude == pytest.approx(3.5 / 4)
+    assert first.max_magnitude == 2
+    assert first.has_significant_updates
+    assert second.sparsity == 1.0  # beside the largest of all, not of its own
+    assert not second.has_significant_updates
+
+
+def test_magnitudes_are_those_of_numpy():
+    generator = np.random.default_rng(0)
+    values = generator.laplace(0, 0.001, 100_001).astype(np.float32)
+    values[:1000] = 0
+    stats = analyze({"w": values}).magnitude_stats
+    sizes = np.abs(values).astype(np.float64)
+    assert stats.mean == pytest.approx(sizes.mean())
+    assert stats.standard_deviation == pytest.approx(values.astype(np.float64).std())
+    assert stats.max == sizes.max()
+    assert stats.min_non_zero == sizes[sizes > 0].min()
+    shares = (
+        (stats.percentile1, 0.01),
+        (stats.percentile5, 0.05),
+        (stats.median, 0.5),
+        (stats.percentile95, 0.95),
+        (stats.percentile99, 0.99),
+    )
+    for found, share in shares:
+        assert found == pytest.approx(np.quantile(sizes, share), rel=0.004)
+
+
+@given(
+    arrays(np.float32, st.integers(1, 60), elements=st.floats(-1, 1, width=16)),
+    st.sampled_from([0.001, 0.01, 0.3]),
+)
+@settings(max_examples=50, deadline=None)
+def test_sparsity_is_the_share_under_the_threshold(values, threshold):
+    found = analyze({"w": values}, sparsity_threshold=threshold)
+    sizes = np.abs(values).astype(np.float64)
+    limit = threshold * sizes.max()
+    if limit:  # right up to elements that are as large as the threshold to 0.4 %
+        assert found.effective_sparsity <= (sizes <= limit * 1.004).mean() + 1e-9
+        assert found.effective_sparsity >= (sizes < limit * 0.996).mean() - 1e-9
+    else:
+        assert found.effective_sparsity == 1.0
+
+
+def test_a_delta_and_what_it_is_the_delta_of_are_the_same():
+    generator = np.random.default_rng(0)
+    base = {"w": generator.normal(0, 0.02, (64, 64)).astype(np.float32)}
+    tuned = {"w": base["w"] + generator.normal(0, 0.0004, (64, 64)).astype(np.float32)}
+    both = analyze(base, tuned)
+    alone = analyze({"w": tuned["w"] - base["w"]})
+    assert both.magnitude_stats == alone.magnitude_stats
+    assert both.has_base
+    assert both.relative_norm == pytest.approx(
+        np.linalg.norm(tuned["w"] - base["w"]) / np.linalg.norm(base["w"]), rel=1e-5
+    )
+    assert alone.relative_norm == pytest.approx(both.relative_norm, rel=0.05)  # 0.02 was assumed
+
+
+def test_files_and_arrays_are_the_same(tmp_path):
+    generator = np.random.default_rng(0)
+    base = {"a": generator.normal(0, 0.02, (600_000,)).astype(np.float32)}  # two chunks
+    base["b"] = generator.normal(0, 0.02, (8, 8)).astype(np.float16)
+    tuned = {name: (value + 0.001).astype(value.dtype) for name, value in base.items()}
+    files = save(tmp_path / "base.safetensors", base), save(tmp_path / "t.safetensors", tuned)
+    fixed = {"computed_at": datetime(2024, 1, 1, tzinfo=UTC), "seconds": 0.0}
+    found, expected = analyze(*files), analyze(base, tuned)
+    assert found.per_layer_sparsity["a"].parameter_count == 600_000
+    assert dataclasses.replace(found, **fixed) == dataclasses.replace(expected, **fixed)
+
+
+def test_a_file_of_deltas(tmp_path):
+    file = save(tmp_path / "delta.safetensors", DELTA)
+    assert analyze(file).non_zero_parameters == 4
+
+
+def test_lists_of_numbers_are_taken():
+    assert analyze({"w": [0.0, 1.0, -2.0]}).magnitude_stats.max == 2
+
+
+def test_layers_are_selected_by_patterns():
+    found = analyze(DELTA, analysis_layers=("sec*",))
+    assert list(found.per_layer_sparsity) == ["second"]
+    assert found.total_parameters == 2
+
+
+def test_layers_can_be_left_out_of_the_result():
+    found = analyze(DELTA, compute_per_layer_metrics=False)
+    assert found.per_layer_sparsity == {}
+    assert found.total_parameters == 6
+
+
+def test_what_cannot_be_compared_is_listed():
+    base = {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32), "i": np.zeros(2, np.int64)}
+    tuned = {"a": np.ones(4, np.float32), "b": np.ones(5, np.float32), "i": np.zeros(2, np.int64)}
+    tuned["c"] = np.ones(3, np.float32)
+    assert analyze(base, tuned).left_out == (
+        "b: is (4,) in the base and (5,) in the tuned model",
+        "i: I64 is no type of weights",
+        "c: is not in the base",
+    )
+
+
+def test_nothing_to_look_at_is_an_error():
+    with pytest.raises(InputError, match="no weights to look at"):
+        analyze(DELTA, analysis_layers=("third",))
+    with pytest.raises(InputError, match="two dicts of arrays, or two paths"):
+        analyze(DELTA, "tuned.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sparsity_threshold", 1.5),
+        ("droppable_percentile", 1.0),
+        ("output_error", 0.0),
+        ("base_deviation", -1.0),
+    ],
+)
+def test_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(RecipeError, match=name):
+        Configuration(**{name: value})
+
+
+def test_presets():
+    assert (Configuration().sparsity_threshold, Configuration().droppable_percentile) == (
+        0.01,
+        0.95,
+    )
+    aggressive = Configuration.aggressive()
+    assert (aggressive.sparsity_threshold, aggressive.droppable_percentile) == (0.001, 0.99)
+
+
+# ---------------------------------------------------------------- the recommendation
+
+
+def shaped(kind, ratio=0.02, seed=0):
+    """A delta of a shape, with a base beside which it has this size."""
+    generator = np.random.default_rng(seed)
+    values = {
+        "uniform": lambda: generator.uniform(-1, 1, SHAPE),
+        "gaussian": lambda: generator.standard_normal(SHAPE),
+        "laplace": lambda: generator.laplace(size=SHAPE),
+        "heavy": lambda: generator.standard_t(3, SHAPE),
+        "zeros": lambda: generator.standard_normal(SHAPE) * (generator.random(SHAPE) < 0.1),
+    }[kind]()
+    base = generator.normal(0, 0.02, SHAPE)
+    values *= ratio * np.linalg.norm(base) / np.linalg.norm(values)
+    return {"w": base.astype(np.float32)}, {"w": (base + values).astype(np.float32)}
+
+
+def rate(kind, **settings):
+    return analyze(*shaped(kind, **settings)).recommended_drop_rate
+
+
+def test_the_recommendation_depends_on_the_shape():
+    rates = {kind: rate(kind) for kind in ("uniform", "gaussian", "laplace", "zeros", "heavy")}
+    # All have one norm, and less is borne the fewer elements carry it.
+    assert list(rates.values()) == sorted(rates.values(), reverse=True)
+    assert len(set(rates.values())) == 5
+    assert rates["uniform"] > 0.8
+    assert rates["heavy"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("uniform", 0.556), ("gaussian", 0.333), ("laplace", 0.167), ("zeros", 0.0333)],
+)
+def test_the_essential_fraction_depends_on_the_shape(kind, share):
+    assert analyze(*shaped(kind)).essential_fraction == pytest.approx(share, rel=0.04)
+
+
+def test_the_recommendation_depends_on_the_size():
+    rates = [rate("gaussian", ratio=ratio) for ratio in (0.004, 0.01, 0.02, 0.05, 0.2)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == 0.95
+    assert rates[-1] < 0.1
+
+
+def test_an_aggressive_configuration_goes_further():
+    base, tuned = shaped("uniform", ratio=0.002)
+    assert analyze(base, tuned).recommended_drop_rate == 0.95
+    bold = DARESparsityAnalyzer(Configuration.aggressive()).analyze(base, tuned)
+    assert bold.recommended_drop_rate == 0.98  # four of 284 that carry it survive at 0.986
+
+
+class Spy:
+    """A matrix that keeps what it is multiplied with."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, weights, seen):
+        self.weights, self.seen = weights, seen
+
+    def __rmatmul__(self, inputs):
+        self.seen.append(inputs)
+        return inputs @ self.weights
+
+
+MATRICES = {
+    "query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def real_inputs(task):
+    """What really goes into each matrix of a fine-tune: its own task's prompts, and English."""
+    model = Llama(TUNED[task.name], CONFIG)
+    seen = {}
+    for number, layer in enumerate(model._layers):
+        spies = {
+            joined: Spy(getattr(layer, joined), seen.setdefault((number, joined), []))
+            for joined in MATRICES
+        }
+        model._layers[number] = dataclasses.replace(layer, **spies)
+    lines = "\n".join(prompt + answer for prompt, answer in task.examples("test", 50)).encode()
+    texts = np.frombuffer(lines[:250] + held_out_english()[:250], np.uint8).reshape(2, 250)
+    model.logits(texts.astype(np.intp))
+    return {
+        f"model.layers.{number}.{name}.weight": np.concatenate(inputs)
+        for (number, joined), inputs in seen.items()
+        for name in MATRICES[joined]
+    }
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_recommended_rate_keeps_the_outputs_of_real_layers_within_the_bound(task):
+    found = DARESparsityAnalyzer().analyze(BASE, TUNED[task.name])
+    rate = found.recommended_drop_rate
+    assert 0.5 < rate < 0.9
+    assert found.output_error <= BOUND
+    base, tuned = read_weights(BASE), read_weights(TUNED[task.name])
+    dropped = dare.dare_sparsify(base, tuned, drop_rate=rate, seed=7)
+    errors, elements, ratios = [], [], []
+    for name, inputs in real_inputs(task).items():
+        wanted = inputs @ tuned[name].T
+        got = inputs @ dropped[name].T
+        errors.append(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
+        elements.append(wanted.size)
+        predicted = relative_error(rate) * found.per_layer_sparsity[name].relative_norm
+        ratios.append(errors[-1] / predicted)
+    assert len(errors) == 35
+    assert math.sqrt(np.average(np.square(errors), weights=elements)) <= BOUND
+    assert max(errors) <= 2 * BOUND
+    # Real inputs do prefer directions; by so much the prediction is off.
+    assert min(ratios) > 0.2
+    assert max(ratios) < 2.2
+    assert 0.75 < np.median(ratios) < 1.05
+
+
+# ---------------------------------------------------------------- readiness
+
+
+def test_a_usual_delta_is_ready():
+    analysis = analyze(*shaped("gaussian", ratio=0.01))
+    readiness = dare_merge_readiness(analysis)
+    assert readiness.verdict is Verdict.READY
+    (finding,) = readiness.findings
+    assert finding.rule == "fit"
+    assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
+
+
+def test_a_large_delta_is_ready_with_a_lower_rate():
+    readiness = dare_merge_readiness(analyze(*shaped("gaussian", ratio=0.08)))
+    assert readiness.verdict is Verdict.WITH_CHANGES
+    assert readiness.findings[0].rule == "low_rate"
+
+
+@pytest.mark.parametrize(
+    ("delta", "rule"),
+    [
+        (np.full((8, 64), 0.3, np.float32), "too_large"),
+        (np.zeros((8, 64), np.float32), "unchanged"),
+        (np.array([[0.001, np.nan]], np.float32), "not_finite"),
+    ],
+)
+def test_what_is_not_ready(delta, rule):
+    readiness = dare_merge_readiness(analyze({"w": delta}))
+    assert readiness.verdict is Verdict.NOT_READY
+    assert readiness.findings[0].rule == rule
+
+
+def test_words_and_json():
+    analysis = analyze(*shaped("gaussian", ratio=0.01))
+    document = json.loads(analysis.to_json())
+    assert document["recommended_drop_rate"] == analysis.recommended_drop_rate
+    assert document["per_layer_sparsity"]["w"]["parameter_count"] == 256 * 512
+    assert datetime.fromisoformat(document["computed_at"]) == analysis.computed_at
+    assert str(analysis).splitlines()[0].startswith("131,072 parameters, 131,072 changed, ")
+    readiness = dare_merge_readiness(analysis)
+    assert json.loads(readiness.to_json())["verdict"] == "ready"
+    assert str(readiness).startswith("ready\n  delta: ready\nnote: delta: The change is 1.00% of")

@@ -1,0 +1,205 @@
+"""`dare analyze`, `dare advise` and `dare report`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calling import base_arrays, dare, dare_succeeds, tuned_arrays
+from safetensors.numpy import load_file
+
+from dare import Recipe, load_recipe, merge
+from dare.analysis.results import Analysis
+from helpers import save
+
+INPUTS = ("base.safetensors", "math.safetensors", "code.safetensors")
+
+
+@pytest.fixture
+def analysis(folder: Path) -> Path:
+    dare_succeeds("analyze", *INPUTS, "--quiet", "--output", "analysis.json")
+    return folder / "analysis.json"
+
+
+def test_analyze_tells_verdict_models_and_advice(folder):
+    found = dare_succeeds("analyze", *INPUTS)
+    assert found.out.startswith("Ready")
+    for word in ("math", "code", "Cosine", "Advice", "drop_rate"):
+        assert word in found.out
+
+
+def test_the_json_document_has_analysis_readiness_and_advice(folder):
+    found = dare_succeeds("analyze", *INPUTS, "--json").json
+    assert found["schema"] == "dare-analysis/1"
+    assert [model["name"] for model in found["models"]] == ["math", "code"]
+    assert found["readiness"]["verdict"] == "ready"
+    assert found["advice"]["recipe"]["models"]["base_file"] == "base.safetensors"
+    base, tuned = load_file("base.safetensors"), load_file("math.safetensors")
+    norm = np.sqrt(
+        sum(
+            np.square(tuned[name].astype(np.float64) - base[name]).sum()
+            for name in base
+            if base[name].dtype == np.float32
+        )
+    )
+    assert found["models"][0]["total"]["norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_what_is_written_is_read_back(folder, analysis):
+    again = Analysis.load(analysis)
+    assert json.loads(again.to_json()) == {
+        key: value
+        for key, value in json.loads(analysis.read_text()).items()
+        if key not in ("readiness", "advice")
+    }
+    told = [dare_succeeds("advise", *given).out for given in (INPUTS, ["analysis.json"])]
+    assert told[0] == told[1]
+
+
+def test_a_recipe_or_an_output_stands_for_its_models(folder):
+    Path("r.toml").write_text(dare_succeeds("advise", *INPUTS, "--quiet").out)
+    dare_succeeds("r.toml", "--quiet")
+    for given in ("r.toml", "merged.safetensors"):
+        found = dare_succeeds("analyze", given, "--json").json
+        assert [model["name"] for model in found["models"]] == ["math", "code"]
+
+
+def test_the_tables_hold_what_the_json_holds(folder):
+    found = dare_succeeds("analyze", *INPUTS, "--csv", "tables", "--json").json
+
+    def rows(name):
+        with Path(f"tables/{name}.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    assert [float(row["norm"]) for row in rows("models")] == [
+        model["total"]["norm"] for model in found["models"]
+    ]
+    assert len(rows("tensors")) == sum(len(model["tensors"]) for model in found["models"])
+    assert len(rows("suggestions")) == len(found["advice"]["suggestions"])
+    (pair,) = (row for row in rows("pairs") if row["layer"] == "all")
+    assert float(pair["cosine"]) == found["pairs"][0]["total"]["cosine"]
+    counts = sum(int(row["count"]) for row in rows("histograms") if row["model"] == "math")
+    total = found["models"][0]["total"]
+    assert counts == total["elements"] - total["zeros"]
+
+
+def test_not_ready_is_a_failure(folder):
+    base = base_arrays()
+    other = {
+        name: np.random.default_rng(9).permutation(values.reshape(-1)).reshape(values.shape)
+        for name, values in base.items()
+    }
+    save(folder / "other.safetensors", other)
+    found = dare("analyze", "base.safetensors", "math.safetensors", "other.safetensors")
+    assert found.status == 1
+    assert found.out.startswith("Not ready")
+    assert found.err == ""
+
+
+def test_advice_is_a_recipe_that_runs(folder):
+    found = dare_succeeds("advise", *INPUTS, "--output", "advised.safetensors", "--quiet")
+    Path("recipe.toml").write_text(found.out)
+    assert "evidence" in found.out
+    dare_succeeds("recipe.toml", "--quiet")
+    assert Path("advised.safetensors").exists()
+
+
+def test_where_nothing_can_be_merged_there_is_no_recipe(folder):
+    shutil.copy("base.safetensors", "copy.safetensors")
+    found = dare("advise", "base.safetensors", "copy.safetensors", "--quiet")
+    assert found.status == 1
+    assert all(line.startswith("#") for line in found.out.splitlines())
+    dare_succeeds("analyze", "base.safetensors", "copy.safetensors", "-o", "a.json", "--quiet")
+    found = dare("init", "--from-analysis", "a.json", "--output", "m.safetensors")
+    assert found.status == 1
+    assert "dare advise a.json" in found.err
+
+
+def test_init_follows_an_analysis_and_flags_override_it(folder, analysis):
+    dare_succeeds(
+        "init", "--from-analysis", analysis, "--output", "m.safetensors", "--drop-rate", "0.25"
+    )
+    recipe = load_recipe("recipe.toml")
+    advised = dare_succeeds("advise", analysis, "--json").json["recipe"]
+    assert recipe.method == advised["method"]
+    assert all(settings[0]["drop_rate"] == 0.25 for settings in _settings(recipe))
+    text = Path("recipe.toml").read_text()
+    assert "# Chosen after an analysis:" in text
+    assert tomllib.loads(text)["method"] == advised["method"]
+
+
+def _settings(recipe: Recipe):
+    return [recipe.settings_for("w", number) for number in range(len(recipe.models))]
+
+
+def test_the_page_is_written_and_has_every_model(folder, analysis):
+    dare_succeeds("report", analysis, "--output", "page.html", "--quiet")
+    dare_succeeds("analyze", *INPUTS, "--html", "same.html", "--quiet")
+    for page in ("page.html", "same.html"):
+        text = Path(page).read_text("utf-8")
+        assert "math" in text
+        assert "</html>" in text
+
+
+def test_the_page_of_a_merge_tells_what_survived(folder):
+    recipe = Recipe(
+        base="base.safetensors",
+        models=["math.safetensors", "code.safetensors"],
+        output="merged.safetensors",
+        method="dare+trim+sum",
+        stages={"dare": {"drop_rate": 0.5}, "trim": {"keep_ratio": 0.5}},
+        verbose=False,
+    )
+    merge(recipe)
+    dare_succeeds("report", "--merged", "merged.safetensors", "--figures", "figures", "--quiet")
+    text = Path("report.html").read_text("utf-8")
+    assert "dare+trim+sum" in text
+    assert {"kept.svg", "kept-by-layer.svg", "survival.svg"} <= {
+        path.name for path in Path("figures").iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name the base and its fine-tunes"),
+        (("base.safetensors",), "base without models"),
+        (("base.safetensors", "gone.safetensors"), "gone.safetensors"),
+        (("gone.json",), "gone.json"),
+        ((*INPUTS, "--max-memory", "much"), "max_memory"),
+        ((*INPUTS, "--max-memory", "1MiB"), "max_memory"),
+        ((*INPUTS, "--spectra", "some"), "spectra"),
+        ((*INPUTS, "--output", "math.safetensors"), "exists already"),
+    ],
+)
+def test_wrong_input_is_refused_with_a_reason(folder, arguments, message):
+    found = dare("analyze", *arguments)
+    assert found.status in (1, 2)
+    assert message in found.err
+    assert "mistake in dare" not in found.err
+
+
+def test_a_spoilt_analysis_is_refused(folder, analysis):
+    document = json.loads(analysis.read_text())
+    del document["pairs"]
+    analysis.write_text(json.dumps(document))
+    found = dare("advise", analysis)
+    assert found.status == 1
+    assert "no whole analysis" in found.err
+
+
+def test_configurations_are_compared(folder):
+    base = base_arrays()
+    for name, theta in (("one", 10000.0), ("other", 500000.0)):
+        Path(name).mkdir()
+        save(folder / name / "model.safetensors", base if name == "one" else tuned_arrays(base, 3))
+        config = {"model_type": "llama", "rope_theta": theta}
+        Path(name, "config.json").write_text(json.dumps(config))
+    found = dare_succeeds("analyze", "one", "other", "--json").json
+    assert "other_configuration" in {each["rule"] for each in found["readiness"]["findings"]}
+    shutil.rmtree("other")
