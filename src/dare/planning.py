@@ -425,7 +425,7 @@ def _plan_tensor(
     for index, model in enumerate(models):
         info = model.tensors.get(name)
         if info is None:
-            if not model.is_partial:
+            if base.dtype.is_weight and not model.is_partial:
                 missing.append(names[index])
             if combine.models is not None:  # it takes them all, so this one's delta is read as zero
                 takes_part.append(index)

@@ -37,7 +37,7 @@ def test_tensors_that_were_not_analysed_do_not_count(subject):
     assert found.models == subject.outcome.models
 
 
-def test_a_manifest_tells_what_one_dropping_stage_kept(tmp_path):
+def test_a_manifest_tells_what_the_report_told(tmp_path):
     base = {"w": np.zeros((8, 64), np.float32)}
     save_file(base, tmp_path / "base.safetensors")
     save_file({"w": base["w"] + 1}, tmp_path / "math.safetensors")
@@ -51,16 +51,17 @@ def test_a_manifest_tells_what_one_dropping_stage_kept(tmp_path):
     )
     report = dare.merge(recipe, backend="reference")
     document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
-    outcome = outcome_of_manifest(document)
+    analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
+    outcome = outcome_of_manifest(document, analysis)
+    assert outcome == outcome_of_report(report, analysis)
     (model,) = outcome.models
-    assert outcome.method == "dare+linear"
     assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
-    assert model.kept_by_layer == {}
+    assert model.kept_by_layer == {-1: model.kept["dare"]}
 
 
-def test_a_document_that_is_no_manifest_is_refused():
+def test_a_document_that_is_no_manifest_is_refused(subject):
     with pytest.raises(InputError, match="has no whole report of a merge"):
-        outcome_of_manifest({"method": "dare+linear", "report": {}}, where="x.json")
+        outcome_of_manifest({"method": "dare+linear", "report": {}}, subject.analysis, where="x")
 
 
 def test_warnings_are_taken_over(subject):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import sample
 
+from dare.analysis.results import Histogram
 from dare.page import figures, series
 from dare.page.themes import DARK, LIGHT, vega_config
 from dare.page.words import cosine, number, share
@@ -58,6 +59,22 @@ def test_without_spectra_there_is_no_figure_of_them(subject):
     analysis = replace(subject.analysis, models=models)
     found = figures.draw_figures(analysis, subject.advice, None)
     assert "spectra" not in {figure.name for figure in found}
+
+
+def test_a_model_that_is_the_base_has_only_an_empty_map(subject):
+    model = sample.make_analysis(("alone",)).models[0]
+    nothing = replace(model.total, zeros=model.total.elements, norm=0.0, histogram=Histogram(0, ()))
+    model = replace(
+        model,
+        total=nothing,
+        by_kind=dict.fromkeys(model.by_kind, nothing),
+        cells=tuple(replace(cell, statistics=nothing) for cell in model.cells),
+        tensors=(),
+    )
+    analysis = replace(subject.analysis, models=(model,), pairs=())
+    (figure,) = figures.draw_figures(analysis, replace(subject.advice, suggestions=()), None)
+    assert figure.name == "change-1"
+    assert {cell for row in figure.table.rows for cell in row[1:]} == {"0%", "–"}
 
 
 def test_every_figure_says_what_it_shows(drawn):

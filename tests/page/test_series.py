@@ -69,6 +69,17 @@ def test_every_pair_fills_two_cells(subject):
     assert (rows[0]["model"], rows[0]["other"]) == (rows[1]["other"], rows[1]["model"])
 
 
+def test_of_many_pairs_the_closest_are_drawn_in_their_order(subject):
+    pair = subject.analysis.pairs[0]
+    cosines = [0.01 * (-1) ** number * number for number in range(15)]
+    pairs = tuple(
+        replace(pair, second=str(number), total=replace(pair.total, cosine=cosine))
+        for number, cosine in enumerate(cosines)
+    )
+    chosen = series.closest_pairs(replace(subject.analysis, pairs=pairs))
+    assert [pair.second for pair in chosen] == [str(number) for number in range(3, 15)]
+
+
 @given(st.integers(1, 40), st.integers(1, 30))
 def test_chosen_spectra_are_spread_and_not_too_many(available, most):
     tensor = next(t for t in SAMPLE.models[0].tensors if t.spectrum)

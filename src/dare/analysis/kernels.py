@@ -34,18 +34,19 @@ i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 
 summing = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
-TILE = 2048
+TILE = 4096
 ROW = TILE + 16
 """Distance between a tile's rows: not a power of two, or they would share cache sets."""
-WORDS = TILE // 64
-"""Words of a tile's signs, a bit for each element."""
+WORDS = TILE // 32
+"""Words of a tile's signs, two bits for each element."""
 WAYS = 2
 """Rows of counters that take turns, because equal magnitudes often follow each other."""
 COUNTERS = BINS + 16
 """Length of such a row, for the same reason as ROW's."""
 RUN = 64
 """Elements that are sampled together."""
-ONES = u64(0x0101010101010101)
+ABOVE = u64(0x5555555555555555)
+"""The bit of each pair that says that an element is above zero; the other says below."""
 LEAST_OF_NONE = u32(0xFFFFFFFF)
 
 SUMS = 5
@@ -152,60 +153,55 @@ def bits_set(_typing, word):  # uint64
     return types.uint64(types.uint64), build
 
 
-@helper
-def gathered(word):
-    """The lowest bits of eight bytes as one byte."""
-    return u64(u64((word & ONES) * u64(0x0102040810204080)) >> u64(56))
-
-
 @kernel
-def pack_signs(codes, above, below):
-    """From codes, 1 and 2 in bytes, to bits: which elements are above zero, and which below."""
+def pack_signs(codes, out):
+    """From a byte for each element to two bits, in an order of their own."""
     eights = codes.view(u64)
-    for i in range(above.size):
-        high, low = u64(0), u64(0)
-        for part in range(8):
-            word = eights[8 * i + part]
-            high |= gathered(word) << u64(8 * part)
-            low |= gathered(word >> u64(1)) << u64(8 * part)
-        above[i] = high
-        below[i] = low
+    size = out.size
+    for i in range(size):
+        low = eights[i] | (eights[size + i] << u64(2))
+        high = (eights[2 * size + i] << u64(4)) | (eights[3 * size + i] << u64(6))
+        out[i] = low | high
+
+
+@helper
+def changed_bits(signs):
+    return (signs | (signs >> u64(1))) & ABOVE
 
 
 @kernel
-def count_changed(above, below):
+def count_changed(signs):
     """How many elements are not zero."""
     found = u64(0)
-    for i in range(above.size):
-        found += bits_set(above[i] | below[i])
+    for i in range(signs.size):
+        found += bits_set(changed_bits(signs[i]))
     return i64(found)
 
 
 @kernel
-def compare_signs(above, below, other_above, other_below):
+def compare_signs(left, right):
     """How many elements both change, and how many of those in the same direction."""
     both, agreeing = u64(0), u64(0)
-    for i in range(above.size):
-        both += bits_set((above[i] | below[i]) & (other_above[i] | other_below[i]))
-        agreeing += bits_set((above[i] & other_above[i]) | (below[i] & other_below[i]))
+    for i in range(left.size):
+        both += bits_set(changed_bits(left[i]) & changed_bits(right[i]))
+        agreeing += bits_set(changed_bits(left[i] & right[i]))
     return i64(both), i64(agreeing)
 
 
 @kernel
-def count_conflicts(above, below):
+def count_conflicts(signs):
     """How many elements two models or more change, and how many of those in both directions.
 
-    above, below: uint64[models, words].
+    signs: uint64[models, words].
     """
     shared, conflicted = u64(0), u64(0)
-    for i in range(above.shape[1]):
-        high, low, many = u64(0), u64(0), u64(0)
-        for model in range(above.shape[0]):
-            many |= (high | low) & (above[model, i] | below[model, i])
-            high |= above[model, i]
-            low |= below[model, i]
+    for i in range(signs.shape[1]):
+        seen, many = u64(0), u64(0)
+        for model in range(signs.shape[0]):
+            many |= changed_bits(seen) & changed_bits(signs[model, i])
+            seen |= signs[model, i]
         shared += bits_set(many)
-        conflicted += bits_set(high & low)
+        conflicted += bits_set(seen & (seen >> u64(1)) & ABOVE)
     return i64(shared), i64(conflicted)
 
 
@@ -221,16 +217,17 @@ def dot(left, scale, right):
 
 
 @kernel
-def add_to(total, values):
-    for i in range(values.size):
-        total[i] += values[i]
+def add(left, right, out):
+    for i in range(out.size):
+        out[i] = left[i] + right[i]
 
 
 @summing
-def sum_magnitudes(values, scale):
+def sum_magnitudes(left, right, scale):
+    """Σ|left + right|, scaled."""
     total = f32(0)
-    for i in range(values.size):
-        total += abs(values[i] * scale)
+    for i in range(left.size):
+        total += abs((left[i] + right[i]) * scale)
     return total
 
 
@@ -263,7 +260,7 @@ def survey(
     models, size = addresses.size, base_raw.size
     base, zeros, codes = np.empty(TILE, f32), np.zeros(TILE, f32), np.empty(TILE, u8)
     deltas, scales = np.empty(models * ROW, f32), np.empty(models, f32)
-    above, below = np.empty((models, WORDS), u64), np.empty((models, WORDS), u64)
+    signs = np.empty((models, WORDS), u64)
     for first in range(0, size, TILE):
         used = min(TILE, size - first)
         decode(base_raw[first : first + used], base)
@@ -275,12 +272,12 @@ def survey(
                 delta, peak, least, sums[model], counts[model], magnitudes[model]
             )
             encode_signs(delta, codes)
-            pack_signs(codes, above[model], below[model])
-            counts[model, CHANGED] += count_changed(above[model], below[model])
+            pack_signs(codes, signs[model])
+            counts[model, CHANGED] += count_changed(signs[model])
         shared_sums[0] += squares_of_base(base[:used])
         if models > 1:
             look_at_pairs(deltas, scales, used, pair_sums)
-            look_at_signs(above, below, pair_counts, shared_counts)
+            look_at_signs(signs, pair_counts, shared_counts)
             shared_sums[1] += look_at_total(deltas, scales, used, base[:used])
 
 
@@ -316,30 +313,32 @@ def look_at_pairs(deltas, scales, used, pair_sums):
 
 
 @kernel
-def look_at_signs(above, below, pair_counts, shared_counts):
-    models = above.shape[0]
+def look_at_signs(signs, pair_counts, shared_counts):
+    models = signs.shape[0]
     pair = 0
     for left in range(models):
         for right in range(left + 1, models):
-            both, agreeing = compare_signs(above[left], below[left], above[right], below[right])
+            both, agreeing = compare_signs(signs[left], signs[right])
             pair_counts[pair, 0] += both
             pair_counts[pair, 1] += agreeing
             pair += 1
-    shared, conflicted = count_conflicts(above, below)
+    shared, conflicted = count_conflicts(signs)
     shared_counts[0] += shared
     shared_counts[1] += conflicted
 
 
 @kernel
-def look_at_total(deltas, scales, used, total):
-    """Σ|Σδ| of a tile; `total` is overwritten."""
+def look_at_total(deltas, scales, used, room):
+    """Σ|Σδ| of a tile of two models or more; `room` is overwritten."""
     scale = scales[0]
-    for i in range(used):
-        total[i] = deltas[i]
+    total = deltas[:used]
     for model in range(1, scales.size):
-        add_to(total, deltas[model * ROW : model * ROW + used])
         scale = min(scale, scales[model])
-    return f64(sum_magnitudes(total, scale)) / f64(scale)
+    for model in range(1, scales.size - 1):
+        add(total, deltas[model * ROW : model * ROW + used], room)
+        total = room
+    last = (scales.size - 1) * ROW
+    return f64(sum_magnitudes(total, deltas[last : last + used], scale)) / f64(scale)
 
 
 @kernel

@@ -259,13 +259,11 @@ class OpenTensor:
     ) -> list[PairSums]:
         if not self.subject.pairs:
             return []
-        above, below = self._tops(magnitudes, kernels)
-        sizes = [kernels.count_changed(*own) for own in zip(above, below, strict=True)]
+        tops = self._tops(magnitudes, kernels)
+        sizes = [kernels.count_changed(own) for own in tops]
         found = []
         for number, (one, other) in enumerate(pairs_of(range(len(sizes)))):
-            shared, agreeing = kernels.compare_signs(
-                above[one], below[one], above[other], below[other]
-            )
+            shared, agreeing = kernels.compare_signs(tops[one], tops[other])
             both, same = total.pair_counts[number].tolist()
             found.append(
                 PairSums(
@@ -279,20 +277,17 @@ class OpenTensor:
             )
         return found
 
-    def _tops(
-        self, magnitudes: Sequence[Magnitudes], kernels: Any
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """The signs, as bits, of each model's largest elements in the sample."""
+    def _tops(self, magnitudes: Sequence[Magnitudes], kernels: Any) -> NDArray[np.uint64]:
+        """The packed signs of each model's largest elements in the sample."""
         top = math.ceil(TOP * self.subject.elements)
         codes = np.zeros(self.samples.shape[1], np.uint8)
-        shape = (len(magnitudes), codes.size // 64)
-        above, below = np.zeros(shape, np.uint64), np.zeros(shape, np.uint64)
+        signs = np.zeros((len(magnitudes), codes.size // 32), np.uint64)
         for place, found in enumerate(magnitudes):
             if found.counts.size:
                 least = max(top_bin(found, top) << BIN_SHIFT, 1)
                 kernels.encode_top(self.samples[place], np.int32(least), codes)
-                kernels.pack_signs(codes, above[place], below[place])
-        return above, below
+                kernels.pack_signs(codes, signs[place])
+        return signs
 
 
 def _added(chunks: Sequence[ChunkSums], kernels: Any) -> ChunkSums:

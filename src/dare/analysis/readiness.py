@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dare.analysis.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
@@ -76,13 +76,24 @@ def assess(analysis: Analysis, configs: Configs | None = None) -> Readiness:
     be compared too.
     """
     seen = Seen(analysis, configs or {})
-    findings = [finding for rule in RULES for finding in rule.find(seen)]
+    findings = _joined(finding for rule in RULES for finding in rule.find(seen))
     findings.sort(key=lambda finding: GRAVITY.index(finding.severity))
     by_model = {
         name: _verdict(f for f in findings if not f.models or name in f.models)
         for name in analysis.names
     }
     return Readiness(_verdict(findings), by_model, tuple(findings))
+
+
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding where several say the same of different models."""
+    by_text: dict[tuple[str, str, str, str], Finding] = {}
+    for finding in findings:
+        key = finding.rule, finding.seen, finding.matters, finding.remedy
+        first = by_text.get(key)
+        models = () if first is None else first.models
+        by_text[key] = replace(finding, models=(*models, *finding.models))
+    return list(by_text.values())
 
 
 def _verdict(findings: Iterable[Finding]) -> Verdict:
@@ -177,8 +188,7 @@ def not_homologous(seen: Seen) -> Iterator[Trouble]:
     """A model too far from the base to be merged by its delta."""
     for model in seen.analysis.models:
         body = body_of(model)
-        far = body.ratio >= limit("foreign_ratio") or body.mean_magnitude >= limit("foreign_delta")
-        if far and body.ratio < limit("unrelated_ratio"):
+        if body.is_foreign and body.ratio < limit("unrelated_ratio"):
             yield Trouble(
                 (model.name,),
                 f"|δ| is {body.mean_magnitude:.2g} on average, and the change {body.ratio:.0%} of "
@@ -196,8 +206,7 @@ def large_change(seen: Seen) -> Iterator[Trouble]:
     """A fine-tune of this base that has gone far from it."""
     for model in seen.analysis.models:
         body = body_of(model)
-        foreign = body.mean_magnitude >= limit("foreign_delta")
-        if limit("large_ratio") <= body.ratio < limit("foreign_ratio") and not foreign:
+        if body.ratio >= limit("large_ratio") and not body.is_foreign:
             bound = limit("output_error")
             rate = bound**2 / (bound**2 + body.ratio**2)
             yield Trouble(
@@ -452,8 +461,12 @@ def opposed(seen: Seen) -> Iterator[Trouble]:
 
 @rule(Severity.CHANGE)
 def outweighed(seen: Seen) -> Iterator[Trouble]:
-    """A model whose change is small beside another's."""
-    changed = [model for model in seen.analysis.models if model.total.norm]
+    """A model whose change is small beside that of another fine-tune."""
+    changed = [
+        model
+        for model in seen.analysis.models
+        if model.total.norm and not body_of(model).is_foreign
+    ]
     if len(changed) < 2:
         return
     largest = max(changed, key=lambda model: model.total.norm)
@@ -593,6 +606,11 @@ class Body:
     mean_magnitude: float
     ratio: float
     """‖δ‖ / ‖base‖."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the model is too far from the base to count as a fine-tune of it."""
+        return self.ratio >= limit("foreign_ratio") or self.mean_magnitude >= limit("foreign_delta")
 
 
 def body_of(model: ModelAnalysis) -> Body:

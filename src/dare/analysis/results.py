@@ -178,7 +178,7 @@ class ModelAnalysis:
     likely_rank: int | None
     """Of a LoRA: the largest rank that was seen."""
     missing: tuple[str, ...]
-    """Tensors of the base that the model lacks.
+    """Weights of the base that the model lacks.
 
     Between models its delta counts as zero there; its own figures leave them out.
     """

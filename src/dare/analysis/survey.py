@@ -374,7 +374,11 @@ def _model(
         tensors=tensors,
         origin=origin,
         likely_rank=rank,
-        missing=tuple(sorted(base.tensors.keys() - source.tensors.keys())),
+        missing=tuple(
+            name
+            for name, info in sorted(base.tensors.items())
+            if info.dtype.is_weight and name not in source.tensors
+        ),
         dtypes=_count_types(source.tensors[tensor.name] for tensor in tensors),
         is_adapter=source.is_partial,
     )

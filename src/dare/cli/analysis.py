@@ -245,7 +245,7 @@ def _outcome(merged: Path, analysis: Analysis, **how: Any) -> Any:
     beside = survey(Path(analysis.base), [*files, merged], spectra="none", **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
-    return outcome_of_manifest(read_manifest(place), survival, str(place))
+    return outcome_of_manifest(read_manifest(place), analysis, survival, str(place))
 
 
 def _write_page(path: Path, found: Found, outcome: Any = None) -> None:

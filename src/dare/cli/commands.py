@@ -116,7 +116,7 @@ def _asked_recipe(
         raise UsageError(f"two recipes given, {recipe} and {config}; leave one out")
     if verbose and quiet:
         raise UsageError("--verbose and --quiet given; leave one out")
-    fixed = {"verbose": verbose} if verbose or quiet else {}
+    fixed: dict[str, Any] = {"verbose": verbose} if verbose or quiet else {}
     return recipe_from_flags(recipe or config, flags, **fixed)
 
 

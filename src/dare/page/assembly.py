@@ -34,6 +34,8 @@ from dare.page.themes import DARK, LIGHT, THEMES, css_variables, vega_config
 from dare.page.words import NOTHING, amount, cosine, listed, number, share, times, weight
 from dare.sizes import show_size
 
+MOST_NAMES = 4
+"""Models that are named in a sentence; more are counted."""
 HEADLINES = {
     Verdict.READY: "Ready to merge",
     Verdict.WITH_CHANGES: "Ready with changes",
@@ -78,7 +80,7 @@ def assemble_page(
     ]
     return Template(_resource("page.html")).substitute(
         policy=_policy([start, library, script]),
-        title=escape(f"{HEADLINES[readiness.verdict]}: {listed(analysis.names)} – dare"),
+        title=escape(f"{HEADLINES[readiness.verdict]}: {_subjects(analysis)} – dare"),
         style=_style(),
         start=start,
         choices=_choices(analysis),
@@ -144,8 +146,16 @@ def _section(section: Section) -> str:
 # ---------------------------------------------------------------- the top
 
 
+def _subjects(analysis: Analysis) -> str:
+    if len(analysis.names) > MOST_NAMES:
+        return times(len(analysis.names), "model")
+    return listed(analysis.names)
+
+
 def _verdict(analysis: Analysis, readiness: Readiness) -> str:
     names = ", ".join(f"<b>{escape(name)}</b>" for name in analysis.names)
+    if len(analysis.names) > MOST_NAMES:
+        names = times(len(analysis.names), "model")
     base = escape(short_name(analysis.base))
     each = "".join(
         f'<li class="{TONES[verdict]}"><b>{escape(name)}</b> <span>{escape(verdict)}</span></li>'

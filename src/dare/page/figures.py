@@ -66,13 +66,14 @@ class Figure:
 
 def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[Figure]:
     """Draw all figures that there is something to draw in."""
-    found = [magnitudes(analysis)]
-    found += [relative_change(analysis, model) for model in analysis.models]
+    found = [magnitudes(analysis)] if series.magnitude_rows(analysis) else []
+    found += [relative_change(analysis, model) for model in analysis.models if model.cells]
     if analysis.pairs:
         found += [cosines(analysis), conflicts(analysis), *_of_layers(analysis)]
     if series.spectra(analysis):
         found.append(spectra(analysis))
-    found.append(predicted_error(analysis, advice))
+    if series.prediction_rows(analysis):
+        found.append(predicted_error(analysis, advice))
     if outcome is not None:
         found += _of_merge(outcome)
     return found
@@ -256,10 +257,10 @@ def spectra(analysis: Analysis) -> Figure:
             y=alt.Y("value:Q", title="singular value beside the largest")
             .scale(type="log")
             .axis(_logarithmic("y")),
-            color=_model_colour(analysis.names, _strokes()),
+            color=_model_colour(analysis.names, _strokes(analysis.names)),
             strokeDash=alt.StrokeDash("model:N", title=None, sort=list(analysis.names))
             .scale(domain=list(analysis.names), range=_repeated(DASHES, len(analysis.names)))
-            .legend(_strokes()),
+            .legend(_strokes(analysis.names)),
             detail="line:N",
             opacity=alt.when(near)
             .then(alt.value(1))
@@ -423,7 +424,8 @@ def layer_cosines(analysis: Analysis) -> Figure:
     """Where every two models change the same way."""
     import altair as alt
 
-    names = [series.pair_name(pair) for pair in analysis.pairs]
+    pairs = series.closest_pairs(analysis)
+    names = [series.pair_name(pair) for pair in pairs]
     rows = _dashed(series.layer_pair_rows(analysis), names, "pair")
     lines = (
         alt.Chart()
@@ -435,7 +437,7 @@ def layer_cosines(analysis: Analysis) -> Figure:
             y=alt.Y("cosine:Q", title="cosine").axis(format="+.2~g", tickCount=5),
             color=alt.Color("pair:N", title=None, sort=names)
             .scale(domain=names)
-            .legend(_columns(200)),
+            .legend(_columns(names)),
             strokeDash=_dash(names),
             opacity=alt.when(CHOSEN_PAIR).then(alt.value(1)).otherwise(alt.value(FAINT)),
         )
@@ -444,7 +446,7 @@ def layer_cosines(analysis: Analysis) -> Figure:
         strokeDash=alt.Undefined,
         shape=alt.Shape("pair:N", title=None, sort=names)
         .scale(domain=names, range=_repeated(SHAPES, len(names)))
-        .legend(_columns(200)),
+        .legend(_columns(names)),
         tooltip=[
             alt.Tooltip("pair:N", title="models"),
             alt.Tooltip("layer:Q"),
@@ -452,17 +454,20 @@ def layer_cosines(analysis: Analysis) -> Figure:
             alt.Tooltip("conflict:Q", title="in opposite directions", format=".2%"),
         ],
     )
+    shown = (
+        f" Shown are the {len(pairs)} closest pairs." if len(pairs) < len(analysis.pairs) else ""
+    )
     zero = alt.Chart().mark_rule(strokeDash=[2, 3], aria=False).encode(y=alt.datum(0))
     found = {
         (series.pair_name(pair), layer): overlap.cosine
-        for pair in analysis.pairs
+        for pair in pairs
         for layer, overlap in pair.by_layer.items()
     }
     return Figure(
         "layer-cosines",
         "Where they meet",
         "The same cosine layer by layer: where models that learned different things share a "
-        "change, or fight over one.",
+        f"change, or fight over one.{shown}",
         f"Line chart of cosines over layers, for {times(len(names), 'pair')} of models.",
         _finished(alt.layer(zero, lines, points), rows, height=240),
         Table(
@@ -541,19 +546,12 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure:
     x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True)
     bound = limit("output_error")
     curves = _lines(analysis.names, x=x, y=y, tooltip=tooltip, points=False)
-    marks = alt.Chart({"values": advised}).encode(
-        x=x, y=y, tooltip=tooltip, opacity=_chosen_opacity()
-    )
-    marked = marks.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
-        color=_model_colour(analysis.names), shape=_model_shape(analysis.names)
-    )
-    # Above and below in turn: curves lie close to each other.
-    above, below = (
-        marks.mark_text(fontWeight=600, dy=dy, aria=False)
-        .encode(text=alt.Text("rate:Q", format=".2~f"))
-        .transform_filter(f"datum.dash % 2 === {turn}")
-        for turn, dy in enumerate((-17, 19))
-    )
+    marks = [
+        layer
+        for turn, dy in enumerate((-17, 19))  # above and below: curves lie close to each other
+        if (rows_of_turn := [row for row in advised if row["dash"] % 2 == turn])
+        for layer in _marked_points(rows_of_turn, analysis.names, x=x, y=y, tooltip=tooltip, dy=dy)
+    ]
     rule = alt.Chart({"values": [{"told": f"bound {bound:.0%}"}]})
     line = rule.mark_rule(strokeDash=[4, 3], size=1.5, aria=False).encode(y=alt.datum(bound))
     note = rule.mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
@@ -570,9 +568,24 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure:
         + ("The marks are the rates that are advised." if advised else "No rate is advised."),
         f"Line chart of the expected error over drop rates, for {listed(analysis.names)}."
         + (f" Advised: {told}." if told else ""),
-        _finished(alt.layer(line, note, curves, marked, above, below), rows, height=320),
+        _finished(alt.layer(line, note, curves, *marks), rows, height=320),
         _prediction_table(analysis, advice),
         zooms=True,
+    )
+
+
+def _marked_points(
+    rows: Sequence[Row], names: tuple[str, ...], *, x: Any, y: Any, tooltip: list[Any], dy: int
+) -> tuple[Any, Any]:
+    """Points that are set off, with the rate beside them."""
+    import altair as alt
+
+    chart = alt.Chart({"values": rows}).encode(x=x, y=y, tooltip=tooltip, opacity=_chosen_opacity())
+    points = chart.mark_point(filled=True, size=170, strokeWidth=2, aria=False)
+    labels = chart.mark_text(fontWeight=600, dy=dy, aria=False)
+    return (
+        points.encode(color=_model_colour(names), shape=_model_shape(names)),
+        labels.encode(text=alt.Text("rate:Q", format=".2~f")),
     )
 
 
@@ -745,7 +758,7 @@ def _lines(
 def _model_colour(names: tuple[str, ...], legend: Any = ...) -> Any:
     import altair as alt
 
-    shown = _columns(130) if legend is ... else legend
+    shown = _columns(names) if legend is ... else legend
     return (
         alt.Color("model:N", title=None, sort=list(names)).scale(domain=list(names)).legend(shown)
     )
@@ -765,7 +778,7 @@ def _model_shape(names: tuple[str, ...]) -> Any:
 
     scale = alt.Scale(domain=list(names), range=_repeated(SHAPES, len(names)))
     shape = alt.Shape("model:N", title=None, sort=list(names)).scale(scale)
-    return shape.legend(_columns(130))
+    return shape.legend(_columns(names))
 
 
 def _dashed(rows: Sequence[Row], names: Sequence[str], field: str = "model") -> list[Row]:
@@ -783,24 +796,25 @@ def _chosen_opacity() -> Any:
     return alt.when(CHOSEN).then(alt.value(1)).otherwise(alt.value(FAINT))
 
 
-def _columns(pixels: int) -> Any:
+def _columns(names: Sequence[str]) -> Any:
     """A legend with as many columns as there is room for."""
     import altair as alt
 
-    return alt.Legend(columns=_room_for(pixels))
+    return alt.Legend(columns=_room_for(names))
 
 
-def _room_for(pixels: int) -> Any:
+def _room_for(names: Sequence[str]) -> Any:
     import altair as alt
 
+    pixels = min(190, 50 + 8 * max(map(len, names), default=0))  # labels are cut at 150
     return alt.expr(f"max(1, floor(width / {pixels}))")
 
 
-def _strokes() -> Any:
+def _strokes(names: Sequence[str]) -> Any:
     """A legend of lines, for charts without points."""
     import altair as alt
 
-    return alt.Legend(columns=_room_for(130), symbolType="stroke", symbolSize=300)
+    return alt.Legend(columns=_room_for(names), symbolType="stroke", symbolSize=300)
 
 
 def _layers() -> Any:

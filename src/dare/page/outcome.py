@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dare.analysis.results import Analysis, PairAnalysis
@@ -50,64 +49,84 @@ def outcome_of_report(
 
     `survival` has for each model a pair of it and of the output, from an analysis of both.
     """
-    stages = report.method.split("+")[:-1]
-    layers = {tensor.name: tensor.layer for model in analysis.models for tensor in model.tensors}
-    sizes = {
-        tensor.name: tensor.statistics.elements
-        for model in analysis.models
-        for tensor in model.tensors
-    }
-    left: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(stages))
-    size: dict[tuple[str, int], int] = defaultdict(int)
-    for tensor in report.tensors:
-        if tensor.name not in layers:
-            continue
-        for name, survivors in zip(tensor.models, tensor.survivors, strict=True):
-            place = (name, layers[tensor.name])
-            size[place] += sizes[tensor.name]
-            left[place] = [a + b for a, b in zip(left[place], survivors, strict=True)]
+    return _outcome(report.to_dict(), report.output, analysis, survival)
+
+
+def outcome_of_manifest(
+    manifest: Mapping[str, Any],
+    analysis: Analysis,
+    survival: Sequence[PairAnalysis] = (),
+    where: str = "manifest",
+) -> Outcome:
+    """The same from the manifest that lies beside an output."""
+    try:
+        output = manifest["recipe"]["models"].get("output_file")
+        return _outcome(manifest["report"], output, analysis, survival)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{where}: has no whole report of a merge ({error!r}); pass the manifest "
+            "that `dare merge` wrote beside its output"
+        ) from None
+
+
+def _outcome(
+    report: Mapping[str, Any], output: Any, analysis: Analysis, survival: Sequence[PairAnalysis]
+) -> Outcome:
+    stages = report["method"].split("+")[:-1]
+    tallies = _count_kept(report["tensors"], analysis)
     return Outcome(
-        report.method,
-        "" if report.output is None else str(report.output),
-        report.seconds,
-        tuple(
-            ModelOutcome(
-                model.name,
-                model.weight,
-                model.seed,
-                model.elements,
-                model.drop_rate_asked,
-                model.drop_rate_realised,
-                model.largest_delta,
-                model.largest_delta_in,
-                _kept(model.name, stages, left, size),
-                {
-                    layer: left[name, layer][-1] / size[name, layer]
-                    for name, layer in sorted(size)
-                    if name == model.name and stages and size[name, layer]
-                },
-            )
-            for model in report.models
-        ),
-        tuple(str(warning) for warning in report.warnings),
+        report["method"],
+        "" if output is None else str(output),
+        report["seconds"],
+        tuple(_model(model, stages, tallies) for model in report["models"]),
+        tuple(warning["text"] for warning in report["warnings"]),
         tuple(survival),
     )
 
 
-def _kept(
-    model: str,
-    stages: Sequence[str],
-    left: Mapping[tuple[str, int], Sequence[int]],
-    size: Mapping[tuple[str, int], int],
-) -> dict[str, float]:
-    places = [place for place in size if place[0] == model]
-    elements = sum(size[place] for place in places)
-    if not elements:
-        return {}
-    return {
-        stage_name(stages, number): sum(left[place][number] for place in places) / elements
-        for number in range(len(stages))
-    }
+@dataclass
+class _Tally:
+    """Elements of one model in one layer, and how many are left after each delta stage."""
+
+    elements: int
+    left: list[int]
+
+
+def _count_kept(
+    tensors: Sequence[Mapping[str, Any]], analysis: Analysis
+) -> dict[tuple[str, int], _Tally]:
+    """By model and layer; tensors that were not analysed do not count."""
+    known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
+    tallies: dict[tuple[str, int], _Tally] = {}
+    for tensor in tensors:
+        if (found := known.get(tensor["name"])) is None:
+            continue
+        for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
+            tally = tallies.setdefault((model, found.layer), _Tally(0, [0] * len(survivors)))
+            tally.elements += found.statistics.elements
+            tally.left = [a + b for a, b in zip(tally.left, survivors, strict=True)]
+    return tallies
+
+
+def _model(
+    model: Mapping[str, Any], stages: Sequence[str], tallies: Mapping[tuple[str, int], _Tally]
+) -> ModelOutcome:
+    own = {layer: tally for (name, layer), tally in tallies.items() if name == model["name"]}
+    elements = sum(tally.elements for tally in own.values())
+    shown = [field.name for field in fields(ModelOutcome) if not field.name.startswith("kept")]
+    return ModelOutcome(
+        **{name: model[name] for name in shown},
+        kept={
+            stage_name(stages, number): sum(tally.left[number] for tally in own.values()) / elements
+            for number in range(len(stages))
+            if elements
+        },
+        kept_by_layer={
+            layer: tally.left[-1] / tally.elements
+            for layer, tally in sorted(own.items())
+            if stages and tally.elements
+        },
+    )
 
 
 def stage_name(stages: Sequence[str], number: int) -> str:
@@ -118,47 +137,3 @@ def stage_name(stages: Sequence[str], number: int) -> str:
     """
     name = stages[number]
     return f"{name} ({number + 1})" if stages.count(name) > 1 else name
-
-
-def outcome_of_manifest(
-    manifest: Mapping[str, Any], survival: Sequence[PairAnalysis] = (), where: str = "manifest"
-) -> Outcome:
-    """Take from a manifest what the page shows; it does not tell what was kept in which layer."""
-    try:
-        report = manifest["report"]
-        delta_stages = manifest["method"].split("+")[:-1]
-        return Outcome(
-            manifest["method"],
-            str(manifest["recipe"]["models"].get("output_file", "")),
-            report["seconds"],
-            tuple(_of_document(model, delta_stages) for model in report["models"]),
-            tuple(warning["text"] for warning in report["warnings"]),
-            tuple(survival),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{where}: has no whole report of a merge ({error!r}); pass the manifest "
-            "that `dare merge` wrote beside its output"
-        ) from None
-
-
-def _of_document(model: Mapping[str, Any], stages: Sequence[str]) -> ModelOutcome:
-    realised = model["drop_rate_realised"]
-    known = realised is not None and len(stages) == 1
-    return ModelOutcome(
-        **{
-            name: model[name]
-            for name in (
-                "name",
-                "weight",
-                "seed",
-                "elements",
-                "drop_rate_asked",
-                "drop_rate_realised",
-                "largest_delta",
-                "largest_delta_in",
-            )
-        },
-        kept={stages[0]: 1 - realised} if known else {},
-        kept_by_layer={},
-    )

@@ -6,11 +6,10 @@ A value that is not finite becomes None, which JSON can hold and figures leave o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from dare.analysis.judgement import Advice
-from dare.analysis.prediction import Prediction, predict
+from dare.analysis.prediction import predict
 from dare.analysis.results import (
     OUTSIDE,
     Analysis,
@@ -29,6 +28,8 @@ ALL_KINDS = "all"
 MOST_SPECTRA = 96
 """Matrices whose spectra are drawn, of all models together."""
 MOST_SPECTRA_OF_A_MODEL = 24
+MOST_PAIRS = 12
+"""Pairs of models whose cosines are drawn layer by layer."""
 FAINTEST = 1e-4
 """Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
 RATES = tuple(percent / 100 for percent in range(1, 100))
@@ -167,8 +168,14 @@ def pair_name(pair: PairAnalysis) -> str:
     return f"{pair.first} · {pair.second}"
 
 
+def closest_pairs(analysis: Analysis) -> list[PairAnalysis]:
+    """The pairs with the largest cosines, of either sign, in their usual order."""
+    ranked = sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
+    return [pair for pair in analysis.pairs if pair in ranked]
+
+
 def layer_pair_rows(analysis: Analysis) -> list[Row]:
-    """Every two models in each layer."""
+    """The closest pairs of models in each layer."""
     return [
         {
             "pair": pair_name(pair),
@@ -178,7 +185,7 @@ def layer_pair_rows(analysis: Analysis) -> list[Row]:
             "cosine": finite(overlap.cosine),
             "conflict": finite(overlap.conflict),
         }
-        for pair in analysis.pairs
+        for pair in closest_pairs(analysis)
         for layer, overlap in sorted(pair.by_layer.items())
         if layer != OUTSIDE
     ]
@@ -209,11 +216,6 @@ def suggested_rates(analysis: Analysis, advice: Advice) -> dict[str, float]:
     }
 
 
-def predictions(model: ModelAnalysis, rates: Sequence[float]) -> list[Prediction]:
-    """What DARE would do to a model's weights at each of the drop rates."""
-    return [predict(model.total, rate) for rate in rates]
-
-
 def prediction_row(model: ModelAnalysis, rate: float) -> Row:
     """One point of a model's curve."""
     found = predict(model.total, rate)
@@ -226,16 +228,18 @@ def prediction_row(model: ModelAnalysis, rate: float) -> Row:
 
 
 def prediction_rows(analysis: Analysis) -> list[Row]:
-    """The curve of every model."""
-    return [prediction_row(model, rate) for model in analysis.models for rate in RATES]
+    """The curve of every model, as far as there is an error to draw."""
+    rows = [prediction_row(model, rate) for model in analysis.models for rate in RATES]
+    return [row for row in rows if row["error"]]
 
 
 def suggestion_rows(analysis: Analysis, advice: Advice) -> list[Row]:
     """The point of every model's curve that is advised."""
-    return [
+    rows = [
         prediction_row(analysis.model(name), rate)
         for name, rate in suggested_rates(analysis, advice).items()
     ]
+    return [row for row in rows if row["error"]]
 
 
 # ---------------------------------------------------------------- after a merge

@@ -45,7 +45,7 @@ def write_page(
     """Write one HTML page that needs nothing else; `outcome` is what a finished merge did."""
     _check(analysis)
     figures = draw_figures(analysis, advice, outcome)
-    library = _library(_version(figures[0].spec))
+    library = _library(_version(figures[0].spec)) if figures else ""
     page = assemble_page(analysis, readiness, advice, outcome, figures, library)
     _write(path, page.encode())
 
