@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from dare.analysis import survey
 from dare.analysis.measuring import Subject
 from dare.analysis.results import Analysis, Kind, Origin
 from dare.analysis.survey import analyze, analyze_arrays, choose_matrices
@@ -20,6 +22,7 @@ from dare.chunks import CHUNK
 from dare.dtypes import STORAGE_TYPES
 from dare.errors import InputError, RecipeError
 from dare.io.header import TensorInfo
+from dare.progress import Display
 from helpers import save, save_shards
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
@@ -508,6 +511,24 @@ def test_files_shards_and_arrays_give_the_same(tmp_path, three):
     for one, other in zip(analysis.models, found.models, strict=True):
         assert dataclasses.replace(one, file="") == dataclasses.replace(other, file="")
     assert Analysis.from_json(analysis.to_json()) == analysis
+
+
+@pytest.mark.parametrize("spectra", ["none", "auto"])
+def test_progress_ends_at_what_was_promised(three, monkeypatch, spectra):
+    base, models, _ = three
+    promised, seen = [], []
+
+    @contextmanager
+    def watched(total, verb, *, visible):
+        promised.append((total, verb, visible))
+        yield Display(seen.append, print)
+
+    monkeypatch.setattr(survey, "show_progress", watched)
+    found = analyze_arrays(base, models, spectra=spectra)
+    assert promised == [(found.bytes_read, "analyzing", False)]
+    assert sum(seen) == found.bytes_read
+    once = 4 * 4 * 7941
+    assert found.bytes_read == once if spectra == "none" else found.bytes_read > once
 
 
 def test_an_adapter_changes_what_it_names(tmp_path):

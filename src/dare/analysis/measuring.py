@@ -27,7 +27,6 @@ from dare.analysis.results import Kind, Spectrum, Statistics
 from dare.analysis.tallies import (
     BIN_SHIFT,
     BINS,
-    INFINITE,
     NONE,
     Magnitudes,
     Sums,
@@ -224,9 +223,9 @@ class OpenTensor:
         subject = self.subject
         total = _added([chunk for chunk in self.chunks if chunk is not None], kernels)
         all_sums = [self._sums(total, place) for place in range(len(subject.models))]
-        for own, sums in zip(self.magnitudes, all_sums, strict=True):
-            own[0] -= sums.zeros + sums.not_finite
-        magnitudes = [Magnitudes.of(own[:INFINITE]) for own in self.magnitudes]
+        magnitudes = [
+            _trimmed(own, sums) for own, sums in zip(self.magnitudes, all_sums, strict=True)
+        ]
         statistics = map(statistics_of, all_sums, magnitudes)
         measured = Measured(
             subject,
@@ -302,8 +301,21 @@ def _added(chunks: Sequence[ChunkSums], kernels: Any) -> ChunkSums:
     return total
 
 
+def _trimmed(counts: NDArray[np.int64], sums: Sums) -> Magnitudes:
+    """The bins that are in use; in the first, zeros and what counted as zeros are taken off."""
+    counts[0] -= sums.zeros + sums.not_finite
+    if not sums.largest:
+        return NONE
+    low, high = (_bits_of(end) >> BIN_SHIFT for end in (sums.smallest, sums.largest))
+    return Magnitudes.of(counts[low : high + 1], low)
+
+
 def _float_of(bits: int) -> float:
     return float(np.uint32(bits).view(np.float32))
+
+
+def _bits_of(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
 
 
 class Worker:
@@ -373,11 +385,23 @@ class MeasureChunk:
     subject: Subject
     chunk: int
 
+    @property
+    def nbytes(self) -> int:
+        """What will be read."""
+        count = chunk_span(self.chunk, self.subject.elements)[1]
+        return (
+            sum(source.tensors[self.subject.name].dtype.itemsize for source in self._sources)
+            * count
+        )
+
+    @property
+    def _sources(self) -> list[Source]:
+        return [self.survey.base, *(self.survey.models[model] for model in self.subject.models)]
+
     def prefetch(self) -> None:
         """Ask for the chunk's bytes of every input."""
         name, (start, count) = self.subject.name, chunk_span(self.chunk, self.subject.elements)
-        models = (self.survey.models[model] for model in self.subject.models)
-        for source in (self.survey.base, *models):
+        for source in self._sources:
             size = source.tensors[name].dtype.itemsize
             source.prefetch(name, start * size, count * size)
 
@@ -387,7 +411,7 @@ class MeasureChunk:
         tensor = survey.opened(subject)
         start, count = chunk_span(self.chunk, subject.elements)
         base = worker.read(survey.base, subject.name, start, count)
-        sources = [survey.models[model] for model in subject.models]
+        sources = self._sources[1:]
         given = np.array([source.holds_delta(subject.name) for source in sources])
         stored = [
             worker.read(source, subject.name, start, count, 1 + place)
@@ -411,6 +435,7 @@ class MeasureEmpty:
 
     survey: Survey
     subject: Subject
+    nbytes = 0
 
     def prefetch(self) -> None:
         """Nothing will be read."""
@@ -439,6 +464,17 @@ class MeasureSpectrum:
     model: int
     whole: bool
 
+    @property
+    def nbytes(self) -> int:
+        """What will be read."""
+        rows, columns = self.subject.base.shape
+        window, name = spectra.window_of((rows, columns), whole=self.whole), self.subject.name
+        source = self.survey.models[self.model]
+        size = source.tensors[name].dtype.itemsize
+        if not source.holds_delta(name):
+            size += self.subject.base.dtype.itemsize
+        return window.height * columns * size
+
     def prefetch(self) -> None:
         """The chunks have been read just before."""
 
@@ -458,10 +494,11 @@ class MeasureSpectrum:
 
     def _read(self, worker: Worker, source: Source, window: spectra.Window) -> Floats:
         """A window as float32."""
-        parts = [self._read_rows(worker, source, first, count) for first, count in window.runs]
-        if window.columns.size == self.subject.base.shape[1]:
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return np.concatenate([part[:, window.columns] for part in parts])
+        if window.is_whole:
+            return self._read_rows(worker, source, *window.runs[0])
+        return np.concatenate(
+            [self._read_rows(worker, source, *run)[:, window.columns] for run in window.runs]
+        )
 
     def _read_rows(self, worker: Worker, source: Source, first: int, count: int) -> Floats:
         name, width = self.subject.name, self.subject.base.shape[1]

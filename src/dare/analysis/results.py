@@ -48,7 +48,7 @@ class Origin(StrEnum):
     LORA = "lora"
     FULL = "full"
     UNKNOWN = "unknown"
-    """No matrix was large enough to tell."""
+    """No matrix was looked at, or none was large enough to tell."""
 
 
 @dataclass(frozen=True)

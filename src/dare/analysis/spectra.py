@@ -61,6 +61,12 @@ class Window:
     runs: tuple[tuple[int, int], ...]
     """Its rows: the first of a run and how many."""
     columns: NDArray[np.intp]
+    is_whole: bool
+
+    @property
+    def height(self) -> int:
+        """How many rows it has."""
+        return sum(count for _, count in self.runs)
 
 
 def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
@@ -74,10 +80,10 @@ def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
     """
     rows, columns = shape
     if whole:
-        return Window(((0, rows),), np.arange(columns))
+        return Window(((0, rows),), np.arange(columns), is_whole=True)
     short, long = WINDOW
     height, width = (short, long) if rows <= columns else (long, short)
-    return Window(_runs(rows, height), _spread(columns, width))
+    return Window(_runs(rows, height), _spread(columns, width), is_whole=False)
 
 
 def _runs(length: int, most: int) -> tuple[tuple[int, int], ...]:

@@ -54,7 +54,7 @@ AnyPath = str | PathLike[str]
 Spectra = Literal["auto", "all", "none"]
 """Which matrices' singular values are computed: what is cheap, every one, none."""
 
-COMPILING = "compiling kernels (once; half a minute)"
+COMPILING = "compiling kernels (once; ten seconds or so)"
 OUTER = (Kind.EMBEDDING, Kind.HEAD)
 """What LoRAs rarely change, and where many rows may be unused: it says little about an origin."""
 NEARLY_ALL = 0.9
@@ -294,15 +294,9 @@ def _look(
     from dare.analysis import kernels
     from dare.kernels.cpu import announcing
 
-    total = sum(
-        info.nbytes
-        for subject in subjects
-        for info in (subject.base, *(models[m].tensors[subject.name] for m in subject.models))
-    )
     bytes_read = 0
     counting = threading.Lock()
     with ExitStack() as stack:
-        display = stack.enter_context(show_progress(total, "analyzing", visible=verbose))
         for source in (base, *models):
             stack.enter_context(source)
         stack.enter_context(one_blas_thread())
@@ -316,6 +310,8 @@ def _look(
 
         survey = Survey(base, models, kernels, advance)
         tasks = _tasks(survey, subjects, matrices)
+        total = sum(task.nbytes for task in tasks)
+        display = stack.enter_context(show_progress(total, "analyzing", visible=verbose))
         run_tasks(tasks, lambda _stop: Worker(survey), threads)
         for source in (base, *models):
             source.check_unchanged()

@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from dare.analysis.results import Histogram, Quantiles, Statistics
 
 BIN_SHIFT = 15
-"""Bits of a magnitude that its bin does not tell."""
+"""Bits of a magnitude that its bin does not tell.
+
+Whoever changes this must also touch kernels.py, which is all that Numba's cache looks at.
+"""
 BINS = 1 << 16
 OCTAVE = 1 << (23 - BIN_SHIFT)
 """Bins in an octave."""
 INFINITE = 0x7F800000 >> BIN_SHIFT
-"""The first bin of what is not finite."""
+"""The first bin of what is not finite; no element is counted there."""
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
 ROUNDING = 1e-6
