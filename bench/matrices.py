@@ -3,10 +3,12 @@
     python bench/matrices.py [--models 4] [--runs 3] [2048x2048 2048x5632 …]
     OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 python bench/matrices.py --cpu   # on a busy machine
 
-Both are given the deltas as float32 arrays in memory, and both use all cores. The time of `dare` is
-that of the whole merge, with gathering, adding to the base and writing. The deltas have a few
-strong directions, a tail that falls as 1/√j, and noise. Errors are those of torch's result and of
-ours against float64, relative to its norm (--accuracy).
+Both are given the deltas of a few tensors of one shape as float32 arrays in memory, and both use
+all cores: torch for one matrix after the other, `dare` for one on each. The time of `dare` is that
+of the whole merge, with gathering, adding to the base and writing. The deltas have a few strong
+directions, a tail that falls as 1/√j, and noise; or are noise (--noise), or have a low rank
+(--lora). Errors are those of torch's result and of ours against float64, relative to its norm
+(--accuracy).
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ import numpy as np
 import torch
 
 import dare
+from dare.executors.threads import available_cores
 
 SHARE = 0.4
 
 
-def make_delta(rows: int, columns: int, seed: int, lora: int | None = None) -> np.ndarray:
+def make_delta(
+    rows: int, columns: int, seed: int, lora: int | None = None, *, noise_only: bool = False
+) -> np.ndarray:
     generator = np.random.default_rng(seed)
+    if noise_only:
+        return 1e-3 * generator.standard_normal((rows, columns), np.float32)
     rank = lora or min(rows, columns) // 4
     left = generator.standard_normal((rows, rank), np.float32)
     right = generator.standard_normal((rank, columns), np.float32)
@@ -72,12 +79,22 @@ PLAIN: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 }
 
 
-def merge(method: str, deltas: list[np.ndarray]) -> np.ndarray:
-    base = {"w": np.zeros_like(deltas[0])}
-    models = [{"w": delta} for delta in deltas]
+def merge(method: str, deltas: list[np.ndarray], tensors: int = 1) -> np.ndarray:
+    """Merge as many tensors that all have the same deltas; return one of them."""
+    names = [f"w{number}" for number in range(tensors)]
+    base = dict.fromkeys(names, np.zeros_like(deltas[0]))
+    models = [dict.fromkeys(names, delta) for delta in deltas]
     merged, _ = dare.merge_arrays(base, models, method=method, max_memory="16GiB", verbose=False)
-    found: np.ndarray = merged["w"]
+    found: np.ndarray = merged[names[0]]
     return found
+
+
+def repeat(
+    plain: Callable[[list[torch.Tensor]], torch.Tensor], deltas: list[torch.Tensor], tensors: int
+) -> torch.Tensor:
+    """The same for torch."""
+    merged = [plain(deltas) for _ in range(tensors)]
+    return merged[0]
 
 
 def best_seconds(
@@ -99,9 +116,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="*", default=["2048x2048", "2048x5632"])
     parser.add_argument("--models", type=int, default=4)
+    parser.add_argument("--tensors", type=int, default=available_cores(), help="one for each core")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--accuracy", action="store_true", help="measure errors against float64")
     parser.add_argument("--lora", type=int, help="rank of the deltas, if they are LoRA's")
+    parser.add_argument("--noise", action="store_true", help="deltas without strong directions")
     parser.add_argument("--cpu", action="store_true", help="CPU seconds, for a busy machine")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu else time.perf_counter
@@ -110,11 +129,15 @@ def main() -> None:
     for shape in arguments.shapes:
         rows, columns = map(int, shape.split("x"))
         deltas = [
-            make_delta(rows, columns, seed, arguments.lora) for seed in range(arguments.models)
+            make_delta(rows, columns, seed, arguments.lora, noise_only=arguments.noise)
+            for seed in range(arguments.models)
         ]
         tensors = [torch.from_numpy(delta) for delta in deltas]
         for method, plain in PLAIN.items():
-            works = partial(plain, tensors), partial(merge, method, deltas)
+            works = (
+                partial(repeat, plain, tensors, arguments.tensors),
+                partial(merge, method, deltas, arguments.tensors),
+            )
             (theirs, slow), (ours, fast) = (
                 best_seconds(work, arguments.runs, clock) for work in works
             )

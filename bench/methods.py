@@ -27,7 +27,6 @@ from compare import (
     provide_inputs,
     ratio,
     run_job,
-    run_once,
     working_folders,
 )
 from jobs import Inputs, Job, mergekit_job, write_recipe
@@ -81,10 +80,11 @@ def main() -> int:
     options = parse_arguments()
     inputs = provide_inputs([(options.parameters, options.models)])[0]
     small = provide_inputs([(SMALL_PARAMETERS, options.models)])[0]
+    machine = describe_machine(options.peers_python)
     results: dict[str, tuple[Result, Result | None]] = {}
     with working_folders() as (work, output):
         for method in options.only:
-            run_once(our_job(method, fitting(method, small), work, output), small, output)
+            run_job(our_job(method, fitting(method, small), work, output), small, output, 1)
             chosen = fitting(method, inputs)
             ours = run_job(our_job(method, chosen, work, output), chosen, output, options.repeat)
             theirs = None
@@ -92,11 +92,9 @@ def main() -> int:
                 job = their_job(method, chosen, work, output, options.peers_python)
                 theirs = run_job(job, chosen, output, 1)
             results[method] = ours, theirs
+            if options.json:  # after each, since all of them take long
+                write_json(options.json, machine, results)
     print_table(results)
-    if options.json:
-        document = {"machine": describe_machine(options.peers_python), "methods": plain(results)}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
     return int(any(ours.problem for ours, _ in results.values()))
 
 
@@ -182,16 +180,28 @@ def figures(ours: Result, theirs: Result | None) -> Sequence[str]:
     ]
 
 
+def write_json(
+    path: Path, machine: dict[str, Any], results: dict[str, tuple[Result, Result | None]]
+) -> None:
+    """Write all figures so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, "methods": plain(results)}, indent=2) + "\n")
+
+
 def plain(results: dict[str, tuple[Result, Result | None]]) -> dict[str, Any]:
     """The figures as plain values, ready for JSON."""
     return {
-        method: {
-            "wall_seconds": ours.best.wall_seconds if ours.runs else None,
-            "peak_bytes": ours.best.peak_bytes if ours.runs else None,
-            "mergekit_wall_seconds": theirs.best.wall_seconds if theirs and theirs.runs else None,
-            "mergekit_peak_bytes": theirs.best.peak_bytes if theirs and theirs.runs else None,
-        }
+        method: {**best_of(ours, ""), **best_of(theirs, "mergekit_")}
         for method, (ours, theirs) in results.items()
+    }
+
+
+def best_of(result: Result | None, prefix: str) -> dict[str, float | None]:
+    """The figures of the fastest run; None where there is none."""
+    best = result.best if result is not None and result.runs else None
+    return {
+        f"{prefix}{name}": None if best is None else getattr(best, name)
+        for name in ("wall_seconds", "cpu_seconds", "peak_bytes")
     }
 
 

@@ -29,6 +29,7 @@ from dare.io.files import ALIGNMENT, aligned_bytes
 from dare.io.header import TensorInfo
 from dare.io.sources import Source
 from dare.io.writer import Record, Sink
+from dare.linalg import one_blas_thread
 from dare.planning import CensusPlan, Fate, Plan, TensorPlan
 from dare.stages import Block, Deltas, Round, Scratch
 
@@ -87,6 +88,8 @@ def execute(
     finished = {(record["tensor"], record["chunk"]) for record in done}
     with ExitStack() as stack:
         stack.enter_context(_collector_paused())
+        if plan.matrix_bytes:
+            stack.enter_context(one_blas_thread())
         job = Job(plan, kernel_backends.load(backend), sink, progress, list(done))
         for source in (plan.base, *plan.models):
             stack.enter_context(source)

@@ -242,3 +242,116 @@ def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
     out = np.zeros(4, np.uint16)
     backend.add_to_base(raw, np.zeros(4, np.float32), np.float32(scale), out)
     assert (out == raw).all()
+
+
+@given(
+    SIZES.flatmap(
+        lambda n: st.tuples(
+            st.lists(near_zero(n) | any_floats(n), min_size=1, max_size=4), any_floats(n)
+        )
+    ),
+    WEIGHTS,
+)
+def test_electing_by_another_balance(case, weight):
+    models, balance = case
+    results = []
+    for backend in (reference, cpu):
+        sums = np.zeros(4 * balance.size, np.float32)
+        out = np.ones(balance.size, np.float32)
+        for values in models:
+            backend.vote(sums, values, weight, np.float32(abs(weight)))
+        backend.elect_by(sums, balance, out)
+        results.append(without_nan_payload(out).tobytes())
+    assert results[0] == results[1]
+
+
+@given(
+    SIZES.flatmap(lambda n: st.lists(near_zero(n) | any_floats(n), min_size=1, max_size=4)), WEIGHTS
+)
+def test_extremes(models, weight):
+    results = []
+    for backend in (reference, cpu):
+        total, most, least = np.zeros((3, models[0].size), np.float32)
+        for values in models:
+            backend.add_extremes(values, weight, total, most, least)
+        backend.elect_extremes(total, most, least)
+        results.append([without_nan_payload(a).tobytes() for a in (total, most, least)])
+    assert results[0] == results[1]
+
+
+@given(
+    SIZES.flatmap(
+        lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n) | any_floats(n), WEIGHTS)
+    ),
+    st.sampled_from([0.2, 0.4, 1.0]).map(np.float32),
+)
+def test_counting_who_needs_an_element(case, selectivity):
+    values, total, factor = case
+    results = []
+    for backend in (reference, cpu):
+        kept, counts = total.copy(), np.zeros(total.size, np.int32)
+        for needing in (values, -values, total):
+            backend.count_needing(needing, factor, total, selectivity, counts)
+        backend.keep_needed(kept, counts, 2)
+        results.append((counts.tolist(), kept.tobytes()))
+    assert results[0] == results[1]
+
+
+@given(SIZES.flatmap(near_zero), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.integers(0, 20))
+def test_dropping_the_largest(values, cut, ties_dropped):
+    assert_same("drop_largest", values, np.float32(cut).view(np.uint32), ties_dropped)
+
+
+def test_the_largest_are_dropped_by_hand():
+    values = np.array([1, -2, 3, 2, -1, 2], np.float32)
+    cpu.drop_largest(values, np.float32(2).view(np.uint32), 2)
+    assert values.tolist() == [1, 0, 0, 0, -1, 2]
+
+
+@given(
+    st.sampled_from([1, 3, 4, 8, 16, 64, 100]).flatmap(
+        lambda columns: st.tuples(
+            st.integers(0, 5).flatmap(lambda rows: near_zero((rows, columns))),
+            st.integers(0, columns),
+            st.integers(0, columns),
+        )
+    ),
+    st.sampled_from([np.uint32, np.uint64]),
+)
+def test_marking_ranks(case, kind):
+    values, least, end = case
+    keys = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(kind)
+    assert_same("mark_ranks", keys, least, end, np.ones(keys.shape, np.uint8))
+
+
+@pytest.mark.parametrize("backend", [reference, cpu])
+def test_ranks_are_marked_by_hand(backend):
+    keys = np.array([[5, 7, 7, 1], [2, 2, 2, 2]], np.uint32)  # of equals the first is larger
+    marks = np.ones((2, 4), np.uint8)
+    backend.mark_ranks(keys, 2, 4, marks)
+    assert marks.tolist() == [[0, 255, 255, 0], [255, 255, 0, 0]]
+
+
+@given(SIZES.flatmap(lambda n: st.tuples(near_zero(n) | any_floats(n), near_zero(n))))
+def test_multiplying_what_is_kept(case):
+    values, factors = case
+    results = []
+    for backend in (reference, cpu):
+        kept = values.copy()
+        backend.multiply_kept(kept, factors)
+        results.append(without_nan_payload(kept).tobytes())
+    assert results[0] == results[1]
+
+
+@given(
+    st.sampled_from([1, 5, 64, 65, 101, 300]).flatmap(
+        lambda columns: st.integers(0, 3).flatmap(
+            lambda rows: arrays.arrays(
+                np.uint64, (rows, columns), elements=st.integers(0, 3) | st.integers(0, 2**40 - 1)
+            )
+        )
+    )
+)
+def test_ranks(keys):
+    assert_same("rank_rows", keys, np.zeros(keys.shape, np.uint32))
+    assert_same("rank_rows", keys.astype(np.uint32), np.zeros(keys.shape, np.uint32))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matrix_merges import gaussian, merge, plan, relative, seeds, surveyed_bytes, svd
+from threadpoolctl import threadpool_info
 
 import dare
 from dare import linalg
@@ -23,7 +24,7 @@ def chosen(method):
 # ---------------------------------------------------------------- decompositions
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (5, 5), (40, 90), (90, 40), (600, 520)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (5, 5), (40, 90), (90, 40), (300, 260)])
 def test_factors_are_those_of_numpy(shape):
     matrix = gaussian(*shape)
     found = linalg.factorise(matrix)
@@ -33,6 +34,123 @@ def test_factors_are_those_of_numpy(shape):
     rank = min(shape)
     np.testing.assert_allclose(found.left.T @ found.left, np.eye(rank), atol=1e-8)
     np.testing.assert_allclose(found.right @ found.right.T, np.eye(rank), atol=1e-8)
+
+
+SINGLE_SHAPES = [(40, 90), (90, 40), (64, 64), (520, 600), (600, 520)]
+"""Square ones have singular values far below the largest, the others have not."""
+
+
+@pytest.fixture
+def single(monkeypatch):
+    """Use float32 for small matrices too, and count how often it was good enough."""
+    monkeypatch.setattr(linalg, "SINGLE_FROM", 16)
+    found = []
+    attempt = linalg._in_single
+
+    def watched(*arguments):
+        found.append(attempt(*arguments) is not None)
+        return attempt(*arguments)
+
+    monkeypatch.setattr(linalg, "_in_single", watched)
+    return found
+
+
+@pytest.mark.parametrize("shape", SINGLE_SHAPES)
+def test_factors_in_single_precision_are_those_of_numpy(shape, single):
+    matrix = gaussian(*shape)
+    found = linalg.factorise(matrix)
+    left, values, right = svd(matrix)
+    assert single == [True]
+    np.testing.assert_allclose(found.values, values, rtol=0, atol=2e-6 * values[0])
+    assert relative(found.product(), matrix) < 1e-5
+    rank = min(shape)
+    np.testing.assert_allclose(found.left.T @ found.left, np.eye(rank), atol=1e-4)
+    np.testing.assert_allclose(found.right @ found.right.T, np.eye(rank), atol=1e-4)
+    assert relative(found.left @ found.right, left @ right) < 2e-5
+
+
+@pytest.mark.parametrize("shape", SINGLE_SHAPES)
+def test_polar_factors_in_single_precision_are_those_of_numpy(shape, single):
+    matrix = gaussian(*shape)
+    turned, found = linalg.polar(matrix)
+    left, values, right = svd(matrix)
+    assert single == [True]
+    assert relative(turned, left @ right) < 2e-5
+    assert found.sum() == pytest.approx(values.sum(), rel=1e-6)
+
+
+def test_leading_factors_in_single_precision_are_those_of_numpy(single):
+    matrix = gaussian(200, 300)
+    found = linalg.factorise(matrix, 50)
+    left, values, right = svd(matrix)
+    expected = (left[:, :50] * values[:50]) @ right[:50]
+    assert single == [True]
+    assert found.values.size == 50
+    assert relative(found.product(), expected) < 2e-5
+
+
+def test_directions_that_are_not_there_stay_away_in_single_precision(single):
+    left, values, right = svd(gaussian(64, 80))
+    values[60:] = 0
+    matrix = ((left * values) @ right).astype(np.float32)
+    turned, found = linalg.polar(matrix)
+    assert single == [True]
+    assert found.size == 60
+    assert relative(turned, left[:, :60] @ right[:60]) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.r_[30.0, np.linspace(2, 1, 63)],  # one stands out: 900 times the others squared
+        np.geomspace(1, 1e-4, 64),  # most are small
+    ],
+)
+def test_what_single_precision_does_not_resolve_is_done_in_double(values, single):
+    left, _, right = svd(gaussian(64, 80))
+    matrix = ((left * values) @ right).astype(np.float32)
+    turned, found = linalg.polar(matrix)
+    assert single == [False]
+    np.testing.assert_allclose(found, values, atol=1e-6 * values[0])
+    assert relative(turned, left @ right) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e18])
+def test_sizes_whose_squares_float32_cannot_hold_are_done_in_double(scale, single):
+    matrix = gaussian(20, 30)
+    found = linalg.factorise(np.float32(scale) * matrix)
+    assert single == [False]
+    np.testing.assert_allclose(found.values, scale * svd(matrix)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("star+sum", {}),
+        ("tsv", {}),
+        ("iso", {}),
+        ("iso", {"iso": {"variant": "cts"}}),
+        ("knots", {"knots": {"keep_ratio": 1.0}}),  # no cut that digits could move
+    ],
+)
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60), (64, 64)])
+def test_stages_in_single_precision_are_those_in_double(method, stages, shape, monkeypatch):
+    deltas = [gaussian(*shape, seed=n) for n in range(3)]
+    in_double = merge(method, *deltas, stages=stages)
+    monkeypatch.setattr(linalg, "SINGLE_FROM", 16)
+    in_single = merge(method, *deltas, stages=stages)
+    assert (in_single != in_double).any()
+    assert relative(in_single, in_double) < 1e-4
+
+
+def test_blas_has_one_thread_while_it_is_told_to():
+    before = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    with linalg.one_blas_thread():
+        pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+        assert {pool["num_threads"] for pool in pools} == {1}
+    assert before == [
+        pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"
+    ]
 
 
 @pytest.mark.parametrize("shape", [(520, 600), (600, 520)])
@@ -51,6 +169,11 @@ def test_low_rank_is_recognised(shape, monkeypatch):
 def test_a_little_noise_is_not_low_rank():
     matrix = gaussian(520, 9) @ gaussian(9, 600, seed=1) + 1e-3 * gaussian(520, 600, seed=2)
     assert linalg.factorise(matrix).values.size == 520
+
+
+def test_a_corner_shows_that_a_matrix_has_no_low_rank(monkeypatch):
+    monkeypatch.setattr(np.linalg, "qr", lambda _matrix: pytest.fail("sketched in vain"))
+    assert linalg.factorise(gaussian(520, 600)).values.size == 520
 
 
 def test_nothing_has_no_directions():
@@ -176,6 +299,15 @@ def test_surveys_take_no_more_than_they_say(name, shape):
     peak, said = surveyed_bytes(name, deltas, **QUICK.get(name, {}))
     assert peak <= said + 100_000
     assert said < 12 * peak  # LAPACK's own memory is not in the peak
+
+
+@pytest.mark.parametrize("name", ["star", "tsv", "iso", "knots"])
+@pytest.mark.parametrize("shape", [(300, 300), (150, 500), (500, 150)])
+def test_surveys_in_single_precision_take_no_more_than_they_say(name, shape, monkeypatch):
+    monkeypatch.setattr(linalg, "SINGLE_FROM", 16)
+    deltas = [gaussian(*shape, seed=n) for n in range(1 if name == "star" else 3)]
+    peak, said = surveyed_bytes(name, deltas)
+    assert peak <= said + 100_000
 
 
 def test_iso_cts_takes_no_more_than_it_says():

@@ -505,6 +505,20 @@ def trim(values, cut, ties_kept):
     return kept
 
 
+@kernel
+def drop_largest(values, cut, ties_dropped):
+    left = ties_dropped
+    for i in range(values.size):
+        if left == 0:
+            break
+        if magnitude_of(values[i]) == i32(cut):
+            values[i] = f32(0)
+            left -= 1
+    for i in range(values.size):
+        keep = all_ones(magnitude_of(values[i]) <= i32(cut))
+        values[i] = float_of(u32(bits_of(values[i]) & keep))
+
+
 # ---------------------------------------------------------------- combining
 
 
@@ -547,6 +561,56 @@ def vote(sums, values, weight, share):
 def elect(sums, out):
     for i in range(out.size):
         out[i] = outcome(sums, i, out.size)
+
+
+@kernel
+def elect_by(sums, balance, out):
+    size = out.size
+    for i in range(size):
+        above, below = sums[i], sums[size + i]
+        positive = all_ones(balance[i] > f32(0))
+        side = float_of(choose(positive, bits_of(above), bits_of(below)))
+        share = choose(positive, bits_of(sums[2 * size + i]), bits_of(sums[3 * size + i]))
+        nothing = all_ones(float_of(share) == f32(0))
+        mean = side / float_of(choose(nothing, bits_of(f32(1)), share))
+        elected = u32(bits_of(mean) & ~all_ones(balance[i] == f32(0)))
+        together = above + below
+        out[i] = float_of(choose(all_ones(together == together), elected, u32(0x7FC00000)))
+
+
+@kernel
+def add_extremes(values, weight, total, most, least):
+    for i in range(values.size):
+        term = weight * values[i]
+        total[i] += term
+        is_nan = term != term
+        above = all_ones((term > most[i]) | is_nan)
+        below = all_ones((term < least[i]) | is_nan)
+        most[i] = float_of(choose(above, bits_of(term), bits_of(most[i])))
+        least[i] = float_of(choose(below, bits_of(term), bits_of(least[i])))
+
+
+@kernel
+def elect_extremes(total, most, least):
+    for i in range(total.size):
+        value = total[i]
+        elected = choose(all_ones(value > f32(0)), bits_of(most[i]), bits_of(value))
+        total[i] = float_of(choose(all_ones(value < f32(0)), bits_of(least[i]), elected))
+
+
+@kernel
+def count_needing(values, factor, total, selectivity, counts):
+    for i in range(values.size):
+        own = values[i] * factor
+        counts[i] = i32(counts[i] + i32(abs(own) >= selectivity * abs(total[i] - own)))
+
+
+@kernel
+def keep_needed(total, counts, least):
+    for i in range(total.size):
+        value = total[i]
+        keep = (counts[i] >= least) | (value != value)
+        total[i] = float_of(u32(bits_of(value) & all_ones(keep)))
 
 
 # ---------------------------------------------------------------- all of it, tile by tile
@@ -706,16 +770,24 @@ def fold(lanes):
 @kernel
 def sum_magnitudes(values):
     lanes = np.zeros(SUM_LANES, f64)
-    for i in range(values.size):
-        lanes[i % SUM_LANES] += f64(abs(values[i]))
+    whole = values.size // SUM_LANES * SUM_LANES
+    for start in range(0, whole, SUM_LANES):
+        for lane in range(SUM_LANES):
+            lanes[lane] += f64(abs(values[start + lane]))
+    for i in range(whole, values.size):
+        lanes[i - whole] += f64(abs(values[i]))
     return fold(lanes)
 
 
 @kernel
 def sum_products(left, right):
     lanes = np.zeros(SUM_LANES, f64)
-    for i in range(left.size):
-        lanes[i % SUM_LANES] += f64(left[i]) * f64(right[i])
+    whole = left.size // SUM_LANES * SUM_LANES
+    for start in range(0, whole, SUM_LANES):
+        for lane in range(SUM_LANES):
+            lanes[lane] += f64(left[start + lane]) * f64(right[start + lane])
+    for i in range(whole, left.size):
+        lanes[i - whole] += f64(left[i]) * f64(right[i])
     return fold(lanes)
 
 
@@ -850,20 +922,19 @@ def balance_scores(values, total, factor, peak, models, out):
 
 SHORT_ROW = 64
 """Rows up to this length are ranked by comparing all pairs, longer ones by sorting."""
-DIGIT_BITS = 11
-DIGITS = 1 << DIGIT_BITS
+DIGITS = 256
 
 
 @kernel
 def rank_rows(keys, out):
     rows, columns = keys.shape
-    order, other = np.empty(columns, u32), np.empty(columns, u32)
-    ends = np.empty(DIGITS, i64)
+    items, others = np.empty(columns, u64), np.empty(columns, u64)
+    places = np.empty((2, DIGITS), u32)
     for row in range(rows):
         if columns <= SHORT_ROW:
             rank_by_pairs(keys[row], out[row])
         else:
-            rank_by_digits(keys[row], out[row], order, other, ends)
+            rank_by_digits(keys[row], out[row], items, others, places)
 
 
 @kernel
@@ -878,30 +949,93 @@ def rank_by_pairs(keys, out):
 
 
 @kernel
-def rank_by_digits(keys, out, order, other, ends):
-    """Sort by the lowest digit, then the next, each time leaving equals as they are."""
+def rank_by_digits(keys, out, items, others, places):
+    """Sort by the lowest byte, then the next, each time leaving equals as they are.
+
+    An item is a key and, below it, its place in the row. Both halves are moved side by side, each
+    to places of its own: a counter that was just written takes long to read again, and equal keys
+    come often.
+    """
     size = keys.size
+    half = size // 2
+    shift = u64(0)
+    while u64(size - 1) >> shift:
+        shift += u64(1)
     used = u64(0)
+    below = u64((u64(1) << shift) - u64(1))
     for i in range(size):
-        order[i] = u32(size - 1 - i)
-        used |= keys[i]
-    shift = 0
-    while shift < 64 and used >> u64(shift):
-        ends[:] = 0
-        for i in range(size):
-            ends[(keys[i] >> u64(shift)) & u64(DIGITS - 1)] += 1
-        total = 0
+        item = u64(keys[size - 1 - i]) << shift | u64(size - 1 - i)
+        items[i] = item
+        used |= item
+    while shift < u64(64) and used >> shift:
+        places[:] = u32(0)
+        for i in range(half):
+            places[0, (items[i] >> shift) & u64(255)] += u32(1)
+            places[1, (items[half + i] >> shift) & u64(255)] += u32(1)
+        if size % 2:
+            places[1, (items[size - 1] >> shift) & u64(255)] += u32(1)
+        total = u32(0)
         for digit in range(DIGITS):
-            total, ends[digit] = total + ends[digit], total
-        for i in range(size):
-            element = order[i]
-            digit = (keys[element] >> u64(shift)) & u64(DIGITS - 1)
-            other[ends[digit]] = element
-            ends[digit] += 1
-        order, other = other, order
-        shift += DIGIT_BITS
+            for part in range(2):
+                count = places[part, digit]
+                places[part, digit] = total
+                total = u32(total + count)
+        for i in range(half):
+            move(items[i], 0, others, places, shift)
+            move(items[half + i], 1, others, places, shift)
+        if size % 2:
+            move(items[size - 1], 1, others, places, shift)
+        items, others = others, items
+        shift += u64(8)
     for i in range(size):
-        out[order[i]] = u32(i)
+        out[items[i] & below] = u32(i)
+
+
+@helper
+def move(item, part, others, places, shift):
+    """Put an item where its byte belongs."""
+    digit = (item >> shift) & u64(255)
+    place = places[part, digit]
+    places[part, digit] = u32(place + u32(1))
+    others[place] = item
+
+
+@helper
+def mark_groups(keys, columns, least, end, out):
+    """As `mark_ranks`, for flat groups of a length that is known when this is compiled."""
+    for first in range(0, keys.size, columns):
+        for i in range(columns):
+            smaller = i64(0)
+            for j in range(i):
+                smaller += keys[first + j] < keys[first + i]
+            for j in range(i + 1, columns):
+                smaller += keys[first + j] <= keys[first + i]
+            out[first + i] = u8(255) if (smaller >= least) & (smaller < end) else u8(0)
+
+
+@kernel
+def mark_ranks(keys, least, end, out):
+    rows, columns = keys.shape
+    if columns == 4:
+        mark_groups(keys.reshape(-1), 4, least, end, out.reshape(-1))
+    elif columns == 8:
+        mark_groups(keys.reshape(-1), 8, least, end, out.reshape(-1))
+    elif columns <= SHORT_ROW:
+        mark_groups(keys.reshape(-1), columns, least, end, out.reshape(-1))
+    else:
+        ranks = np.empty((1, columns), u32)
+        for row in range(rows):
+            rank_rows(keys[row : row + 1], ranks)
+            for i in range(columns):
+                inside = (ranks[0, i] >= least) & (ranks[0, i] < end)
+                out[row, i] = u8(255) if inside else u8(0)
+
+
+@kernel
+def multiply_kept(values, factors):
+    for i in range(values.size):
+        product = bits_of(values[i] * factors[i])
+        values[i] = float_of(u32(product & all_ones(factors[i] != f32(0))))
 
 
 @kernel

@@ -23,6 +23,7 @@ Floats = NDArray[np.float32]
 Raw = NDArray[Any]
 Bits = NDArray[np.uint32]
 Lanes = NDArray[np.uint8]
+Integers = NDArray[np.int32]
 
 SUM_LANES = 64
 _INFINITY = 0x7F800000
@@ -192,6 +193,14 @@ def trim(values: Floats, cut: int, ties_kept: int) -> int:
     return int(keep.sum())
 
 
+def drop_largest(values: Floats, cut: int, ties_dropped: int) -> None:
+    """Zero magnitudes above `cut`, and the first `ties_dropped` of those equal to it."""
+    found = magnitude_bits(values)
+    drop = found > cut
+    drop[np.flatnonzero(found == cut)[:ties_dropped]] = True
+    values[drop] = 0
+
+
 def add_scaled(total: Floats, values: Floats, weight: np.float32) -> None:
     """total += weight·values."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -225,6 +234,50 @@ def elect(sums: Floats, out: Floats) -> None:
         share = np.where(total > 0, above_share, below_share)
         mean = side / np.where(share == 0, np.float32(1), share)
     out[:] = np.where(total == 0, np.float32(0), np.where(np.isnan(total), total, mean))
+
+
+def elect_by(sums: Floats, balance: Floats, out: Floats) -> None:
+    """out = the mean of the side that the balance is on; zero where it is on neither.
+
+    `sums` are those of `vote`. Where they hold a NaN, the result is one.
+    """
+    above, below, above_share, below_share = sums.reshape(4, -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        side = np.where(balance > 0, above, below)
+        share = np.where(balance > 0, above_share, below_share)
+        mean = side / np.where(share == 0, np.float32(1), share)
+        elected = np.where(balance == 0, np.float32(0), mean)
+        out[:] = np.where(np.isnan(above + below), np.float32(np.nan), elected)
+
+
+def add_extremes(
+    values: Floats, weight: np.float32, total: Floats, most: Floats, least: Floats
+) -> None:
+    """Add weight·values to the total, and take them into the largest and the least so far."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        term = weight * values
+        total += term
+        most[:] = np.where((term > most) | np.isnan(term), term, most)
+        least[:] = np.where((term < least) | np.isnan(term), term, least)
+
+
+def elect_extremes(total: Floats, most: Floats, least: Floats) -> None:
+    """total = the largest where it is positive, the least where it is negative."""
+    total[:] = np.where(total > 0, most, np.where(total < 0, least, total))
+
+
+def count_needing(
+    values: Floats, factor: np.float32, total: Floats, selectivity: np.float32, counts: Integers
+) -> None:
+    """Count a model where |v| ≥ selectivity·|total - v|, with v = factor·values."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        own = values * factor
+        counts += np.abs(own) >= selectivity * np.abs(total - own)
+
+
+def keep_needed(total: Floats, counts: Integers, least: int) -> None:
+    """Zero what fewer than `least` models need, but for NaN."""
+    total[(counts < least) & ~np.isnan(total)] = 0
 
 
 def combine(
@@ -388,17 +441,34 @@ def _less_one(part: NDArray[np.float64]) -> NDArray[np.float64]:
 INVERSES = tuple(1 / i for i in range(9, 1, -1))
 
 
-def rank_rows(keys: NDArray[np.uint64], out: Bits) -> None:
+def rank_rows(keys: NDArray[Any], out: Bits) -> None:
     """Rank each element in its row (rows × columns), 0 for the smallest; of equals the first is
-    larger. The keys' bits and those of a row's length must fit in 64 together.
+    larger. Keys are unsigned; their bits and those of a row's length must fit in 64 together.
     """
     rows, columns = keys.shape
+    keys = keys.astype(np.uint64)
     bits = np.uint64(max(1, (columns - 1).bit_length()))
     backwards = np.arange(columns, dtype=np.uint64)[::-1]
     ordered = np.sort(keys << bits | backwards, axis=1)  # no two are the same
     places = backwards[:1] - (ordered & ((np.uint64(1) << bits) - np.uint64(1)))
     ranks = np.broadcast_to(np.arange(columns, dtype=np.uint32), (rows, columns))
     np.put_along_axis(out, places.astype(np.int64), ranks, axis=1)
+
+
+def mark_ranks(keys: NDArray[Any], least: int, end: int, out: Lanes) -> None:
+    """255 where the rank of an element in its row is `least` or more and below `end`, else 0.
+
+    Keys are rows × columns of unsigned integers, ranked as by `rank_rows`.
+    """
+    ranks = np.empty(keys.shape, np.uint32)
+    rank_rows(keys, ranks)
+    out[:] = np.where((ranks >= least) & (ranks < end), np.uint8(255), np.uint8(0))
+
+
+def multiply_kept(values: Floats, factors: Floats) -> None:
+    """values *= factors, and zero where the factor is."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values[:] = np.where(factors == 0, np.float32(0), values * factors)
 
 
 def drop_by_rank(

@@ -32,6 +32,8 @@ def tensors_in(deltas: Deltas, on: Space) -> list[Floats]:
     """
     origin = deltas.base if on == "weights" else np.zeros(deltas.size, np.float32)
     for block in deltas.blocks:
+        if on == "deltas" and block.factor == 1:
+            continue  # it would only turn -0 into 0
         deltas.kernels.add_onto(origin, block.values, np.float32(block.factor), block.values)
     return [block.values for block in deltas.blocks]
 

@@ -14,7 +14,7 @@ from dare.stages.ranks import (
     CutRows,
     Keys,
     magnitude_bits,
-    ranks,
+    marks,
     row_length,
     survey_rows,
     work_on_rows,
@@ -74,24 +74,16 @@ def breadcrumbs(
         keep = work_on_rows(
             block, block.summary, magnitude_bits(block), _MiddleOfRows(keep_middle, drop_largest)
         )
-        block.values[~keep] = 0
+        block.kernels.keep_lanes(block.values, keep)
         block.count_only_nonzero()
         return
     lowest, highest = block.summary
     chunk = block.start // CHUNK
     block.keep_largest(lowest.bits, int(lowest.ties_kept[chunk]), int(lowest.ties[chunk]))
     if highest is not None:
-        _drop_largest(block, highest.bits, int(highest.ties_kept[chunk]))
-
-
-def _drop_largest(block: Block, cut: int, ties: int) -> None:
-    """Drop magnitudes above the cut, and the first few that equal it."""
-    found = magnitude_bits(block)
-    drop = found > cut
-    if ties:
-        drop[np.flatnonzero(found == cut)[:ties]] = True
-    block.values[drop] = 0
-    block.count_only_nonzero()
+        ties = int(highest.ties_kept[chunk])
+        block.kernels.drop_largest(block.values, np.uint32(highest.bits), ties)
+        block.count_only_nonzero()
 
 
 def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int, int]:
@@ -101,14 +93,12 @@ def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int
 
 
 class _MiddleOfRows:
-    """Says which elements of whole rows are in the middle."""
+    """Marks the elements of whole rows that are in the middle."""
 
     def __init__(self, keep_middle: float, drop_largest: float) -> None:
         self._shares = (keep_middle, drop_largest)
 
-    def __call__(self, kernels: Any, keys: Keys) -> NDArray[np.bool_]:
+    def __call__(self, kernels: Any, keys: Keys) -> NDArray[np.uint8]:
         columns = keys.shape[1]
         kept, top = _shares(columns, *self._shares)
-        found = ranks(kernels, keys)
-        inside: NDArray[np.bool_] = (found >= columns - top - kept) & (found < columns - top)
-        return inside
+        return marks(kernels, keys, columns - top - kept, columns - top)

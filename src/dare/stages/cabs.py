@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from dare.chunks import CHUNK
 from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.ranks import Keys, magnitude_bits, ranks
+from dare.stages.ranks import Keys, magnitude_bits, marks
 from dare.stages.registry import combine_stage
 
 FREE = np.uint32(1 << 31)
@@ -43,25 +43,25 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
     once none is free, among all. The models come in the recipe's order, so put the most important
     one first. As long as n times their number is at most m, no two change the same element.
     Groups are taken from the flat tensor; the last one, of r < m, gives ⌈n·r/m⌉. Of equals the
-    first is taken. Each weight is 1 unless given.
+    first is taken. Each weight is 1 unless given. The authors' code drops what does not fill a
+    group.
     """
-    taken = np.zeros(deltas.size, np.bool_)
+    taken = np.zeros(deltas.size, np.uint8)
     for block in deltas.blocks:
         keys = np.where(taken, np.uint32(0), FREE) | magnitude_bits(block)
         keep = _largest(deltas.kernels, keys, min(n, m), m)
-        block.values[~keep] = 0
+        deltas.kernels.keep_lanes(block.values, keep)
         taken |= keep
     factor = m / min(n, m) if rescale else 1.0
     return deltas.sum([weight * factor for weight in deltas.weights])
 
 
-def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.bool_]:
-    """The n largest of each m, and of what is left at the end as large a share."""
+def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.uint8]:
+    """Marks the n largest of each m, and of what is left at the end as large a share."""
     rest = keys.size % m
     groups = keys[: keys.size - rest].reshape(-1, m)
-    keep = np.empty(keys.size, np.bool_)
-    keep[: groups.size] = (ranks(kernels, groups) >= m - n).reshape(-1)
+    keep = [marks(kernels, groups, m - n, m).reshape(-1)]
     if rest:
-        last = ranks(kernels, keys[groups.size :][np.newaxis])[0]
-        keep[groups.size :] = last >= rest - -(-n * rest // m)
-    return keep
+        last = keys[groups.size :][np.newaxis]
+        keep.append(marks(kernels, last, rest - -(-n * rest // m), rest)[0])
+    return np.concatenate(keep)

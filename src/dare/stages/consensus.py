@@ -28,16 +28,16 @@ def consensus(deltas: Deltas, *, selectivity: Selectivity = 0.4, agree: Agree = 
     s = Σ wⱼ·δ̂ⱼ; model i needs an element where |δ̂ᵢ| ≥ λ·|s - δ̂ᵢ|, its TALL mask. The result is
     s where k or more models do (all of them, if there are fewer than k), else 0. A model of
     weight 0 is not asked. The paper tries λ from 0.2 to 0.6; k = 1 drops only what none needs.
+    The authors' code keeps nothing if there are fewer than k models.
     """
     total = deltas.sum(deltas.weights)
     needed = np.zeros(deltas.size, np.int32)
     asked = 0
-    with np.errstate(invalid="ignore", over="ignore"):
-        for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
-            if weight == 0:
-                continue
-            asked += 1
-            own = block.values * np.float32(block.factor)
-            needed += np.abs(own) >= np.float32(selectivity) * np.abs(total - own)
-    total[(needed < min(agree, asked)) & ~np.isnan(total)] = 0
+    for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
+        if weight == 0:
+            continue
+        asked += 1
+        factor = np.float32(block.factor)
+        deltas.kernels.count_needing(block.values, factor, total, np.float32(selectivity), needed)
+    deltas.kernels.keep_needed(total, needed, min(agree, asked))
     return total

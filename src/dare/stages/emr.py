@@ -15,17 +15,13 @@ def emr(deltas: Deltas) -> Floats:
     s = Σ wᵢ·δ̂ᵢ. Where s > 0 the result is the largest of the wᵢ·δ̂ᵢ, where s < 0 the least, and
     where s = 0 it is 0. This unified model is made to be seen through each task's mask and scale:
     `dare.analysis.emr.emr_tasks(output)` writes those beside the output.
+    In the authors' code a sum of zero elects minus.
     """
-    total = np.zeros(deltas.size, np.float32)
-    most = np.zeros(deltas.size, np.float32)
-    least = np.zeros(deltas.size, np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
-            if weight == 0:
-                continue  # and not 0·∞
-            term = np.float32(weight * block.factor) * block.values
-            total += term
-            np.maximum(most, term, out=most)
-            np.minimum(least, term, out=least)
-    total[:] = np.where(total > 0, most, np.where(total < 0, least, total))
+    total, most, least = np.zeros((3, deltas.size), np.float32)
+    for block, weight in zip(deltas.blocks, deltas.weights, strict=True):
+        if weight == 0:
+            continue  # and not 0·∞
+        combined = np.float32(weight * block.factor)
+        deltas.kernels.add_extremes(block.values, combined, total, most, least)
+    deltas.kernels.elect_extremes(total, most, least)
     return total

@@ -12,8 +12,7 @@ from dare.linalg import (
     eigen_bytes,
     factorise,
     orthogonal_product,
-    project,
-    spectrum,
+    polar,
     squared_norm,
     without,
 )
@@ -50,10 +49,10 @@ def survey_merged(walk: Walk, *, variant: Variant, common_share: float) -> Float
 
 def _level(total: Floats) -> Floats:
     """Set all singular values to their mean."""
-    found = spectrum(total)
-    if not found.values.size:
-        return total
-    return project(total, found.vectors, found.values.mean() / found.values)
+    turned, values = polar(total)
+    if values.size:
+        turned *= np.float32(values.mean())
+    return turned
 
 
 def _level_with_own(total: Floats, matrices: list[Floats], common_share: float) -> Floats:
@@ -98,6 +97,8 @@ def iso(
     orthogonal as in `tsv`, and all singular values set to their mean.
     Directions below 1e-6 of the largest singular value are absent, and do not count in the mean.
     Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
+    The authors' code averages tensors of more than two dimensions too, which are matrices here, and
+    counts directions of rounding, so that a sum of LoRAs gets all directions of the matrix.
     To 1e-4 of the norm where singular values are above 1e-4 of the largest.
     """
     return average(deltas) if deltas.summary is None else chunk_of(deltas)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.linalg import eigen_bytes, factorise, multiply
+from dare.linalg import Numbers, eigen_bytes, factorise, multiply
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import as_matrix, average, chunk_of, gather_deltas, is_matrix
 from dare.stages.registry import combine_stage
 
-Doubles = NDArray[np.float64]
 KeepAligned = Annotated[
     float,
     Field(gt=0, le=1, description="Share of each model's aligned part to keep, the largest ones."),
@@ -33,14 +31,14 @@ def survey_merged(walk: Walk, *, keep_ratio: float) -> Floats | None:
     return multiply(found.left * found.values, _elected(aligned, weights))
 
 
-def _trimmed(part: Doubles, keep_ratio: float) -> Doubles:
+def _trimmed(part: Numbers, keep_ratio: float) -> Numbers:
     kept = max(1, int(keep_ratio * part.size))
     magnitudes = np.abs(part)
     cut = np.partition(magnitudes, part.size - kept, axis=None)[part.size - kept]
     return np.where(magnitudes >= cut, part, 0)
 
 
-def _elected(parts: list[Doubles], weights: list[float]) -> Doubles:
+def _elected(parts: list[Numbers], weights: list[float]) -> Numbers:
     """As `ties`: the weighted mean of the side that outweighs the other, element by element."""
     total = np.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
@@ -75,5 +73,8 @@ def knots(deltas: Deltas, *, keep_ratio: KeepAligned = 0.2) -> Floats:  # noqa: 
     would be the same as `linear`, so it is not offered. Vectors and scalars are averaged:
     Σ wᵢ·δᵢ / n. To 1e-4 of the norm where no two singular values are equal; where they
     are, their directions are not unique, nor is the result.
+
+    The authors' configurations trim by S·Vᵢ, over all matrices of a model together, and for
+    language models not at all (`keep_ratio = 1`).
     """
     return average(deltas) if deltas.summary is None else chunk_of(deltas)

@@ -15,7 +15,7 @@ from dare.stages.ranks import (
     Keys,
     KeysOf,
     magnitude_bits,
-    ranks,
+    marks,
     row_length,
     survey_rows,
     work_on_rows,
@@ -85,10 +85,7 @@ def nm(
         return
     selection = _Selection(n, m, turn, rescale)
     factors = work_on_rows(block, block.summary, _KEYS[choose](block), selection)
-    values = block.values
-    values[factors == 0] = 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        values *= factors
+    block.kernels.multiply_kept(block.values, factors)
     block.count_only_nonzero()
     if rescale:
         block.factor *= m / n
@@ -126,6 +123,5 @@ class _Selection:
 
     def _taken(self, kernels: Any, groups: Keys, kept: int) -> Floats:
         above = groups.shape[1] - self._turn * kept  # ranks from here on had their turn
-        found = ranks(kernels, groups)
-        taken: Floats = ((found < above) & (found >= above - kept)).astype(np.float32)
+        taken: Floats = (marks(kernels, groups, above - kept, above) != 0).astype(np.float32)
         return taken

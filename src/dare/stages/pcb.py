@@ -117,8 +117,9 @@ def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: AR
     is not kept (cᵢ), to 1: sᵢ = (βᵢ - cᵢ)/(max βᵢ - cᵢ). The result is Σ wᵢ·sᵢ·δ̂ᵢ / Σ sᵢ, and 0
     where nobody scores. Where more than k share the highest score, they all have sᵢ = 1.
 
-    This is the authors' code, but for each tensor instead of all in one, with no clamping of
-    the 0.01 % largest magnitudes, and with a score of 0 for what goes against the sum.
+    The authors' code has one competition over the whole model, draws in the 0.01 % largest
+    magnitudes (1 % in their vision code), and spreads from the k-th score, which then counts for
+    nothing. Here it is for each tensor, and what goes against the sum scores 0.
     """
     competitions: list[Competition] = deltas.summary
     above = np.zeros(deltas.size, np.float32)

@@ -115,8 +115,15 @@ def magnitude_bits(block: Block) -> Keys:
     return block.values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
+def marks(kernels: Any, keys: Keys, least: int, end: int) -> NDArray[np.uint8]:
+    """255 for elements whose rank in their row is `least` or more and below `end`, else 0."""
+    found = np.empty(keys.shape, np.uint8)
+    kernels.mark_ranks(np.ascontiguousarray(keys), least, end, found)
+    return found
+
+
 def ranks(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
     """The rank of each element in its row, 0 for the smallest; of equals the first is larger."""
     found = np.empty(keys.shape, np.uint32)
-    kernels.rank_rows(np.ascontiguousarray(keys, np.uint64), found)
+    kernels.rank_rows(np.ascontiguousarray(keys), found)
     return found

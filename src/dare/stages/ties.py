@@ -63,7 +63,9 @@ def ties(
         balance = above - below
     else:
         balance = deltas.sum([math.copysign(float(w != 0), w) for w in weights])
-    return _elected(sums, balance)
+    merged = np.empty(deltas.size, np.float32)
+    deltas.kernels.elect_by(sums.reshape(-1), balance, merged)
+    return merged
 
 
 def _sides(deltas: Deltas, weights: Sequence[float], shares: Sequence[float]) -> Floats:
@@ -74,14 +76,3 @@ def _sides(deltas: Deltas, weights: Sequence[float], shares: Sequence[float]) ->
             combined = np.float32(weight * block.factor)
             deltas.kernels.vote(sums.reshape(-1), block.values, combined, np.float32(share))
     return sums
-
-
-def _elected(sums: Floats, balance: Floats) -> Floats:
-    """The mean of the side that the balance is on; a NaN in any model comes through."""
-    above, below, above_share, below_share = sums
-    with np.errstate(invalid="ignore", over="ignore"):
-        side = np.where(balance > 0, above, below)
-        share = np.where(balance > 0, above_share, below_share)
-        mean = side / np.where(share == 0, np.float32(1), share)
-        elected: Floats = np.where(balance == 0, np.float32(0), mean)
-        return np.where(np.isnan(above + below), np.float32(np.nan), elected)

@@ -40,6 +40,8 @@ def tsv(deltas: Deltas) -> Floats:
     all singular values. The result is P(U)·S·P(V), where P is the nearest orthogonal matrix: that
     of the Procrustes problem. Singular values below 1e-6 of a matrix's largest are left out with
     their vectors. Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
+    The authors' code averages tensors of more than two dimensions too, which are matrices here, and
+    gives no direction to a model where n > r.
     To 1e-4 of the norm for models whose directions are not all but parallel.
     """
     return average(deltas) if deltas.summary is None else chunk_of(deltas)
