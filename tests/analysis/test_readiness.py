@@ -319,7 +319,7 @@ def test_one_model_outweighs_another():
     assert of({"a": ONE, "b": tune(ROOT, 0.007, seed=2)}) == set()
     seen = finding(analysis(ROOT, {"a": ONE, "b": tune(ROOT, 0.005, seed=2)}), "outweighed")
     assert seen.models == ("b",)
-    assert seen.figures["ratio"] == pytest.approx(4, rel=0.01)
+    assert seen.figures["ratio.b"] == pytest.approx(4, rel=0.01)
 
 
 # ---------------------------------------------------------------- all of them

@@ -52,6 +52,7 @@ VALUES = {
     "divide_by": st.sampled_from(["weights", "count", "nothing"]),
     "vote": st.sampled_from(["sum", "count"]),
     "weighted": st.sampled_from(["true", "false"]),
+    "scope": st.sampled_from(["tensor", "model"]),
 }
 OTHERS = {
     "seed": seeds,

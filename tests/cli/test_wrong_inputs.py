@@ -277,13 +277,13 @@ FLAGS = {
     "an unknown command": (
         "mrege recipe.toml",
         'Unknown command "mrege". Did you mean "merge"? '
-        f"Available commands: {', '.join(COMMANDS)}. See `dare --help`.",
+        f"Available commands: {', '.join(list(COMMANDS)[:8])}, ... See `dare --help`.",
         WRONG_USAGE,
     ),
     "a command like no other": (
         "frobnicate",
         'Unknown command "frobnicate". '
-        f"Available commands: {', '.join(COMMANDS)}. See `dare --help`.",
+        f"Available commands: {', '.join(list(COMMANDS)[:8])}, ... See `dare --help`.",
         WRONG_USAGE,
     ),
     "a seed that is no number": (
@@ -625,11 +625,12 @@ FILES = {
     "another model altogether": (
         _model("gpt", _other_names),
         f"{ONE} gpt.safetensors",
-        "8 tensor(s) do not fit together:\n"
+        "7 tensor(s) do not fit together:\n"
         + "\n".join(
             [
                 f'  {name}: not in gpt; set on_missing = "base" to count its change there as zero'
-                for name in sorted(base_arrays())
+                for name, values in sorted(base_arrays().items())
+                if values.dtype == np.float32
             ]
             + [
                 f'  h.{number}.w: in gpt, not in the base; set on_extra = "drop" to leave it out'

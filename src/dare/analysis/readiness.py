@@ -331,7 +331,7 @@ def sparse(seen: Seen) -> Iterator[Trouble]:
     """A delta that is mostly zero, or nearly so."""
     for model in seen.analysis.models:
         share = model.total.negligible
-        if share > limit("sparse") and model.total.norm:
+        if share > limit("sparse") and model.total.norm and not body_of(model).is_foreign:
             yield Trouble(
                 (model.name,),
                 f"{share:.0%} of its elements are under 1 % of the largest change, and "
@@ -349,7 +349,7 @@ def concentrated(seen: Seen) -> Iterator[Trouble]:
         inner = [t for t in model.tensors if len(t.shape) > 1 and t.kind not in OUTER]
         exposures = [exposure_of(tensor) for tensor in inner]
         changed = [each for each in exposures if each.carriers > 0]
-        if not changed:
+        if not changed or body_of(model).is_foreign:
             continue
         rate = tolerated_drop_rate(changed, bound=math.inf)
         if rate < limit("low_rank_rate"):
@@ -470,18 +470,32 @@ def outweighed(seen: Seen) -> Iterator[Trouble]:
     if len(changed) < 2:
         return
     largest = max(changed, key=lambda model: model.total.norm)
-    for model in changed:
-        ratio = largest.total.norm / model.total.norm
-        if ratio >= limit("outweighed"):
-            yield Trouble(
-                (model.name,),
-                f"Its change is {ratio:.1f} times smaller than that of {largest.name}",
-                f"In an election {largest.name} has its way in nearly every element that both "
-                "change",
-                'Use a method without election, such as "dare+sum", or give it a weight of '
-                f"{ratio:.2g} in ties",
-                {"ratio": ratio, "limit.outweighed": limit("outweighed")},
-            )
+    ratios = {model.name: largest.total.norm / model.total.norm for model in changed}
+    small = {name: ratio for name, ratio in ratios.items() if ratio >= limit("outweighed")}
+    if small:
+        weights = ", ".join(f"{ratio:.2g} to {name}" for name, ratio in small.items())
+        yield Trouble(
+            tuple(small),
+            f"{'Its change is' if len(small) == 1 else 'Their changes are'} "
+            f"{_span(small.values())} times smaller than that of {largest.name}",
+            f"In an election {largest.name} has its way in nearly every element that it changes",
+            'Use a method without election, such as "dare+sum", or in ties give a weight of '
+            f"{weights}",
+            {
+                **{f"ratio.{name}": ratio for name, ratio in small.items()},
+                "limit.outweighed": limit("outweighed"),
+            },
+        )
+
+
+def _span(numbers: Iterable[float]) -> str:
+    """The lowest and the highest, if they differ.
+
+    >>> _span([3.21, 14.02]), _span([3.21])
+    ('3.2 to 14', '3.2')
+    """
+    found = sorted(numbers)
+    return " to ".join(dict.fromkeys(f"{number:.2g}" for number in (found[0], found[-1])))
 
 
 # ---------------------------------------------------------------- all of them
