@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -120,7 +120,7 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
 
     Comparisons of integers come first, since they may end the merge. The surveys of a tensor
     stand two tensors ahead of its chunks, so that they are done when the chunks are reached; or
-    directly before them, if they keep whole matrices.
+    only so far ahead that each thread has one, if they keep whole matrices.
     """
     plan = job.plan
     copies: list[Any] = []
@@ -145,8 +145,10 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
         if plan.combine.surveys_when(tensor.combine):
             job.combine_summaries[tensor.name] = Future()
             combines[-1].append(SurveyCombine(job, tensor))
+    groups: Iterable[tuple[list[Any], ...]]
     if plan.matrix_bytes:
-        groups = zip(surveys, combines, chunks, strict=True)
+        gap: list[list[Any]] = [[]] * (plan.threads - 1)
+        groups = zip([*surveys, *gap], [*combines, *gap], [*gap, *chunks], strict=True)
     else:
         groups = zip([*surveys, [], []], [[], *combines, []], [[], [], *chunks], strict=True)
     tasks = [task for group in groups for tasks in group for task in tasks]

@@ -303,6 +303,13 @@ def _choose_scale(draft: Draft) -> None:
         f"{1 / count:.2g}, the average, too"
     )
     draft.suggest("scale", draft.scale, shared, MEASURED, Evidence.WEAK)
+    members = sorted((member.model for member in draft.members), key=lambda m: m.total.norm)
+    if members[-1].total.norm >= limit("outweighed") * members[0].total.norm:
+        ratio = members[-1].total.norm / members[0].total.norm
+        draft.doubts.append(
+            f"{members[-1].name} changes the base {ratio:.2g} times as much as {members[0].name}; "
+            "leave it out, or give it a smaller weight, unless the sum shall be mostly that model"
+        )
 
 
 def _balance_votes(draft: Draft) -> None:
