@@ -1,8 +1,10 @@
-# The environments are made once: .venv for everything here, .venv-peers for other people's tools.
+# The environments are made once: .venv for everything here, .venv-peers for other people's tools,
+# .venv-bench with what a user installs and nothing else, so that nothing else is measured.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+BENCH := .venv-bench
 
 .PHONY: help demo test lint types unit docs test-real test-peers bench clean
 
@@ -33,6 +35,12 @@ $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --requirement requirements-peers.txt
 	touch $@
 
+$(BENCH)/ready: pyproject.toml
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --upgrade pip
+	$(BENCH)/bin/pip install --quiet --editable .
+	touch $@
+
 demo: $(VENV)/ready
 	$(BIN)/dare demo --output demo-output
 
@@ -57,8 +65,9 @@ test-real: $(VENV)/dev-ready
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
 
-bench: $(VENV)/dev-ready $(PEERS)/ready
-	$(BIN)/python bench/compare.py --peers-python $(PEERS)/bin/python
+bench: $(BENCH)/ready $(PEERS)/ready
+	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
+	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
+	rm -rf $(VENV) $(PEERS) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output

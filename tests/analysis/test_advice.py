@@ -397,3 +397,9 @@ def test_advice_on_real_models():
     assert advice.recipe["method"] == "dare+sum"
     assert values(advice, "drop_rate") == {"add": 0.35, "sort": 0.4, "say": 0.6}
     assert values(advice, "scale") == {None: 1.0}
+
+
+def test_a_model_that_would_be_most_of_the_sum_raises_a_doubt():
+    models = {"a": tune(ROOT, 0.02, seed=1), "b": tune(ROOT, 0.004, seed=2)}
+    (doubt,) = (each for each in advise(analysis(ROOT, models)).doubts if "mostly" in each)
+    assert doubt.startswith("a changes the base 5 times as much as b")
