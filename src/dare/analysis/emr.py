@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
+from dare.analysis.reading import read_floats
 from dare.chunks import chunk_spans
 from dare.dtypes import STORAGE_TYPES
 from dare.errors import InputError, OutputError, did_you_mean
@@ -114,13 +115,13 @@ class _Merge:
 
     def unified(self, tensor: TensorPlan, start: int, count: int) -> tuple[Floats, Floats]:
         """The base over a chunk, and the unified delta."""
-        base = _read(self.plan.base, tensor.name, start, count)
-        return base, _read(self.output, tensor.name, start, count) - base
+        base = read_floats(self.plan.base, tensor.name, start, count)
+        return base, read_floats(self.output, tensor.name, start, count) - base
 
     def delta(self, tensor: TensorPlan, model: int, start: int, base: Floats) -> Floats:
         """A model's own delta over a chunk."""
         source = self.plan.source_of(tensor, model)
-        values = _read(source, tensor.name, start, base.size)
+        values = read_floats(source, tensor.name, start, base.size)
         return values if source.holds_delta(tensor.name) else values - base
 
 
@@ -169,12 +170,3 @@ def _read_mask(source: Source, name: str, start: int, count: int) -> NDArray[np.
     packed = np.empty(-(-count // 8), np.uint8)
     source.read(name, start // 8, packed)
     return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
-
-
-def _read(source: Source, name: str, start: int, count: int) -> Floats:
-    dtype = source.tensors[name].dtype
-    raw = np.empty(count * dtype.itemsize, np.uint8)
-    source.read(name, start * dtype.itemsize, raw)
-    values = np.empty(count, np.float32)
-    kernel_backends.load("cpu").decode(raw.view(dtype.carrier), values)
-    return values

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
+
+from dare.analysis.results import finite
 
 WIDTH = 100
 """Columns of the texts."""
@@ -165,18 +166,5 @@ def _wrapped(label: str, text: str) -> Iterator[str]:
 
 
 def _plain(judgement: Readiness | Advice) -> dict[str, Any]:
-    plain: dict[str, Any] = _finite(asdict(judgement))
+    plain: dict[str, Any] = finite(asdict(judgement))
     return plain
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities as strings: JSON has none."""
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value

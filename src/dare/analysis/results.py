@@ -277,7 +277,7 @@ class Analysis:
 
     def to_json(self) -> str:
         """The analysis as JSON; a number that is not finite becomes a string."""
-        return json.dumps(_finite(self.to_dict()), ensure_ascii=False)
+        return json.dumps(finite(self.to_dict()), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "analysis") -> Self:
@@ -305,15 +305,15 @@ class Analysis:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinities as the strings that `float` takes: JSON has none."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
         case dict():
-            return {key: _finite(item) for key, item in value.items()}
+            return {key: finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_finite(item) for item in value]
+            return [finite(item) for item in value]
         case _:
             return value
 

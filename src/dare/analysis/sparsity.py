@@ -36,7 +36,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare import kernels as kernel_backends
 from dare.analysis.judgement import Finding, Readiness, Severity
 from dare.analysis.limits import limit
 from dare.analysis.prediction import (
@@ -45,6 +44,7 @@ from dare.analysis.prediction import (
     row_width,
     tolerated_drop_rate,
 )
+from dare.analysis.reading import read_floats
 from dare.analysis.results import Statistics
 from dare.analysis.tallies import (
     BIN_SHIFT,
@@ -225,8 +225,8 @@ class DARESparsityAnalyzer:
         info = tuned.tensors[name]
         sums, counts = Sums(), np.zeros(INFINITE, np.int64)
         for start, count in chunk_spans(info.elements):
-            values = _read(tuned, name, start, count)
-            weights = None if base is None else _read(base, name, start, count)
+            values = read_floats(tuned, name, start, count)
+            weights = None if base is None else read_floats(base, name, start, count)
             if weights is not None and not tuned.holds_delta(name):
                 values -= weights
             sums += _sums(values, weights, self.configuration.base_deviation)
@@ -482,13 +482,3 @@ def _selected(
         found = f": {left_out[0]}" if left_out else ""
         raise InputError(f"there are no weights to look at{found}")
     return names, left_out
-
-
-def _read(source: Source, name: str, start: int, count: int) -> Floats:
-    """Some elements of a tensor in float32."""
-    dtype = source.tensors[name].dtype
-    raw = np.empty(count * dtype.itemsize, np.uint8)
-    source.read(name, start * dtype.itemsize, raw)
-    values = np.empty(count, np.float32)
-    kernel_backends.load("cpu").decode(raw.view(dtype.carrier), values)
-    return values

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -16,7 +16,7 @@ from dare.analysis.documents import to_json, write_tables
 from dare.analysis.judgement import Advice, Readiness, Verdict
 from dare.analysis.readiness import BASE, assess
 from dare.analysis.results import SCHEMA, Analysis
-from dare.analysis.survey import analyze as survey
+from dare.analysis.survey import analyze as look_at
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES
 from dare.cli.options import Debug, Json, Overwrite, Quiet
@@ -24,6 +24,9 @@ from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
 from dare.formats import read_config
 from dare.manifest import find_manifest, read_manifest
+
+if TYPE_CHECKING:
+    from dare.page.outcome import Outcome
 
 WRITES = Group("What to write", sort_key=1)
 
@@ -34,18 +37,25 @@ Inputs = Annotated[
         "or an analysis that was written before."
     ),
 ]
-Spectra = Annotated[
-    Literal["auto", "all", "none"],
-    Parameter(help="Singular values of which matrices: a spread that is quick, all, or none."),
-]
-AllowPickle = Annotated[
-    bool,
-    Parameter(negative="", show_default=False, help="Read .bin files, weights only."),
-]
-Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
-MaxMemory = Annotated[
-    str, Parameter(group=RESOURCES, metavar="SIZE", help="What the buffers may take.")
-]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Survey:
+    """How the weights are looked at."""
+
+    spectra: Annotated[
+        Literal["auto", "all", "none"],
+        Parameter(help="Singular values of which matrices: a spread that is quick, all, or none."),
+    ] = "auto"
+    allow_pickle: Annotated[
+        bool,
+        Parameter(negative="", show_default=False, help="Read .bin files, weights only."),
+    ] = False
+    threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
+    max_memory: Annotated[
+        str, Parameter(group=RESOURCES, metavar="SIZE", help="What the buffers may take.")
+    ] = "1GiB"
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Found:
 
 def analyze(
     *inputs: Inputs,
-    spectra: Spectra = "auto",
+    survey: Survey | None = None,
     output: Annotated[
         Path | None,
         Parameter(name=["--output", "-o"], group=WRITES, help="The analysis, as JSON."),
@@ -75,9 +85,6 @@ def analyze(
         Path | None, Parameter(group=WRITES, help="A page with figures: see dare report.")
     ] = None,
     overwrite: Overwrite = False,
-    allow_pickle: AllowPickle = False,
-    threads: Threads = None,
-    max_memory: MaxMemory = "1GiB",
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -86,14 +93,7 @@ def analyze(
     for path in (output, html):
         _check_free(path, overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
-    found = find(
-        inputs,
-        spectra=spectra,
-        allow_pickle=allow_pickle,
-        threads=threads,
-        max_memory=max_memory,
-        verbose=not quiet,
-    )
+    found = find(inputs, survey, verbose=not quiet)
     from dare.page.terminal import show_analysis
 
     show_analysis(console, found.analysis, found.readiness, found.advice)
@@ -117,23 +117,13 @@ def advise(
         Path,
         Parameter(name=["--output", "-o"], help="The merge's output, as it stands in the recipe."),
     ] = Path("merged.safetensors"),
-    spectra: Spectra = "auto",
-    allow_pickle: AllowPickle = False,
-    threads: Threads = None,
-    max_memory: MaxMemory = "1GiB",
+    survey: Survey | None = None,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
-    found = find(
-        inputs,
-        spectra=spectra,
-        allow_pickle=allow_pickle,
-        threads=threads,
-        max_memory=max_memory,
-        verbose=not quiet,
-    )
+    found = find(inputs, survey, verbose=not quiet)
     if json:
         print(jsonlib.dumps(found.advice.to_dict(), indent=1, ensure_ascii=False))
     else:
@@ -163,24 +153,17 @@ def report(
         ),
     ] = False,
     overwrite: Overwrite = False,
-    spectra: Spectra = "auto",
-    allow_pickle: AllowPickle = False,
-    threads: Threads = None,
-    max_memory: MaxMemory = "1GiB",
+    survey: Survey | None = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
     """Write the page."""
     _check_free(output, overwrite=overwrite)
-    how = {
-        "allow_pickle": allow_pickle,
-        "threads": threads,
-        "max_memory": max_memory,
-        "verbose": not quiet,
-    }
     given = [merged] if merged is not None and not inputs else inputs
-    found = find(given, spectra=spectra, **how)
-    outcome = None if merged is None else _outcome(merged, found.analysis, **how)
+    found = find(given, survey, verbose=not quiet)
+    outcome = None
+    if merged is not None:
+        outcome = _outcome(merged, found.analysis, survey, verbose=not quiet)
     _write_page(output, found, outcome)
     console = show.console(quiet=quiet)
     console.print(f"The page is {output}; open it in a browser, no network is needed")
@@ -204,7 +187,7 @@ def is_analysis(path: Path) -> bool:
         return False  # which is said better where it is opened
 
 
-def find(inputs: Sequence[Path], **how: Any) -> Found:
+def find(inputs: Sequence[Path], survey: Survey | None, *, verbose: bool) -> Found:
     """Analyse what the command line names, or read an analysis that was written before."""
     if not inputs:
         raise UsageError("nothing to analyse: name the base and its fine-tunes, or a recipe")
@@ -212,7 +195,7 @@ def find(inputs: Sequence[Path], **how: Any) -> Found:
         analysis = Analysis.load(inputs[0])
     else:
         base, models = _named(inputs)
-        analysis = survey(base, models, **how)
+        analysis = look_at(base, models, verbose=verbose, **asdict(survey or Survey()))
     readiness = assess(analysis, _configs(analysis))
     return Found(analysis, readiness, give_advice(analysis, readiness))
 
@@ -234,7 +217,7 @@ def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
     return recipe.base, [entry.file for entry in recipe.models]
 
 
-def _outcome(merged: Path, analysis: Analysis, **how: Any) -> Any:
+def _outcome(merged: Path, analysis: Analysis, survey: Survey | None, *, verbose: bool) -> Outcome:
     """What a finished merge did, and how far each model's delta is still in it."""
     from dare.page.outcome import outcome_of_manifest
 
@@ -242,13 +225,14 @@ def _outcome(merged: Path, analysis: Analysis, **how: Any) -> Any:
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")
     files = [Path(model.file) for model in analysis.models]
-    beside = survey(Path(analysis.base), [*files, merged], spectra="none", **how)
+    how = asdict(replace(survey or Survey(), spectra="none"))
+    beside = look_at(Path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
     return outcome_of_manifest(read_manifest(place), analysis, survival, str(place))
 
 
-def _write_page(path: Path, found: Found, outcome: Any = None) -> None:
+def _write_page(path: Path, found: Found, outcome: Outcome | None = None) -> None:
     from dare.page import write_page
 
     write_page(path, found.analysis, found.readiness, found.advice, outcome)
