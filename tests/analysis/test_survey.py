@@ -576,3 +576,14 @@ def test_a_missing_file_is_named(tmp_path):
     base = save(tmp_path / "base.safetensors", {"w": np.ones(1, np.float32)})
     with pytest.raises(InputError, match=r"absent\.safetensors"):
         analyze(base, [tmp_path / "absent.safetensors"], verbose=False)
+
+
+def test_an_analysis_is_told_in_a_few_lines():
+    base = {"w": np.zeros(4, np.float32), "v": np.full(4, 10, np.float32)}
+    one, other = (dict(base, w=np.array(w, np.float32)) for w in ([3, 0, 0, -4], [3, 0, 0, 4]))
+    told = str(analyze_arrays(base, {"one": one, "other": other})).splitlines()
+    assert told[1] == (
+        "  one: unknown, change 25.00% of the base, mean |δ| 0.88, largest 4, 75.0% unchanged"
+    )
+    assert told[3] == "  one and other: cosine -0.280, 50% of common changes opposed"
+    assert told[4] == "  added up, 57% of all change cancels out"

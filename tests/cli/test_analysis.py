@@ -38,6 +38,10 @@ def test_the_json_document_has_analysis_readiness_and_advice(folder):
     assert found["schema"] == "dare-analysis/1"
     assert [model["name"] for model in found["models"]] == ["math", "code"]
     assert found["readiness"]["verdict"] == "ready"
+    (half,) = (
+        row for row in found["predictions"] if row["model"] == "math" and row["drop_rate"] == 0.5
+    )
+    assert half["relative_error"] == 1.0
     assert found["advice"]["recipe"]["models"]["base_file"] == "base.safetensors"
     base, tuned = load_file("base.safetensors"), load_file("math.safetensors")
     norm = np.sqrt(
@@ -55,7 +59,7 @@ def test_what_is_written_is_read_back(folder, analysis):
     assert json.loads(again.to_json()) == {
         key: value
         for key, value in json.loads(analysis.read_text()).items()
-        if key not in ("readiness", "advice")
+        if key not in ("predictions", "readiness", "advice")
     }
     told = [dare_succeeds("advise", *given).out for given in (INPUTS, ["analysis.json"])]
     assert told[0] == told[1]

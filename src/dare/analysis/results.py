@@ -254,6 +254,26 @@ class Analysis:
     bytes_read: int
     seconds: float
 
+    def __str__(self) -> str:
+        """The analysis in a few lines."""
+        lines = [f"{len(self.models)} models beside {self.base}, {self.seconds:.1f} s"]
+        for model in self.models:
+            total = model.total
+            rank = "" if model.likely_rank is None else f" of rank {model.likely_rank}"
+            lines.append(
+                f"  {model.name}: {model.origin}{rank}, change {total.relative_norm:.2%} of the "
+                f"base, mean |δ| {total.mean_magnitude:.2g}, largest {total.largest:.2g}, "
+                f"{total.sparsity:.1%} unchanged"
+            )
+        for pair in self.pairs:
+            lines.append(
+                f"  {pair.first} and {pair.second}: cosine {pair.total.cosine:.3f}, "
+                f"{pair.total.conflict:.0%} of common changes opposed"
+            )
+        if self.pairs:
+            lines.append(f"  added up, {self.together.cancelled:.0%} of all change cancels out")
+        return "\n".join(lines)
+
     @property
     def layers(self) -> tuple[int, ...]:
         """All layers, those outside first."""
@@ -288,7 +308,7 @@ class Analysis:
             raise InputError(f"{where}: is no analysis: {error}") from None
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise InputError(f"{where}: is no analysis ({SCHEMA}); make one with `dare analyze`")
-        for made_of_it in ("readiness", "advice"):
+        for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:
             analysis: Self = _read(cls, document)
