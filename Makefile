@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 BENCH := .venv-bench
 
-.PHONY: help demo test lint types unit docs test-real test-peers bench clean
+.PHONY: help demo test lint types unit coverage docs test-real test-peers bench clean
 
 help:
 	@echo "make demo        merge three small language models and see what becomes of them"
-	@echo "make test        lint, types, tests with coverage"
+	@echo "make test        lint, types, tests"
+	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
@@ -54,6 +55,9 @@ types: $(VENV)/dev-ready
 	$(BIN)/mypy
 
 unit: $(VENV)/dev-ready
+	$(BIN)/python -m pytest --quiet
+
+coverage: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet --cov --cov-report=term
 
 docs: $(VENV)/dev-ready
