@@ -313,7 +313,7 @@ class Analysis:
         try:
             analysis: Self = _read(cls, document)
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{where}: is no whole analysis: {error!r}") from None
+            raise InputError(f"{where}: is no whole analysis: {error}") from None
         return analysis
 
     @classmethod
@@ -345,6 +345,8 @@ def _read(kind: Any, value: Any) -> Any:
         fields = {field.name for field in dataclasses.fields(kind)}
         if unknown := value.keys() - fields:
             raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+        if missing := fields - value.keys():
+            raise ValueError(f"{kind.__name__} lacks {', '.join(sorted(missing))}")
         return kind(**{name: _read(hints[name], value[name]) for name in fields})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
