@@ -28,10 +28,7 @@ GOLDEN = Path(__file__).with_name("golden.toml")
 MATRIX_STAGES = {"star", "fourier", "tsv", "iso", "wudi", "knots"}
 
 CASES: dict[str, dict[str, Any]] = {
-    **{
-        name if stage.kind == "combine" else f"{name}+linear": {}
-        for name, stage in STAGES.items()
-    },
+    **{name if stage.kind == "combine" else f"{name}+linear": {} for name, stage in STAGES.items()},
     "dare+sum": {},
     "dare+ties": {},
     "dare+slerp": {},

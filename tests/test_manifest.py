@@ -293,6 +293,25 @@ def test_a_damaged_manifest_is_refused(tmp_path, edit):
         load_recipe(recipe.output)
 
 
+def test_a_chain_of_random_stages_says_how_the_later_ones_draw(tmp_path):
+    two = write(tmp_path, method="dare+darex+linear", stages={"darex": {"drop_rate": [0.5, 0.6]}})
+    merge(two)
+    path = manifest_path(two.output)
+    manifest = read_manifest(path)
+    assert manifest["mask"] == manifest["later_draws"] == 1
+    assert load_recipe(two.output).method == "dare+darex+linear"
+    del manifest["later_draws"]  # as it was when both stages dropped the same elements
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"random stages of dare.darex.linear dropped the same"):
+        load_recipe(two.output)
+
+
+def test_one_random_stage_says_nothing_of_later_ones(tmp_path):
+    recipe = write(tmp_path, method="dare+darex+linear", stages={"darex": {"drop_rate": 0.0}})
+    merge(recipe)
+    assert "later_draws" not in read_manifest(manifest_path(recipe.output))
+
+
 def test_an_output_without_its_manifest_is_no_recipe(tmp_path):
     recipe = write(tmp_path)
     merge(recipe)

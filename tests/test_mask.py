@@ -157,3 +157,10 @@ def test_a_rate_outside_the_range_is_refused(rate):
 def test_negative_ranges_are_refused(size, start):
     with pytest.raises(RecipeError, match="negative"):
         keep_mask("w", size, 0.5, 0, start)
+
+
+def test_the_keys_of_later_draws_are_those_of_the_page():
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (\d+) \| `(\w{8}) (\w{8})` \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 2
+    for name, seed, draw, *words in rows:
+        assert [f"{word:08x}" for word in mask_key(int(seed), name, int(draw))] == words

@@ -21,10 +21,11 @@ from dare.hub import absolute
 from dare.io.digest import DIGEST_LENGTH, bytes_digest
 from dare.io.layout import Layout
 from dare.io.writer import manifest_path
-from dare.mask import MASK_VERSION
+from dare.mask import LATER_DRAWS_VERSION, MASK_VERSION
 from dare.planning import Plan
 from dare.recipe import Recipe
 from dare.report import Report
+from dare.stages import STAGES
 
 FORMAT = 1
 METADATA_KEY = "dare"
@@ -68,6 +69,7 @@ def embedded_manifest(
         "output": output,
         "check": UNKNOWN,
         **_vocabulary(recipe),
+        **({"later_draws": LATER_DRAWS_VERSION} if plan.has_later_draws else {}),
     }
 
 
@@ -166,12 +168,28 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
                 f"repeats only {ours!r}; use the version that wrote it ({_writer(manifest)})"
             )
     try:
+        if _has_later_draws(manifest) and manifest.get("later_draws") != LATER_DRAWS_VERSION:
+            raise InputError(
+                f"{manifest_file}: the random stages of {manifest['method']} dropped the same "
+                "elements when this was merged, which was an error, and is not repeated; merge by "
+                "a recipe of its own (`dare init --config`)"
+            )
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
         return {**manifest["recipe"], "input_digests": digests}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
     except TypeError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
+
+
+def _has_later_draws(manifest: Mapping[str, Any]) -> bool:
+    """Whether more than one stage of the chain draws, by the settings that all models share."""
+    draws = 0
+    for name, given in zip(manifest["method"].split("+"), manifest["stages"], strict=True):
+        settings = STAGES[name].settings(given, "")
+        largest = {key: max(v) if isinstance(v, list) else v for key, v in settings.items()}
+        draws += STAGES[name].is_random(largest)
+    return draws > 1
 
 
 def _writer(manifest: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from dare.errors import RecipeError
 
 MASK_VERSION = 1
+LATER_DRAWS_VERSION = 1
+"""Of the keys of a chain's later random stages: mask v1 has one draw."""
 ROUNDS = 7
 CALLS_PER_GROUP = 8
 GROUP = 128
@@ -61,9 +63,14 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def mask_key(seed: int, name: str) -> tuple[int, int]:
-    """Derive the Philox key of one tensor of one model."""
-    text = f"dare mask v{MASK_VERSION}\n{seed}\n{name}"
+def mask_key(seed: int, name: str, draw: int = 0) -> tuple[int, int]:
+    """Derive the Philox key of one tensor of one model.
+
+    Each random stage of a chain has a draw of its own, so that what one keeps says nothing of what
+    the next one keeps. The first, 0, is that of mask v1.
+    """
+    later = f" draw {draw}" if draw else ""
+    text = f"dare mask v{MASK_VERSION}{later}\n{seed}\n{name}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

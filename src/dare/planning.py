@@ -5,6 +5,7 @@ Everything that can be found wrong without reading weights is found here.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -75,6 +76,14 @@ class TensorPlan:
         """The settings of each delta stage for one model."""
         return self.settings[self.models.index(model)]
 
+    def draws_of(self, chain: Sequence[Stage], model: int) -> list[int | None]:
+        """Which draw each delta stage makes for one model, from 0; None for those that do not."""
+        draws = itertools.count()
+        return [
+            next(draws) if stage.is_random(settings) else None
+            for stage, settings in zip(chain, self.settings_of(model), strict=False)
+        ]
+
     def surveyed_stages(self, chain: Sequence[Stage], model: int) -> list[int]:
         """Positions of the delta stages that must survey this tensor of this model first."""
         return [
@@ -143,6 +152,15 @@ class Plan:
             deltas = max((tensor.survey_reads(self.stages, m) for m in tensor.models), default=0)
             most = max(most, deltas + self.combine.surveys_when(tensor.combine))
         return most + 1
+
+    @cached_property
+    def has_later_draws(self) -> bool:
+        """Whether more than one stage of some model's chain is random."""
+        return any(
+            1 in tensor.draws_of(self.stages, model)
+            for tensor in self.merged()
+            for model in tensor.models
+        )
 
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
         """Where a model's copy of a tensor is read: the base, if the model lacks it."""

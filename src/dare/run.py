@@ -237,10 +237,13 @@ class Worker:
             self.job.kernels, tensor.name, start, seed, tuned, base, self._scratch, threshold
         )
         summaries = self._summaries(tensor, model) if found is None else found
+        draws = tensor.draws_of(self.job.plan.stages, model)
         for position, settings in enumerate(tensor.settings_of(model)[:before]):
-            block.summary = summaries.get(position)
+            block.summary, block.draw = summaries.get(position), draws[position]
             self.job.plan.stages[position].apply(block, **settings)
             block.end_stage()
+        if before is not None:
+            block.draw = draws[before]
         return block
 
     def _summaries(self, tensor: TensorPlan, model: int) -> Mapping[int, Any]:

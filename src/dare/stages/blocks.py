@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.kernels import Part
+from dare.mask import mask_key
 
 Floats = NDArray[np.float32]
+
+_key = lru_cache(maxsize=1024)(mask_key)
 
 
 class Block:
@@ -43,6 +47,8 @@ class Block:
         """What `values` still have to be multiplied by."""
         self.summary: Any = None
         """What the survey of the stage being applied returned."""
+        self.draw: int | None = None
+        """Which draw of the chain the stage being applied makes; None if it is not random."""
         self.tuned = tuned
         """The model's stored elements."""
         self.mask: Mask | None = None
@@ -57,6 +63,14 @@ class Block:
         self._figures: NDArray[np.int64] | None = None
         self._survivors = tuned.size
         self._marks: list[int] = []
+
+    @property
+    def key(self) -> tuple[np.uint32, np.uint32]:
+        """The two words that the masks of the stage being applied are keyed with."""
+        if self.draw is None:
+            raise TypeError("a stage draws, and is not registered with is_random")
+        key0, key1 = _key(self.seed, self.tensor, self.draw)
+        return np.uint32(key0), np.uint32(key1)
 
     @property
     def is_noted(self) -> bool:
@@ -114,6 +128,13 @@ class Block:
             base = self._scratch.base_of(self.kernels, self.origin)
             return int(self.kernels.gather(self.tuned, base, lanes, out)), kept
         return int(self.kernels.magnitudes(self.values, out)), self._survivors
+
+    def survivors(self) -> NDArray[np.bool_] | None:
+        """Which elements no earlier stage has dropped; None if none was dropped."""
+        if self.is_noted and not self.least:
+            return None if self.mask is None else self._lanes()[0][: self.size] != 0
+        values = self.values
+        return None if self._survivors == self.size else values != 0
 
     def count_only_nonzero(self) -> None:
         """Take zeros for elements that were dropped earlier."""

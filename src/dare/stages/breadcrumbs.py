@@ -13,8 +13,9 @@ from dare.stages.blocks import Block, Walk
 from dare.stages.ranks import (
     CutRows,
     Keys,
-    magnitude_bits,
+    magnitudes_left,
     marks,
+    ranks,
     row_length,
     survey_rows,
     work_on_rows,
@@ -41,7 +42,7 @@ def survey_middle(
     """Find the magnitudes that bound a tensor's middle, or the middles of rows that are cut."""
     if per == "row":
         work = _MiddleOfRows(keep_middle, drop_largest)
-        return survey_rows(walk, row_length(walk.shape), magnitude_bits, work)
+        return survey_rows(walk, row_length(walk.shape), magnitudes_left, work)
     magnitudes = Magnitudes(walk)
     counts = count_high(magnitudes)
     kept, top = _shares(magnitudes.survivors, keep_middle, drop_largest)
@@ -64,15 +65,15 @@ def breadcrumbs(
     """Drop the smallest and the very largest elements, keep the middle.
 
     Of n elements the t = min(⌊γ·n⌋, n - k) largest are dropped, the next k = max(1, ⌊β·n⌋) are
-    kept as they are, and the n - k - t smallest are dropped. n counts the elements of the tensor
-    that no earlier stage has dropped or, with `per = "row"`, all elements of a row. Of elements
-    with equal magnitude those with the lowest index count as larger.
+    kept as they are, and the n - k - t smallest are dropped. n counts the elements of the tensor,
+    or with `per = "row"` of the row, that no earlier stage has dropped. Of elements with equal
+    magnitude those with the lowest index count as larger.
     """
     if keep_middle == 1:
         return
     if per == "row":
         keep = work_on_rows(
-            block, block.summary, magnitude_bits(block), _MiddleOfRows(keep_middle, drop_largest)
+            block, block.summary, magnitudes_left(block), _MiddleOfRows(keep_middle, drop_largest)
         )
         block.kernels.keep_lanes(block.values, keep)
         block.count_only_nonzero()
@@ -100,5 +101,12 @@ class _MiddleOfRows:
 
     def __call__(self, kernels: Any, keys: Keys) -> NDArray[np.uint8]:
         columns = keys.shape[1]
-        kept, top = _shares(columns, *self._shares)
-        return marks(kernels, keys, columns - top - kept, columns - top)
+        if keys.all():
+            kept, top = _shares(columns, *self._shares)
+            return marks(kernels, keys, columns - top - kept, columns - top)
+        left = np.count_nonzero(keys, axis=1)
+        shares = np.array([_shares(int(count), *self._shares) for count in left])
+        ends = columns - shares[:, 1:]
+        places = ranks(kernels, keys)
+        middle = (places >= ends - shares[:, :1]) & (places < ends)
+        return np.where(middle, np.uint8(255), np.uint8(0))

@@ -44,14 +44,19 @@ def cabs(deltas: Deltas, *, n: Kept = 2, m: Group = 8, rescale: Rescaling = Fals
     one first. As long as n times their number is at most m, no two change the same element.
     Groups are taken from the flat tensor; the last one, of r < m, gives ⌈n·r/m⌉. Of equals the
     first is taken. Each weight is 1 unless given. The authors' code drops what does not fill a
-    group.
+    group. `rescale` multiplies what a model keeps by m/n; where earlier stages have left s elements
+    of a group, of which k are kept, by s/k.
     """
     taken = np.zeros(deltas.size, np.uint8)
     for block in deltas.blocks:
+        survivors = block.survivors()
         keys = np.where(taken, np.uint32(0), FREE) | magnitude_bits(block)
         keep = _largest(deltas.kernels, keys, min(n, m), m)
         deltas.kernels.keep_lanes(block.values, keep)
         taken |= keep
+        if rescale and survivors is not None:
+            shares = _shares(survivors, keep != 0, m) * np.float32(min(n, m) / m)
+            deltas.kernels.multiply_kept(block.values, shares)
     factor = m / min(n, m) if rescale else 1.0
     return deltas.sum([weight * factor for weight in deltas.weights])
 
@@ -65,3 +70,12 @@ def _largest(kernels: Any, keys: Keys, n: int, m: int) -> NDArray[np.uint8]:
         last = keys[groups.size :][np.newaxis]
         keep.append(marks(kernels, last, rest - -(-n * rest // m), rest)[0])
     return np.concatenate(keep)
+
+
+def _shares(survivors: NDArray[np.bool_], keep: NDArray[np.bool_], m: int) -> Floats:
+    """For each element, how many of its group were left for each one of them that is kept."""
+    starts = np.arange(0, keep.size, m)
+    left = np.add.reduceat(survivors, starts, dtype=np.int64)
+    kept = np.add.reduceat(survivors & keep, starts, dtype=np.int64)
+    shares = (left / np.maximum(kept, 1)).astype(np.float32)
+    return np.repeat(shares, m)[: keep.size]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from dare.mask import check_drop_rate, keep_threshold, mask_key
+from dare.mask import check_drop_rate, keep_threshold
 from dare.stages.blocks import Block, Mask, Walk
-from dare.stages.registry import delta_stage
+from dare.stages.registry import Settings, delta_stage
 
 DropRate = Annotated[
     float,
@@ -23,6 +23,11 @@ Rescale = Annotated[
     bool | Literal["l1"],
     Field(description="Divide what is kept by 1 - p; l1: scale it to the delta's L1 norm."),
 ]
+
+
+def drops(settings: Settings) -> bool:
+    """Whether anything is dropped at these settings."""
+    return bool(settings["drop_rate"] > 0)
 
 
 def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # noqa: ARG001
@@ -40,6 +45,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     survey=survey_l1,
     surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
     is_lazy=lambda _settings: True,
+    is_random=drops,
 )
 def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) -> None:
     """Drop each element with probability p and divide the others by 1 - p.
@@ -58,7 +64,5 @@ def _drop(block: Block, drop_rate: float) -> None:
     high, low = divmod(keep_threshold(drop_rate), 1 << 32)
     if high == 256:  # everything is kept
         return
-    block.drop(Mask(*_key(block.seed, block.tensor), high, low))
-
-
-_key = lru_cache(maxsize=1024)(mask_key)
+    key0, key1 = block.key
+    block.drop(Mask(int(key0), int(key1), high, low))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from dare.errors import RecipeError
 from dare.stages.blocks import Block
-from dare.stages.dare import DropRate
+from dare.stages.dare import DropRate, drops
 from dare.stages.dare import dare as drop
 from dare.stages.registry import Settings, delta_stage
 
@@ -35,6 +35,7 @@ def _check_divisor(settings: Settings) -> None:
     paper="arXiv:2410.09344",
     check=_check_divisor,
     is_lazy=lambda _settings: True,
+    is_random=drops,
 )
 def darex(
     block: Block,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,18 +11,18 @@ from pydantic import Field
 from dare.errors import RecipeError
 from dare.mask import THRESHOLD_BITS
 from dare.stages.blocks import Block, Floats, Walk
-from dare.stages.dare import DropRate, Rescale
+from dare.stages.dare import DropRate, Rescale, drops
 from dare.stages.ranks import (
     CutRows,
+    Keys,
     cut_row_elements,
-    magnitude_bits,
+    magnitudes_left,
     ranks,
     row_length,
     survey_rows,
     work_on_rows,
 )
 from dare.stages.registry import Settings, delta_stage
-from dare.stages.uniform import mask_words
 
 Window = Annotated[
     float,
@@ -45,7 +45,7 @@ def survey_ranks(
     walk: Walk, *, drop_rate: float, window: float, rescale: Rescale
 ) -> tuple[CutRows, float]:
     """Rank the rows that are cut; find the factor that keeps the L1 norm, if that is asked for."""
-    rows = survey_rows(walk, row_length(walk.shape), magnitude_bits, ranks)
+    rows = survey_rows(walk, row_length(walk.shape), magnitudes_left, _ranks_of_left)
     if rescale != "l1":
         return rows, 1.0
     before = after = 0.0
@@ -66,9 +66,10 @@ def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
 @delta_stage(
     paper="arXiv:2406.11617",
     survey=survey_ranks,
-    surveys_when=lambda settings: settings["drop_rate"] > 0,
+    surveys_when=drops,
     survey_bytes=_survey_bytes,
     check=_check_window,
+    is_random=drops,
 )
 def della(
     block: Block, *, drop_rate: DropRate = 0.9, window: Window = 0.14, rescale: Rescale = True
@@ -77,7 +78,8 @@ def della(
 
     δ̂ᵢ = mᵢ·δᵢ / kᵢ, mᵢ = 1 with probability kᵢ = 1 - p + ε·(rᵢ/(n - 1) - ½), else 0, where rᵢ is
     the rank of |δᵢ| among the n elements of its row, 0 for the smallest. So E[δ̂] = δ, and p is the
-    mean drop rate. A row is the last dimension; of equals the first is ranked higher.
+    mean drop rate. A row is the last dimension; of equals the first is ranked higher. What earlier
+    stages have dropped has no rank, and the ranks of the others are spread over the row.
 
     The randomness is that of `dare`: with ε = 0 this is `dare`. `rescale = false` leaves what is
     kept as it is, and `rescale = "l1"` scales it to the L1 norm of the whole delta, as mergekit
@@ -93,13 +95,24 @@ def della(
 
 def _drop(block: Block, rows: CutRows, drop_rate: float, window: float, *, even: bool) -> None:
     """Drop by rank; unless it shall be even, multiply what is left by (1 - p)/kᵢ."""
-    found = work_on_rows(block, rows, magnitude_bits(block), ranks)
+    places = work_on_rows(block, rows, magnitudes_left(block), _ranks_of_left)
     thresholds, factors = _tables(rows.columns, drop_rate, window)
     if even:
         factors = np.ones_like(factors)
-    key = mask_words(block)
-    block.kernels.drop_by_rank(block.values, found, thresholds, factors, block.start, *key)
+    block.kernels.drop_by_rank(block.values, places, thresholds, factors, block.start, *block.key)
     block.count_only_nonzero()
+
+
+def _ranks_of_left(kernels: Any, keys: Keys) -> NDArray[np.uint32]:
+    """Ranks in rows; where some elements are dropped, those of the others spread over the row."""
+    places = ranks(kernels, keys)
+    if keys.all():
+        return places
+    last = keys.shape[1] - 1
+    gone = np.count_nonzero(keys == 0, axis=1, keepdims=True)
+    steps = np.maximum(last - gone, 1)  # between the ranks of those that are left
+    spread = np.rint(np.maximum(places - gone, 0) * (last / steps)).astype(np.uint32)
+    return np.where(keys == 0, places, spread).astype(np.uint32)
 
 
 def _tables(columns: int, drop_rate: float, window: float) -> tuple[NDArray[np.uint64], Floats]:

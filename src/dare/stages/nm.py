@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from dare.errors import RecipeError
@@ -14,14 +15,14 @@ from dare.stages.ranks import (
     CutRows,
     Keys,
     KeysOf,
-    magnitude_bits,
+    magnitudes_left,
     marks,
+    ranks,
     row_length,
     survey_rows,
     work_on_rows,
 )
 from dare.stages.registry import Settings, delta_stage
-from dare.stages.uniform import uniform
 
 Kept = Annotated[int, Field(ge=1, description="How many of every m neighbours to keep.")]
 Group = Annotated[
@@ -60,6 +61,7 @@ def survey_groups(
     survey=survey_groups,
     surveys_when=lambda settings: settings["n"] < settings["m"],
     check=_check_turn,
+    is_random=lambda settings: settings["choose"] == "random" and settings["n"] < settings["m"],
 )
 def nm(
     block: Block,
@@ -73,8 +75,10 @@ def nm(
     """Keep n of every m neighbours in the last dimension (2:4, 4:8, …), multiplied by m/n.
 
     A row whose length is no multiple of m ends in a group of r < m, of which ⌈n·r/m⌉ are kept and
-    multiplied by r/⌈n·r/m⌉. By magnitude, of equals the first is kept. At random, every element
-    has the chance n/m, so that E[δ̂] = δ; the n with the lowest numbers of the mask are kept.
+    multiplied by r/⌈n·r/m⌉. By magnitude, of equals the first is kept, and a group of which earlier
+    stages have left s elements is likewise one of s: ⌈n·s/m⌉ are kept, multiplied by s/⌈n·s/m⌉. At
+    random, every element has the chance n/m, so that E[δ̂] = δ; the n with the lowest numbers of
+    the mask are kept.
 
     `turn` makes models take different places: at random and with one seed for all models, those
     with the turns 0, 1, 2, … keep different elements of each group. By magnitude, a model's turn 1
@@ -92,15 +96,20 @@ def nm(
 
 
 def _chances(block: Block) -> Keys:
-    """Numbers of which the largest shall be kept: those of the mask, turned around."""
-    return np.uint64((1 << THRESHOLD_BITS) - 1) - uniform(block)
+    """The numbers of the mask, turned around: the largest are kept, and none is 0."""
+    numbers = np.empty(block.size, np.uint64)
+    block.kernels.draw_uniform(numbers, block.start, *block.key)
+    return np.uint64(1 << THRESHOLD_BITS) - numbers
 
 
-_KEYS: dict[str, KeysOf] = {"magnitude": magnitude_bits, "random": _chances}
+_KEYS: dict[str, KeysOf] = {"magnitude": magnitudes_left, "random": _chances}
 
 
 class _Selection:
-    """For the elements of whole rows, 0 where dropped, else what to multiply by beside m/n."""
+    """For the elements of whole rows, 0 where dropped, else what to multiply by beside m/n.
+
+    An element whose key is 0 is not there: its group is the smaller.
+    """
 
     def __init__(self, n: int, m: int, turn: int, rescale: bool) -> None:
         self._n, self._m, self._turn, self._rescale = n, m, turn, rescale
@@ -122,6 +131,17 @@ class _Selection:
         return factors
 
     def _taken(self, kernels: Any, groups: Keys, kept: int) -> Floats:
-        above = groups.shape[1] - self._turn * kept  # ranks from here on had their turn
-        taken: Floats = (marks(kernels, groups, above - kept, above) != 0).astype(np.float32)
-        return taken
+        size = groups.shape[1]
+        if groups.all():
+            above = size - self._turn * kept  # ranks from here on had their turn
+            taken: NDArray[np.bool_] = marks(kernels, groups, above - kept, above) != 0
+            return taken.astype(np.float32)
+        left = np.count_nonzero(groups, axis=1)[:, np.newaxis]
+        kept_of_left = -(-kept * left // size)
+        end = size - self._turn * kept_of_left
+        places = ranks(kernels, groups)
+        factors = np.ones_like(left, np.float32)
+        if self._rescale:
+            factors = (left * kept / (np.maximum(kept_of_left, 1) * size)).astype(np.float32)
+        taken = (places >= end - kept_of_left) & (places < end)
+        return np.where(taken, factors, np.float32(0))

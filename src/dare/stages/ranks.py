@@ -115,6 +115,13 @@ def magnitude_bits(block: Block) -> Keys:
     return block.values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
+def magnitudes_left(block: Block) -> Keys:
+    """Integers that order like the magnitudes, and 0 for what earlier stages have dropped."""
+    survivors = block.survivors()
+    numbers = magnitude_bits(block) + np.uint32(1)
+    return numbers if survivors is None else np.where(survivors, numbers, np.uint32(0))
+
+
 def marks(kernels: Any, keys: Keys, least: int, end: int) -> NDArray[np.uint8]:
     """255 for elements whose rank in their row is `least` or more and below `end`, else 0."""
     found = np.empty(keys.shape, np.uint8)

@@ -155,6 +155,8 @@ class Stage:
     census: Census | None
     check: Check
     """Refuses parameters that do not go together."""
+    is_random: Callable[[Settings], bool]
+    """Whether it draws from the mask, for these parameters; it then has `block.key`."""
     is_lazy: Callable[[Settings], bool]
     """Whether it leaves models' values to the kernel that combines them, for these parameters."""
     survey_bytes: SurveyBytes | None
@@ -224,6 +226,7 @@ def delta_stage(
     census: Census | None = None,
     check: Check = lambda _settings: None,
     is_lazy: Callable[[Settings], bool] = lambda _settings: False,
+    is_random: Callable[[Settings], bool] = lambda _settings: False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function of one block as a delta stage."""
 
@@ -238,6 +241,7 @@ def delta_stage(
             check,
             is_lazy,
             census=census,
+            is_random=is_random,
         )
         return function
 
@@ -288,6 +292,7 @@ def _register(
     is_lazy: Callable[[Settings], bool],
     *,
     census: Census | None = None,
+    is_random: Callable[[Settings], bool] = lambda _settings: False,
     default_weight: Callable[[int], float] | None = lambda _models: 1.0,
     models: int | None = None,
     preceded_by: Mapping[str, str] = MappingProxyType({}),
@@ -313,6 +318,7 @@ def _register(
         surveys_when if survey else lambda _settings: False,
         census,
         check,
+        is_random,
         is_lazy,
         survey_bytes,
         default_weight,

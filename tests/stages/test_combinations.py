@@ -1,0 +1,134 @@
+"""What holds for stages by themselves holds for chains of them, and for settings of any scope.
+
+Every ordered pair of delta stages stands before `linear` and `ties`: expectation where it is
+promised, realised rates, and memory within the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+import dare
+from dare.stages import STAGES
+
+DELTA_STAGES = [name for name, stage in STAGES.items() if stage.kind == "delta"]
+PAIRS = list(itertools.permutations(DELTA_STAGES, 2))
+UNBIASED = {
+    "dare": {"drop_rate": 0.5},
+    "darex": {"drop_rate": 0.5},
+    "della": {"drop_rate": 0.5},
+    "nm": {"choose": "random"},
+}
+"""Random stages whose expectation is the delta; each keeps half."""
+UNBIASED_PAIRS = list(itertools.permutations(UNBIASED, 2))
+UNBIASED_CHAINS = [*itertools.permutations(UNBIASED, 3), *itertools.permutations(UNBIASED, 4)]
+DROP_RATES = {"dare": 0.5, "darex": 0.6, "della": 0.3}
+
+
+def merge(deltas, method, **settings):
+    """Merge deltas onto zeros; return the result and the report."""
+    models = [{"layers.0.weight": delta} for delta in deltas]
+    base = {"layers.0.weight": np.zeros_like(deltas[0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dare.DareWarning)
+        merged, report = dare.merge_arrays(
+            base, models, method=method, **{"verbose": False, **settings}
+        )
+    return merged["layers.0.weight"], report
+
+
+def positive(shape=(512, 512), seed=0):
+    """Changes of one sign, so that a sum shows a factor."""
+    return np.abs(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def check_expectation(chain, combine):
+    delta = positive()
+    settings = {name: UNBIASED[name] for name in chain}
+    merged, _ = merge([delta], "+".join([*chain, combine]), stages=settings)
+    ratio = merged.sum(dtype=np.float64) / delta.sum(dtype=np.float64)
+    deviation = math.sqrt((2 ** len(chain) - 1) * np.square(delta).sum()) / delta.sum()
+    assert abs(ratio - 1) < 5 * deviation
+
+
+@pytest.mark.parametrize("combine", ["linear", "ties"])
+@pytest.mark.parametrize("pair", UNBIASED_PAIRS, ids="+".join)
+def test_two_random_stages_keep_the_expectation(pair, combine):
+    check_expectation(pair, combine)
+
+
+@pytest.mark.parametrize("chain", UNBIASED_CHAINS, ids="+".join)
+def test_many_random_stages_keep_the_expectation(chain):
+    check_expectation(chain, "linear")
+
+
+@pytest.mark.parametrize("chain", UNBIASED_PAIRS, ids="+".join)
+def test_random_stages_of_a_chain_drop_independently(chain):
+    delta = np.ones((512, 512), np.float32)
+    settings = {name: UNBIASED[name] for name in chain}
+    merged, _ = merge([delta], "+".join([*chain, "sum"]), stages=settings)
+    assert abs(np.count_nonzero(merged) / merged.size - 0.25) < 5 * math.sqrt(3 / 16 / merged.size)
+
+
+@pytest.mark.parametrize("first", UNBIASED)
+def test_the_first_random_stage_keeps_its_mask_whatever_follows(first):
+    delta = positive()
+    alone, _ = merge([delta], f"{first}+sum", stages={first: UNBIASED[first]})
+    for other in UNBIASED.keys() - {first}:
+        settings = {first: UNBIASED[first], other: UNBIASED[other]}
+        both, _ = merge([delta], f"{first}+{other}+sum", stages=settings)
+        assert not both[alone == 0].any()
+
+
+def test_a_stage_that_does_not_draw_leaves_the_first_draw_to_the_next():
+    delta = positive()
+    alone, _ = merge([delta], "darex+sum")
+    behind, _ = merge(
+        [delta], "dare+nm+darex+sum", stages={"dare": {"drop_rate": 0.0}, "nm": {"n": 4}}
+    )
+    assert np.array_equal(alone, behind)
+
+
+def test_nm_by_magnitude_counts_what_is_left_of_a_group():
+    delta = np.array([[8, 0, 0, 0, 8, 4, 0, 0, 8, 4, 2, 0, 8, 4, 2, 1]], np.float32)
+    merged, _ = merge([delta], "trim+nm+sum", stages={"trim": {"keep_ratio": 10 / 16}})
+    # Groups of one, two, three and four that are left keep 1, 1, 2 and 2 of them.
+    expected = [8, 0, 0, 0, 16, 0, 0, 0, 12, 6, 0, 0, 16, 8, 0, 0]
+    assert merged.tolist() == [expected]
+
+
+def test_nm_after_dare_does_not_double():
+    delta = positive()
+    merged, _ = merge([delta], "dare+nm+sum")
+    assert merged.sum() / delta.sum() < 1.1
+
+
+def test_cabs_rescales_by_what_is_left_of_a_group():
+    delta = np.array([[8, 0, 0, 0, 8, 4, 2, 0]], np.float32)
+    stages = {"trim": {"keep_ratio": 0.5}, "cabs": {"n": 2, "m": 4, "rescale": True}}
+    merged, _ = merge([delta], "trim+cabs", stages=stages)
+    assert merged.tolist() == [[8, 0, 0, 0, 12, 6, 0, 0]]
+
+
+def test_breadcrumbs_in_rows_count_what_is_left():
+    delta = np.array([[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]], np.float32)
+    stages = {
+        "trim": {"keep_ratio": 0.4},
+        "breadcrumbs": {"keep_middle": 0.5, "drop_largest": 0.25, "per": "row"},
+    }
+    merged, _ = merge([delta], "trim+breadcrumbs+sum", stages=stages)
+    assert merged.tolist() == [[0, 8, 7, 0, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("first", ["dare", "trim"])
+def test_della_has_its_mean_rate_among_what_is_left(first):
+    stages = {"della": {"drop_rate": 0.5, "window": 0.9}, "trim": {"keep_ratio": 0.1}}
+    stages = {name: given for name, given in stages.items() if name in (first, "della")}
+    _, report = merge([positive()], f"{first}+della+sum", stages=stages)
+    ((before, after),) = report.tensors[0].survivors
+    assert abs(after / before - 0.5) < 5 * math.sqrt(0.25 / before)
