@@ -637,8 +637,8 @@ def test_a_rule_leaves_other_parameters_as_they_are():
 def test_a_rule_may_set_parameters_of_the_combine_stage_and_a_model_may_not():
     rule = TensorRule(match="w", settings={"divide_by": "count"})
     found = recipe(method="dare+ties", tensors=[rule])
-    assert found.settings_for("w", 0)[-1]["divide_by"] == "count"
-    assert found.settings_for("v", 0)[-1]["divide_by"] == "weights"
+    assert found.combine_settings_for("w")["divide_by"] == "count"
+    assert found.combine_settings_for("v")["divide_by"] == "weights"
     entry = ModelEntry(file="a", settings={"divide_by": "count"})
     with pytest.raises(RecipeError, match=r"model a: divide_by is not a parameter here.*drop_rate"):
         recipe(method="dare+ties", models=[entry, "b"])

@@ -150,12 +150,14 @@ def merge_arrays(
     *,
     weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
+    model_settings: Sequence[Mapping[str, Any]] | None = None,
     backend: str = "cpu",
     **settings: Any,
 ) -> tuple[dict[str, Any], Report]:
     """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
 
-    Weights and seeds are one for each model; settings are those of a `Recipe`.
+    Weights, seeds and parameters of delta stages (`model_settings`) are one for each model; rules
+    call the models "model 0", "model 1", …; all other settings are those of a `Recipe`.
 
     >>> import numpy as np
     >>> base = {"w": np.zeros(4, np.float32)}
@@ -165,13 +167,16 @@ def merge_arrays(
     """
     started = time.perf_counter()
     names = [f"model {index}" for index in range(len(models))]
-    for word, given in (("weights", weights), ("seeds", seeds)):
+    per_model = {"weights": weights, "seeds": seeds, "model_settings": model_settings}
+    for word, given in per_model.items():
         if given is not None and len(given) != len(models):
             raise RecipeError(f"{word}: {len(given)} given for {len(models)} models")
     unset = [None] * len(models)
     entries = [
-        ModelEntry(file=name, weight=weight, seed=seed)
-        for name, weight, seed in zip(names, weights or unset, seeds or unset, strict=True)
+        ModelEntry(file=name, weight=weight, seed=seed, settings=dict(parameters or {}))
+        for name, weight, seed, parameters in zip(
+            names, weights or unset, seeds or unset, model_settings or unset, strict=True
+        )
     ]
     recipe = Recipe(base="base", models=entries, **settings)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]

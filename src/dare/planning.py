@@ -482,10 +482,12 @@ def _plan_tensor(
     dtype = base.dtype
     if base.dtype.is_weight and recipe.dtype is not None:
         dtype = STORAGE_TYPES[recipe.dtype]
-    resolved = [recipe.settings_for(name, index, depth) for index in takes_part]
-    for settings in resolved:
-        for (stage, _), values in zip(recipe.chain, settings, strict=True):
-            stage.check(values)
+    settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
+    combine_settings = recipe.combine_settings_for(name, depth)
+    _check(combine, combine_settings, f"{name}: ")
+    for index, values_of_stages in zip(takes_part, settings, strict=True):
+        for (stage, _), values in zip(recipe.chain, values_of_stages, strict=False):
+            _check(stage, values, f"{name} of {names[index]}: ")
     return TensorPlan(
         name,
         fate,
@@ -493,10 +495,17 @@ def _plan_tensor(
         base,
         dtype,
         tuple(takes_part),
-        tuple(settings[:-1] for settings in resolved),
+        settings,
         tuple(recipe.weight_for(name, index, depth) for index in takes_part),
-        recipe.settings_for(name, 0, depth)[-1],
+        combine_settings,
     )
+
+
+def _check(stage: Stage, settings: Settings, where: str) -> None:
+    try:
+        stage.check(settings)
+    except RecipeError as error:
+        raise RecipeError(f"{where}{error}") from None
 
 
 def _find_extras(

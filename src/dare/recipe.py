@@ -429,18 +429,23 @@ class Recipe(_Strict):
     def settings_for(
         self, tensor: str, model: int, depth: Fraction = OUTSIDE
     ) -> tuple[dict[str, Any], ...]:
-        """The settings of every stage for one tensor of one model, at its depth."""
+        """The settings of every delta stage for one tensor of one model, at its depth."""
         overrides = dict(self.models[model].settings)
         if self.embedding_drop_rate is not None and is_embedding(tensor):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self._rules_for(tensor, model):
             overrides.update(rule.settings)
-        return tuple(
-            {name: value_at(overrides.get(name, value), depth) for name, value in settings.items()}
-            for _, settings in self.chain
-        )
+        return tuple(_at(depth, settings, overrides) for _, settings in self.chain[:-1])
 
-    def _rules_for(self, tensor: str, model: int) -> Iterator[TensorRule]:
+    def combine_settings_for(self, tensor: str, depth: Fraction = OUTSIDE) -> dict[str, Any]:
+        """The settings of the combine stage for one tensor: no single model's values count."""
+        overrides: dict[str, Any] = {}
+        for rule in self._rules_for(tensor, None):
+            overrides.update(rule.settings)
+        return _at(depth, self.chain[-1][1], overrides)
+
+    def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
+        """The rules for a tensor of one model, or those that are for all models."""
         for rule, whose in zip(self.tensors, self._rule_models, strict=True):
             if (whose is None or model in whose) and rule.matches(tensor):
                 yield rule
@@ -520,6 +525,13 @@ class Recipe(_Strict):
         if rules:
             document["tensors"] = rules
         return document
+
+
+def _at(
+    depth: Fraction, settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One stage's settings at a depth, with what takes their place."""
+    return {name: value_at(overrides.get(name, value), depth) for name, value in settings.items()}
 
 
 def is_embedding(tensor: str) -> bool:

@@ -132,3 +132,93 @@ def test_della_has_its_mean_rate_among_what_is_left(first):
     _, report = merge([positive()], f"{first}+della+sum", stages=stages)
     ((before, after),) = report.tensors[0].survivors
     assert abs(after / before - 0.5) < 5 * math.sqrt(0.25 / before)
+
+
+# ---------------------------------------------------------------- settings of one model, of tensors
+
+GIVEN = {
+    "dare": {"drop_rate": 0.3},
+    "darex": {"drop_rate": 0.8, "q": 0.4},
+    "della": {"drop_rate": 0.4, "window": 0.2},
+    "trim": {"keep_ratio": 0.6},
+    "breadcrumbs": {"keep_middle": 0.5, "per": "row"},
+    "nm": {"n": 1, "m": 3},
+    "star": {"singular_share": 0.7},
+    "fourier": {"radius": 0.3},
+    "ties": {"divide_by": "nothing"},
+    "slerp": {"on": "deltas"},
+    "nuslerp": {"each": "row"},
+    "karcher": {"on": "deltas"},
+    "cabs": {"n": 1, "m": 4},
+    "consensus": {"selectivity": 0.3},
+    "iso": {"variant": "cts"},
+    "knots": {"keep_ratio": 0.9},
+    "pcb": {"score_ratio": 0.3},
+    "wudi": {"steps": 2},
+}
+"""For each stage that has parameters, some that are not the defaults."""
+QUICK = {"wudi": {"steps": 1}}
+
+
+def random_deltas(count=3, shape=(24, 36)):
+    generator = np.random.default_rng(1)
+    return [generator.standard_normal(shape, np.float32) for _ in range(count)]
+
+
+def merge_models(base, models, method, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dare.DareWarning)
+        return dare.merge_arrays(base, models, method=method, verbose=False, **settings)[0]
+
+
+def test_every_stage_with_parameters_is_given_some():
+    assert GIVEN.keys() == {name for name, stage in STAGES.items() if stage.parameters}
+
+
+@pytest.mark.parametrize("name", [name for name in GIVEN if STAGES[name].kind == "delta"])
+def test_settings_of_one_model_are_that_models_alone(name):
+    deltas = random_deltas()
+    merged, _ = merge(deltas, f"{name}+sum", model_settings=[{}, GIVEN[name], {}])
+    alone = [
+        merge([delta], f"{name}+sum", seed=42 + i, stages={name: GIVEN[name]} if i == 1 else {})[0]
+        for i, delta in enumerate(deltas)
+    ]
+    assert not np.array_equal(alone[1], merge([deltas[1]], f"{name}+sum", seed=43)[0])
+    np.testing.assert_allclose(merged, np.sum(alone, axis=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_settings_of_some_tensors_are_those_tensors_alone(name):
+    method = name if STAGES[name].kind == "combine" else f"{name}+linear"
+    deltas = random_deltas(STAGES[name].models or 3)
+    models = [{"a.weight": delta, "b.weight": delta} for delta in deltas]  # masks differ by name
+    base = {tensor: np.ones_like(value) for tensor, value in models[0].items()}
+    rule = dare.TensorRule(match="b.*", settings=GIVEN[name])
+    usual = {key: value for key, value in QUICK.items() if key == name}
+    merged = merge_models(base, models, method, tensors=[rule], stages=usual)
+    for tensor, stages in (("a.weight", usual), ("b.weight", {name: GIVEN[name]})):
+        alone = merge_models(base, models, method, stages=stages)
+        np.testing.assert_array_equal(merged[tensor], alone[tensor])
+    assert not np.array_equal(merged["b.weight"], merged["a.weight"])
+
+
+@pytest.mark.parametrize(
+    ("chain", "given"),
+    [("nm+cabs", {"n": 1, "m": 4}), ("trim+knots", {"keep_ratio": 0.7})],
+)
+@pytest.mark.parametrize("scope", ["model", "rule"])
+def test_settings_of_one_model_do_not_reach_the_combine_stage(chain, given, scope):
+    """A parameter of the same name in both stages: what one model is given is its delta's."""
+    first, combine = chain.split("+")
+    deltas = random_deltas()
+    changed = [
+        merge([delta], f"{first}+sum", stages={first: given} if i == 0 else {})[0]
+        for i, delta in enumerate(deltas)
+    ]
+    expected, _ = merge(changed, combine)
+    scopes = {
+        "model": {"model_settings": [given, {}, {}]},
+        "rule": {"tensors": [dare.TensorRule(match="*", model="model 0", settings=given)]},
+    }
+    merged, _ = merge(deltas, chain, **scopes[scope])
+    np.testing.assert_array_equal(merged, expected)
