@@ -163,7 +163,7 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
             for start, count in chunk_spans(values.size):
                 part = values[start : start + count]
                 block = Block(kernels, name, start, 0, part, origin[:count], scratch, np.int32(0))
-                block.count_only_nonzero()
+                block.leave_nonzero()
                 yield block
 
         if trim.survey is not None and trim.surveys_when(settings):

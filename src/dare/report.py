@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ class ModelReport:
     weight: float | Gradient
     elements: int
     drop_rate_asked: float | None
-    """The mean of what was asked for over its elements; None without a dropping stage."""
+    """Of all dropping stages together, 1 - Π(1 - p), each p the mean over the elements that reach
+    the stage; None without a dropping stage."""
     drop_rate_realised: float | None
+    """The share that was dropped of the elements that reached the dropping stages."""
     largest_delta: float
     largest_delta_in: str
     over_threshold: int
@@ -167,9 +170,7 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
 
 
 def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
-    drops = [i for i, stage in enumerate(plan.stages) if "drop_rate" in stage.parameters]
-    elements = kept = over = 0
-    asked = 0.0
+    elements = over = 0
     largest, largest_in = 0.0, ""
     for tensor, report in zip(plan.merged(), reports, strict=True):
         if index not in tensor.models:
@@ -179,23 +180,44 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
         over += report.over_threshold[place]
         if not report.largest_delta[place] <= largest:
             largest, largest_in = report.largest_delta[place], tensor.name
-        for position in drops:
-            survivors = report.survivors[place]
-            before = survivors[position - 1] if position else tensor.elements
-            kept += survivors[position] + tensor.elements - before
-            asked += tensor.settings[place][position]["drop_rate"] * tensor.elements
-    counts = bool(drops) and elements > 0
+    asked, realised = _drop_rates(plan, index, reports)
     return ModelReport(
         name=plan.model_names[index],
         seed=plan.recipe.seeds()[index],
         weight=plan.recipe.weights()[index],
         elements=elements,
-        drop_rate_asked=asked / elements if counts else None,
-        drop_rate_realised=1 - kept / elements if counts else None,
+        drop_rate_asked=asked,
+        drop_rate_realised=realised,
         largest_delta=largest,
         largest_delta_in=largest_in,
         over_threshold=over,
     )
+
+
+def _drop_rates(
+    plan: Plan, index: int, reports: Sequence[TensorReport]
+) -> tuple[float | None, float | None]:
+    """What all dropping stages together were asked to drop of one model, and what they did."""
+    asked_kept, realised_kept = Fraction(1), 1.0
+    dropped = False
+    for position, stage in enumerate(plan.stages):
+        if "drop_rate" not in stage.parameters:
+            continue
+        reached = kept = 0
+        expected = Fraction(0)
+        for tensor, report in zip(plan.merged(), reports, strict=True):
+            if index in tensor.models:
+                place = tensor.models.index(index)
+                survivors = (tensor.elements, *report.survivors[place])
+                rate = Fraction(tensor.settings[place][position]["drop_rate"])
+                reached += survivors[position]
+                kept += survivors[position + 1]
+                expected += survivors[position] * (1 - rate)
+        if reached:
+            dropped = True
+            asked_kept *= expected / reached
+            realised_kept *= kept / reached
+    return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
 def _warnings(

@@ -94,6 +94,33 @@ def test_a_stage_that_does_not_draw_leaves_the_first_draw_to_the_next():
     assert np.array_equal(alone, behind)
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_realised_rates_of_pairs_are_those_asked_for(pair):
+    delta = positive((128, 96))
+    delta[:, ::3] = 0  # as in a model of few digits, where much does not change
+    stages = {name: {"drop_rate": rate} for name, rate in DROP_RATES.items() if name in pair}
+    _, report = merge([delta], "+".join([*pair, "linear"]), stages=stages)
+    (model,) = report.models
+    if not stages:
+        assert (model.drop_rate_asked, model.drop_rate_realised) == (None, None)
+        return
+    kept = math.prod(1 - DROP_RATES[name] for name in stages)
+    assert model.drop_rate_asked == pytest.approx(1 - kept, abs=1e-15)
+    assert model.drop_rate_realised is not None
+    reached = delta.size if pair[0] in DROP_RATES else min(report.tensors[0].survivors[0])
+    deviation = math.sqrt(kept * (1 - kept) / reached)
+    assert abs(model.drop_rate_realised - model.drop_rate_asked) < 5 * deviation
+
+
+def test_a_rate_asked_for_is_shown_as_it_was_asked_for():
+    deltas = {f"layers.{i}.weight": positive((7, 11 + i)) for i in range(9)}
+    base = {name: np.zeros_like(delta) for name, delta in deltas.items()}
+    _, report = dare.merge_arrays(
+        base, [deltas], stages={"dare": {"drop_rate": 0.3}}, verbose=False, delta_threshold=9
+    )
+    assert report.models[0].drop_rate_asked == 0.3
+
+
 def test_nm_by_magnitude_counts_what_is_left_of_a_group():
     delta = np.array([[8, 0, 0, 0, 8, 4, 0, 0, 8, 4, 2, 0, 8, 4, 2, 1]], np.float32)
     merged, _ = merge([delta], "trim+nm+sum", stages={"trim": {"keep_ratio": 10 / 16}})

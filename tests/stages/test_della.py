@@ -160,10 +160,11 @@ def test_dropping_by_rank(size, columns, group, seed):
     thresholds = generator.integers(1 << 32, 2**40 + 1, columns).astype(np.uint64)
     factors = generator.standard_normal(columns).astype(np.float32)
     key0, key1 = map(np.uint32, mask_key(seed, "w"))
-    results = [values.copy(), values.copy()]
-    for kernels, out in zip((reference, cpu), results, strict=True):
-        kernels.drop_by_rank(out, ranks, thresholds, factors, 128 * group, key0, key1)
-    assert results[0].tobytes() == results[1].tobytes()
+    results = [(values.copy(), np.empty(size, np.bool_)) for _ in range(2)]
+    for kernels, (out, kept) in zip((reference, cpu), results, strict=True):
+        kernels.drop_by_rank(out, ranks, thresholds, factors, 128 * group, key0, key1, kept)
+    for one, other in zip(*results, strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 @settings(max_examples=60, deadline=None)

@@ -1039,7 +1039,7 @@ def multiply_kept(values, factors):
 
 
 @kernel
-def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1):
+def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1, kept):
     lanes = np.empty(GROUP, u8)
     elements = np.empty(PHILOX_WIDTH, u64)
     words = np.empty(PHILOX_WIDTH, u32)
@@ -1058,3 +1058,4 @@ def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1):
                 keep = u64(words[0]) < (threshold & u64(0xFFFFFFFF))
             scaled = bits_of(values[i + j] * factors[rank])
             values[i + j] = float_of(u32(scaled & all_ones(keep)))
+            kept[i + j] = keep

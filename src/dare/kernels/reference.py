@@ -479,10 +479,12 @@ def drop_by_rank(
     start: int,
     key0: int,
     key1: int,
+    kept: NDArray[np.bool_],
 ) -> None:
     """Keep elements whose number is below the threshold of their rank, times its factor."""
     numbers = np.empty(values.size, np.uint64)
     draw_uniform(numbers, start, key0, key1)
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = values * factors[ranks]
-    values[:] = np.where(numbers < thresholds[ranks], scaled, np.float32(0))
+    kept[:] = numbers < thresholds[ranks]
+    values[:] = np.where(kept, scaled, np.float32(0))

@@ -60,6 +60,7 @@ class Block:
         self._scratch = scratch
         self._threshold_bits = threshold_bits
         self._values: Floats | None = None
+        self._left: NDArray[np.bool_] | None = None
         self._figures: NDArray[np.int64] | None = None
         self._survivors = tuned.size
         self._marks: list[int] = []
@@ -90,6 +91,10 @@ class Block:
         peak, over = self.kernels.delta(self.tuned, base, lanes, values, self._threshold_bits)
         left = self.kernels.keep_largest(values, np.int32(self.least)) if self.least else kept
         self.measured(np.array([peak, over, kept, left], np.int64))
+        if self.least:
+            self._left = values != 0
+        elif self.mask is not None:
+            self._left = lanes[: self.size] != 0
         self._values = values
         return values
 
@@ -112,14 +117,16 @@ class Block:
         values = self.values
         self.mask, self.least = mask, 0
         lanes, _ = self._lanes()
-        self._survivors = int(self.kernels.keep_lanes(values, lanes))
+        self.kernels.keep_lanes(values, lanes)
+        self.leave(lanes[: self.size] != 0)
 
     def keep_largest(self, cut: int, ties_kept: int, ties: int) -> None:
         """Drop magnitudes below `cut`, and of the `ties` equal to it all but the first few."""
         if ties_kept in (0, ties) and self.is_noted and not self.least:
             self.least = cut if ties_kept else cut + 1
             return
-        self._survivors = int(self.kernels.trim(self.values, np.uint32(cut), ties_kept))
+        self.kernels.trim(self.values, np.uint32(cut), ties_kept)
+        self.leave_nonzero()
 
     def magnitudes(self, out: NDArray[np.uint32]) -> tuple[int, int]:
         """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
@@ -133,12 +140,19 @@ class Block:
         """Which elements no earlier stage has dropped; None if none was dropped."""
         if self.is_noted and not self.least:
             return None if self.mask is None else self._lanes()[0][: self.size] != 0
-        values = self.values
-        return None if self._survivors == self.size else values != 0
+        if self._values is None:
+            self._carry_out()
+        return self._left
 
-    def count_only_nonzero(self) -> None:
-        """Take zeros for elements that were dropped earlier."""
-        self._survivors = int(np.count_nonzero(self.values))
+    def leave(self, kept: NDArray[np.bool_]) -> None:
+        """Note which elements the stage being applied has kept; the others' values are 0."""
+        self._left = kept if self._left is None else self._left & kept
+        self._survivors = int(np.count_nonzero(self._left))
+
+    def leave_nonzero(self) -> None:
+        """Take all zeros for dropped."""
+        self._left = self.values != 0
+        self._survivors = int(np.count_nonzero(self._left))
 
     def measured(self, figures: NDArray[np.int64]) -> None:
         """Take in the figures of the kernel that carried out the notes."""

@@ -76,7 +76,7 @@ def breadcrumbs(
             block, block.summary, magnitudes_left(block), _MiddleOfRows(keep_middle, drop_largest)
         )
         block.kernels.keep_lanes(block.values, keep)
-        block.count_only_nonzero()
+        block.leave(keep != 0)
         return
     lowest, highest = block.summary
     chunk = block.start // CHUNK
@@ -84,7 +84,7 @@ def breadcrumbs(
     if highest is not None:
         ties = int(highest.ties_kept[chunk])
         block.kernels.drop_largest(block.values, np.uint32(highest.bits), ties)
-        block.count_only_nonzero()
+        block.leave_nonzero()
 
 
 def _shares(elements: int, keep_middle: float, drop_largest: float) -> tuple[int, int]:

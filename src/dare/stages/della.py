@@ -99,8 +99,11 @@ def _drop(block: Block, rows: CutRows, drop_rate: float, window: float, *, even:
     thresholds, factors = _tables(rows.columns, drop_rate, window)
     if even:
         factors = np.ones_like(factors)
-    block.kernels.drop_by_rank(block.values, places, thresholds, factors, block.start, *block.key)
-    block.count_only_nonzero()
+    kept = np.empty(block.size, np.bool_)
+    block.kernels.drop_by_rank(
+        block.values, places, thresholds, factors, block.start, *block.key, kept
+    )
+    block.leave(kept)
 
 
 def _ranks_of_left(kernels: Any, keys: Keys) -> NDArray[np.uint32]:

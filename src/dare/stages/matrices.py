@@ -78,7 +78,7 @@ def take_chunk(block: Block) -> None:
     matrix: Floats = block.summary
     block.values[:] = matrix.reshape(-1)[block.start : block.start + block.size]
     block.factor = 1.0
-    block.count_only_nonzero()
+    block.leave_nonzero()
 
 
 def chunk_of(deltas: Deltas) -> Floats:

@@ -90,7 +90,7 @@ def nm(
     selection = _Selection(n, m, turn, rescale)
     factors = work_on_rows(block, block.summary, _KEYS[choose](block), selection)
     block.kernels.multiply_kept(block.values, factors)
-    block.count_only_nonzero()
+    block.leave(factors != 0)
     if rescale:
         block.factor *= m / n
 
