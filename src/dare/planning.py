@@ -193,6 +193,8 @@ class Plan:
             return False
         if self.has_deltas or not all(self._is_lazy(tensor) for tensor in self.merged()):
             return False
+        if self.has_later_draws:  # a kernel draws one mask for each model
+            return False
         return all(
             len({self.source_of(tensor, m).tensors[tensor.name].dtype for m in tensor.models}) == 1
             for tensor in self.merged()

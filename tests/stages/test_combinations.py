@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 import warnings
 
 import numpy as np
 import pytest
 
 import dare
+from dare.arrays import array_source
+from dare.io.header import TensorInfo
+from dare.io.writer import ArraySink
+from dare.planning import INTERPRETER_BYTES, make_plan
+from dare.run import execute
 from dare.stages import STAGES
 
 DELTA_STAGES = [name for name, stage in STAGES.items() if stage.kind == "delta"]
@@ -159,6 +165,38 @@ def test_della_has_its_mean_rate_among_what_is_left(first):
     _, report = merge([positive()], f"{first}+della+sum", stages=stages)
     ((before, after),) = report.tensors[0].survivors
     assert abs(after / before - 0.5) < 5 * math.sqrt(0.25 / before)
+
+
+# ---------------------------------------------------------------- memory
+
+MATRIX_STAGES = {"star", "fourier"}
+CHAINS = [(*pair, combine) for pair in PAIRS for combine in ("linear", "ties")]
+PLAIN = [(stage, combine) for stage in DELTA_STAGES for combine in ("linear", "ties")]
+
+
+@pytest.mark.parametrize("chain", [*PLAIN, *CHAINS], ids="+".join)
+def test_buffers_stay_within_the_plan(chain):
+    """More than a chunk, so that every buffer is filled; matrix stages have whole ones besides."""
+    shape = (96, 80) if MATRIX_STAGES & set(chain) else (525, 1000)
+    generator = np.random.default_rng(0)
+    arrays = [{"w": generator.standard_normal(shape, np.float32)} for _ in range(4)]
+    names = ["1", "2", "3"]
+    sources = [array_source(array, "") for array in arrays]
+    recipe = dare.Recipe(base="b", models=names, method="+".join(chain), threads=1, verbose=False)
+    plan = make_plan(recipe, sources[0], sources[1:], names)
+    least = plan.workspace_bytes + 2 * plan.matrix_bytes + plan.census_bytes
+    recipe = recipe.model_copy(update={"max_memory": least})
+    plan = make_plan(recipe, sources[0], sources[1:], names)
+    sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
+    execute(plan, sink)  # compiles, and fills caches
+    tracemalloc.start()
+    try:
+        execute(plan, sink)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    python_objects = 1 << 18
+    assert peak <= plan.peak_memory - INTERPRETER_BYTES + python_objects
 
 
 # ---------------------------------------------------------------- settings of one model, of tensors
