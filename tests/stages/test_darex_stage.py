@@ -59,6 +59,7 @@ def test_a_bound_that_holds_anyway_changes_nothing(merged):
 def test_moments_and_scaling(drop_rate, q, max_variance, power):
     """One element's mean is (1 - p)/q and its variance p·(1 - p)/q², at five standard errors."""
     size = 20_000
+    q = max(q, 1 - drop_rate)
     parameters = {"drop_rate": drop_rate, "q": q}
     if max_variance is not None:
         parameters["max_variance"] = max_variance
@@ -91,7 +92,7 @@ def test_q_may_change_from_layer_to_layer_and_by_rule():
         zeros,
         [ones],
         method="darex+sum",
-        stages={"darex": {"drop_rate": 0.5, "q": [0.25, 0.75]}},
+        stages={"darex": {"drop_rate": 0.875, "q": [0.25, 0.75]}},
         tensors=(TensorRule(match="head", settings={"q": 0.125}),),
         verbose=False,
     )
@@ -108,10 +109,36 @@ def test_q_may_change_from_layer_to_layer_and_by_rule():
         ({"max_variance": 0.0}, "max_variance"),
         ({"drop_rate": 1.0}, "drop_rate = 1"),
         ({"q": 0.5, "epsilon": 0.1}, "give one of them"),
-        ({"epsilon": 0.95}, "q must be above 0 and at most 1"),
-        ({"epsilon": -0.1}, "epsilon above -0.1 and at most 0.9"),
+        ({"epsilon": 0.95}, "epsilon at most 0.9"),
+        ({"epsilon": -0.1}, "epsilon = -0.1"),
+        ({"q": 0.05}, r"q = 0.05 at drop_rate = 0.9.*multiplied by 2 on average"),
     ],
 )
 def test_what_cannot_be_is_refused(parameters, text):
     with pytest.raises(RecipeError, match=text):
         merge_deltas("darex+sum", [1.0], stages={"darex": parameters})
+
+
+def test_a_q_that_is_the_keep_rate_but_for_rounding_is_taken():
+    assert 0.3 < 1 - 0.7
+    assert merge_deltas("darex+sum", [1.0], stages={"darex": {"drop_rate": 0.7, "q": 0.3}}).size
+
+
+def test_a_q_found_for_another_rate_is_refused_by_tensor_and_model():
+    """At 0.5 the q of 0.99 would multiply the changes of an embedding by 16.7."""
+    ones = {"embed.weight": np.ones(64, np.float32), "h.0.w": np.ones(64, np.float32)}
+    text = r"embed.weight of model 0: \[darex\] q = 0.03 at drop_rate = 0.5: .* by 16.7 on average"
+    for rates in (
+        {"embedding_drop_rate": 0.5},
+        {"tensors": [TensorRule(match="embed*", settings={"drop_rate": 0.5})]},
+        {"model_settings": [{"drop_rate": 0.5}]},
+    ):
+        with pytest.raises(RecipeError, match=text):
+            dare.merge_arrays(
+                ones,
+                [ones],
+                method="darex+sum",
+                stages={"darex": {"drop_rate": 0.99, "q": 0.03}},
+                verbose=False,
+                **rates,
+            )

@@ -18,13 +18,17 @@ Divisor = Annotated[
     Field(description="What is kept is divided by this, q; 1 - p if not given."),
 ]
 Excess = Annotated[
-    Annotated[float, Field(gt=-1, lt=1)] | None,
+    Annotated[float, Field(ge=0, lt=1)] | None,
     Field(description="In place of q: what q is above 1 - p, ε."),
 ]
 LargestVariance = Annotated[
     Annotated[float, Field(gt=0)] | None,
     Field(description="Raise q until Var[δ̂] is no more than this times δ², whatever p."),
 ]
+
+
+ROUNDING = 1e-9
+"""0.3 is as good as 1 - 0.7."""
 
 
 def _check_divisor(settings: Settings) -> None:
@@ -51,9 +55,11 @@ def darex(
     E[δ̂] = (1 - p)/q·δ and Var[δ̂] = p·(1 - p)/q²·δ². With q = 1 - p this is `dare`; a larger q
     gives up some of the mean for less variance, which pays where p is very high.
 
-    Give q, or `epsilon` = q - (1 - p). `max_variance` = V balances the variance: q becomes
-    max(q, √(p·(1 - p)/V)), so that Var[δ̂] ≤ V·δ² at any rate. `dare` has V = 9 at p = 0.9, and
-    99 at p = 0.99.
+    Give q, or `epsilon` = q - (1 - p). A q below 1 - p would enlarge changes on average, and is
+    refused: q belongs to the rate it was found for, so tensors with a rate of their own need a q of
+    their own, or `epsilon`, which holds at any rate. `max_variance` = V balances the variance: q
+    becomes max(q, √(p·(1 - p)/V)), so that Var[δ̂] ≤ V·δ² at any rate. `dare` has V = 9 at p = 0.9,
+    and 99 at p = 0.99.
     """
     drop(block, drop_rate=drop_rate, rescale=False)
     block.factor *= 1.0 / find_divisor(drop_rate, q, epsilon, max_variance)
@@ -71,14 +77,20 @@ def find_divisor(
         raise RecipeError(
             f"[darex] q = {q} and epsilon = {epsilon}: both say the same; give one of them"
         )
-    divisor = 1.0 - drop_rate if q is None else q
+    keep = 1.0 - drop_rate
+    divisor = keep if q is None else q
+    if divisor < keep * (1 - ROUNDING):
+        raise RecipeError(
+            f"[darex] q = {q} at drop_rate = {drop_rate}: q must be at least 1 - p = {keep:.6g}, "
+            f"or changes are multiplied by {keep / divisor:.3g} on average; q belongs to the rate it "
+            "was found for: set q for these tensors too, or use epsilon"
+        )
     if epsilon is not None:
         divisor += epsilon
-        if not 0 < divisor <= 1:
+        if divisor > 1:
             raise RecipeError(
                 f"[darex] epsilon = {epsilon} at drop_rate = {drop_rate} makes q = {divisor:.6g}; "
-                f"q must be above 0 and at most 1, so epsilon above {drop_rate - 1:.6g} and at "
-                f"most {drop_rate:.6g}"
+                f"q must be at most 1, so epsilon at most {drop_rate:.6g}"
             )
     if max_variance is not None:
         divisor = max(divisor, math.sqrt(drop_rate * (1.0 - drop_rate) / max_variance))
