@@ -661,6 +661,17 @@ def test_patterns_match_whole_names_and_case():
         ("lm_head.weight", True),
         ("output.weight", True),
         ("transformer.output_layer.weight", True),
+        ("shared.weight", True),  # T5
+        ("encoder.shared.weight", True),
+        ("token_embd.weight", True),  # GGUF
+        ("head.weight", True),  # RWKV, image models
+        ("cls.predictions.decoder.weight", True),  # BERT
+        ("cls.predictions.bias", True),
+        ("emb.weight", True),
+        ("cls.predictions.transform.dense.weight", False),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", False),
+        ("model.layers.0.mlp.shared.gate_proj.weight", False),
+        ("layers.0.head_norm.weight", False),
         ("model.layers.0.self_attn.q_proj.weight", False),
         ("encoder.layer.0.output.weight", False),
     ],
