@@ -75,6 +75,24 @@ def test_an_error_in_a_thread_tells_the_others_to_stop():
         run_tasks([Task(wait_for_stop), Task(fail)], lambda stop: stop, 2)
 
 
+def test_a_prefetch_that_fails_leaves_nobody_waiting():
+    """The first task is waited for by the second, and its thread also asks for a third's bytes."""
+    done = threading.Event()
+
+    class Failing(Task):
+        def prefetch(self):
+            raise OSError("injected")
+
+    def wait(_worker):
+        assert done.wait(10), "waited in vain"
+
+    tasks = [Task(lambda _worker: done.set()), Task(wait)]
+    tasks += [Failing(lambda _worker: None) for _ in range(3 * READ_AHEAD)]
+    with pytest.raises(OSError, match="injected"):
+        run_tasks(tasks, make_list, 2)
+    assert done.is_set()
+
+
 def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

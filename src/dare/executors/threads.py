@@ -61,10 +61,10 @@ def run_tasks(
         try:
             worker = make_worker(stop)
             while not stop.is_set() and (index := next_index()) < len(tasks):
+                tasks[index].run(worker)  # first, since others may wait for it
                 ahead = index + READ_AHEAD * threads
                 if ahead < len(tasks):
                     tasks[ahead].prefetch()
-                tasks[index].run(worker)
         except BaseException as error:
             with lock:
                 errors.append(error)
