@@ -82,8 +82,8 @@ def find_divisor(
     if divisor < keep * (1 - ROUNDING):
         raise RecipeError(
             f"[darex] q = {q} at drop_rate = {drop_rate}: q must be at least 1 - p = {keep:.6g}, "
-            f"or changes are multiplied by {keep / divisor:.3g} on average; q belongs to the rate it "
-            "was found for: set q for these tensors too, or use epsilon"
+            f"or changes are multiplied by {keep / divisor:.3g} on average; q belongs to the rate "
+            "it was found for: set q for these tensors too, or use epsilon"
         )
     if epsilon is not None:
         divisor += epsilon
