@@ -65,6 +65,22 @@ def test_a_rate_outside_the_range_is_refused(rate):
         dare_drop(vector(1), drop_rate=rate)
 
 
+def test_no_value_for_a_setting_is_refused():
+    base, model = vector(0, 0), vector(1, 1)
+    for call in (
+        lambda: dare_sparsify(base, model, drop_rate=None),
+        lambda: dare_drop(model, drop_rate=None),
+        lambda: dare_ties_merge([model], base, drop_rate=None),
+        lambda: dare_slerp_merge(model, model, base, drop_rate=None),
+        lambda: dare_merge("base", ["model"], "out", drop_rate=None),
+        lambda: DareMerger("base", ["model"], DareConfig(drop_rate=None)).merge("out"),
+    ):
+        with pytest.raises(RecipeError, match="drop_rate = None: give a number, or leave it out"):
+            call()
+    with pytest.raises(RecipeError, match="t = None: give a number"):
+        dare_slerp_merge(model, model, base, t=None)
+
+
 def test_the_expectation_is_the_delta_and_the_variance_p_over_1_minus_p():
     # Over 100,000 elements of δ = 1 the mean has deviation √(p/(1-p)/n); five of them are allowed.
     p = 0.9
@@ -214,6 +230,13 @@ def test_no_elements_have_no_sparsity():
         detect_delta_sparsity({})
 
 
+def test_elements_that_are_not_finite_are_reported_and_not_counted():
+    with pytest.warns(DareWarning, match="2 of 6 elements are NaN or infinite"):
+        assert detect_delta_sparsity(vector(100, 0.5, np.nan, 0, -np.inf, 2)) == 2 / 4
+    with pytest.raises(InputError, match="all 2 elements are NaN or infinite"):
+        detect_delta_sparsity(vector(np.nan, np.inf))
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -296,6 +319,33 @@ def test_wrong_settings_are_refused_by_name(files, tmp_path):
     merger = DareMerger(files[0], files[1:], DareConfig(method="dare+tise"))
     with pytest.raises(RecipeError, match="did you mean 'ties'"):
         merger.merge(tmp_path / "o.safetensors")
+
+
+# ---------------------------------------------------------------- empty arrays
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_empty_arrays_go_through_every_function(library, shape):
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        arrays = {"w": torch.zeros(shape, dtype=torch.bfloat16), "v": torch.ones(3)}
+    else:
+        arrays = {"w": np.zeros(shape, ml_dtypes.bfloat16), "v": np.ones(3, np.float32)}
+    elected = ties_elect_sign([arrays, arrays])
+    for result in (
+        dare.merge_arrays(arrays, [arrays, arrays], method="dare+linear", verbose=False)[0],
+        dare_sparsify(arrays, arrays),
+        dare_drop(arrays),
+        dare_slerp_merge(arrays, arrays, arrays),
+        dare_ties_merge([arrays, arrays], arrays),
+        ties_trim(arrays),
+        elected,
+        ties_disjoint_merge([arrays, arrays], elected),
+    ):
+        assert tuple(result["w"].shape) == shape
+        assert result["w"].dtype == arrays["w"].dtype
+    assert detect_delta_sparsity(arrays) == 0
 
 
 # ---------------------------------------------------------------- torch

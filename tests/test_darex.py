@@ -266,3 +266,21 @@ def test_rules_are_for_the_named_tensors_alone(recipe):
     assert rules[1].matches("h.0.[w]")
     assert not rules[1].matches("h.0.w")
     assert recipe(tensors=rules).settings_for("w", 0)[0]["q"] == 0.5
+
+
+# ---------------------------------------------------------------- torch
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_torch_tensors_of_any_type_are_taken(dtype):
+    torch = pytest.importorskip("torch")
+    delta = torch.ones(2, 3, dtype=getattr(torch, dtype), requires_grad=True)
+    inputs = torch.tensor([0.5, 0.25, 0.25], dtype=getattr(torch, dtype))
+    expected = analytic_q(np.ones((2, 3)), np.array([0.5, 0.25, 0.25]), 0.9)
+    assert analytic_q(delta, inputs, 0.9) == expected
+
+    def outputs(q, seed):
+        return delta / q
+
+    assert find_q_by_outputs(outputs, delta, 0.5, top=2).q == 1
+    assert find_q_by_outputs(outputs, delta.detach().float().numpy(), 0.5, top=None).q == 1

@@ -65,8 +65,17 @@ def like_original(original: Any, info: TensorInfo, raw: NDArray[np.uint8]) -> An
     if is_torch(original):
         torch = sys.modules["torch"]
         dtype = getattr(torch, np.dtype(_NUMPY_TYPES[info.dtype.name]).name)
+        if not raw.size:  # torch views no empty bytes as another type
+            return torch.empty(info.shape, dtype=dtype, device=original.device)
         return torch.from_numpy(raw).view(dtype).reshape(info.shape).to(original.device)
     return raw.view(_NUMPY_TYPES[info.dtype.name]).reshape(info.shape)
+
+
+def as_float64(array: Any) -> NDArray[np.float64]:
+    """The values of a NumPy array or a torch tensor of any type, or of nested lists."""
+    if is_torch(array):
+        array = array.detach().to("cpu", sys.modules["torch"].float64).numpy()
+    return np.asarray(array, np.float64)
 
 
 def is_torch(array: Any) -> bool:

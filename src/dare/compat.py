@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -20,7 +21,7 @@ from dare import kernels as kernel_backends
 from dare.api import merge, merge_arrays
 from dare.arrays import like_original, stored
 from dare.chunks import CHUNK, chunk_spans
-from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
+from dare.errors import DareWarning, InputError, MismatchError, RecipeError, did_you_mean
 from dare.io.header import TensorInfo
 from dare.recipe import Recipe
 from dare.report import Report
@@ -75,7 +76,7 @@ class DareMerger:
             models=self.merge_files,
             output=output_file,
             method=config.method,
-            stages={"dare": {"drop_rate": config.drop_rate}},
+            stages=_stages(dare={"drop_rate": config.drop_rate}),
             seed=config.seed,
             delta_threshold=config.delta_threshold,
             verbose=config.verbose,
@@ -97,7 +98,7 @@ def dare_sparsify(
         pretrained,
         [finetuned],
         method="dare+sum",
-        stages={"dare": {"drop_rate": drop_rate}},
+        stages=_stages(dare={"drop_rate": drop_rate}),
         seed=seed,
         delta_threshold=NO_THRESHOLD,
     )
@@ -117,7 +118,7 @@ def dare_drop(
         _zeros(task_vector),
         [task_vector],
         method="dare+sum",
-        stages={"dare": {"drop_rate": drop_rate, "rescale": rescale}},
+        stages=_stages(dare={"drop_rate": drop_rate, "rescale": rescale}),
         seed=_seed(seed),
         delta_threshold=NO_THRESHOLD,
     )
@@ -140,7 +141,7 @@ def dare_slerp_merge(
         pretrained,
         [model_a, model_b],
         method="dare+slerp",
-        stages={"dare": {"drop_rate": drop_rate}, "slerp": {"t": t}},
+        stages=_stages(dare={"drop_rate": drop_rate}, slerp={"t": t}),
         seed=seed,
         delta_threshold=NO_THRESHOLD,
     )
@@ -228,17 +229,28 @@ def detect_delta_sparsity(task_vector: Arrays) -> float:
     """Return the share of delta elements under 1 % of the largest magnitude.
 
     Goes over the tensors twice instead of joining them. The figures and, above 70 %, what they
-    mean for the drop rate go to the log.
+    mean for the drop rate go to the log. NaN and infinite elements are warned of and not counted.
     """
-    largest, total, squares, count = 0.0, 0.0, 0.0, 0
+    largest, total, squares, count, elements = 0.0, 0.0, 0.0, 0, 0
     for name, delta in task_vector.items():
         magnitudes = np.abs(_as_floats(delta, name))
+        elements += magnitudes.size
+        magnitudes = magnitudes[np.isfinite(magnitudes)]
         largest = max(largest, float(magnitudes.max(initial=0.0)))
         total += float(magnitudes.sum(dtype=np.float64))
         squares += float(np.square(magnitudes, dtype=np.float64).sum())
         count += magnitudes.size
-    if count == 0:
+    if elements == 0:
         raise InputError("there are no elements whose sparsity could be measured")
+    if count == 0:
+        raise InputError(f"all {elements:,} elements are NaN or infinite; check the checkpoint")
+    if count < elements:
+        warnings.warn(
+            f"{elements - count:,} of {elements:,} elements are NaN or infinite; the sparsity "
+            "counts the others. Check the checkpoint",
+            DareWarning,
+            stacklevel=2,
+        )
     threshold = np.float32(0.01 * largest)
     below = sum(
         int((np.abs(_as_floats(delta, name)) < threshold).sum())
@@ -289,7 +301,7 @@ def dare_merge(
         output_path,
         overwrite=overwrite,
         method=f"dare+{merge_method}",
-        stages={"dare": {"drop_rate": drop_rate}},
+        stages=_stages(dare={"drop_rate": drop_rate}),
         scale=lambda_coeff,
         dtype=dtype,
         seed=_seed(seed),
@@ -348,7 +360,7 @@ def _dare_ties_merge_arrays(
         pretrained,
         models,
         method="dare+ties",
-        stages={"dare": {"drop_rate": drop_rate}, "ties": {"keep_ratio": density}},
+        stages=_stages(dare={"drop_rate": drop_rate}) | {"ties": {"keep_ratio": density}},
         seed=seed,
         delta_threshold=NO_THRESHOLD,
     )
@@ -373,7 +385,8 @@ def _dare_ties_merge_files(
         output_path,
         overwrite=overwrite,
         method="dare+ties",
-        stages={"dare": {"drop_rate": dare_drop_rate}, "ties": {"keep_ratio": ties_keep_ratio}},
+        stages=_stages(dare={"drop_rate": dare_drop_rate})
+        | {"ties": {"keep_ratio": ties_keep_ratio}},
         scale=lambda_coeff,
         dtype=dtype,
         seed=seed,
@@ -410,6 +423,15 @@ def _present(task_vectors: Sequence[Arrays], name: str) -> list[Any]:
 def _names(task_vectors: Sequence[Arrays]) -> list[str]:
     """All names, in the order in which they first occur."""
     return list(dict.fromkeys(name for vector in task_vectors for name in vector))
+
+
+def _stages(**tables: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings by stage; None is refused, because a recipe would take its default for it."""
+    for table in tables.values():
+        for name, value in table.items():
+            if value is None:
+                raise RecipeError(f"{name} = None: give a number, or leave it out for the default")
+    return tables
 
 
 def _seed(seed: int | None) -> int:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.api import merge
+from dare.arrays import as_float64
 from dare.errors import InputError, RecipeError
 from dare.mask import check_drop_rate
 from dare.recipe import Recipe, TensorRule
@@ -114,8 +114,8 @@ def find_q_by_score(
 
 
 def find_q_by_outputs(
-    outputs: Callable[[float, int], NDArray[Any]],
-    expected: NDArray[Any],
+    outputs: Callable[[float, int], Any],
+    expected: Any,
     drop_rate: float,
     *,
     seeds: Sequence[int] = (42, 43, 44),
@@ -129,7 +129,7 @@ def find_q_by_outputs(
     q, `expected` those of the model whose delta is whole: logits of a decoder, of which only the
     `top` largest expected ones are compared, or with `top=None` anything else, such as the last
     hidden states of an encoder. What is made small is the mean squared difference over all seeds.
-    The paper takes 50 to 100 texts.
+    The paper takes 50 to 100 texts. NumPy arrays and torch tensors are taken.
 
     >>> delta = np.ones((3, 100))
     >>> def outputs(q, seed):
@@ -139,21 +139,20 @@ def find_q_by_outputs(
     """
     if not seeds:
         raise RecipeError("seeds = []: give at least one")
-    wanted = np.asarray(expected, np.float64)
+    wanted = as_float64(expected)
+    shape = wanted.shape
     if top is not None:
         top = min(top, wanted.shape[-1])
         places = np.argsort(-wanted, axis=-1, kind="stable")[..., :top]
         wanted = np.take_along_axis(wanted, places, axis=-1)
 
     def distance(q: float, seed: int) -> float:
-        found = np.asarray(outputs(q, seed), np.float64)
-        if found.shape != np.shape(expected):
-            raise InputError(
-                f"outputs at q = {q} have the shape {found.shape}, expected {np.shape(expected)}"
-            )
+        values = as_float64(outputs(q, seed))
+        if values.shape != shape:
+            raise InputError(f"outputs at q = {q} have the shape {values.shape}, expected {shape}")
         if top is not None:
-            found = np.take_along_axis(found, places, axis=-1)
-        return float(np.mean((found - wanted) ** 2))
+            values = np.take_along_axis(values, places, axis=-1)
+        return float(np.mean((values - wanted) ** 2))
 
     def closeness(q: float) -> float:
         return -sum(distance(q, seed) for seed in seeds) / len(seeds)
@@ -224,8 +223,8 @@ def _number(score: float, q: float) -> float:
 
 
 def analytic_q(
-    delta: NDArray[Any],
-    mean_inputs: NDArray[Any],
+    delta: Any,
+    mean_inputs: Any,
     drop_rate: float,
     *,
     eta: float = 0.45,
@@ -242,6 +241,7 @@ def analytic_q(
     as far as it lies between 1 - p and 0.999. Rows without any change do not count. η weighs the
     spread against the mean and is measured in inverse units of the output; 0.45 is the authors'.
     (Their program takes Σ c with its sign, so that a row and its negative get different values.)
+    NumPy arrays and torch tensors are taken.
 
     >>> analytic_q(np.ones((2, 3)), np.array([0.5, 0.25, 0.25]), 0.9).q
     0.307205...
@@ -251,8 +251,8 @@ def analytic_q(
         raise RecipeError("drop_rate = 0: nothing is dropped, and q is 1")
     if not eta > 0:
         raise RecipeError(f"eta = {eta}: must be above 0")
-    changes = np.asarray(delta, np.float64)
-    inputs = np.asarray(mean_inputs, np.float64)
+    changes = as_float64(delta)
+    inputs = as_float64(mean_inputs)
     if changes.ndim != 2 or inputs.shape != changes.shape[1:]:
         raise InputError(
             f"expected a delta of outputs × inputs and a mean for each input, found "

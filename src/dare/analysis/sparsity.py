@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ from dare.analysis.limits import limit
 from dare.analysis.prediction import (
     Exposure,
     mean_bounded_error,
+    mean_square,
     row_width,
     tolerated_drop_rate,
 )
@@ -140,7 +142,6 @@ class MagnitudeStatistics:
 
     mean: float
     standard_deviation: float
-    """Of the elements, with their signs."""
     median: float
     max: float
     min_non_zero: float
@@ -245,6 +246,7 @@ class DARESparsityAnalyzer:
         rate = self._rate(exposures)
         metrics = {layer.name: self._metrics(layer, threshold) for layer in layers}
         quantiles = statistics.quantiles
+        variance = mean_square(statistics) - statistics.mean_magnitude**2
         return SparsityAnalysis(
             total_parameters=statistics.elements,
             non_zero_parameters=statistics.elements - statistics.zeros - statistics.not_finite,
@@ -254,7 +256,7 @@ class DARESparsityAnalyzer:
             per_layer_sparsity=metrics if settings.compute_per_layer_metrics else {},
             magnitude_stats=MagnitudeStatistics(
                 mean=statistics.mean_magnitude,
-                standard_deviation=statistics.std,
+                standard_deviation=math.sqrt(max(0.0, variance)),
                 median=quantiles.p50,
                 max=statistics.largest,
                 min_non_zero=statistics.smallest,
