@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -38,6 +39,13 @@ def values(advice, setting):
 
 def many(count, ratio=0.02):
     return {f"m{seed}": tune(ROOT, ratio, seed=seed + 1) for seed in range(count)}
+
+
+def with_rare_row(model, row):
+    """The model, but of its embedding only a few elements of one row are changed."""
+    rare = ROOT["model.embed_tokens.weight"].copy()
+    rare[row, :20] += 0.0005
+    return model | {"model.embed_tokens.weight": rare}
 
 
 # ---------------------------------------------------------------- the method
@@ -184,12 +192,9 @@ def test_frozen_embeddings_need_none():
 
 
 def test_embeddings_whose_rows_change_seldom_are_dropped_less():
-    name = "model.embed_tokens.weight"
-    models = many(2, SMALL)
-    for row, key in enumerate(models):
-        rare = ROOT[name].copy()
-        rare[row, :20] += 0.0005
-        models[key] = models[key] | {name: rare}
+    models = {
+        key: with_rare_row(model, row) for row, (key, model) in enumerate(many(2, SMALL).items())
+    }
     advice = advise(analysis(ROOT, models))
     assert advice.recipe["embedding_drop_rate"] == 0.0
     assert recipe_of(advice).embedding_drop_rate == 0.0
@@ -211,6 +216,26 @@ def test_a_low_rate_that_is_wanted_needs_none():
     assert advice.recipe["method"] == "dare+sum"
     assert advice.recipe["dare"] == {"drop_rate": 0.5}
     assert values(advice, "q") == {}
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("is_rare", [False, True])
+def test_no_tensor_is_enlarged_on_average(count, is_rare):
+    """E[δ̂] = (1 - p)/q·δ must not exceed δ: q is at least 1 - p for every tensor."""
+    models = many(count, SMALL)
+    if is_rare:
+        models = {name: with_rare_row(model, 7) for name, model in models.items()}
+    seen = analysis(ROOT, models)
+    for rate in (0.5, 0.6, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999):
+        advice = advise(seen, drop_rate=rate)
+        recipe = recipe_of(advice)
+        outer_rate = values(advice, "embedding_drop_rate").get(None, rate)
+        assert outer_rate <= 0.5
+        for number, name in itertools.product(range(count), ROOT):
+            dropping, *_ = recipe.settings_for(name, number)
+            p, q = dropping["drop_rate"], dropping.get("q")
+            assert p == (outer_rate if "embed" in name else rate)
+            assert q is None or 1 - p <= q <= 1
 
 
 def test_a_wanted_rate_must_be_one():

@@ -24,6 +24,7 @@ the advice starts from, and the measurement corrects them:
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -447,11 +448,14 @@ def _choose_embedding_rate(draft: Draft) -> None:
     if rate >= max(others):
         return
     draft.embedding_drop_rate = rate
+    reason = f"Embeddings and head bear {min(rates)} by the same bound; rows of rare tokens change "
+    reason += "seldom, and what is dropped there is noticed"
+    if _has_q(draft):
+        reason += ". A q belongs to one drop rate, so these tensors have a rule with both"
     draft.suggest(
         "embedding_drop_rate",
         rate,
-        f"Embeddings and head bear {min(rates)} by the same bound; rows of rare tokens change "
-        "seldom, and what is dropped there is noticed",
+        reason,
         f"{ARTICLE}; {MEASURED}",
         Evidence.WEAK,
     )
@@ -504,7 +508,7 @@ def _recipe(draft: Draft) -> dict[str, Any]:
     document: dict[str, Any] = {"method": _method(draft)}
     if draft.scale != 1:
         document["scale"] = draft.scale
-    if draft.embedding_drop_rate is not None:
+    if draft.embedding_drop_rate is not None and not _has_q(draft):
         document["embedding_drop_rate"] = draft.embedding_drop_rate
     document |= draft.policies
     common: dict[str, float] = {}
@@ -516,7 +520,19 @@ def _recipe(draft: Draft) -> dict[str, Any]:
         "base_file": draft.analysis.base,
         "merge_files": [_entry(member, common, _drops(draft)) for member in draft.members],
     }
+    if draft.embedding_drop_rate is not None and _has_q(draft):
+        document["tensors"] = [_outer_rule(draft, draft.embedding_drop_rate)]
     return document
+
+
+def _outer_rule(draft: Draft, drop_rate: float) -> dict[str, Any]:
+    """The drop rate of embeddings and head, and the q that belongs to it."""
+    tensors = {t.name for member in draft.members for t in member.model.tensors if t.kind in OUTER}
+    return {
+        "match": [glob.escape(name) for name in sorted(tensors)],
+        "drop_rate": drop_rate,
+        "q": balanced_q(drop_rate, len(draft.members)),
+    }
 
 
 def _own(member: Member) -> dict[str, float]:
