@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
 from dare import merge
-from dare.analysis.advice import GUIDELINES, METHODS, advise, find_guideline
+from dare.analysis.advice import METHODS, advise, find_guidelines
 from dare.analysis.judgement import Evidence
 from dare.analysis.limits import limit
 from dare.analysis.prediction import predict_merge
@@ -246,40 +246,67 @@ def test_a_wanted_rate_must_be_one():
 # ---------------------------------------------------------------- guidelines
 
 
+SHORT, LONG, LARGE = "7B after 500 to 2,000 steps", "7B after 2,000 to 10,000 steps", "70B or more"
+
+
 @pytest.mark.parametrize(
     ("is_lora", "parameters", "steps", "expected"),
     [
-        (False, 7e9, 1_000, (0.85, 0.90)),
-        (False, 7e9, 5_000, (0.90, 0.95)),
-        (False, 7e9, None, (0.85, 0.95)),
-        (False, 7e9, 50_000, (0.85, 0.95)),  # beyond the table: all of the size
-        (False, 13e9, 1_000, (0.85, 0.90)),
-        (False, 70e9, 123, (0.90, 0.95)),
-        (False, 400e9, None, (0.90, 0.95)),
-        (True, 7e9, 1_000, (0.70, 0.85)),
-        (True, 1e6, None, (0.70, 0.85)),
+        (False, 7e9, 1_000, {SHORT: (0.85, 0.90)}),
+        (False, 8.03e9, 5_000, {LONG: (0.90, 0.95)}),
+        (False, 6.74e9, 2_000, {SHORT: (0.85, 0.90), LONG: (0.90, 0.95)}),
+        (False, 7e9, None, {SHORT: (0.85, 0.90), LONG: (0.90, 0.95)}),
+        (False, 7e9, 100, {}),
+        (False, 7e9, 50_000, {}),
+        (False, 13e9, 1_000, {"13B after 500 to 2,000 steps": (0.85, 0.90)}),
+        (False, 13e9, 5_000, {}),
+        (False, 70e9, 123, {LARGE: (0.90, 0.95)}),
+        (False, 405e9, None, {LARGE: (0.90, 0.95)}),
+        (False, 1e9, 1_000, {}),
+        (False, 3.6e9, 1_000, {}),
+        (False, 34e9, 1_000, {}),
+        (True, 7e9, 1_000, {"a LoRA": (0.70, 0.85)}),
+        (True, 1e6, None, {"a LoRA": (0.70, 0.85)}),
     ],
 )
 def test_the_table_of_guidelines(is_lora, parameters, steps, expected):
-    found = find_guideline(is_lora, parameters, steps)
-    assert (found.lowest, found.highest) == expected
+    rows = find_guidelines(is_lora, parameters, steps)
+    assert {row.applies_to: (row.lowest, row.highest) for row in rows} == expected
 
 
-def test_small_models_are_not_in_the_table():
-    assert find_guideline(False, 1e9, None) is None
-    (rate,) = (e for e in advise(analysis(ROOT, many(1))).suggestions if e.setting == "drop_rate")
-    assert "do not speak of models this small" in rate.reason
+def rate_reason(**settings):
+    advice = advise(analysis(ROOT, many(1)), **settings)
+    (rate,) = (each for each in advice.suggestions if each.setting == "drop_rate")
+    return rate.value, rate.reason
 
 
-def test_guidelines_are_named_in_the_reason():
-    seen = analysis(ROOT, many(2))
-    advice = advise(seen, parameters=6.7e9, steps=1_000)
-    reasons = [each.reason for each in advice.suggestions if each.setting == "drop_rate"]
-    assert all("for 7B, 500 to 2,000 steps 0.85 to 0.9 is usual" in reason for reason in reasons)
+def test_the_guideline_that_applies_is_named_in_the_reason_and_no_other():
+    value, reason = rate_reason(parameters=6.7e9, steps=1_000)
+    assert "the guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps" in reason
+    assert "10,000" not in reason
+    for size in ({}, {"parameters": 7e9, "steps": 50_000}, {"parameters": 34e9}):
+        other_value, other_reason = rate_reason(**size)
+        assert "guideline" not in other_reason
+        assert other_value == value  # guidelines are told, and the measurement decides
+
+
+def test_the_size_is_that_of_the_headers():
+    seen = analysis(ROOT, many(1), base_dtypes={"BF16": 6_738_415_616})
+    (rate,) = (e for e in advise(seen, steps=5_000).suggestions if e.setting == "drop_rate")
+    assert "the guideline is 0.9 to 0.95 for 7B after 2,000 to 10,000 steps" in rate.reason
+
+
+def test_a_guideline_stands_beside_a_rate_that_is_wanted():
+    _, reason = rate_reason(drop_rate=0.9, parameters=70e9)
+    assert reason.endswith("the guideline is 0.9 to 0.95 for 70B or more")
+
+
+def test_steps_must_be_a_number_of_steps():
+    with pytest.raises(RecipeError, match="steps = 0: must be at least 1"):
+        advise(analysis(ROOT, many(1)), steps=0)
 
 
 def test_the_tables_are_whole():
-    assert {row.parameters for row in GUIDELINES} == {7e9, 13e9, 70e9, None}
     for relation in ("diverse", "lora"):
         for count in range(2, 20):
             assert any(

@@ -65,6 +65,19 @@ def test_what_is_written_is_read_back(folder, analysis):
     assert told[0] == told[1]
 
 
+def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
+    document = json.loads(analysis.read_text())
+    document["base_dtypes"] = {"BF16": 7_000_000_000}
+    analysis.write_text(json.dumps(document))
+    expected = "the guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps"
+    advised = dare_succeeds("advise", "analysis.json", "--steps", "1000").out
+    assert expected in advised.replace("\n#   ", " ")
+    found = dare_succeeds("analyze", "analysis.json", "--steps", "1000", "--json").json
+    assert any(expected in each["reason"] for each in found["advice"]["suggestions"])
+    assert "guideline is" not in dare_succeeds("advise", "analysis.json", "--steps", "50000").out
+    assert "steps = -1" in dare("advise", "analysis.json", "--steps", "-1").err
+
+
 def test_a_recipe_or_an_output_stands_for_its_models(folder):
     Path("r.toml").write_text(dare_succeeds("advise", *INPUTS, "--quiet").out)
     dare_succeeds("r.toml", "--quiet")

@@ -4,8 +4,8 @@
     print(advice)
     recipe_from_document(advice.recipe, "advice")
 
-What others recommend is in two tables, `GUIDELINES` for drop rates and `METHODS`. They are where
-the advice starts from, and the measurement corrects them:
+What others recommend is in two tables, `GUIDELINES` for drop rates and `METHODS`. Reasons name what
+applies of them; what is measured decides:
 
 - **Which models.** What no setting can mend is left out: models that are not ready, a copy of the
   base (in an average it would take a share of the weights and give nothing), the second of two that
@@ -35,6 +35,7 @@ from dare.analysis.limits import limit
 from dare.analysis.prediction import Exposure, balanced_q, exposure_of, tolerated_drop_rate
 from dare.analysis.readiness import OUTER, assess, body_of
 from dare.analysis.results import Analysis, ModelAnalysis, Origin, PairAnalysis
+from dare.errors import RecipeError
 from dare.mask import check_drop_rate
 
 EMBEDDING_RATE = 0.5
@@ -51,27 +52,27 @@ RATE_STEP = 0.05
 class Guideline:
     """A drop rate that is usually recommended."""
 
-    told: str
+    applies_to: str
     lowest: float
     highest: float
-    parameters: float | None
-    """The size of model that it is for; None: any."""
+    parameters: tuple[float, float] = (0.0, math.inf)
+    """The sizes of model that it is for, from and to."""
     steps: tuple[int, int] | None = None
     """Steps of fine-tuning that it is for; None: any."""
     is_lora: bool = False
 
 
+ABOUT_7B, ABOUT_13B = (5.6e9, 8.75e9), (10.4e9, 16.25e9)
+"""Sizes up to a quarter larger, or as much smaller."""
 GUIDELINES: tuple[Guideline, ...] = (
-    Guideline("7B, 500 to 2,000 steps", 0.85, 0.90, 7e9, (500, 2_000)),
-    Guideline("7B, 2,000 to 10,000 steps", 0.90, 0.95, 7e9, (2_000, 10_000)),
-    Guideline("13B, 500 to 2,000 steps", 0.85, 0.90, 13e9, (500, 2_000)),
-    Guideline("70B", 0.90, 0.95, 70e9),
-    Guideline("LoRA of any size", 0.70, 0.85, None, is_lora=True),
+    Guideline("7B after 500 to 2,000 steps", 0.85, 0.90, ABOUT_7B, (500, 2_000)),
+    Guideline("7B after 2,000 to 10,000 steps", 0.90, 0.95, ABOUT_7B, (2_000, 10_000)),
+    Guideline("13B after 500 to 2,000 steps", 0.85, 0.90, ABOUT_13B, (500, 2_000)),
+    Guideline("70B or more", 0.90, 0.95, (56e9, math.inf)),
+    Guideline("a LoRA", 0.70, 0.85, is_lora=True),
 )
 """Of an article on DARE that is often followed; it gives no measurements for them."""
-SMALLEST = 3.5e9
-"""Models with fewer parameters are not in the table of guidelines."""
-MERGING = Guideline("merging", 0.1, 0.6, None)
+MERGING = Guideline("merging", 0.1, 0.6)
 """Where the best drop rates for merges mostly were in the DARE authors' own records."""
 
 
@@ -179,8 +180,11 @@ def advise(
     """Say which settings suit the models, and why.
 
     `drop_rate` is one that is wanted, and then q is sought for it; `parameters` is the size of the
-    models if it is not that of the base, and `steps` for how long they were fine-tuned.
+    models if it is not that of the base, and `steps` for how long they were fine-tuned. Both only
+    decide which guidelines are named; the measurement decides the drop rate.
     """
+    if steps is not None and steps < 1:
+        raise RecipeError(f"steps = {steps}: must be at least 1")
     readiness = assess(analysis) if readiness is None else readiness
     draft = Draft(analysis, [Member(model) for model in analysis.models])
     _leave_out(draft, readiness)
@@ -190,10 +194,11 @@ def advise(
     _choose_method(draft)
     _choose_scale(draft)
     _balance_votes(draft)
+    size = _size(analysis) if parameters is None else parameters
     if drop_rate is None:
-        _choose_drop_rates(draft, _size(analysis) if parameters is None else parameters, steps)
+        _choose_drop_rates(draft, size, steps)
     else:
-        _choose_q(draft, check_drop_rate(drop_rate))
+        _choose_q(draft, check_drop_rate(drop_rate), size, steps)
     _choose_embedding_rate(draft)
     _choose_policies(draft, readiness)
     _name_method(draft)
@@ -345,19 +350,19 @@ def _choose_drop_rates(draft: Draft, parameters: float, steps: int | None) -> No
     chosen = []
     for member in draft.members:
         tolerated = tolerated_drop_rate(member.exposures, bound=draft.bound(member))
-        guideline = find_guideline(member.model.origin is Origin.LORA, parameters, steps)
+        guidelines = _told_guidelines(member, parameters, steps)
         highest = MERGING.highest if len(draft.members) > 1 else limit("highest_rate")
         if member.model.origin is Origin.LORA:
             highest = min(highest, limit("low_rank_rate"))
         rate = _stepped(min(tolerated, highest))
         chosen.append(replace(member, drop_rate=rate))
-        reason, source, evidence = _rate_grounds(draft, member, rate, tolerated, guideline)
+        reason, source, evidence = _rate_grounds(draft, member, rate, tolerated, guidelines)
         draft.suggest("drop_rate", rate, reason, source, evidence, model=member.model.name)
     draft.members = chosen
 
 
 def _rate_grounds(
-    draft: Draft, member: Member, rate: float, tolerated: float, guideline: Guideline | None
+    draft: Draft, member: Member, rate: float, tolerated: float, guidelines: str
 ) -> tuple[str, str, Evidence]:
     size = body_of(member.model).ratio
     reason = (
@@ -366,10 +371,7 @@ def _rate_grounds(
     )
     if len(draft.members) > 1:
         reason += f", the noise of {len(draft.members)} models together"
-    if guideline is None:
-        reason += "; guidelines for drop rates begin at 7B and do not speak of models this small"
-    else:
-        reason += f"; for {guideline.told} {guideline.lowest} to {guideline.highest} is usual"
+    reason += guidelines
     measured = f"{MEASURED}, by a bound that is a choice"
     if not rate:
         reason += f". Below {limit('useful_rate')} dropping is not worth its noise"
@@ -385,39 +387,38 @@ def _rate_grounds(
     return f"{reason}. Above {rate} is not usual for LoRAs", ARTICLE, Evidence.WEAK
 
 
-def find_guideline(is_lora: bool, parameters: float, steps: int | None) -> Guideline | None:
-    """The usual range for a model: the row of its kind, or of the nearest size and its steps.
+def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Guideline]:
+    """The guidelines for a model: those of its kind, its size and, if given, its steps.
 
-    >>> find_guideline(False, 6.7e9, 1000).told
-    '7B, 500 to 2,000 steps'
-    >>> found = find_guideline(False, 8e9, None)
-    >>> found.lowest, found.highest
-    (0.85, 0.95)
-    >>> find_guideline(False, 1e9, None)
+    >>> [row.applies_to for row in find_guidelines(False, 6.7e9, 1000)]
+    ['7B after 500 to 2,000 steps']
+    >>> find_guidelines(False, 6.7e9, 50_000)
+    []
     """
-    if is_lora:
-        return next(row for row in GUIDELINES if row.is_lora)
-    if parameters < SMALLEST:
-        return None
-    sized = {row.parameters: row for row in GUIDELINES if row.parameters is not None}
-    size = min(sized, key=lambda each: abs(math.log(each / parameters)))
-    rows = [row for row in GUIDELINES if row.parameters == size]
-    if steps is not None:
-        rows = [
-            row for row in rows if row.steps is None or row.steps[0] <= steps <= row.steps[1]
-        ] or rows
-    lowest, highest = min(row.lowest for row in rows), max(row.highest for row in rows)
-    told = rows[0].told if len(rows) == 1 else f"{size / 1e9:.0f}B"
-    return Guideline(told, lowest, highest, size)
+    return [
+        row
+        for row in GUIDELINES
+        if row.is_lora == is_lora
+        and row.parameters[0] <= parameters <= row.parameters[1]
+        and (steps is None or row.steps is None or row.steps[0] <= steps <= row.steps[1])
+    ]
 
 
-def _choose_q(draft: Draft, drop_rate: float) -> None:
+def _told_guidelines(member: Member, parameters: float, steps: int | None) -> str:
+    """The guidelines for a member, to follow a reason; nothing if there are none."""
+    rows = find_guidelines(member.model.origin is Origin.LORA, parameters, steps)
+    ranges = [f"{row.lowest} to {row.highest} for {row.applies_to}" for row in rows]
+    return f"; the guideline is {' and '.join(ranges)}" if ranges else ""
+
+
+def _choose_q(draft: Draft, drop_rate: float, parameters: float, steps: int | None) -> None:
     """Keep to a drop rate that is wanted, and bound its noise by q where that is needed."""
     count = len(draft.members)
     q = balanced_q(drop_rate, count)
     lost = 1 - (1 - drop_rate) / q
     for member in draft.members:
-        reason, name = "It is the one that was asked for", member.model.name
+        reason = f"It is the one that was asked for{_told_guidelines(member, parameters, steps)}"
+        name = member.model.name
         draft.suggest("drop_rate", drop_rate, reason, "you", Evidence.STRONG, model=name)
     draft.members = [replace(member, drop_rate=drop_rate) for member in draft.members]
     if lost < WORTH_A_Q:

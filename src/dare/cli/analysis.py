@@ -38,6 +38,11 @@ Inputs = Annotated[
     ),
 ]
 
+Steps = Annotated[
+    int | None,
+    Parameter(help="How many steps the models were fine-tuned for; guidelines depend on it."),
+]
+
 
 @Parameter(name="*")
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Found:
 
 def analyze(
     *inputs: Inputs,
+    steps: Steps = None,
     survey: Survey | None = None,
     output: Annotated[
         Path | None,
@@ -93,7 +99,7 @@ def analyze(
     for path in (output, html):
         _check_free(path, overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
-    found = find(inputs, survey, verbose=not quiet)
+    found = find(inputs, survey, steps, verbose=not quiet)
     from dare.page.terminal import show_analysis
 
     show_analysis(console, found.analysis, found.readiness, found.advice)
@@ -117,13 +123,14 @@ def advise(
         Path,
         Parameter(name=["--output", "-o"], help="The merge's output, as it stands in the recipe."),
     ] = Path("merged.safetensors"),
+    steps: Steps = None,
     survey: Survey | None = None,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
-    found = find(inputs, survey, verbose=not quiet)
+    found = find(inputs, survey, steps, verbose=not quiet)
     if json:
         print(jsonlib.dumps(found.advice.to_dict(), indent=1, ensure_ascii=False))
     else:
@@ -152,6 +159,7 @@ def report(
             negative="", show_default=False, group=WRITES, help="Those figures on a dark ground."
         ),
     ] = False,
+    steps: Steps = None,
     overwrite: Overwrite = False,
     survey: Survey | None = None,
     quiet: Quiet = False,
@@ -160,7 +168,7 @@ def report(
     """Write the page."""
     _check_free(output, overwrite=overwrite)
     given = [merged] if merged is not None and not inputs else inputs
-    found = find(given, survey, verbose=not quiet)
+    found = find(given, survey, steps, verbose=not quiet)
     outcome = None
     if merged is not None:
         outcome = _outcome(merged, found.analysis, survey, verbose=not quiet)
@@ -187,7 +195,9 @@ def is_analysis(path: Path) -> bool:
         return False  # which is said better where it is opened
 
 
-def find(inputs: Sequence[Path], survey: Survey | None, *, verbose: bool) -> Found:
+def find(
+    inputs: Sequence[Path], survey: Survey | None, steps: int | None, *, verbose: bool
+) -> Found:
     """Analyse what the command line names, or read an analysis that was written before."""
     if not inputs:
         raise UsageError("nothing to analyse: name the base and its fine-tunes, or a recipe")
@@ -197,7 +207,7 @@ def find(inputs: Sequence[Path], survey: Survey | None, *, verbose: bool) -> Fou
         base, models = _named(inputs)
         analysis = look_at(base, models, verbose=verbose, **asdict(survey or Survey()))
     readiness = assess(analysis, _configs(analysis))
-    return Found(analysis, readiness, give_advice(analysis, readiness))
+    return Found(analysis, readiness, give_advice(analysis, readiness, steps=steps))
 
 
 def _configs(analysis: Analysis) -> dict[str, Mapping[str, Any]]:
