@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from made_up import analysis, make_base, mixed, tune
 
 from dare.analysis.judgement import GRAVITY, Finding, Severity, Verdict
 from dare.analysis.limits import limit
+from dare.analysis.prediction import predict
 from dare.analysis.readiness import BASE, RULES, assess, body_of, rounding_norm
 from dare.analysis.results import Analysis, Origin
 
@@ -96,8 +98,8 @@ def test_json_has_no_infinities():
 @pytest.mark.parametrize(
     ("ratio", "rules"),
     [
-        (0.05, set()),
-        (0.14, set()),
+        (0.04, set()),
+        (0.06, {"large_change"}),
         (0.16, {"large_change"}),
         (0.69, {"large_change"}),
         (0.72, {"not_homologous"}),
@@ -272,7 +274,38 @@ def test_heavy_tails_are_concentrated():
     }
     assert "concentrated" in of({"m": tuned})
     seen = finding(analysis(ROOT, {"m": tuned}), "concentrated")
-    assert seen.figures["tolerated_drop_rate"] < limit("low_rank_rate")
+    assert seen.figures["survivors"] < limit("survivors")
+    assert seen.figures["tolerated_drop_rate"] == limit("highest_rate")
+
+
+def test_an_outlier_is_named_and_changes_nothing_else():
+    tuned = {name: value.copy() for name, value in ONE.items()}
+    tuned["layers.0.mlp.up_proj.weight"][3, 4] += 5.0
+    seen = analysis(ROOT, {"m": tuned})
+    only = finding(seen, "outliers")
+    assert found(seen) == {"outliers"}
+    assert only.figures["outliers"] == 1
+    assert only.figures["share"] == pytest.approx(1, abs=0.01)
+    expected = body_of(analysis(ROOT, {"m": ONE}).models[0]).ratio
+    assert body_of(seen.models[0]).ratio == pytest.approx(expected, rel=0.05)
+
+
+def test_sentences_have_the_numbers_of_the_predictions():
+    """What a rate is said to bring is at least the mean that the table has, and above the bound."""
+    for ratio in (0.06, 0.08, 0.2):
+        seen = analysis(ROOT, {"m": tune(ROOT, ratio)})
+        only = finding(seen, "large_change")
+        rate = only.figures["tolerated_drop_rate"]
+        total = seen.models[0].total
+        assert f"Its change is {total.relative_norm:.1%} of the base" in only.seen
+        assert predict(total, rate).output_error <= limit("output_error")
+        assert "0.0 or" not in str(only)
+        if rate >= limit("useful_rate"):
+            assert f"drop_rate = {rate} or less" in only.remedy
+        else:
+            told = float(re.search(r"is up to ([\d.]+)%", only.matters)[1]) / 100
+            assert told > limit("output_error")
+            assert told >= predict(total, limit("useful_rate")).output_error
 
 
 # ---------------------------------------------------------------- two models

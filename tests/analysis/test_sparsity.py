@@ -80,7 +80,7 @@ def test_magnitudes_are_those_of_numpy():
 
 
 @given(
-    arrays(np.float32, st.integers(1, 60), elements=st.floats(-1, 1, width=16)),
+    arrays(np.float32, st.integers(1, 19), elements=st.floats(-1, 1, width=16)),
     st.sampled_from([0.001, 0.01, 0.3]),
 )
 @settings(max_examples=50, deadline=None)
@@ -147,9 +147,9 @@ def test_what_cannot_be_compared_is_listed():
     tuned = {"a": np.ones(4, np.float32), "b": np.ones(5, np.float32), "i": np.zeros(2, np.int64)}
     tuned["c"] = np.ones(3, np.float32)
     assert analyze(base, tuned).left_out == (
-        "b: is (4,) in the base and (5,) in the tuned model",
+        "b: base is 4 F32, delta is 5 F32",
         "i: I64 is no type of weights",
-        "c: is not in the base",
+        "c: in delta, not in the base",
     )
 
 
@@ -206,12 +206,21 @@ def rate(kind, **settings):
 
 
 def test_the_recommendation_depends_on_the_shape():
-    rates = {kind: rate(kind) for kind in ("uniform", "gaussian", "laplace", "zeros", "heavy")}
+    rates = {kind: rate(kind) for kind in ("uniform", "gaussian", "laplace", "heavy", "zeros")}
     # All have one norm, and less is borne the fewer elements carry it.
     assert list(rates.values()) == sorted(rates.values(), reverse=True)
     assert len(set(rates.values())) == 5
     assert rates["uniform"] > 0.8
-    assert rates["heavy"] < 0.7
+
+
+@pytest.mark.parametrize("kind", ["uniform", "gaussian", "laplace", "heavy", "zeros", "outlier"])
+def test_at_the_recommended_rate_nineteen_of_twenty_outputs_are_within_the_bound(kind):
+    base, tuned = shaped("gaussian" if kind == "outlier" else kind)
+    if kind == "outlier":
+        tuned["w"][5, 5] += 3.0
+    dropped = dare.dare_sparsify(base, tuned, analyze(base, tuned).recommended_drop_rate)
+    errors = np.linalg.norm(dropped["w"] - tuned["w"], axis=1)
+    assert (errors <= BOUND * np.linalg.norm(base["w"], axis=1)).mean() >= 0.95
 
 
 @pytest.mark.parametrize(
@@ -233,7 +242,7 @@ def test_an_aggressive_configuration_goes_further():
     base, tuned = shaped("uniform", ratio=0.002)
     assert analyze(base, tuned).recommended_drop_rate == 0.95
     bold = DARESparsityAnalyzer(Configuration.aggressive()).analyze(base, tuned)
-    assert bold.recommended_drop_rate == 0.98  # four of 284 that carry it survive at 0.986
+    assert bold.recommended_drop_rate == 0.99
 
 
 class Spy:
@@ -314,24 +323,104 @@ def test_a_usual_delta_is_ready():
     assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
 
 
-def test_a_large_delta_is_ready_with_a_lower_rate():
-    readiness = dare_merge_readiness(analyze(*shaped("gaussian", ratio=0.08)))
-    assert readiness.verdict is Verdict.WITH_CHANGES
-    assert readiness.findings[0].rule == "low_rate"
+# The same delta through both doors: the analyzer's, and that of a survey of several models.
 
 
-@pytest.mark.parametrize(
-    ("delta", "rule"),
-    [
-        (np.full((8, 64), 0.3, np.float32), "too_large"),
-        (np.zeros((8, 64), np.float32), "unchanged"),
-        (np.array([[0.001, np.nan]], np.float32), "not_finite"),
-    ],
-)
-def test_what_is_not_ready(delta, rule):
-    readiness = dare_merge_readiness(analyze({"w": delta}))
-    assert readiness.verdict is Verdict.NOT_READY
-    assert readiness.findings[0].rule == rule
+def gaussian(ratio):
+    return np.random.default_rng(0).normal(0, 0.02 * ratio, SHAPE).astype(np.float32)
+
+
+def with_outlier(size):
+    delta = gaussian(0.025)
+    delta[3, 4] += size
+    return delta
+
+
+def sparse(density):
+    return np.where(np.random.default_rng(1).random(SHAPE) < density, gaussian(0.025), 0)
+
+
+DELTAS = {
+    "small": (gaussian(0.005), Verdict.READY, set()),
+    "plain": (gaussian(0.025), Verdict.READY, set()),
+    "large": (gaussian(0.08), Verdict.WITH_CHANGES, {"large_change"}),
+    "very large": (gaussian(0.3), Verdict.WITH_CHANGES, {"large_change"}),
+    "foreign": (gaussian(0.8), Verdict.NOT_READY, {"not_homologous"}),
+    "zero": (np.zeros(SHAPE), Verdict.WITH_CHANGES, {"equals_base"}),
+    "outlier": (with_outlier(0.5), Verdict.READY, {"outliers"}),
+    "large outlier": (with_outlier(50.0), Verdict.READY, {"outliers"}),
+    "sparse": (sparse(0.01), Verdict.READY, {"sparse", "concentrated"}),
+    "NaN": (with_outlier(np.nan), Verdict.NOT_READY, {"not_finite"}),
+    "infinite": (with_outlier(np.inf), Verdict.NOT_READY, {"not_finite"}),
+}
+
+
+@pytest.mark.parametrize("name", DELTAS)
+def test_the_verdict_is_that_of_assess(name):
+    delta, verdict, rules = DELTAS[name]
+    base = {"w": np.random.default_rng(2).normal(0, 0.02, SHAPE).astype(np.float32)}
+    tuned = {"w": (base["w"] + delta).astype(np.float32)}
+    own = dare_merge_readiness(analyze(base, tuned))
+    survey = dare.assess(dare.analyze_arrays(base, {"delta": tuned}, spectra="none"))
+    assert own.verdict is survey.verdict is verdict
+    assert own.by_model == survey.by_model
+    assert {each.rule for each in survey.findings} == rules
+    assert [str(each) for each in own.findings if each.rule != "fit"] == list(
+        map(str, survey.findings)
+    )
+
+
+@pytest.mark.parametrize("size", [0.01, 0.5, 50.0, 5000.0])
+def test_an_outlier_among_a_million_moves_nothing(size):
+    generator = np.random.default_rng(0)
+    delta = {f"layers.{n}.w": generator.normal(0, 0.0005, (512, 512)) for n in range(4)}
+    delta = {name: values.astype(np.float32) for name, values in delta.items()}
+    plain = analyze(delta)
+    delta["layers.2.w"][100, 200] += size
+    found = analyze(delta)
+    assert plain.recommended_drop_rate == 0.74
+    assert found.recommended_drop_rate == pytest.approx(0.74, abs=0.011)
+    assert found.outliers == 1
+    assert found.relative_norm == pytest.approx(plain.relative_norm, rel=0.03)
+    assert found.essential_fraction == pytest.approx(plain.essential_fraction, rel=0.15)
+    assert all(layer.has_significant_updates for layer in found.per_layer_sparsity.values())
+    assert found.effective_sparsity == pytest.approx(plain.effective_sparsity, abs=0.05)
+    assert dare_merge_readiness(found).verdict is Verdict.READY
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+def test_the_error_of_a_sparse_delta_is_what_is_promised(rate):
+    generator = np.random.default_rng(2)
+    base = {"w": generator.normal(0, 0.02, SHAPE).astype(np.float32)}
+    tuned = {"w": (base["w"] + sparse(0.01)).astype(np.float32)}
+    found = analyze(base, tuned)
+    assert found.recommended_drop_rate >= 0.9
+    dropped = dare.dare_sparsify(base, tuned, drop_rate=rate)
+    inputs = generator.standard_normal((64, SHAPE[1]))
+    wanted = inputs @ tuned["w"].T
+    error = np.linalg.norm(inputs @ dropped["w"].T - wanted) / np.linalg.norm(wanted)
+    assert error == pytest.approx(relative_error(rate) * found.relative_norm, rel=0.1)
+    assert error < found.output_error <= BOUND
+
+
+def test_the_sentences_have_the_numbers_of_the_figures():
+    analysis = analyze(*shaped("gaussian"))
+    finding = dare_merge_readiness(analysis).findings[-1]
+    assert f"Up to a drop rate of {analysis.recommended_drop_rate} " in finding.matters
+    assert finding.matters.endswith(f"within {analysis.output_error:.1%}")
+    assert finding.seen == (
+        f"The change is {analysis.relative_norm:.2%} of the base, and "
+        f"{analysis.essential_fraction:.1%} of the elements carry it"
+    )
+    assert finding.seen.removeprefix("The ") in str(analysis)
+
+
+def test_another_bound_makes_another_verdict():
+    base, tuned = shaped("gaussian", ratio=0.08)
+    strict, loose = (analyze(base, tuned, output_error=bound) for bound in (0.05, 0.3))
+    assert dare_merge_readiness(strict).verdict is Verdict.WITH_CHANGES
+    assert f"drop rate of {strict.recommended_drop_rate}" in str(strict.readiness.findings[0])
+    assert dare_merge_readiness(loose).verdict is Verdict.READY
 
 
 def test_words_and_json():

@@ -32,8 +32,17 @@ from typing import Any
 
 from dare.analysis.judgement import Advice, Evidence, Readiness, Severity, Suggestion
 from dare.analysis.limits import limit
-from dare.analysis.prediction import Exposure, balanced_q, exposure_of, tolerated_drop_rate
-from dare.analysis.readiness import OUTER, assess, body_of
+from dare.analysis.prediction import (
+    OUTER,
+    Exposure,
+    balanced_q,
+    exposure_of,
+    exposures_of,
+    mean_bounded_error,
+    surviving_drop_rate,
+    tolerated_drop_rate,
+)
+from dare.analysis.readiness import assess, body_of
 from dare.analysis.results import Analysis, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.mask import check_drop_rate
@@ -114,11 +123,6 @@ class Member:
     """None: the method's own."""
     drop_rate: float = 0.0
     q: float | None = None
-
-    @property
-    def exposures(self) -> list[Exposure]:
-        """Of what is neither embedding nor head."""
-        return [exposure_of(t) for t in self.model.tensors if t.kind not in OUTER]
 
     @property
     def outer_exposures(self) -> list[Exposure]:
@@ -349,7 +353,7 @@ def _choose_drop_rates(draft: Draft, parameters: float, steps: int | None) -> No
         return  # alike models do not get in each other's way
     chosen = []
     for member in draft.members:
-        tolerated = tolerated_drop_rate(member.exposures, bound=draft.bound(member))
+        tolerated = tolerated_drop_rate(exposures_of(member.model), bound=draft.bound(member))
         guidelines = _told_guidelines(member, parameters, steps)
         highest = MERGING.highest if len(draft.members) > 1 else limit("highest_rate")
         if member.model.origin is Origin.LORA:
@@ -364,17 +368,21 @@ def _choose_drop_rates(draft: Draft, parameters: float, steps: int | None) -> No
 def _rate_grounds(
     draft: Draft, member: Member, rate: float, tolerated: float, guidelines: str
 ) -> tuple[str, str, Evidence]:
-    size = body_of(member.model).ratio
-    reason = (
-        f"Its change is {size:.1%} of the base, which keeps the error of a layer's outputs within "
-        f"{limit('output_error'):.0%} up to a drop rate of {tolerated}"
-    )
+    body, bound, least = body_of(member.model), limit("output_error"), limit("useful_rate")
+    reason = f"Its change is {body.ratio:.1%} of the base{body.left_out}"
+    if tolerated >= least:
+        reason += f", which keeps the error of a layer's outputs within {bound:.0%} up to a drop "
+        reason += f"rate of {tolerated}"
+    else:
+        error = mean_bounded_error(exposures_of(member.model), least) * bound / draft.bound(member)
+        reason += f"; a drop rate of {least} brings an error of up to {error:.1%} to a layer's "
+        reason += f"outputs, and {bound:.0%} is the bound"
     if len(draft.members) > 1:
         reason += f", the noise of {len(draft.members)} models together"
     reason += guidelines
     measured = f"{MEASURED}, by a bound that is a choice"
     if not rate:
-        reason += f". Below {limit('useful_rate')} dropping is not worth its noise"
+        reason += f". Below {least} dropping is not worth its noise"
         return reason, measured, Evidence.FAIR
     if rate > tolerated - RATE_STEP:
         return reason, measured, Evidence.FAIR
@@ -437,10 +445,11 @@ def _choose_q(draft: Draft, drop_rate: float, parameters: float, steps: int | No
 def _choose_embedding_rate(draft: Draft) -> None:
     if not _drops(draft):
         return
+    outer = [(draft.bound(member), member.outer_exposures) for member in draft.members]
     rates = [
-        tolerated_drop_rate(member.outer_exposures, bound=draft.bound(member))
-        for member in draft.members
-        if any(each.carriers for each in member.outer_exposures)
+        min(tolerated_drop_rate(exposures, bound=bound), surviving_drop_rate(exposures))
+        for bound, exposures in outer
+        if any(exposure.carriers for exposure in exposures)
     ]
     others = [member.drop_rate for member in draft.members if member.drop_rate]
     if not rates:
@@ -449,8 +458,9 @@ def _choose_embedding_rate(draft: Draft) -> None:
     if rate >= max(others):
         return
     draft.embedding_drop_rate = rate
-    reason = f"Embeddings and head bear {min(rates)} by the same bound; rows of rare tokens change "
-    reason += "seldom, and what is dropped there is noticed"
+    reason = f"Up to {min(rates)} the error of embeddings and head is within the same bound and "
+    reason += f"{limit('survivors')} of the elements that carry the change of a row survive; rows "
+    reason += "of rare tokens change seldom, and what is dropped there is noticed"
     if _has_q(draft):
         reason += ". A q belongs to one drop rate, so these tensors have a rule with both"
     draft.suggest(

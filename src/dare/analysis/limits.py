@@ -50,8 +50,8 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "survivors",
         4,
-        "Elements that carry an output's change and must survive on average: the square of its "
-        "error then spreads by no more than half of its mean.",
+        "Elements that carry an output's change, of which so many should survive on average: the "
+        "square of its error then spreads by no more than half of its mean.",
         "arithmetic",
     ),
     Limit(
@@ -118,6 +118,24 @@ TABLE: tuple[Limit, ...] = (
         0.7,
         "Share of elements under 1 % of the largest from which a delta counts as sparse.",
         "a common guideline",
+    ),
+    Limit(
+        "outlier_outputs",
+        0.05,
+        "Share of a tensor's outputs that outliers may lie in; if there are more, they are none.",
+        OURS,
+    ),
+    Limit(
+        "outlier_share",
+        0.05,
+        "Share of a tensor's squared change from which its outliers are named.",
+        OURS,
+    ),
+    Limit(
+        "easy_rate",
+        0.5,
+        "Drop rate that a model must bear to count as fit for DARE without changes.",
+        OURS,
     ),
     Limit("useful_rate", 0.1, "Drop rates below this are not worth their noise.", OURS),
 )

@@ -155,13 +155,22 @@ class Survey:
     def close(self, tensor: OpenTensor) -> None:
         """Make something of a tensor whose last chunk is done."""
         measured, magnitudes = tensor.finish(self.kernels)
-        subject = tensor.subject
         with self.lock:
-            del self.open[subject.name]
-            self.measured[subject.name] = measured
-            for model, found in magnitudes.items():
-                cell = (model, subject.layer, subject.kind)
-                self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + found
+            del self.open[tensor.subject.name]
+            self._keep(measured, magnitudes)
+
+    def note(self, subject: Subject, sums: Sums, magnitudes: Magnitudes) -> None:
+        """Take in what was measured elsewhere of a tensor of the only model."""
+        statistics = {0: statistics_of(sums, magnitudes)}
+        measured = Measured(subject, {0: sums}, statistics, {}, sums.magnitude, 0, 0)
+        self._keep(measured, {0: magnitudes})
+
+    def _keep(self, measured: Measured, magnitudes: Mapping[int, Magnitudes]) -> None:
+        subject = measured.subject
+        self.measured[subject.name] = measured
+        for model, counts in magnitudes.items():
+            cell = (model, subject.layer, subject.kind)
+            self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + counts
 
 
 class ChunkSums:

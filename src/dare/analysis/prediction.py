@@ -23,6 +23,7 @@ inequality the squared error is with probability 0.95 no more than
 whatever the distribution. `tolerated_drop_rate` looks for the largest p at which this, for the
 inputs of one output (a row of the matrix) and averaged over tensors, is within a bound. It
 averages squares, because errors of different layers are independent and their variances add up.
+Outputs that an outlier belongs to are left out (`dare.analysis.outliers`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.analysis.limits import limit
-from dare.analysis.results import Statistics, TensorAnalysis
+from dare.analysis.outliers import without_outliers
+from dare.analysis.results import Kind, ModelAnalysis, Statistics, TensorAnalysis
 from dare.errors import RecipeError
 from dare.mask import check_drop_rate
 
@@ -144,9 +146,19 @@ class Exposure:
 
     elements: int
     relative_norm: float
-    """‖δ‖ / ‖base‖; infinite if there is no base to compare with."""
+    """‖δ‖ / ‖base‖ without outliers; infinite if there is no base to compare with."""
     carriers: float
     """How many elements carry the change of one output: the inputs of a row over the kurtosis."""
+
+
+OUTER = (Kind.EMBEDDING, Kind.HEAD)
+"""Kinds of tensors whose rows are tokens."""
+
+
+def exposures_of(model: ModelAnalysis) -> list[Exposure]:
+    """Of a model's tensors without embeddings and head; of these if there is nothing else."""
+    inner = [tensor for tensor in model.tensors if tensor.kind not in OUTER]
+    return [exposure_of(tensor) for tensor in inner or model.tensors]
 
 
 def exposure_of(tensor: TensorAnalysis) -> Exposure:
@@ -157,11 +169,15 @@ def exposure_of(tensor: TensorAnalysis) -> Exposure:
 def make_exposure(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
     """The exposure of a tensor with these statistics and this shape.
 
-    Large elements count as spread evenly over the rows.
+    Outliers are left out, and what is left counts as spread evenly over the rows.
     """
     width = row_width(statistics.elements, shape)
-    carriers = width / concentration(statistics) if statistics.norm else 0.0
-    return Exposure(statistics.elements, statistics.relative_norm, carriers)
+    if not statistics.norm:
+        return Exposure(statistics.elements, statistics.relative_norm, 0.0)
+    left = without_outliers(statistics, shape)
+    concentrated = max(concentration(statistics) * left.fourths / left.squares**2, 1.0)
+    size = statistics.relative_norm * math.sqrt(left.squares)
+    return Exposure(statistics.elements, size, width / concentrated)
 
 
 def row_width(elements: int, shape: tuple[int, ...]) -> int:
@@ -210,29 +226,45 @@ def tolerated_drop_rate(
     """The largest drop rate, in hundredths, that changed tensors bear together.
 
     At that rate the bounded error of their outputs (root of the mean square, by elements) is at
-    most `bound`, 0.05 if not given; at least four of the elements that carry the change of an
-    output survive on average; and it is at most `highest`, 0.95 if not given. Tensors whose base
-    is zero have no relative error and count for the second alone. 0 if nothing is changed: there
-    is nothing to drop.
+    most `bound`, 0.05 if not given, and it is at most `highest`, 0.95 if not given. Tensors whose
+    base is zero have no relative error and do not count; if there are no others, the rate is that
+    at which enough carriers survive. 0 if nothing is changed: there is nothing to drop.
 
     >>> tolerated_drop_rate([Exposure(10**6, 0.02, 1000.0)])
     0.83
-    >>> tolerated_drop_rate([Exposure(10**6, 0.0001, 40.0)])
-    0.9
     """
     changed = [each for each in exposures if each.carriers > 0]
     if not changed:
         return 0.0
     bound = limit("output_error") if bound is None else bound
     highest = limit("highest_rate") if highest is None else highest
-    total = sum(each.elements for each in changed)
-    carriers = total / sum(each.elements / each.carriers for each in changed)
+    if not any(math.isfinite(exposure.relative_norm) for exposure in changed):
+        return min(surviving_drop_rate(changed), highest)
     for step in range(STEPS - 1, 0, -1):
         rate = step / STEPS
-        survive = (1 - rate) * carriers >= limit("survivors") * (1 - 1e-9)
-        if rate <= highest and survive and mean_bounded_error(changed, rate) <= bound:
+        if rate <= highest and mean_bounded_error(changed, rate) <= bound:
             return rate
     return 0.0
+
+
+def mean_carriers(exposures: Sequence[Exposure]) -> float:
+    """How many elements carry the change of one output, over the changed tensors; 0 if none is."""
+    changed = [exposure for exposure in exposures if exposure.carriers > 0]
+    if not changed:
+        return 0.0
+    total = sum(exposure.elements for exposure in changed)
+    return total / sum(exposure.elements / exposure.carriers for exposure in changed)
+
+
+def surviving_drop_rate(exposures: Sequence[Exposure]) -> float:
+    """The largest drop rate, in hundredths, at which enough carriers of an output's change survive.
+
+    >>> surviving_drop_rate([Exposure(10**6, 0.0001, 40.0)])
+    0.9
+    """
+    carriers = mean_carriers(exposures)
+    share = limit("survivors") / carriers if carriers else 1.0
+    return max(0.0, math.floor(STEPS * (1 - share) + 1e-9) / STEPS)
 
 
 def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:

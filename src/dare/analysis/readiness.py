@@ -18,7 +18,16 @@ from typing import Any
 
 from dare.analysis.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
 from dare.analysis.limits import limit
-from dare.analysis.prediction import exposure_of, tolerated_drop_rate
+from dare.analysis.outliers import share_under, without_outliers
+from dare.analysis.prediction import (
+    OUTER,
+    exposure_of,
+    exposures_of,
+    mean_bounded_error,
+    mean_carriers,
+    surviving_drop_rate,
+    tolerated_drop_rate,
+)
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis, Statistics
 from dare.recipe import is_embedding
 
@@ -41,8 +50,6 @@ MEANING = (
     "tie_word_embeddings",
 )
 """Keys of config.json that decide what weights do."""
-OUTER = (Kind.EMBEDDING, Kind.HEAD)
-"""Kinds of tensors whose rows are tokens."""
 SHOWN = 3
 """How many names a finding lists."""
 
@@ -53,6 +60,7 @@ class Seen:
 
     analysis: Analysis
     configs: Configs
+    output_error: float
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,17 @@ RULES: list[Rule] = []
 """All rules, in the order in which they are tried."""
 
 
-def assess(analysis: Analysis, configs: Configs | None = None) -> Readiness:
+def assess(
+    analysis: Analysis, configs: Configs | None = None, *, output_error: float | None = None
+) -> Readiness:
     """Say whether models should be merged, and what to do about what stands against it.
 
     `configs` is what config.json says of each model, and under "base" of the base, if that shall
-    be compared too.
+    be compared too; `output_error` is the error that dropping may bring to the layers' outputs,
+    0.05 if not given.
     """
-    seen = Seen(analysis, configs or {})
+    bound = limit("output_error") if output_error is None else output_error
+    seen = Seen(analysis, configs or {}, bound)
     findings = _joined(finding for rule in RULES for finding in rule.find(seen))
     findings.sort(key=lambda finding: GRAVITY.index(finding.severity))
     by_model = {
@@ -173,8 +185,8 @@ def unrelated(seen: Seen) -> Iterator[Trouble]:
         if body.ratio >= limit("unrelated_ratio"):
             yield Trouble(
                 (model.name,),
-                f"Its change is {body.ratio:.0%} of the base in size, and two models of one size "
-                "that were trained apart differ by 141%",
+                f"Its change is {body.ratio:.0%} of the base in size{body.left_out}, and two "
+                "models of one size that were trained apart differ by 141%",
                 "What one model's weight does the same weight of the other does not do, so that a "
                 "sum of them does nothing",
                 "Give the base that it was trained from as base_file, or take it out of "
@@ -192,7 +204,7 @@ def not_homologous(seen: Seen) -> Iterator[Trouble]:
             yield Trouble(
                 (model.name,),
                 f"|δ| is {body.mean_magnitude:.2g} on average, and the change {body.ratio:.0%} of "
-                "the base in size",
+                f"the base in size{body.left_out}",
                 f"DARE was seen to work where |δ| is around {limit('usual_delta')} and to fail "
                 f"around {limit('foreign_delta')}, as after continued pre-training",
                 "Give a base that is nearer to it as base_file, such as the model that "
@@ -203,21 +215,32 @@ def not_homologous(seen: Seen) -> Iterator[Trouble]:
 
 @rule(Severity.CHANGE)
 def large_change(seen: Seen) -> Iterator[Trouble]:
-    """A fine-tune of this base that has gone far from it."""
+    """A fine-tune of this base whose change is too large for a usual drop rate."""
     for model in seen.analysis.models:
-        body = body_of(model)
-        if body.ratio >= limit("large_ratio") and not body.is_foreign:
-            bound = limit("output_error")
-            rate = bound**2 / (bound**2 + body.ratio**2)
-            yield Trouble(
-                (model.name,),
-                f"Its change is {body.ratio:.0%} of the base in size",
-                f"At that size a layer's outputs stay within {bound:.0%} only up to a drop rate "
-                f"of {rate:.2f}: it was trained long, or at a high rate",
-                "Leave DARE out for it (drop_rate = 0 in its entry of merge_files), or merge an "
-                "earlier checkpoint",
-                _with_limits(body, "large_ratio") | {"tolerated_drop_rate": rate},
-            )
+        body, exposures = body_of(model), exposures_of(model)
+        rate = tolerated_drop_rate(exposures, bound=seen.output_error)
+        changed = any(exposure.carriers for exposure in exposures)
+        if not changed or body.is_foreign or rate >= limit("easy_rate"):
+            continue
+        least = limit("useful_rate")
+        if rate < least:
+            error = mean_bounded_error(exposures, least)
+            matters = f"At a drop rate of {least} the error of its layers' outputs is up to "
+            matters += f"{error:.1%}, and {seen.output_error:.0%} is the bound"
+            remedy = "Leave DARE out for it (drop_rate = 0 in its entry of merge_files), or merge "
+            remedy += "an earlier checkpoint"
+        else:
+            matters = f"The error of its layers' outputs stays within {seen.output_error:.0%} up "
+            matters += f"to a drop rate of {rate}, and 0.9 is usual"
+            remedy = f"Set drop_rate = {rate} or less in its entry of merge_files"
+        yield Trouble(
+            (model.name,),
+            f"Its change is {body.ratio:.1%} of the base in size{body.left_out}",
+            matters,
+            remedy,
+            _with_limits(body, "easy_rate", "useful_rate")
+            | {"tolerated_drop_rate": rate, "limit.output_error": seen.output_error},
+        )
 
 
 @rule(Severity.NOTE)
@@ -230,7 +253,7 @@ def large_deltas(seen: Seen) -> Iterator[Trouble]:
             yield Trouble(
                 (model.name,),
                 f"|δ| is {body.mean_magnitude:.2g} on average, the change {body.ratio:.1%} of the "
-                "base in size",
+                f"base in size{body.left_out}",
                 f"DARE was seen to work around {limit('usual_delta')}; what counts more is the "
                 "size beside the base's, and that is small",
                 "Look at the predicted error before you choose a high drop_rate",
@@ -327,42 +350,73 @@ def lora(seen: Seen) -> Iterator[Trouble]:
 
 
 @rule(Severity.NOTE)
+def outliers(seen: Seen) -> Iterator[Trouble]:
+    """Few elements that are far larger than the others."""
+    for model in seen.analysis.models:
+        left = {t.name: without_outliers(t.statistics, t.shape) for t in model.tensors}
+        named = {k: v for k, v in left.items() if 1 - v.squares >= limit("outlier_share")}
+        if named:
+            count = sum(tensor.outliers for tensor in named.values())
+            share = max(1 - tensor.squares for tensor in named.values())
+            yield Trouble(
+                (model.name,),
+                f"It has {_counted(count, 'outlier')}, in {_listed(named)}, with up to {share:.0%} "
+                "of a tensor's squared change",
+                "An outlier that is dropped or rescaled spoils the output that it belongs to; drop "
+                "rates are judged by the other outputs",
+                "Give these tensors drop_rate = 0 by a rule in [[tensors]], or use trim, which "
+                "keeps the largest",
+                {"outliers": count, "share": share} | _limits("outlier_share"),
+            )
+
+
+@rule(Severity.NOTE)
 def sparse(seen: Seen) -> Iterator[Trouble]:
     """A delta that is mostly zero, or nearly so."""
     for model in seen.analysis.models:
-        share = model.total.negligible
+        share = _negligible(model)
         if share > limit("sparse") and model.total.norm and not body_of(model).is_foreign:
             yield Trouble(
                 (model.name,),
                 f"{share:.0%} of its elements are under 1 % of the largest change, and "
                 f"{model.total.sparsity:.0%} are zero",
                 "Few elements carry the change, so that each one that is dropped is missed more",
-                "Choose a lower drop_rate for it than for the others",
+                "Compare lower drop rates for it on held-out data",
                 {"negligible": share, "limit.sparse": limit("sparse")},
             )
 
 
+def _negligible(model: ModelAnalysis) -> float:
+    """The share of elements under 1 % of the largest that is no outlier."""
+    left = [without_outliers(t.statistics, t.shape) for t in model.tensors]
+    if not any(tensor.outliers for tensor in left):
+        return model.total.negligible
+    return share_under(model.total, 0.01 * max(tensor.largest for tensor in left))
+
+
 @rule(Severity.NOTE)
 def concentrated(seen: Seen) -> Iterator[Trouble]:
-    """Few large changes that carry a delta."""
+    """Few elements that carry the change of an output."""
     for model in seen.analysis.models:
         inner = [t for t in model.tensors if len(t.shape) > 1 and t.kind not in OUTER]
         exposures = [exposure_of(tensor) for tensor in inner]
-        changed = [each for each in exposures if each.carriers > 0]
-        if not changed or body_of(model).is_foreign:
-            continue
-        rate = tolerated_drop_rate(changed, bound=math.inf)
-        if rate < limit("low_rank_rate"):
-            total = sum(each.elements for each in changed)
-            carriers = total / sum(each.elements / each.carriers for each in changed)
+        carriers, careful = mean_carriers(exposures), surviving_drop_rate(exposures)
+        rate = tolerated_drop_rate(exposures_of(model), bound=seen.output_error)
+        is_few = careful < min(rate, limit("low_rank_rate"))
+        if is_few and rate >= limit("useful_rate") and not body_of(model).is_foreign:
+            survivors = (1 - rate) * carriers
+            remedy = f"Compare a drop_rate of {careful} for it"
+            if careful < limit("useful_rate"):
+                remedy = "Compare low drop rates for it"
             yield Trouble(
                 (model.name,),
-                f"About {carriers:.0f} elements carry the change of one output of a layer",
-                "What is dropped is chosen blindly, and too few of them would survive for their "
-                f"errors to average out above a drop rate of {rate}",
-                f"Keep drop_rate at {rate} or below for it, or use trim, which keeps the largest",
+                f"About {carriers:.2g} elements carry the change of one output of a layer",
+                f"At a drop rate of {rate}, which the bound on the error allows, {survivors:.2g} "
+                "of them are kept on average, and chance decides which",
+                f"{remedy} on held-out data, or use trim, which keeps the largest",
                 {
                     "carriers": carriers,
+                    "survivors": survivors,
                     "tolerated_drop_rate": rate,
                     "limit.survivors": limit("survivors"),
                 },
@@ -619,7 +673,13 @@ class Body:
 
     mean_magnitude: float
     ratio: float
-    """‖δ‖ / ‖base‖."""
+    """‖δ‖ / ‖base‖, outliers left out."""
+    outliers: int
+
+    @property
+    def left_out(self) -> str:
+        """What a sentence with the ratio must add."""
+        return f", {_counted(self.outliers, 'outlier')} left out" if self.outliers else ""
 
     @property
     def is_foreign(self) -> bool:
@@ -639,7 +699,17 @@ def body_of(model: ModelAnalysis) -> Body:
     norm = math.hypot(*(part.norm for part in parts))
     base_norm = math.hypot(*(part.base_norm for part in parts))
     magnitude = sum(part.mean_magnitude * _counted_elements(part) for part in parts)
-    return Body(magnitude / counted if counted else 0.0, norm / base_norm if base_norm else 0.0)
+    tensors = [t for t in model.tensors if t.kind in kinds] or list(model.tensors)
+    left = [without_outliers(t.statistics, t.shape) for t in tensors]
+    squares = [t.statistics.norm**2 for t in tensors]
+    if any(squares):
+        inside = sum(s * part.squares for s, part in zip(squares, left, strict=True))
+        norm *= math.sqrt(inside / sum(squares))
+    return Body(
+        magnitude / counted if counted else 0.0,
+        norm / base_norm if base_norm else 0.0,
+        sum(part.outliers for part in left),
+    )
 
 
 def _counted_elements(statistics: Statistics) -> int:

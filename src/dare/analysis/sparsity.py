@@ -8,13 +8,19 @@ The names are those of the published description, and the results depend on the 
 that takes a percentile of the magnitudes for its threshold finds every delta sparse, whatever its
 shape.) What the figures mean:
 
-- *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all;
-- *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴): 0.56 for a uniform
-  distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that if nine of ten
-  elements are zero, nearly nothing for heavy tails;
+- *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
+  outliers left out (`dare.analysis.outliers`);
+- *relative norm*: ‖δ‖/‖base‖, outliers left out;
+- *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
+  for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
+  if nine of ten elements are zero, little for heavy tails;
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
-  `output_error` with probability 0.95, and at most `droppable_percentile`. The rule is
-  `dare.analysis.prediction.tolerated_drop_rate`, and its derivation is there.
+  `output_error` with probability 0.95, and at most `droppable_percentile`; 0 if that is below 0.1,
+  which is not worth its noise. The rule is
+  `dare.analysis.prediction.tolerated_drop_rate`, and its derivation is there; embeddings and head
+  count if there is nothing else.
+
+The verdict is that of `dare.analysis.readiness.assess`, by the same rules.
 
 Magnitudes are counted in bins 0.4 % wide, chunk by chunk; no tensor is in memory as a whole unless
 it is given so.
@@ -28,7 +34,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from os import PathLike
@@ -37,17 +43,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.judgement import Finding, Readiness, Severity
+from dare.analysis.judgement import Finding, Readiness, Severity, Verdict
 from dare.analysis.limits import limit
+from dare.analysis.measuring import Subject, Survey
+from dare.analysis.outliers import Inliers, without_outliers
 from dare.analysis.prediction import (
     Exposure,
+    exposures_of,
+    make_exposure,
     mean_bounded_error,
     mean_square,
-    row_width,
     tolerated_drop_rate,
 )
+from dare.analysis.readiness import assess
 from dare.analysis.reading import read_floats
-from dare.analysis.results import Statistics
+from dare.analysis.results import Analysis, Statistics, finite
+from dare.analysis.survey import conclude, find_subjects
 from dare.analysis.tallies import (
     BIN_SHIFT,
     INFINITE,
@@ -62,6 +73,7 @@ from dare.arrays import array_source
 from dare.chunks import chunk_spans
 from dare.errors import InputError, RecipeError
 from dare.inputs import open_inputs
+from dare.io.header import TensorInfo
 from dare.io.sources import Source, open_source
 from dare.recipe import Recipe
 
@@ -71,8 +83,8 @@ Given = Mapping[str, Any] | str | PathLike[str]
 
 SIGNIFICANT = 0.9
 """A layer has significant updates if its sparsity is below this."""
-EASY = 0.5
-"""Recommended drop rate from which a delta counts as fit for DARE."""
+NAME = "delta"
+"""What the delta is called in findings."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,8 @@ class SparsityAnalysis:
     non_zero_parameters: int
     not_finite: int
     """Elements that are NaN or infinite, which no other figure takes in."""
+    outliers: int
+    """Elements far above the others, which only the totals and the magnitudes take in."""
     effective_sparsity: float
     essential_fraction: float
     per_layer_sparsity: dict[str, LayerSparsityMetrics]
@@ -171,12 +185,15 @@ class SparsityAnalysis:
     """Whether a base was given, or one of the assumed size was compared with."""
     left_out: tuple[str, ...]
     """Tensors that could not be looked at, each with the reason."""
+    readiness: Readiness
+    """What `assess` says of it."""
     computed_at: datetime
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, ready for JSON."""
-        return {**asdict(self), "computed_at": self.computed_at.isoformat()}
+        plain: dict[str, Any] = finite(asdict(self))
+        return {**plain, "computed_at": self.computed_at.isoformat()}
 
     def to_json(self) -> str:
         """Everything as JSON."""
@@ -184,13 +201,11 @@ class SparsityAnalysis:
 
     def __str__(self) -> str:
         """The main figures, in a few lines."""
-        beside = "the base" if self.has_base else "weights of the assumed size"
         return "\n".join(
             (
                 f"{self.total_parameters:,} parameters, {self.non_zero_parameters:,} changed, "
                 f"{self.effective_sparsity:.1%} of all nearly zero",
-                f"the change is {self.relative_norm:.2%} of {beside}, and "
-                f"{self.essential_fraction:.1%} of the elements carry it",
+                f"the change is {_size(self)}",
                 f"recommended drop rate {self.recommended_drop_rate}: the outputs of the layers "
                 f"stay within {self.output_error:.1%}",
             )
@@ -215,15 +230,40 @@ class DARESparsityAnalyzer:
         """
         started = time.perf_counter()
         base, tuned = _opened(first, second)
-        names, left_out = _selected(base, tuned, self.configuration)
+        subjects, left_out = self._selected(base or tuned, tuned)
+        survey = Survey(base or tuned, (tuned,), None, lambda _nbytes: None)
         with ExitStack() as stack:
             for source in (tuned,) if base is None else (base, tuned):
                 stack.enter_context(source)
-            layers = [self._measure(base, tuned, name) for name in names]
-        return self._summarise(layers, started, left_out, has_base=base is not None)
+            layers = [self._measure(base, tuned, subject.base) for subject in subjects]
+        for subject, layer in zip(subjects, layers, strict=True):
+            survey.note(subject, layer.sums, layer.magnitudes)
+        analysis = conclude(
+            survey,
+            subjects,
+            (NAME,),
+            base_file=_file_of(first),
+            files=(_file_of(second),),
+            notes=(),
+            left_out=tuple(left_out),
+            tied=(),
+            bytes_read=0,
+            seconds=time.perf_counter() - started,
+        )
+        return self._summarise(layers, analysis, has_base=base is not None)
 
-    def _measure(self, base: Source | None, tuned: Source, name: str) -> Layer:
-        info = tuned.tensors[name]
+    def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[str]]:
+        """The tensors to look at, and why others are not."""
+        subjects, left_out = find_subjects(base, {NAME: tuned})
+        selects = self.configuration.selects
+        subjects = [subject for subject in subjects if selects(subject.name)]
+        left_out = [line for line in left_out if selects(line.partition(":")[0])]
+        if not subjects:
+            raise InputError(": ".join(["there are no weights to look at", *left_out[:1]]))
+        return subjects, left_out
+
+    def _measure(self, base: Source | None, tuned: Source, info: TensorInfo) -> Layer:
+        name = info.name
         sums, counts = Sums(), np.zeros(INFINITE, np.int64)
         for start, count in chunk_spans(info.elements):
             values = read_floats(tuned, name, start, count)
@@ -237,12 +277,12 @@ class DARESparsityAnalyzer:
         return Layer(name, info.shape, sums, Magnitudes.of(counts))
 
     def _summarise(
-        self, layers: Sequence[Layer], started: float, left_out: Sequence[str], *, has_base: bool
+        self, layers: Sequence[Layer], analysis: Analysis, *, has_base: bool
     ) -> SparsityAnalysis:
-        total = _together(layers)
+        total, (model,) = _together(layers), analysis.models
         settings, statistics = self.configuration, total.statistics
-        threshold = settings.sparsity_threshold * statistics.largest
-        exposures = [layer.exposure for layer in layers]
+        threshold = settings.sparsity_threshold * max(layer.inliers.largest for layer in layers)
+        exposures = exposures_of(model)
         rate = self._rate(exposures)
         metrics = {layer.name: self._metrics(layer, threshold) for layer in layers}
         quantiles = statistics.quantiles
@@ -251,8 +291,9 @@ class DARESparsityAnalyzer:
             total_parameters=statistics.elements,
             non_zero_parameters=statistics.elements - statistics.zeros - statistics.not_finite,
             not_finite=statistics.not_finite,
+            outliers=sum(layer.inliers.outliers for layer in layers),
             effective_sparsity=_share_below(total, threshold),
-            essential_fraction=total.essential_fraction,
+            essential_fraction=_essential_fraction(layers),
             per_layer_sparsity=metrics if settings.compute_per_layer_metrics else {},
             magnitude_stats=MagnitudeStatistics(
                 mean=statistics.mean_magnitude,
@@ -265,13 +306,14 @@ class DARESparsityAnalyzer:
                 percentile95=quantiles.p95,
                 percentile99=quantiles.p99,
             ),
-            relative_norm=statistics.relative_norm,
+            relative_norm=_relative_norm(layers),
             recommended_drop_rate=rate,
             output_error=mean_bounded_error(exposures, rate),
             has_base=has_base,
-            left_out=tuple(left_out),
+            left_out=analysis.left_out,
+            readiness=assess(analysis, output_error=settings.output_error),
             computed_at=datetime.now(UTC),
-            seconds=time.perf_counter() - started,
+            seconds=analysis.seconds,
         )
 
     def _metrics(self, layer: Layer, threshold: float) -> LayerSparsityMetrics:
@@ -283,72 +325,55 @@ class DARESparsityAnalyzer:
             sparsity=sparsity,
             mean_magnitude=statistics.mean_magnitude,
             max_magnitude=statistics.largest,
-            essential_fraction=layer.essential_fraction,
+            essential_fraction=_essential_fraction([layer]),
             has_significant_updates=sparsity < SIGNIFICANT,
-            relative_norm=statistics.relative_norm,
-            recommended_drop_rate=self._rate([layer.exposure]),
+            relative_norm=_relative_norm([layer]),
+            recommended_drop_rate=self._rate([make_exposure(statistics, layer.shape)]),
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:
-        return tolerated_drop_rate(
+        rate = tolerated_drop_rate(
             exposures,
             bound=self.configuration.output_error,
             highest=self.configuration.droppable_percentile,
         )
+        return rate if rate >= limit("useful_rate") else 0.0
 
 
 def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
     """Say whether a delta is fit for DARE, why, and what to do next; `str` and `to_json` tell it.
 
-    This looks at one delta alone. `dare.analysis.readiness.assess` looks at several models.
+    The verdict and the findings are those of `dare.assess`, which looks at several models. A delta
+    that is ready has a note with the drop rate that it bears.
     """
-    found = _finding(analysis)
-    verdict = found.severity.verdict
-    return Readiness(verdict, {"delta": verdict}, (found,))
-
-
-def _finding(analysis: SparsityAnalysis) -> Finding:
+    readiness = analysis.readiness
+    if readiness.verdict is not Verdict.READY:
+        return readiness
     rate = analysis.recommended_drop_rate
-    figures = {
-        "recommended_drop_rate": rate,
-        "relative_norm": analysis.relative_norm,
-        "essential_fraction": analysis.essential_fraction,
-    }
-    if analysis.not_finite:
-        rule, severity = "not_finite", Severity.STOP
-        seen = f"{analysis.not_finite:,} elements are NaN or infinite"
-        matters = "They go into the merged model wherever they are kept"
-        remedy = "Take the checkpoint from before it broke"
-    elif not analysis.non_zero_parameters:
-        rule, severity = "unchanged", Severity.STOP
-        seen = "Nothing is changed"
-        matters = "There is nothing to merge"
-        remedy = "Check that base and tuned model are the files you meant"
-    elif rate < limit("useful_rate"):
-        rule, severity = "too_large", Severity.STOP
-        seen = _told(analysis)
-        matters = f"Even a drop rate of {limit('useful_rate')} brings more error than is allowed"
-        remedy = "Merge it without DARE (method linear, sum or ties), or by its largest elements "
-        remedy += "(trim), and check that it is a fine-tune of this base"
-    elif rate < EASY:
-        rule, severity = "low_rate", Severity.CHANGE
-        seen = _told(analysis)
-        matters = f"It bears a drop rate of {rate} and no more, far below the usual 0.9"
-        remedy = f"Set drop_rate = {rate} or below for it"
-    else:
-        rule, severity = "fit", Severity.NOTE
-        seen = _told(analysis)
-        matters = f"Up to a drop rate of {rate} the outputs of its layers stay within "
-        matters += f"{analysis.output_error:.1%}"
-        remedy = f"Merge it with a drop_rate of up to {rate}, and compare lower ones on held-out "
-        remedy += "data"
-    return Finding(rule, severity, ("delta",), seen, matters, remedy, figures)
+    fit = Finding(
+        "fit",
+        Severity.NOTE,
+        (NAME,),
+        f"The change is {_size(analysis)}",
+        f"Up to a drop rate of {rate} the outputs of its layers stay within "
+        f"{analysis.output_error:.1%}",
+        f"Merge it with a drop_rate of up to {rate}, and compare lower ones on held-out data",
+        {
+            "recommended_drop_rate": rate,
+            "relative_norm": analysis.relative_norm,
+            "essential_fraction": analysis.essential_fraction,
+            "output_error": analysis.output_error,
+        },
+    )
+    return replace(readiness, findings=(*readiness.findings, fit))
 
 
-def _told(analysis: SparsityAnalysis) -> str:
+def _size(analysis: SparsityAnalysis) -> str:
+    """How large the change is, for sentences."""
     beside = "the base" if analysis.has_base else "weights of the assumed size"
+    left_out = f", {analysis.outliers:,} outliers left out" if analysis.outliers else ""
     return (
-        f"The change is {analysis.relative_norm:.2%} of {beside}, and "
+        f"{analysis.relative_norm:.2%} of {beside}{left_out}, and "
         f"{analysis.essential_fraction:.1%} of the elements carry it"
     )
 
@@ -370,18 +395,27 @@ class Layer:
         """What the sums say."""
         return statistics_of(self.sums, self.magnitudes)
 
-    @property
-    def exposure(self) -> Exposure:
-        """What decides how much dropping it bears."""
-        elements, size = self.sums.elements, self.statistics.relative_norm
-        return Exposure(elements, size, row_width(elements, self.shape) * self.essential_fraction)
+    @cached_property
+    def inliers(self) -> Inliers:
+        """What it is without its outliers."""
+        return without_outliers(self.statistics, self.shape)
 
-    @property
-    def essential_fraction(self) -> float:
-        """The share of finite elements that carries the change."""
-        _, squares, _, fourths = self.sums.powers
-        finite = self.sums.elements - self.sums.not_finite
-        return squares**2 / (finite * fourths) if fourths else 0.0
+
+def _essential_fraction(layers: Sequence[Layer]) -> float:
+    """The share of finite elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
+    squares = sum(layer.sums.powers[1] * layer.inliers.squares for layer in layers)
+    fourths = sum(layer.sums.powers[3] * layer.inliers.fourths for layer in layers)
+    count = sum(layer.sums.elements - layer.sums.not_finite for layer in layers)
+    return squares**2 / (count * fourths) if fourths else 0.0
+
+
+def _relative_norm(layers: Sequence[Layer]) -> float:
+    """‖δ‖ / ‖base‖ without outliers; infinite for a change of a base that is zero."""
+    squares = sum(layer.sums.powers[1] * layer.inliers.squares for layer in layers)
+    base_squares = sum(layer.sums.base_squares for layer in layers)
+    if base_squares:
+        return math.sqrt(squares / base_squares)
+    return math.inf if squares else 0.0
 
 
 def _together(layers: Sequence[Layer]) -> Layer:
@@ -455,32 +489,14 @@ def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
     return inputs.base, inputs.models[0]
 
 
+def _file_of(given: Given | None) -> str:
+    """The path that was given; arrays have none."""
+    return NAME if given is None or isinstance(given, Mapping) else str(given)
+
+
 def _arrays(given: Mapping[str, Any]) -> dict[str, Any]:
     """Lists of numbers become arrays."""
     return {
         name: np.asarray(value, np.float32) if isinstance(value, list | tuple) else value
         for name, value in given.items()
     }
-
-
-def _selected(
-    base: Source | None, tuned: Source, configuration: Configuration
-) -> tuple[list[str], list[str]]:
-    """The tensors to look at, and why others are not."""
-    names, left_out = [], []
-    for name, info in tuned.tensors.items():
-        if not configuration.selects(name):
-            continue
-        if not info.dtype.is_weight:
-            left_out.append(f"{name}: {info.dtype.name} is no type of weights")
-        elif base is None or (name in base.tensors and base.tensors[name].shape == info.shape):
-            names.append(name)
-        elif name in base.tensors:
-            shapes = f"{base.tensors[name].shape} in the base and {info.shape} in the tuned model"
-            left_out.append(f"{name}: is {shapes}")
-        else:
-            left_out.append(f"{name}: is not in the base")
-    if not names:
-        found = f": {left_out[0]}" if left_out else ""
-        raise InputError(f"there are no weights to look at{found}")
-    return names, left_out

@@ -167,21 +167,41 @@ def analyze_sources(
     spare = max_memory // threads - workspace_bytes(base, sources)
     matrices = choose_matrices(subjects, spectra, spare)
     survey, bytes_read = _look(base, sources, subjects, matrices, threads, verbose=verbose)
-    measured = [survey.measured[subject.name] for subject in subjects]
-    return Analysis(
-        base=base_file,
-        base_dtypes=_count_types(base.tensors.values()),
-        models=tuple(
-            _model(survey, measured, number, name, file, base)
-            for number, (name, file) in enumerate(zip(models, files, strict=True))
-        ),
-        pairs=tuple(_pair(measured, pair, tuple(models)) for pair in pairs_of(range(len(models)))),
-        together=_together(measured),
+    return conclude(
+        survey,
+        subjects,
+        tuple(models),
+        base_file=base_file,
+        files=files,
         notes=tuple(notes),
         left_out=tuple(left_out),
         tied=_tied(base, config or {}),
         bytes_read=bytes_read,
         seconds=time.perf_counter() - started,
+    )
+
+
+def conclude(
+    survey: Survey,
+    subjects: Sequence[Subject],
+    names: Sequence[str],
+    *,
+    base_file: str,
+    files: Sequence[str],
+    **more: Any,
+) -> Analysis:
+    """Make an analysis of what was measured; `more` are fields of it."""
+    measured = [survey.measured[subject.name] for subject in subjects]
+    return Analysis(
+        base=base_file,
+        base_dtypes=_count_types(survey.base.tensors.values()),
+        models=tuple(
+            _model(survey, measured, number, name, file, survey.base)
+            for number, (name, file) in enumerate(zip(names, files, strict=True))
+        ),
+        pairs=tuple(_pair(measured, pair, names) for pair in pairs_of(range(len(names)))),
+        together=_together(measured),
+        **more,
     )
 
 
