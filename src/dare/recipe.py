@@ -19,7 +19,6 @@ model's own value. A list in place of a number is its values from the first laye
 from __future__ import annotations
 
 import fnmatch
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -49,10 +48,11 @@ from dare.sizes import parse_size
 from dare.stages import STAGES, Stage, parse_method
 from dare.stages.registry import Parameter
 
-_EMBEDDINGS = re.compile(
-    r"embed|wte|wpe|lm_head|output_layer|^output\.weight$"  # anywhere in the name
-    r"|(^|\.)(shared|token_embd|position_embd|emb|head)\.(weight|bias)$"
-    r"|(^|\.)cls\.predictions\.(decoder\.)?(weight|bias)$"
+EMBEDDINGS = (
+    *("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight"),
+    *("shared.weight", "*.shared.weight", "token_embd.weight", "position_embd.weight"),
+    *("head.weight", "head.bias", "*.head.weight", "*.head.bias", "emb.weight", "*.emb.weight"),
+    *("cls.predictions.decoder.*", "cls.predictions.bias"),
 )
 """Names of embeddings and heads, whose deltas behave unlike those of other layers."""
 
@@ -541,7 +541,7 @@ def _at(
 
 def is_embedding(tensor: str) -> bool:
     """Say whether a tensor is an embedding or a head, by its name."""
-    return _EMBEDDINGS.search(tensor) is not None
+    return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in EMBEDDINGS)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
