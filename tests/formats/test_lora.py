@@ -158,11 +158,21 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
         ({"layer_replication": [[0, 2]]}, "its base has repeated layers"),
         ({"lora_alpha": "much"}, "lora_alpha or alpha_pattern is not usable"),
         ({"alpha_pattern": [1]}, "lora_alpha or alpha_pattern is not usable"),
+        ({"alpha_pattern": {"q(": 1}}, r"'q\(': not a regular expression: missing \)"),
+        ({"alpha_pattern": {r"(q)\1": 1}}, r"is not supported; name the modules"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused_with_the_reason(tmp_path, config, message):
     with pytest.raises(InputError, match=message):
         open_adapter(write_adapter(tmp_path, PAIR, **config))
+
+
+def test_a_bad_pattern_is_refused_by_file_and_name(tmp_path):
+    folder = write_adapter(tmp_path, PAIR, alpha_pattern={"q_proj": 1, "*": 2})
+    with pytest.raises(InputError) as refusal:
+        open_adapter(folder)
+    reason = "not a regular expression: nothing to repeat at position 0"
+    assert str(refusal.value) == f"{folder / CONFIG_NAME}: alpha_pattern '*': {reason}"
 
 
 def test_damaged_adapters_are_refused(tmp_path):

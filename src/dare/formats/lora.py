@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.dtypes import STORAGE_TYPES
 from dare.errors import InputError
+from dare.formats.patterns import ModulePattern
 from dare.io.header import TensorInfo
 from dare.io.sources import FileSource, open_source
 from dare.kernels import reference
@@ -72,10 +73,14 @@ class Adapter:
     fan_in_fan_out: bool
     base_name: str | None
 
+    @cached_property
+    def _patterns(self) -> list[ModulePattern]:
+        return list(map(ModulePattern, self.alpha_pattern))
+
     def scaling(self, module: str, rank: int) -> float:
         """The factor on B·A for a module, by its name without `base_model.model.`."""
-        pattern = next((p for p in self.alpha_pattern if re.match(rf"(.*\.)?({p})$", module)), "")
-        alpha = self.alpha_pattern.get(pattern, self.alpha)
+        alphas = zip(self._patterns, self.alpha_pattern.values(), strict=True)
+        alpha = next((alpha for pattern, alpha in alphas if pattern.matches(module)), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -290,17 +295,27 @@ def read_config(path: Path) -> Adapter:
             "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
         )
     try:
+        alphas = {
+            str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
+        }
+        _check_patterns(file, alphas)
         return Adapter(
             alpha=float(config["lora_alpha"]),
-            alpha_pattern={
-                str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
-            },
+            alpha_pattern=alphas,
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=config.get("base_model_name_or_path"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None
+
+
+def _check_patterns(file: Path, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            ModulePattern(pattern)
+        except ValueError as error:
+            raise InputError(f"{file}: alpha_pattern {pattern!r}: {error}") from None
 
 
 def _shape(info: TensorInfo) -> str:
