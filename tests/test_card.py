@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 import yaml
 
 from dare import merge, plan
-from dare.card import model_card, short_name
-from dare.errors import Concern, Notice
+from dare.card import inherited, model_card, short_name
+from dare.errors import Concern, InputError, Notice
 from dare.planning import Plan
 from dare.recipe import ModelEntry, Recipe
 from dare.report import Report
@@ -80,13 +81,13 @@ def test_what_holds_for_the_base_holds_for_the_output(
     merged: tuple[Plan, Report], tmp_path: Path
 ) -> None:
     (tmp_path / "README.md").write_text(CARD)
-    found = front_matter(model_card(*merged, tmp_path).decode())
+    found = front_matter(model_card(*merged, inherited(tmp_path)).decode())
     assert found["license"] == "llama3"
     assert found["license_link"] == "https://example.org/a#b"
     assert found["pipeline_tag"] == "text-generation"
     assert found["library_name"] == "transformers"
     (tmp_path / "README.md").write_bytes(b"\xff no front matter\nlicense: mit\n")
-    assert "license" not in front_matter(model_card(*merged, tmp_path).decode())
+    assert "license" not in front_matter(model_card(*merged, inherited(tmp_path)).decode())
 
 
 @pytest.mark.parametrize("name", ["no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"])
@@ -113,6 +114,28 @@ def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
     assert "- large deltas: math: |δ| exceeds".replace("|", "\\|") in card
     assert "Mask version 1." in card
     assert "dare merged --output again" in card
+
+
+def test_a_weight_that_changes_over_the_layers_is_told(tmp_path: Path) -> None:
+    file = save(tmp_path / "math.safetensors", {"w": np.ones(64, np.float32)})
+    merge_in(tmp_path, models=[ModelEntry(file=file, weight=[0.2, 1, 0.5])])
+    card = (tmp_path / "out" / "merged" / "README.md").read_text()
+    assert "math.safetensors` | 0.2 to 1 to 0.5 | 42 |" in card
+
+
+def test_a_card_of_the_base_that_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "README.md").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match=r"README\.md"):
+        merge_in(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_whose_name_is_no_text_can_be_merged(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.safetensors", {"w": np.ones(64, np.float32)})
+    file = file.rename(tmp_path / os.fsdecode(b"m\xff.safetensors"))
+    merge_in(tmp_path, models=[file])
+    assert "`m?`" in (tmp_path / "out" / "merged" / "README.md").read_text()
 
 
 def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,26 @@ def to(recipe: Recipe, output: Path) -> Recipe:
 def embedded(path: Path) -> dict[str, object]:
     with safe_open(path, "np") as file:
         return json.loads(file.metadata()["dare"])
+
+
+def test_a_source_tree_without_package_metadata_merges(tmp_path):
+    recipe = write(tmp_path)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "dare").symlink_to(Path(package.__file__).parent)
+    code = f"""
+import importlib.metadata, sys
+def missing(name): raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.version = missing
+sys.path.insert(0, {str(tmp_path / "tree")!r})
+from dare.api import merge
+from dare.recipe import Recipe
+merge(Recipe(base={str(recipe.base)!r}, models={[str(m.file) for m in recipe.models]!r},
+             output={str(recipe.output)!r}, verbose=False), backend="reference")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    versions = read_manifest(manifest_path(recipe.output))["versions"]
+    assert (versions["dare"], versions["numpy"]) == (package.__version__, np.__version__)
+    assert versions["numba"] == "unknown"
 
 
 # ---------------------------------------------------------------- what is embedded

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import Concern
+from dare.gradients import Gradient
 from dare.io.sources import SINGLE_NAME
 from dare.mask import MASK_VERSION
 from dare.planning import Plan
@@ -39,12 +40,11 @@ _PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 
 
-def model_card(plan: Plan, report: Report, base_directory: Path | None = None) -> bytes:
-    """Write the card of a finished merge; licence and task are taken from the base's own card."""
-    inherited = _inherited(base_directory) if base_directory else {}
+def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None = None) -> bytes:
+    """Write the card of a finished merge; `inherited` is what it takes from the base's own."""
     title = plan.layout.target.name if plan.layout else "merged"
     lines = [
-        *_front_matter(plan, inherited),
+        *_front_matter(plan, inherited or {}),
         f"# {_inline(title)}",
         "",
         f"{_listed(plan)} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"
@@ -63,7 +63,8 @@ def model_card(plan: Plan, report: Report, base_directory: Path | None = None) -
         "",
         *_reproduction(report, title),
     ]
-    return ("\n".join(lines) + "\n").encode()
+    text = "\n".join(lines) + "\n"
+    return text.encode(errors="replace")  # a file's name need not be text
 
 
 def short_name(path: str | os.PathLike[str]) -> str:
@@ -110,8 +111,8 @@ def _yaml(text: str) -> str:
     return text if plain and not reserved else json.dumps(text, ensure_ascii=False)
 
 
-def _inherited(directory: Path) -> dict[str, str]:
-    """What is taken over from the card of the base, if it has one."""
+def inherited(directory: Path) -> dict[str, str]:
+    """What is taken over from the card in the base's directory, if it has one."""
     text = (read_text(directory, NAME) or b"").decode(errors="replace")
     front = _FRONT_MATTER.match(text.replace("\r\n", "\n"))
     found = {}
@@ -137,13 +138,23 @@ def _models(plan: Plan, report: Report) -> Iterator[str]:
         cells = [
             _code(model.name),
             _code(short_name(entry.file)),
-            f"{model.weight:.6g}",
+            _weight(model.weight),
             str(model.seed),
             *_rates(model),
             f"{model.largest_delta:.3g}",
             _code(model.largest_delta_in) if model.largest_delta_in else "–",
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _weight(weight: float | Gradient) -> str:
+    """A weight, or those of the layers from the first to the last.
+
+    >>> _weight([0.2, 0.8])
+    '0.2 to 0.8'
+    """
+    values = weight if isinstance(weight, list) else [weight]
+    return " to ".join(f"{value:.6g}" for value in values)
 
 
 def _rates(model: ModelReport) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dare.card import NAME as CARD_NAME
-from dare.card import model_card
+from dare.card import inherited, model_card
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.formats import open_model, read_config
 from dare.gradients import mean_value
@@ -142,7 +142,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         planned,
         notes=(*planned.notes, *found.notes, *notes),
         sidecars=found,
-        base_folder=inputs.folders[0],
+        base_card=inherited(inputs.folders[0]) if inputs.folders[0] else {},
     )
 
 
@@ -161,5 +161,5 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
 def write_sidecars(folder: Path, planned: Plan, report: Report) -> None:
     """Write what goes beside the weights, and a card that says how they were made."""
     if planned.sidecars is not None:
-        card = model_card(planned, report, planned.base_folder)
+        card = model_card(planned, report, planned.base_card)
         write_into(folder, {**planned.sidecars.files, CARD_NAME: card})

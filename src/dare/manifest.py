@@ -12,10 +12,13 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dare import __version__
 from dare.errors import InputError
 from dare.hub import absolute
 from dare.io.digest import DIGEST_LENGTH, bytes_digest
@@ -121,9 +124,10 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         **{key: value for key, value in embedded.items() if key != "check"},
         "recipe": resolved.to_document(),
         "versions": {
-            "dare": version("dare-merge"),
+            "dare": __version__,
             "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "numba")},
+            "numpy": np.__version__,
+            "numba": _numba_version(),
         },
         "machine": platform.machine(),
         "digests": {
@@ -137,6 +141,13 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
             if key not in ("digests", "output")
         },
     }
+
+
+def _numba_version() -> str:
+    try:
+        return version("numba")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def find_manifest(path: Path) -> Path | None:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from dare.chunks import CHUNK, chunk_count
@@ -131,8 +130,8 @@ class Plan:
     """What was done so that the inputs fit together."""
     sidecars: Sidecars | None = None
     """What goes beside the weights in an output directory."""
-    base_folder: Path | None = None
-    """Where the base lies, if in a directory."""
+    base_card: Mapping[str, str] | None = None
+    """What an output directory's card takes over from the base's."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -14,13 +14,13 @@ import platform
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dare import __version__
 from dare.dtypes import StorageType
 from dare.errors import InputError, OutputError
 from dare.formats.lora import CONFIG_NAME, WEIGHTS_NAME
@@ -148,11 +148,14 @@ def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
 
 def manifest_of(kind: str, made: Mapping[str, Any]) -> dict[str, Any]:
     """What is written down of how an adapter was made."""
-    versions = {name: version(name) for name in ("dare-merge", "numpy")}
     return {
         "adapter": kind,
         **made,
-        "versions": {**versions, "python": platform.python_version()},
+        "versions": {
+            "dare-merge": __version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
         "machine": platform.machine(),
     }
 
