@@ -37,7 +37,7 @@ LAYERS = (
     ),
     ("formats", "hub", "sidecars"),
     ("stages", "io", "kernels", "executors"),
-    ("mask", "dtypes", "chunks", "gradients", "sizes", "linalg"),
+    ("mask", "dtypes", "chunks", "gradients", "json_values", "sizes", "linalg"),
     ("errors",),
 )
 """From the top down. A module may import from its own layer and from those below."""

@@ -20,6 +20,7 @@ from dare.io.digest import bytes_digest
 from dare.io.header import TensorInfo
 from dare.io.layout import Layout
 from dare.io.writer import ArraySink, PartialOutput, Record, check_target
+from dare.json_values import json_ready
 from dare.manifest import (
     checked_metadata,
     embedded_manifest,
@@ -124,7 +125,7 @@ def merge(
         _check_inputs(recipe, report)
         digests = report.digests
         embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
-        beside = json.dumps(full_manifest(planned, report, embedded), indent=1)
+        beside = json.dumps(json_ready(full_manifest(planned, report, embedded)), indent=1)
         write_sidecars(output.folder, planned, report)
         output.finish(
             checked_metadata(layout, embedded),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from dare.gradients import Gradient
 from dare.io.digest import model_digest, tensor_digest
 from dare.io.header import TensorInfo
 from dare.io.writer import Record
+from dare.json_values import json_ready
 from dare.planning import Plan, TensorPlan
 
 
@@ -83,14 +85,14 @@ class Report:
     digests: Digests
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """The report as plain values."""
         plain = asdict(self)
         plain["output"] = None if self.output is None else str(self.output)
         return plain
 
     def to_json(self) -> str:
-        """The report as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+        """The report as JSON; a number that is not finite becomes a string."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
         """The report in a few lines."""
@@ -178,8 +180,9 @@ def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> Mo
         place = tensor.models.index(index)
         elements += tensor.elements
         over += report.over_threshold[place]
-        if not report.largest_delta[place] <= largest:
-            largest, largest_in = report.largest_delta[place], tensor.name
+        peak = report.largest_delta[place]
+        if peak > largest or (math.isnan(peak) and not math.isnan(largest)):  # the first NaN stays
+            largest, largest_in = peak, tensor.name
     asked, realised = _drop_rates(plan, index, reports)
     return ModelReport(
         name=plan.model_names[index],

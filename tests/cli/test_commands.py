@@ -14,7 +14,7 @@ import pytest
 from calling import BASE, TO, TWO, base_arrays, contents, dare, dare_succeeds
 from safetensors.numpy import load_file
 
-from dare import __version__, plan
+from dare import __version__, merge, plan
 from dare.cli import build_app, show
 from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
@@ -33,6 +33,34 @@ base_file = "base.safetensors"
 merge_files = ["math.safetensors", "code.safetensors"]
 output_file = "merged.safetensors"
 """
+
+
+def strictly(text: str | bytes) -> dict:
+    """A document, by a parser that knows nothing beyond JSON."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.filterwarnings("ignore::dare.errors.DareWarning")
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_documents_are_json_whatever_is_in_the_weights(folder: Path, odd: float) -> None:
+    tuned = {name: value.copy() for name, value in load_file("math.safetensors").items()}
+    next(value for value in tuned.values() if value.dtype == np.float32).flat[0] = odd
+    save(folder / "math.safetensors", tuned)
+    said = strictly(dare_succeeds("merge", *TWO, *TO, "--json", "--method", "linear").out)
+    assert said["models"][0]["largest_delta"] == str(odd)
+    manifest = strictly((folder / "merged.safetensors.manifest.json").read_bytes())
+    assert manifest["report"]["models"][0] == said["models"][0]
+    again = merge("merged.safetensors", overwrite=True)
+    assert str(again.models[0].largest_delta) == str(odd)
+    assert strictly(again.to_json())["models"] == said["models"]
+    strictly(dare_succeeds("verify", "merged.safetensors", "--json").out)
+    dare_succeeds("merged.safetensors", "--output", "again.safetensors", "--quiet")
+    dare_succeeds("report", "--merged", "merged.safetensors", "--output", "page.html", "--quiet")
+    assert sha256(folder / "again.safetensors") == sha256(folder / "merged.safetensors")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.adapters.svd import relative_error
+from dare.json_values import json_ready
 from dare.sizes import show_size
 
 
@@ -67,8 +68,8 @@ class _Report:
         return plain | {"rank": self.rank, "error": self.error, "energy": self.energy}
 
     def to_json(self) -> str:
-        """The report as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+        """The report as JSON; a number that is not finite becomes a string."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
     def _ranks(self) -> str:
         ranks = {module.rank for module in self.modules}

@@ -27,6 +27,7 @@ from dare.formats.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.io.digest import bytes_digest
 from dare.io.layout import Described, Layout
 from dare.io.writer import PartialOutput, check_target
+from dare.json_values import json_ready
 from dare.kernels import reference
 
 Floats = NDArray[np.float32]
@@ -167,7 +168,7 @@ def readme_of(title: str, base_name: str | None, text: str) -> str:
 
 
 def _json(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(json_ready(document), indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _write_synced(path: Path, content: bytes) -> None:

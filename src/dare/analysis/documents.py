@@ -14,8 +14,9 @@ from typing import Any
 
 from dare.analysis.judgement import Advice, Readiness
 from dare.analysis.prediction import predict
-from dare.analysis.results import Analysis, ModelAnalysis, Spectrum, Statistics, finite
+from dare.analysis.results import Analysis, ModelAnalysis, Spectrum, Statistics
 from dare.errors import OutputError
+from dare.json_values import json_ready
 
 RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 """Drop rates for which errors are predicted."""
@@ -26,7 +27,7 @@ def to_json(analysis: Analysis, readiness: Readiness, advice: Advice) -> str:
     """One document; `Analysis.from_json` takes the analysis out of it again."""
     document = {
         **json.loads(analysis.to_json()),
-        "predictions": finite(list(_predictions(analysis))),
+        "predictions": json_ready(list(_predictions(analysis))),
         "readiness": readiness.to_dict(),
         "advice": advice.to_dict(),
     }

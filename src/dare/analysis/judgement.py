@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from dare.analysis.results import finite
+from dare.json_values import json_ready
 
 WIDTH = 100
 """Columns of the texts."""
@@ -166,5 +166,5 @@ def _wrapped(label: str, text: str) -> Iterator[str]:
 
 
 def _plain(judgement: Readiness | Advice) -> dict[str, Any]:
-    plain: dict[str, Any] = finite(asdict(judgement))
+    plain: dict[str, Any] = json_ready(asdict(judgement))
     return plain

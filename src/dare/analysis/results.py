@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 import typing
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dare.errors import InputError
+from dare.json_values import json_ready
 
 SCHEMA = "dare-analysis/1"
 """Of the JSON document; a change that old readers cannot take changes the number."""
@@ -297,7 +297,7 @@ class Analysis:
 
     def to_json(self) -> str:
         """The analysis as JSON; a number that is not finite becomes a string."""
-        return json.dumps(finite(self.to_dict()), ensure_ascii=False)
+        return json.dumps(json_ready(self.to_dict()), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "analysis") -> Self:
@@ -323,19 +323,6 @@ class Analysis:
             return cls.from_json(path.read_bytes(), str(path))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def finite(value: Any) -> Any:
-    """NaN and infinities as the strings that `float` takes: JSON has none."""
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case dict():
-            return {key: finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [finite(item) for item in value]
-        case _:
-            return value
 
 
 def _read(kind: Any, value: Any) -> Any:

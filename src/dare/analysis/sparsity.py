@@ -75,6 +75,7 @@ from dare.errors import InputError, RecipeError
 from dare.inputs import open_inputs
 from dare.io.header import TensorInfo
 from dare.io.sources import Source, open_source
+from dare.json_values import json_ready
 from dare.recipe import Recipe
 
 Floats = NDArray[np.float32]
@@ -196,8 +197,8 @@ class SparsityAnalysis:
         return {**plain, "computed_at": self.computed_at.isoformat()}
 
     def to_json(self) -> str:
-        """Everything as JSON."""
-        return json.dumps(self.to_dict(), ensure_ascii=False)
+        """Everything as JSON; a number that is not finite becomes a string."""
+        return json.dumps(json_ready(self.to_dict()), ensure_ascii=False)
 
     def __str__(self) -> str:
         """The main figures, in a few lines."""

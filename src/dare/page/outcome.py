@@ -62,7 +62,7 @@ def outcome_of_manifest(
     try:
         output = manifest["recipe"]["models"].get("output_file")
         return _outcome(manifest["report"], output, analysis, survival)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{where}: has no whole report of a merge ({error!r}); pass the manifest "
             "that `dare merge` wrote beside its output"
@@ -115,7 +115,8 @@ def _model(
     elements = sum(tally.elements for tally in own.values())
     shown = [field.name for field in fields(ModelOutcome) if not field.name.startswith("kept")]
     return ModelOutcome(
-        **{name: model[name] for name in shown},
+        **{name: model[name] for name in shown if name != "largest_delta"},
+        largest_delta=float(model["largest_delta"]),  # text in a manifest, if it is not finite
         kept={
             stage_name(stages, number): sum(tally.left[number] for tally in own.values()) / elements
             for number in range(len(stages))

@@ -1,0 +1,23 @@
+"""What JSON lacks: one rule for every document that the package writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def json_ready(value: Any) -> Any:
+    """NaN and infinities as the strings that `float` takes: JSON has none.
+
+    >>> json_ready({"largest": float("inf"), "shares": (0.5, float("nan"))})
+    {'largest': 'inf', 'shares': [0.5, 'nan']}
+    """
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {key: json_ready(item) for key, item in value.items()}
+        case list() | tuple():
+            return [json_ready(item) for item in value]
+        case _:
+            return value
