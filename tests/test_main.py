@@ -1,5 +1,7 @@
 """`python -m dare` is the command `dare`."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -14,3 +16,37 @@ def test_the_module_is_the_command(command):
         [sys.executable, *command, "--version"], capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == (f"dare {__version__}\n", "")
+
+
+def left_behind(before: str, *arguments: str, **variables: str) -> list[object]:
+    """What a call of `main` leaves: is the collector on, what is frozen, BLAS's threads."""
+    code = f"""
+import gc, json, os, sys
+{before}
+from dare.cli import main
+main({list(arguments)!r})
+print(json.dumps([gc.isenabled(), gc.get_freeze_count(), os.environ.get("OPENBLAS_NUM_THREADS")]))
+"""
+    environment = {key: value for key, value in os.environ.items() if "NUM_THREADS" not in key}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | variables,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_garbage_collector_is_left_as_it_was():
+    assert left_behind("", "methods", "dare")[:2] == [True, 0]
+    assert left_behind("gc.disable()", "methods", "dare")[:2] == [False, 0]
+    assert left_behind("", "merge", "--no-such-flag")[:2] == [True, 0]
+
+
+def test_blas_gets_one_thread_where_more_would_only_wait():
+    assert left_behind("", "methods", "dare")[2] == "1"
+    assert left_behind("", "lora", "--help")[2] is None  # its matrices are large
+    assert left_behind("import numpy", "methods", "dare")[2] is None  # too late, and not ours
+    assert left_behind("", "methods", "dare", OMP_NUM_THREADS="2")[2] is None
+    assert left_behind("", "methods", "dare", OPENBLAS_NUM_THREADS="2")[2] == "2"

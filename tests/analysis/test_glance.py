@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dare import merge, plan
-from dare.analysis.glance import MATRICES, _rank_if_low, _spread, glance
+from dare.analysis.glance import MATRICES, _rank_if_low, _read_rows, _spread, glance
 from dare.errors import Concern, DareWarning
 from helpers import write_recipe
 
@@ -100,6 +100,30 @@ def test_samples_are_spread_over_the_model():
     assert _spread(list(range(100))) == [12, 37, 62, 87]
     assert _spread(list(range(MATRICES - 1))) == [0, 1, 2]
     assert _spread([]) == []
+
+
+def test_it_reads_a_matrix_at_once_and_stops_at_the_first_full_rank(tmp_path, monkeypatch):
+    base = model()
+    planned = plan(write_recipe(tmp_path, base, [changed(base, full(0.001))]))
+    reads, ranks = [], []
+    for source in (planned.base, *planned.models):
+        read = source.read
+        monkeypatch.setattr(source, "read", lambda *a, read=read: (reads.append(a), read(*a)))
+    eigvalsh = np.linalg.eigvalsh
+    monkeypatch.setattr(np.linalg, "eigvalsh", lambda gram: (ranks.append(gram), eigvalsh(gram))[1])
+    assert glance(planned) == []
+    assert len(reads) == 2 * MATRICES
+    assert len(ranks) == 1
+
+
+def test_rows_that_are_read_one_by_one_are_those_that_are_read_at_once(tmp_path, monkeypatch):
+    planned = plan(write_recipe(tmp_path, model(), [model()]))
+    tensor = next(planned.merged())
+    with planned.base as source:
+        whole = _read_rows(source, tensor)
+        monkeypatch.setattr("dare.analysis.glance.READ_WHOLE", 0)
+        assert _read_rows(source, tensor).tolist() == whole.tolist()
+    assert whole.tolist() == model()[tensor.name][36:164].tolist()
 
 
 def test_a_merge_warns_and_reports(tmp_path):

@@ -7,6 +7,7 @@ nothing: what it finds becomes a warning, never an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from dare.analysis.limits import limit
 from dare.errors import Concern, Notice
 from dare.io.sources import Source
 from dare.kernels import reference
+from dare.linalg import one_blas_thread
 from dare.planning import Plan, TensorPlan
 from dare.recipe import is_embedding
 
 Floats = NDArray[np.float32]
 
-MATRICES, ROWS, COLUMNS = 4, 128, 1024
+MATRICES, ROWS, COLUMNS = 4, 128, 256
 """How many matrices are looked at, and how much of each at the most."""
+READ_WHOLE = 4096
+"""Rows up to this width are read whole, all at once: that is faster than a read for each."""
 SMALLEST = 32
 """Matrices with fewer rows or columns say nothing about rank."""
 
@@ -82,11 +86,17 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
     height, width = tensor.shape
     rows, columns = min(ROWS, height), min(COLUMNS, width)
     kind = source.tensors[tensor.name].dtype
+    first, stride = (height - rows) // 2, width * kind.itemsize
+    if width <= READ_WHOLE:
+        raw = np.empty((rows, stride), np.uint8)
+        source.read(tensor.name, first * stride, raw.reshape(-1))
+        raw = np.ascontiguousarray(raw[:, : columns * kind.itemsize])
+    else:
+        raw = np.empty((rows, columns * kind.itemsize), np.uint8)
+        for row, into in enumerate(raw, start=first):
+            source.read(tensor.name, row * stride, into)
     values = np.empty((rows, columns), np.float32)
-    raw = np.empty(columns * kind.itemsize, np.uint8)
-    for row, out in enumerate(values, start=(height - rows) // 2):
-        source.read(tensor.name, row * width * kind.itemsize, raw)
-        reference.decode(raw.view(kind.carrier), out)
+    reference.decode(raw.view(kind.carrier), values)
     return values
 
 
@@ -96,8 +106,8 @@ def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
     deltas = np.concatenate([sample.delta.ravel() for sample in samples])
     bases = np.concatenate([sample.base.ravel() for sample in samples])
     mean = float(np.abs(deltas).mean(dtype=np.float64))
-    length = float(np.linalg.norm(bases.astype(np.float64)))
-    ratio = float(np.linalg.norm(deltas.astype(np.float64))) / length if length else 0.0
+    length = _norm(bases)
+    ratio = _norm(deltas) / length if length else 0.0
     if mean >= FOREIGN_DELTA or ratio >= FOREIGN_RATIO:
         yield Notice(
             Concern.NOT_HOMOLOGOUS,
@@ -106,6 +116,11 @@ def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
             f"DARE works around {limit('usual_delta')} and fails around {FOREIGN_DELTA}; check "
             "that base and model belong together",
         )
+
+
+def _norm(values: Floats) -> float:
+    """Without BLAS, whose threads take longer to start than this."""
+    return math.sqrt(np.square(values, dtype=np.float64).sum())
 
 
 def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Notice]:
@@ -118,14 +133,18 @@ def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Not
     changed = [sample.delta for sample in samples if sample.delta.any()]
     if not changed or max(rates, default=0) <= LOW_RANK_RATE:
         return
-    ranks = [_rank_if_low(delta) for delta in changed]
-    if None not in ranks:
-        yield Notice(
-            Concern.LOW_RANK,
-            f"{plan.model_names[model]}: its delta has a rank of about "
-            f"{max(rank for rank in ranks if rank is not None)}, as a LoRA's has, and "
-            f"drop_rate is {max(rates)}; 0.7 to {LOW_RANK_RATE} is the usual range for LoRAs",
-        )
+    ranks = []
+    with one_blas_thread():  # the matrices are small, and more threads take ten times as long
+        for delta in changed:
+            rank = _rank_if_low(delta)
+            if rank is None:  # one is enough: no need to look at the others
+                return
+            ranks.append(rank)
+    yield Notice(
+        Concern.LOW_RANK,
+        f"{plan.model_names[model]}: its delta has a rank of about {max(ranks)}, as a LoRA's has, "
+        f"and drop_rate is {max(rates)}; 0.7 to {LOW_RANK_RATE} is the usual range for LoRAs",
+    )
 
 
 def _rank_if_low(delta: Floats) -> int | None:

@@ -10,6 +10,7 @@ Commands are imported only when they are called, so that `--help` is there at on
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -29,6 +30,11 @@ from dare.errors import DareError, did_you_mean
 if TYPE_CHECKING:
     from cyclopts import App
 
+BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+"""How a user says how many threads OpenBLAS gets; the first counts most."""
+USES_BLAS = ("lora", "demo")
+"""Commands whose own thread multiplies large matrices."""
+
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -42,8 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # as it is after `>&-`
             setattr(sys, stream, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+    _hold_blas_to_one_thread(given)
     # A merge makes no cycles worth collecting, and passes over all of Numba take 0.3 s.
+    collects = gc.isenabled()
     gc.disable()
+    atexit.register(gc.freeze)  # nor at the end
+    try:
+        return _run(given)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _hold_blas_to_one_thread(arguments: Sequence[str]) -> None:
+    """Keep OpenBLAS from starting a thread for each core, all of which then wait and burn time.
+
+    Merges and analyses hold it to one thread for each of theirs anyway. It reads the variable
+    when NumPy is imported.
+    """
+    is_set = any(variable in os.environ for variable in BLAS_VARIABLES)
+    if not is_set and "numpy" not in sys.modules and with_command(arguments)[0] not in USES_BLAS:
+        os.environ[BLAS_VARIABLES[0]] = "1"
+
+
+def _run(given: Sequence[str]) -> int:
     try:
         from cyclopts import CycloptsError
     except KeyboardInterrupt:
@@ -77,8 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{type(error).__name__}: {error} (this is a mistake in dare; --debug shows where)"
         )
         return _fail(message, error, given, FAILED)
-    finally:
-        gc.freeze()  # nor at the end
     return outcome if isinstance(outcome, int) else DONE
 
 
