@@ -178,7 +178,13 @@ class Plan:
         if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
             floats += len(self.models) + 4 + 1 + self.has_deltas
         lanes = 2
-        return CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
+        buffers = CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
+        return buffers + self.reading_bytes
+
+    @cached_property
+    def reading_bytes(self) -> int:
+        """What the sources keep for one thread: factors of LoRAs."""
+        return sum(source.reading_bytes for source in (self.base, *self.models))
 
     @cached_property
     def has_deltas(self) -> bool:

@@ -1,7 +1,10 @@
 """Adapters become the deltas that PEFT would add to the base."""
 
 import json
+import pickle
+import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from dare.errors import InputError
+from dare import Recipe, merge, plan
+from dare.chunks import CHUNK
+from dare.errors import InputError, RecipeError
 from dare.formats.lora import CONFIG_NAME, WEIGHTS_NAME, looks_like, open_adapter
 from dare.kernels import cpu, reference
 
@@ -193,6 +198,50 @@ def test_damaged_adapters_are_refused(tmp_path):
         open_adapter(tmp_path / "torn")
     assert looks_like(tmp_path / "torn")
     assert not looks_like(tmp_path)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def large(folder, seed, rank=1024, size=1536):
+    down = np.random.default_rng(seed).standard_normal((rank, size), np.float32)
+    factors = {"w.lora_A.weight": down, "w.lora_B.weight": np.ascontiguousarray(down.T)}
+    return write_adapter(folder, factors, r=rank)
+
+
+def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
+    base = tmp_path / "base.safetensors"
+    save_file({"w.weight": np.zeros((1536, 1536), np.float16)}, base)
+    given = {"base": base, "models": [large(tmp_path / str(n), n) for n in (0, 1)]}
+    given |= {"output": tmp_path / "out.safetensors", "method": "linear", "verbose": False}
+    with pytest.raises(RecipeError, match="one thread needs") as refusal:
+        plan(Recipe(**given, max_memory="30MB"))
+    enough = str(refusal.value).split("allow at least ")[1]
+    for threads, memory in ((1, enough), (2, "150MB")):
+        planned = plan(Recipe(**given, max_memory=memory, threads=threads))
+        assert planned.threads == threads
+        tracemalloc.start()
+        merge(planned, overwrite=True)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < planned.threads * planned.workspace_bytes + (2 << 20)
+        assert planned.threads * planned.workspace_bytes <= planned.recipe.max_memory
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+def test_a_thread_keeps_the_factors_of_one_tensor(tmp_path, fan_in_fan_out):
+    tensors = PAIR | {name.replace("q_", "v_"): value for name, value in PAIR.items()}
+    source = open_adapter(write_adapter(tmp_path, tensors, fan_in_fan_out=fan_in_fan_out))
+    assert source.reading_bytes == 4 * CHUNK + 4 * (A.size + B.size) + 4 * B.size
+    into = np.empty(48, np.uint8)
+    with pickle.loads(pickle.dumps(source)) as copy, ThreadPoolExecutor(1) as other:
+        for name in ("m.q_proj.weight", "m.v_proj.weight"):
+            copy.read(name, 0, into)
+            other.submit(copy.read, name, 0, into).result()
+            (first, factors), (second, shared) = copy._kept.values()
+            assert first == second == name
+            assert factors is shared
+    assert not copy._kept
 
 
 # ---------------------------------------------------------------- PEFT's own merge

@@ -210,10 +210,22 @@ def plan_adapters(
     scale: float = 1.0,
     dtype: str = "F32",
     threads: int | None = None,
+    max_memory: int | str = "1GiB",
 ) -> AdapterPlan:
-    """Read configurations and headers and say what `merge_adapters` would do."""
+    """Read configurations and headers and say what `merge_adapters` would do.
+
+    `max_memory` is for the buffers and factors of methods that work on single elements.
+    """
     recipe = _recipe(
-        adapters, weights, stages, drop_rate, method=method, seed=seed, scale=scale, threads=threads
+        adapters,
+        weights,
+        stages,
+        drop_rate,
+        method=method,
+        seed=seed,
+        scale=scale,
+        threads=threads,
+        max_memory=max_memory,
     )
     combine = recipe.chain[-1][0].name
     if combine not in COMBINES:
@@ -256,6 +268,7 @@ class MergeSettings(TypedDict, total=False):
     scale: float
     dtype: str
     threads: int | None
+    max_memory: int | str
 
 
 def merge_adapters(

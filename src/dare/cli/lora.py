@@ -47,6 +47,7 @@ def merge(
     scale: float = 1.0,
     dtype: Type = "F32",
     threads: int | None = None,
+    max_memory: Annotated[str, Parameter(help="What buffers and factors may take.")] = "1GiB",
     dry_run: Annotated[
         bool, Parameter(negative="", show_default=False, group=RUN, help="Only say what it does.")
     ] = False,
@@ -70,6 +71,7 @@ def merge(
         scale=scale,
         dtype=dtype,
         threads=threads,
+        max_memory=max_memory,
     )
     if dry_run:
         return _show(str(plan), quiet=quiet)

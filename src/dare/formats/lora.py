@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.dtypes import STORAGE_TYPES
+from dare.chunks import CHUNK
+from dare.dtypes import STORAGE_TYPES, StorageType
 from dare.errors import InputError
 from dare.formats.patterns import ModulePattern
 from dare.io.header import TensorInfo
@@ -30,10 +32,9 @@ from dare.kernels import reference
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-FACTORS_KEPT = 8
-"""Tensors whose two factors stay in memory, as float32."""
 
 Floats = NDArray[np.float32]
+Factors = tuple[Floats, Floats]
 F32 = STORAGE_TYPES["F32"]
 
 REFUSED = {
@@ -112,7 +113,8 @@ class LoraSource:
         self._products: dict[str, Product] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._sort()
-        self._factors = lru_cache(FACTORS_KEPT)(self._read_factors)
+        self._kept: dict[int, tuple[str, Factors]] = {}
+        """For each thread, the factors of the tensor that it read last."""
 
     def _sort(self) -> None:
         """Find out what each stored tensor is for."""
@@ -202,7 +204,7 @@ class LoraSource:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._factors.cache_clear()
+        self._kept.clear()
         self._stored.__exit__()
 
     def check_unchanged(self) -> None:
@@ -230,16 +232,43 @@ class LoraSource:
             out += self._read_stored(self._whole[name], offset // 4, out.size)
         into[:] = out.view(np.uint8)
 
-    def _read_factors(self, name: str) -> tuple[Floats, Floats]:
+    @property
+    def reading_bytes(self) -> int:
+        both = {name for name in self._products if name in self._whole}
+        added = max((4 + self._whole_type(name).itemsize for name in both), default=0)
+        return CHUNK * (4 + added) + max(
+            map(self._factor_bytes, self._products.values()), default=0
+        )
+
+    def _whole_type(self, name: str) -> StorageType:
+        return self._stored.tensors[self._whole[name]].dtype
+
+    def _factor_bytes(self, product: Product) -> int:
+        """Both factors, and one of them as it is stored or before it is turned."""
+        infos = [self._stored.tensors[key] for key in (product.left, product.right) if key]
+        stored = max(info.elements * max(4, info.dtype.itemsize) for info in infos)
+        return 4 * sum(info.elements for info in infos) + stored
+
+    def _factors(self, name: str) -> Factors:
+        """The factors of a product; threads at one tensor share them."""
+        thread = threading.get_ident()
+        shared = (factors for kept, factors in list(self._kept.values()) if kept == name)
+        if (factors := next(shared, None)) is None:
+            self._kept.pop(thread, None)  # so that no thread ever has two
+            factors = self._read_factors(name)
+        self._kept[thread] = name, factors
+        return factors
+
+    def _read_factors(self, name: str) -> Factors:
         """The two matrices of a product, contiguous: rows × rank and rank × columns."""
         product = self._products[name]
-        left = self._read_matrix(product.left)
-        if product.right is None:
-            return left, np.ones((1, 1), np.float32)
-        right = self._read_matrix(product.right)
-        if product.transposed:
-            left, right = left.T, right.T
-        return np.ascontiguousarray(left), np.ascontiguousarray(right)
+        keys = [key for key in (product.left, product.right) if key is not None]
+        matrices = [self._read_factor(key, transposed=product.transposed) for key in keys]
+        return matrices[0], matrices[1] if len(keys) == 2 else np.ones((1, 1), np.float32)
+
+    def _read_factor(self, key: str, *, transposed: bool) -> Floats:
+        matrix = self._read_matrix(key)
+        return np.ascontiguousarray(matrix.T if transposed else matrix)
 
     def _read_matrix(self, key: str) -> Floats:
         info = self._stored.tensors[key]

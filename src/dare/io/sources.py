@@ -47,6 +47,10 @@ class Source(Protocol):
     def is_partial(self) -> bool:
         """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
 
+    @property
+    def reading_bytes(self) -> int:
+        """What reading takes for each thread, beside the buffer that is filled."""
+
     def holds_delta(self, name: str) -> bool:
         """Whether a tensor is the change to the base, in float32, instead of the weights."""
 
@@ -152,6 +156,7 @@ class StampedSource:
 
     remarks: tuple[str, ...] = ()
     is_partial = False
+    reading_bytes = 0
 
     def __init__(self, files: InputFiles) -> None:
         self._files = files
@@ -208,6 +213,7 @@ class ArraySource:
 
     files: tuple[Path, ...] = ()
     remarks: tuple[str, ...] = ()
+    reading_bytes = 0
 
     def __init__(
         self,

@@ -32,6 +32,10 @@ class SourceView:
     def is_partial(self) -> bool:
         return self.inner.is_partial
 
+    @property
+    def reading_bytes(self) -> int:
+        return self.inner.reading_bytes
+
     def holds_delta(self, name: str) -> bool:
         return self.inner.holds_delta(name)
 
