@@ -28,7 +28,7 @@ from dare.io.digest import bytes_digest
 from dare.io.files import ALIGNMENT, aligned_bytes
 from dare.io.header import TensorInfo
 from dare.io.sources import Source
-from dare.io.writer import Record, Sink
+from dare.io.writer import ArraySink, Record, Sink
 from dare.linalg import one_blas_thread
 from dare.planning import CensusPlan, Fate, Plan, TensorPlan
 from dare.stages import Block, Deltas, Round, Scratch
@@ -38,6 +38,10 @@ Raw = NDArray[Any]
 """Stored elements, as carriers of their type."""
 Progress = Callable[[int], None]
 """Told of every few bytes that have been read."""
+
+
+Censuses = dict[tuple[str, int, int], Future[Mapping[str, Any]]]
+"""For a tensor, a model and the position of a stage, what was concluded of all its tensors."""
 
 
 class Stopped(Exception):  # noqa: N818
@@ -56,8 +60,7 @@ class Job:
     delta_summaries: dict[tuple[str, int], Future[dict[int, Any]]] = field(default_factory=dict)
     """For a tensor and a model, what each surveying delta stage found."""
     combine_summaries: dict[str, Future[Any]] = field(default_factory=dict)
-    censuses: dict[tuple[str, int, int], Future[Mapping[str, Any]]] = field(default_factory=dict)
-    """For a tensor, a model and the position of a stage, what was concluded of all its tensors."""
+    censuses: Censuses = field(default_factory=dict)
     chunks_left: Counter[str] = field(default_factory=Counter)
     counting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,24 +83,40 @@ def execute(
     done: Sequence[Record] = (),
     progress: Progress = lambda _nbytes: None,
     announce: Callable[[], None] = lambda: None,
+    censuses: Censuses | None = None,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
-    `announce` is called if kernels have to be compiled first.
+    `announce` is called if kernels have to be compiled first. `censuses` are those of a plan that
+    this one is a part of; else they are taken here.
     """
     finished = {(record["tensor"], record["chunk"]) for record in done}
+    job = Job(plan, kernel_backends.load(backend), sink, progress, list(done))
+    job.censuses.update(censuses or {})
+    _carry_out(job, lambda: _tasks(job, finished), announce)
+    return job.records
+
+
+def take_censuses(plan: Plan, *, backend: str = "cpu") -> Censuses:
+    """Look at all tensors for the stages that ask for it, so that parts of the plan can be run."""
+    job = Job(plan, kernel_backends.load(backend), ArraySink(()), lambda _nbytes: None, [])
+    if plan.censuses:
+        _carry_out(job, lambda: list(_looks(job)), lambda: None)
+    return job.censuses
+
+
+def _carry_out(job: Job, tasks: Callable[[], Sequence[Any]], announce: Callable[[], None]) -> None:
+    plan = job.plan
     with ExitStack() as stack:
         stack.enter_context(_collector_paused())
         if plan.matrix_bytes:
             stack.enter_context(one_blas_thread())
-        job = Job(plan, kernel_backends.load(backend), sink, progress, list(done))
         for source in (plan.base, *plan.models):
             stack.enter_context(source)
         stack.enter_context(job.kernels.announcing(announce))
-        run_tasks(_tasks(job, finished), lambda stop: Worker(job, stop), plan.threads)
+        run_tasks(tasks(), lambda stop: Worker(job, stop), plan.threads)
         for source in (plan.base, *plan.models):
             source.check_unchanged()
-    return job.records
 
 
 @contextmanager
@@ -152,7 +171,7 @@ def _tasks(job: Job, finished: set[tuple[str, int]]) -> list[Any]:
     else:
         groups = zip([*surveys, [], []], [[], *combines, []], [[], [], *chunks], strict=True)
     tasks = [task for group in groups for tasks in group for task in tasks]
-    return [*copies, *(_looks(job) if any(chunks) else ()), *tasks]
+    return [*copies, *(_looks(job) if any(chunks) and not job.censuses else ()), *tasks]
 
 
 def _looks(job: Job) -> Iterator[Look]:

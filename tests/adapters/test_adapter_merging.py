@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_models import pair, product, read_adapter, write_adapter
+from safetensors.numpy import load_file, save_file
 
-from dare import dare_drop, keep_mask, merge_arrays
+from dare import ModelEntry, Recipe, TensorRule, dare_drop, keep_mask, merge, merge_arrays
 from dare.adapters import merge_adapters, plan_adapters
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
 from dare.formats.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
@@ -466,3 +467,85 @@ def test_plans_and_reports_say_what_matters(two, tmp_path):
     assert plain["error"] == report.error
     assert plain["modules"][1]["energy"] == 1
     assert "relative error" not in str(merge_adapters(two, tmp_path / "cat"))
+
+
+# ---------------------------------------------------------------- the same as with the base
+
+
+MODULES = [f"model.layers.{layer}.{name}" for layer in range(3) for name in ("q", "up")]
+
+
+def some_adapters(folder):
+    """Two adapters whose changes differ in size from module to module; each lacks one."""
+    generator = np.random.default_rng(5)
+    paths = []
+    for number in range(2):
+        tensors = {}
+        for place, module in enumerate(MODULES):
+            if place == 5 * number:
+                continue
+            size = np.float32(0.1 * 2**place)
+            tensors[f"{module}.lora_A.weight"] = generator.standard_normal((3, 16), np.float32)
+            up = size * generator.standard_normal((24, 3), np.float32)
+            tensors[f"{module}.lora_B.weight"] = up
+        paths.append(write_adapter(folder / "ab"[number], tensors, r=3))
+    return paths
+
+
+RULES = [
+    TensorRule(match="*.0.*", settings={"keep_ratio": 0.4}),
+    TensorRule(contains="up", model="b", settings={"keep_ratio": 0.7}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "own", "rules"),
+    [
+        ("linear", {}, {}, [TensorRule(match="*.up.*", weight=0.25)]),
+        ("sum", {}, {}, [TensorRule(match="*.1.*", model="b", weight=0.0)]),
+        ("dare+linear", {"dare": {"drop_rate": 0.5}}, {"drop_rate": 0.25},
+         [TensorRule(match="*.up.*", weight=0.25, settings={"drop_rate": 0.75})]),
+        ("trim+ties", {"trim": {"keep_ratio": 0.3}}, {"keep_ratio": 0.6}, RULES),
+        ("trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}, {}, []),
+        ("trim+ties", {"trim": {"keep_ratio": 0.3, "scope": "model"}}, {"keep_ratio": 0.6}, RULES),
+        ("trim+sum", {"trim": {"keep_ratio": 0.3}}, {"scope": "model"}, []),
+        ("dare+trim+sum", {"trim": {"keep_ratio": 0.2, "scope": "model"}}, {"drop_rate": 0.5}, []),
+        ("della+linear", {}, {"drop_rate": 0.5},
+         [TensorRule(match="*.q.*", settings={"drop_rate": 0.2})]),
+        ("breadcrumbs+sum", {}, {}, []),
+        ("nm+linear", {"nm": {"n": 1, "m": 4}}, {"n": 2}, []),
+        ("star+sum", {}, {}, []),
+        ("dare+linear", {"dare": {"drop_rate": [0.2, 0.8]}}, {}, []),
+    ],
+)  # fmt: skip
+def test_adapters_alone_give_what_they_give_with_their_base(tmp_path, method, stages, own, rules):
+    first, second = some_adapters(tmp_path)
+    models = [ModelEntry(file=first, weight=0.75, seed=3, settings=own), ModelEntry(file=second)]
+    given = {"method": method, "stages": stages, "tensors": rules, "scale": 0.5}
+    zeros = {f"{module}.weight": np.zeros((24, 16), np.float32) for module in MODULES}
+    save_file(zeros | {"other": np.ones(3, np.float32)}, tmp_path / "base.safetensors")
+    merged = tmp_path / "merged.safetensors"
+    recipe = {"base": tmp_path / "base.safetensors", "output": merged, "verbose": False}
+    merge(Recipe(**recipe, models=models, **given))
+    merge_adapters(models, tmp_path / "out", rank=16, **given)
+    expected = load_file(merged)
+    for module in MODULES:
+        found, wanted = delta(tmp_path / "out", module), expected[f"{module}.weight"]
+        np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max() + 1e-12)
+
+
+def test_a_trim_over_the_model_keeps_the_largest_of_all_modules(tmp_path):
+    tensors = pair(Q, 8, 2, 8) | {k: v / 100 for k, v in pair(V, 8, 2, 8, 1).items()}
+    path = write_adapter(tmp_path / "a", tensors)
+    stages = {"trim": {"keep_ratio": 0.4, "scope": "model"}}
+    report = merge_adapters([path], tmp_path / "out", method="trim+sum", stages=stages, rank=8)
+    assert [module.name for module in report.modules] == [Q]
+    assert "1 modules are left out: their merged change is zero" in report.notes
+
+
+def test_what_changes_over_the_layers_is_said_to_end_at_the_last_one_changed(two):
+    stages = {"dare": {"drop_rate": [0.2, 0.8]}}
+    plan = plan_adapters(two, method="dare+sum", stages=stages, rank=2)
+    assert any("the last layer is the last one that an adapter changes" in n for n in plan.notes)
+    with pytest.raises(RecipeError, match="the same for all layers"):
+        plan_adapters(two, tensors=[TensorRule(match="*", weight=[0.1, 1.0])])

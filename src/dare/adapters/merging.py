@@ -3,7 +3,7 @@
 Σ wᵢ·sᵢ·Bᵢ·Aᵢ is one product of stacked factors, so `linear` and `sum` are exact by concatenation,
 at the price of a rank that is the sum of the ranks. With `rank` or `energy` the result is truncated
 by SVD. Methods that drop or elect work on single elements of ΔW and need the whole matrix; they are
-run by the same engine as any merge (same masks, same bits), one matrix at a time.
+run by the same engine as any merge (same plan, masks and bits), one matrix at a time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dare.io.sources import ArraySource
 from dare.io.writer import ArraySink
 from dare.mask import MASK_VERSION
 from dare.planning import Plan, TensorPlan, make_plan
-from dare.recipe import ModelEntry, Recipe
-from dare.run import execute
+from dare.recipe import ModelEntry, Recipe, TensorRule
+from dare.run import Censuses, execute, take_censuses
 from dare.sizes import show_size
 
 Floats = NDArray[np.float32]
@@ -119,10 +119,9 @@ class AdapterPlan:
         """What the adapters are called."""
         return tuple(adapter.name for adapter in self.adapters)
 
-    @cached_property
-    def coefficients(self) -> tuple[float, ...]:
-        """The weight of each adapter, with the scale."""
-        return tuple(weight * self.recipe.scale for weight in self.weights)
+    def coefficient(self, tensor: str, adapter: int) -> float:
+        """The weight of an adapter for one tensor, with the scale."""
+        return self.recipe.weight_for(tensor, adapter) * self.recipe.scale
 
     @property
     def largest(self) -> Module:
@@ -198,7 +197,7 @@ class AdapterPlan:
 
 
 def plan_adapters(
-    adapters: Sequence[AnyPath],
+    adapters: Sequence[AnyPath | ModelEntry],
     *,
     weights: Sequence[float] | None = None,
     method: str = "linear",
@@ -206,6 +205,7 @@ def plan_adapters(
     energy: float | None = None,
     drop_rate: float | None = None,
     stages: Mapping[str, Mapping[str, Any]] | None = None,
+    tensors: Sequence[TensorRule] = (),
     seed: int = 42,
     scale: float = 1.0,
     dtype: str = "F32",
@@ -214,6 +214,8 @@ def plan_adapters(
 ) -> AdapterPlan:
     """Read configurations and headers and say what `merge_adapters` would do.
 
+    An adapter is a path, or a `ModelEntry` with a weight, a seed and settings of its own. Rules
+    name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`.
     `max_memory` is for the buffers and factors of methods that work on single elements.
     """
     recipe = _recipe(
@@ -222,6 +224,7 @@ def plan_adapters(
         stages,
         drop_rate,
         method=method,
+        tensors=tuple(tensors),
         seed=seed,
         scale=scale,
         threads=threads,
@@ -239,7 +242,7 @@ def plan_adapters(
     plan = AdapterPlan(
         recipe,
         tuple(opened),
-        _modules(opened, weights),
+        _modules(opened, recipe),
         wanted,
         weights,
         weight_type(dtype),
@@ -264,6 +267,7 @@ class MergeSettings(TypedDict, total=False):
     energy: float | None
     drop_rate: float | None
     stages: Mapping[str, Mapping[str, Any]] | None
+    tensors: Sequence[TensorRule]
     seed: int
     scale: float
     dtype: str
@@ -272,7 +276,7 @@ class MergeSettings(TypedDict, total=False):
 
 
 def merge_adapters(
-    adapters: Sequence[AnyPath],
+    adapters: Sequence[AnyPath | ModelEntry],
     output: AnyPath,
     *,
     overwrite: bool = False,
@@ -323,7 +327,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
 
 
 def _recipe(
-    adapters: Sequence[AnyPath],
+    adapters: Sequence[AnyPath | ModelEntry],
     weights: Sequence[float] | None,
     stages: Mapping[str, Mapping[str, Any]] | None,
     drop_rate: float | None,
@@ -337,35 +341,42 @@ def _recipe(
     tables = {name: dict(table) for name, table in (stages or {}).items()}
     if drop_rate is not None:
         tables.setdefault("dare", {})["drop_rate"] = drop_rate
-    entries = [ModelEntry(file=path) for path in adapters]
+    entries = [
+        adapter if isinstance(adapter, ModelEntry) else ModelEntry(file=adapter)
+        for adapter in adapters
+    ]
     if weights is not None:
         entries = [
-            ModelEntry(file=path, weight=weight)
-            for path, weight in zip(adapters, weights, strict=True)
+            entry.model_copy(update={"weight": weight})
+            for entry, weight in zip(entries, weights, strict=True)
         ]
     return Recipe(base="zeros", models=entries, stages=tables, verbose=False, **settings)
 
 
 def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
+    if any(isinstance(rule.weight, list) for rule in recipe.tensors):
+        raise RecipeError("weights: one number in each rule, the same for all layers")
     weights = [weight for weight in recipe.weights() if isinstance(weight, int | float)]
     if len(weights) < len(recipe.models):
         raise RecipeError("weights: one number for each adapter, the same for all layers")
     return tuple(map(float, weights))
 
 
-def _modules(adapters: Sequence[AdapterFile], weights: Sequence[float]) -> tuple[Module, ...]:
-    taking_part = [place for place, weight in enumerate(weights) if weight != 0]
-    names = sorted({name for place in taking_part for name in adapters[place].pairs})
-    return tuple(_module(name, adapters, taking_part) for name in names)
+def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> tuple[Module, ...]:
+    owners: dict[str, list[int]] = {}
+    for place, adapter in enumerate(adapters):
+        for name in adapter.pairs:
+            if recipe.weight_for(f"{name}.weight", place) != 0:
+                owners.setdefault(name, []).append(place)
+    return tuple(_module(name, adapters, owners[name]) for name in sorted(owners))
 
 
-def _module(name: str, adapters: Sequence[AdapterFile], taking_part: Sequence[int]) -> Module:
-    owners = tuple(place for place in taking_part if name in adapters[place].pairs)
+def _module(name: str, adapters: Sequence[AdapterFile], owners: Sequence[int]) -> Module:
     pairs = [adapters[place].pairs[name] for place in owners]
     down, up = pairs[0].down.shape, pairs[0].up.shape
     return Module(
         name=name,
-        owners=owners,
+        owners=tuple(owners),
         ranks=tuple(pair.rank for pair in pairs),
         shape=(up[0], int(np.prod(down[1:]))),
         kernel=down[1:],
@@ -400,11 +411,25 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
         yield f"what is stored in full is averaged by {how}, and nothing in it is dropped or scaled"
     if not plan.is_additive:
         yield from (str(warning) for warning in plan.elementwise.warnings)
+        if _changes_over_layers(plan.recipe):
+            yield (
+                "settings that change over the layers: the base is not known, so the last layer "
+                "is the last one that an adapter changes"
+            )
         if "dare" in plan.method:
             yield (
                 "dropping adds noise of full rank, which a low rank cuts off again; most of the "
                 "error that is reported is this noise"
             )
+
+
+def _changes_over_layers(recipe: Recipe) -> bool:
+    tables = [
+        *(settings for _, settings in recipe.chain),
+        *(entry.settings for entry in recipe.models),
+        *(rule.settings for rule in recipe.tensors),
+    ]
+    return any(isinstance(value, list) for table in tables for value in table.values())
 
 
 def _unchanged(plan: AdapterPlan, written: Sequence[ModuleReport]) -> Iterator[str]:
@@ -437,7 +462,7 @@ def _stack(plan: AdapterPlan, module: Module) -> LowRank:
     for owner in module.owners:
         adapter = plan.adapters[owner]
         down, up = adapter.read_pair(module.name)
-        factor = plan.coefficients[owner] * adapter.pairs[module.name].scaling
+        factor = plan.coefficient(module.tensor, owner) * adapter.pairs[module.name].scaling
         lefts.append(up * np.float32(factor))
         rights.append(down)
     left, right = np.concatenate(lefts, axis=1), np.concatenate(rights)
@@ -451,7 +476,7 @@ def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
     for owner in module.owners:
         if module.name in plan.adapters[owner].biases:
             bias = plan.adapters[owner].read_bias(module.name)
-            total += np.float32(plan.coefficients[owner]) * bias
+            total += np.float32(plan.coefficient(f"{module.name}.bias", owner)) * bias
     return total
 
 
@@ -459,8 +484,9 @@ def _write_elementwise(plan: AdapterPlan, output: AdapterOutput) -> Iterator[Mod
     """Modules whose ΔW is dropped and combined element by element, then truncated."""
     assert plan.wanted is not None  # or the rank would be full
     tensors = {tensor.name: tensor for tensor in plan.elementwise.tensors}
+    censuses = take_censuses(plan.elementwise)
     for module in plan.modules:
-        merged = _merge_tensor(plan.elementwise, tensors[module.tensor])
+        merged = _merge_tensor(plan.elementwise, tensors[module.tensor], censuses)
         matrix = (
             merged.reshape(-1, module.shape[0]).T
             if module.is_transposed
@@ -471,15 +497,15 @@ def _write_elementwise(plan: AdapterPlan, output: AdapterOutput) -> Iterator[Mod
             continue
         module.put(output, low_rank.left, low_rank.right)
         if module.has_bias:
-            bias = _merge_tensor(plan.elementwise, tensors[f"{module.name}.bias"])
+            bias = _merge_tensor(plan.elementwise, tensors[f"{module.name}.bias"], censuses)
             output.put(f"{module.name}.lora_B.bias", bias)
         yield _module_report(module, low_rank)
 
 
-def _merge_tensor(plan: Plan, tensor: TensorPlan) -> Floats:
-    """Let the engine merge one tensor; flat."""
+def _merge_tensor(plan: Plan, tensor: TensorPlan, censuses: Censuses) -> Floats:
+    """Let the engine merge one tensor of the plan; flat."""
     sink = ArraySink([tensor.base])
-    execute(replace(plan, tensors=(tensor,)), sink)
+    execute(replace(plan, tensors=(tensor,)), sink, censuses=censuses)
     return sink.arrays[tensor.name].view(np.float32)
 
 
@@ -541,15 +567,21 @@ def _manifest(plan: AdapterPlan, report: AdapterReport) -> dict[str, Any]:
         {
             "method": plan.method,
             "stages": [settings for _, settings in recipe.chain],
+            "tensors": recipe.described_rules(),
             "scale": recipe.scale,
             "mask": None if plan.is_additive else MASK_VERSION,
             "rank": plan.wanted and plan.wanted.rank,
             "energy": plan.wanted and plan.wanted.energy,
             "dtype": plan.dtype.name,
             "adapters": [
-                {"path": str(adapter.path.resolve()), "weight": weight, "seed": seed}
-                for adapter, weight, seed in zip(
-                    plan.adapters, plan.weights, recipe.seeds(), strict=True
+                {
+                    "path": str(adapter.path.resolve()),
+                    "weight": weight,
+                    "seed": seed,
+                    "settings": entry.settings,
+                }
+                for adapter, weight, seed, entry in zip(
+                    plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True
                 )
             ],
             "report": report.to_dict(),
