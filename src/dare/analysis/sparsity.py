@@ -57,7 +57,7 @@ from dare.analysis.prediction import (
 )
 from dare.analysis.readiness import assess
 from dare.analysis.reading import read_floats
-from dare.analysis.results import Analysis, Statistics, finite
+from dare.analysis.results import Analysis, Statistics
 from dare.analysis.survey import conclude, find_subjects
 from dare.analysis.tallies import (
     BIN_SHIFT,
@@ -193,8 +193,7 @@ class SparsityAnalysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, ready for JSON."""
-        plain: dict[str, Any] = finite(asdict(self))
-        return {**plain, "computed_at": self.computed_at.isoformat()}
+        return {**asdict(self), "computed_at": self.computed_at.isoformat()}
 
     def to_json(self) -> str:
         """Everything as JSON; a number that is not finite becomes a string."""
