@@ -17,7 +17,8 @@ LAYERS = (
     ("cli", "__main__"),
     ("demo", "page"),
     ("compat", "darex"),
-    ("api",),
+    ("api", "rates"),
+    ("calibration",),
     ("analysis", "inputs"),
     ("matching", "adapters"),
     (

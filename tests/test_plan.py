@@ -308,7 +308,7 @@ def test_the_forecast_of_memory_is_the_interpreter_and_every_threads_share():
     assert surveyed.spare_bytes == left // 2 // 2
     each = surveyed.workspace_bytes + surveyed.spare_bytes
     assert surveyed.peak_memory == INTERPRETER_BYTES + 2 * each
-    assert surveyed.threads * each <= 100_000_000
+    assert surveyed.buffer_bytes == surveyed.threads * each <= 100_000_000
 
 
 def test_threads_are_as_many_as_memory_allows():
@@ -381,6 +381,8 @@ def test_the_plan_is_json(tmp_path):
         "passes": 2,
         "threads": 1,
         "peak_memory_bytes": made.peak_memory,
+        "buffer_bytes": made.peak_memory - INTERPRETER_BYTES,
+        "max_memory_bytes": 1 << 30,
         "bytes_read": 16 + 16 + 32 + 16 + 16,
         "bytes_written": 32,
         "notes": [],
@@ -428,12 +430,12 @@ def test_the_plan_tells_its_facts():
         "       1 copied from base (not a weight type)",
         "       1 left out (only in a model)",
     ]
+    assert text[4] == "  reads 244 bytes in 2 pass(es), writes 44 bytes, 2 threads"
+    size = r"\d+(\.\d\d G|\.\d M)B"
     assert re.fullmatch(
-        r"  reads 244 bytes in 2 pass\(es\), writes 44 bytes, 2 threads, "
-        r"about \d+(\.\d\d G|\.\d M)B of memory at the most",
-        text[4],
+        rf"  buffers {size} of at most 1\.07 GB \(max_memory\); the process about {size}", text[5]
     )
-    assert text[5:] == [
+    assert text[6:] == [
         "  to out (1 file(s))",
         "  warning: x: in math, code, not in the base; left out",
     ]

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from dare.mask import MASK_VERSION, keep_mask
     from dare.planning import Plan
+    from dare.rates import Estimate, estimate
     from dare.recipe import ModelEntry, Recipe, TensorRule
     from dare.report import Report
     from dare.verification import Verification, verify
@@ -96,6 +97,7 @@ _HOMES = {
     ),
     "mask": ("MASK_VERSION", "keep_mask"),
     "planning": ("Plan",),
+    "rates": ("Estimate", "estimate"),
     "recipe": ("ModelEntry", "Recipe", "TensorRule"),
     "report": ("Report",),
     "verification": ("Verification", "verify"),
@@ -112,6 +114,7 @@ __all__ = [
     "DareError",
     "DareMerger",
     "DareWarning",
+    "Estimate",
     "HeaderError",
     "InputError",
     "LayerSparsityMetrics",
@@ -139,6 +142,7 @@ __all__ = [
     "dare_sparsify",
     "dare_ties_merge",
     "detect_delta_sparsity",
+    "estimate",
     "keep_mask",
     "load_recipe",
     "merge",

@@ -284,10 +284,23 @@ class Plan:
         return max(0, left // 2 // self.threads) if self.passes > 1 else 0
 
     @property
+    def buffer_bytes(self) -> int:
+        """What buffers take at the most, which is what `max_memory` bounds."""
+        return self.held_bytes + self.threads * (self.workspace_bytes + self.spare_bytes)
+
+    @property
     def peak_memory(self) -> int:
-        """Forecast of the most memory the process takes."""
-        each = self.workspace_bytes + self.spare_bytes
-        return INTERPRETER_BYTES + self.held_bytes + self.threads * each
+        """Forecast of the most memory the process takes: buffers, and Python with its packages."""
+        return INTERPRETER_BYTES + self.buffer_bytes
+
+    @property
+    def memory_line(self) -> str:
+        """Both figures of memory, in a line."""
+        return (
+            f"buffers {show_size(self.buffer_bytes)} of at most "
+            f"{show_size(self.recipe.max_memory)} (max_memory); "
+            f"the process about {show_size(self.peak_memory)}"
+        )
 
     @cached_property
     def bytes_read(self) -> int:
@@ -326,6 +339,8 @@ class Plan:
             "passes": self.passes,
             "threads": self.threads,
             "peak_memory_bytes": self.peak_memory,
+            "buffer_bytes": self.buffer_bytes,
+            "max_memory_bytes": self.recipe.max_memory,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "notes": list(self.notes),
@@ -373,8 +388,8 @@ class Plan:
             f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
             *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
             f"  reads {show_size(self.bytes_read)} in {self.passes} pass(es), "
-            f"writes {show_size(self.bytes_written)}, {self.threads} threads, "
-            f"about {show_size(self.peak_memory)} of memory at the most",
+            f"writes {show_size(self.bytes_written)}, {self.threads} threads",
+            f"  {self.memory_line}",
         ]
         if self.layout is not None:
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")

@@ -275,7 +275,10 @@ class Recipe(_Strict):
     shard_size: Size | None = Field(
         None, description="Largest output file, such as 5GB; the output is then a directory."
     )
-    max_memory: Size = Field(1 << 30, description="What buffers may take, such as 512MiB.")
+    max_memory: Size = Field(
+        1 << 30,
+        description="What buffers may take, such as 512MiB; the process takes about 200 MB more.",
+    )
     threads: int | None = Field(
         None, gt=0, description="Worker threads; one for each core if not given."
     )

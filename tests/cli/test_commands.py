@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -219,9 +220,32 @@ def test_merge_as_json_is_the_report_and_nothing_else_on_stdout(folder):
 def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
     outcome = dare_succeeds("plan", *TWO, *TO, "--json")
     (folder / "recipe.toml").write_text(RECIPE.replace("0.8", "0.9"))
-    assert outcome.json == json.loads(plan("recipe.toml").to_json())
+    seconds = outcome.json["seconds"]
+    assert outcome.json == {**plan("recipe.toml").to_dict(), "seconds": seconds}
+    assert 0.5 < seconds["low"] < seconds["high"]
+    assert seconds["speed"]["side"] == 1024
+    assert seconds["disk"]["folder"] == "here"
     places = {tensor["name"]: tensor["place"] for tensor in outcome.json["tensors"]}
     assert places["model.embed_tokens.weight"]["file"] == "merged.safetensors"
+
+
+def test_a_plan_says_how_long_it_takes_and_a_merge_only_what_is_kept(folder):
+    known = r"takes    about \d\.?\d* to \d\.?\d* s on this machine"
+    assert "on this machine" not in dare_succeeds(*TWO, *TO).out
+    assert re.search(known, dare_succeeds("plan", *TWO).out)
+    assert re.search(known, dare_succeeds(*TWO, "--output", "other.safetensors").out)
+
+
+def test_a_plan_tells_buffers_from_the_process(folder):
+    text = dare_succeeds("plan", *TWO, "--max-memory", "2GB", "--threads", "1").out
+    size = r"\d+\.\d MB"
+    line = rf"memory   buffers {size} of at most 2\.00 GB \(max_memory\); the process about {size}"
+    assert re.search(line, text)
+
+
+def test_a_quiet_plan_measures_nothing(folder, monkeypatch):
+    monkeypatch.delattr("dare.rates.measure_speed")
+    assert dare_succeeds("plan", *TWO, "--quiet").out == ""
 
 
 def test_verify_as_json_has_one_entry_for_each_output(merged, folder):

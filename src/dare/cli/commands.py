@@ -25,6 +25,7 @@ from dare.errors import (
     did_you_mean,
 )
 from dare.mergekit import convert_yaml
+from dare.rates import estimate
 from dare.recipe import Recipe
 from dare.stages import ALIASES, STAGES
 from dare.verification import Verification
@@ -71,7 +72,8 @@ def merge(
     console = show.console(json=json, quiet=not asked.verbose)
     planned = api.plan(asked)
     api.checked_layout(planned, overwrite=overwrite)
-    show.plan_summary(console, planned)
+    kept = None if console.quiet else estimate(planned, measure=False)
+    show.plan_summary(console, planned, kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DareWarning)  # the report has them
         report = api.merge(planned, overwrite=overwrite, resume=resume)
@@ -98,9 +100,16 @@ def plan(
 
 def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
     planned = api.plan(recipe)
-    show.plan_summary(show.console(json=json, quiet=quiet), planned, detailed=True)
+    console = show.console(json=json, quiet=quiet)
+    if quiet and not json:
+        return DONE
+    expected = estimate(planned, announce=lambda: print(api.COMPILING, file=sys.stderr))
+    show.plan_summary(console, planned, expected, detailed=True)
     if json:
-        print(planned.to_json())
+        seconds = expected and expected.to_dict()
+        print(
+            jsonlib.dumps({**planned.to_dict(), "seconds": seconds}, indent=2, ensure_ascii=False)
+        )
     return DONE
 
 

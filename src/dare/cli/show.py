@@ -21,6 +21,7 @@ from dare.sizes import show_size
 from dare.stages import ALIASES, STAGES, Stage
 
 if TYPE_CHECKING:
+    from dare.rates import Estimate
     from dare.report import ModelReport, Report
     from dare.verification import Verification
 
@@ -46,7 +47,9 @@ def console(*, json: bool = False, quiet: bool = False) -> Console:
     return found
 
 
-def plan_summary(console: Console, plan: Plan, *, detailed: bool = False) -> None:
+def plan_summary(
+    console: Console, plan: Plan, estimate: Estimate | None, *, detailed: bool = False
+) -> None:
     """What will be merged, how and at what cost."""
     elements = sum(tensor.elements for tensor in plan.tensors)
     rows = {
@@ -56,8 +59,11 @@ def plan_summary(console: Console, plan: Plan, *, detailed: bool = False) -> Non
         "weights": f"{elements:,} elements, {_types(plan)}",
         "reads": f"{show_size(plan.bytes_read)} in {_times(plan.passes, 'pass', 'passes')}",
         "writes": _written(plan),
-        "with": f"{_times(plan.threads, 'thread')}, about {show_size(plan.peak_memory)} of memory",
+        "with": _times(plan.threads, "thread"),
+        "memory": plan.memory_line,
     }
+    if estimate is not None:
+        rows["takes"] = str(estimate)
     console.print(_facts("Plan", rows))
     console.print(_models_table(plan))
     for note in plan.notes:

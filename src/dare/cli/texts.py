@@ -43,7 +43,8 @@ the base. The method says how deltas are thinned out and combined: see
   dare merged.safetensors --output again.safetensors""",
     "plan": """Say what a merge would do and cost.
 
-Reads headers, no weights; writes nothing. Takes the flags of `dare merge`.
+Reads headers, no weights. Takes the flags of `dare merge`. How long the merge
+will take is measured once for each method and kept (about a second).
 
 [bold]Examples[/bold]
 
