@@ -44,6 +44,7 @@ class Terminal:
             ["-c", command],
             dimensions=(50, columns),
             encoding="utf-8",
+            codec_errors="replace",  # the terminal may echo ^C amid a character of the bar
             env=surroundings(**variables),
             timeout=60,
         )
