@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.chunks import CHUNK, chunk_spans
-from dare.executors.threads import available_cores, run_tasks
-from dare.inputs import open_inputs
-from dare.io.sources import Source
-from dare.recipe import Recipe
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import Source
+from dare.planning.machine import available_cores
+from dare.recipe.schema import Recipe
+from dare.run.threads import run_tasks
+from dare.tensors.chunks import CHUNK, chunk_spans
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from dare.io.sources import INDEX_NAME, FileSource
-from dare.recipe import Recipe
+from dare.inputs.sources import INDEX_NAME, FileSource
+from dare.recipe.schema import Recipe
 
 Arrays = Mapping[str, np.ndarray]
 

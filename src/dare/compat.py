@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
 from dare.api import merge, merge_arrays
-from dare.arrays import like_original, stored
-from dare.chunks import CHUNK, chunk_spans
 from dare.errors import DareWarning, InputError, MismatchError, RecipeError, did_you_mean
-from dare.io.header import TensorInfo
-from dare.recipe import Recipe
-from dare.report import Report
+from dare.inputs.arrays import like_original, stored
+from dare.output.report import Report
+from dare.recipe.schema import Recipe
 from dare.stages import STAGES, Block, Scratch
 from dare.stages.dare import Rescale
+from dare.tensors.chunks import CHUNK, chunk_spans
+from dare.tensors.header import TensorInfo
 
 logger = logging.getLogger("dare")
 

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
 from dare import merge
-from dare.analysis.advice import METHODS, advise, find_guidelines
-from dare.analysis.judgement import Evidence
-from dare.analysis.limits import limit
-from dare.analysis.prediction import predict_merge
-from dare.analysis.readiness import assess
+from dare.analysis.judge.advice import METHODS, advise, find_guidelines
+from dare.analysis.judge.judgement import Evidence
+from dare.analysis.judge.limits import limit
+from dare.analysis.judge.prediction import predict_merge
+from dare.analysis.judge.readiness import assess
+from dare.analysis.measure.survey import analyze, analyze_arrays
 from dare.analysis.results import Origin
-from dare.analysis.survey import analyze, analyze_arrays
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
-from dare.recipe import read_toml, recipe_from_document
+from dare.recipe.schema import read_toml, recipe_from_document
 from helpers import save
 
 ROOT = make_base()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, statistics, tune
 
 import dare
-from dare.analysis.limits import TABLE, limit
-from dare.analysis.prediction import (
+from dare.analysis.judge.limits import TABLE, limit
+from dare.analysis.judge.prediction import (
     Exposure,
     Prediction,
     balanced_q,

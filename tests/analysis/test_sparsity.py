@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import dare
-from dare.analysis.judgement import Verdict
-from dare.analysis.prediction import relative_error
+from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.prediction import relative_error
 from dare.analysis.sparsity import Configuration, DARESparsityAnalyzer, dare_merge_readiness
 from dare.demo.llama import Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, TUNED

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dare.analysis import survey
-from dare.analysis.measuring import Subject
+from dare.analysis.measure import survey
+from dare.analysis.measure.measuring import Subject
+from dare.analysis.measure.survey import analyze, analyze_arrays, choose_matrices
+from dare.analysis.measure.tallies import BIN_SHIFT
 from dare.analysis.results import Analysis, Kind, Origin
-from dare.analysis.survey import analyze, analyze_arrays, choose_matrices
-from dare.analysis.tallies import BIN_SHIFT
-from dare.chunks import CHUNK
-from dare.dtypes import STORAGE_TYPES
 from dare.errors import InputError, RecipeError
-from dare.io.header import TensorInfo
-from dare.progress import Display
+from dare.run.progress import Display
+from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import TensorInfo
 from helpers import save, save_shards
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)

@@ -23,9 +23,9 @@ from calling import TO, TWO, Outcome, base_arrays, contents, dare, dare_succeeds
 
 from dare.cli import FAILED, WRONG_USAGE
 from dare.cli.texts import COMMANDS
-from dare.manifest import FORMAT
-from dare.mask import MASK_VERSION
+from dare.output.manifest import FORMAT
 from dare.stages import registry
+from dare.tensors.mask import MASK_VERSION
 from helpers import entry, file_bytes, save
 
 MODELS = """

@@ -23,17 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.reading import read_floats
-from dare.chunks import chunk_spans
-from dare.dtypes import STORAGE_TYPES
+from dare.analysis.measure.reading import read_floats
 from dare.errors import InputError, OutputError, did_you_mean
-from dare.inputs import open_inputs
-from dare.io.files import OutputFile
-from dare.io.header import TensorInfo, build_header
-from dare.io.sources import Source, open_source
-from dare.manifest import find_manifest, repeating_document
-from dare.planning import Plan, TensorPlan, make_plan
-from dare.recipe import recipe_from_document
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import Source, open_source
+from dare.output.manifest import find_manifest, repeating_document
+from dare.planning.make import make_plan
+from dare.planning.plan import Plan, TensorPlan
+from dare.recipe.schema import recipe_from_document
+from dare.tensors.chunks import chunk_spans
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import OutputFile
+from dare.tensors.header import TensorInfo, build_header
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]

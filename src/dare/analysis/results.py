@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dare.errors import InputError
-from dare.json_values import json_ready
+from dare.tensors.json_values import json_ready
 
 SCHEMA = "dare-analysis/1"
 """Of the JSON document; a change that old readers cannot take changes the number."""

@@ -9,7 +9,7 @@ that takes a percentile of the magnitudes for its threshold finds every delta sp
 shape.) What the figures mean:
 
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.analysis.outliers`);
+  outliers left out (`dare.analysis.judge.outliers`);
 - *relative norm*: ‖δ‖/‖base‖, outliers left out;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
   for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
@@ -17,10 +17,10 @@ shape.) What the figures mean:
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
   `output_error` with probability 0.95, and at most `droppable_percentile`; 0 if that is below 0.1,
   which is not worth its noise. The rule is
-  `dare.analysis.prediction.tolerated_drop_rate`, and its derivation is there; embeddings and head
+  `prediction.tolerated_drop_rate`, and its derivation is there; embeddings and head
   count if there is nothing else.
 
-The verdict is that of `dare.analysis.readiness.assess`, by the same rules.
+The verdict is that of `dare.analysis.judge.readiness.assess`, by the same rules.
 
 Magnitudes are counted in bins 0.4 % wide, chunk by chunk; no tensor is in memory as a whole unless
 it is given so.
@@ -43,11 +43,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.judgement import Finding, Readiness, Severity, Verdict
-from dare.analysis.limits import limit
-from dare.analysis.measuring import Subject, Survey
-from dare.analysis.outliers import Inliers, without_outliers
-from dare.analysis.prediction import (
+from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict
+from dare.analysis.judge.limits import limit
+from dare.analysis.judge.outliers import Inliers, without_outliers
+from dare.analysis.judge.prediction import (
     Exposure,
     exposures_of,
     make_exposure,
@@ -55,11 +54,11 @@ from dare.analysis.prediction import (
     mean_square,
     tolerated_drop_rate,
 )
-from dare.analysis.readiness import assess
-from dare.analysis.reading import read_floats
-from dare.analysis.results import Analysis, Statistics
-from dare.analysis.survey import conclude, find_subjects
-from dare.analysis.tallies import (
+from dare.analysis.judge.readiness import assess
+from dare.analysis.measure.measuring import Subject, Survey
+from dare.analysis.measure.reading import read_floats
+from dare.analysis.measure.survey import conclude, find_subjects
+from dare.analysis.measure.tallies import (
     BIN_SHIFT,
     INFINITE,
     Magnitudes,
@@ -69,14 +68,15 @@ from dare.analysis.tallies import (
     bin_edge,
     statistics_of,
 )
-from dare.arrays import array_source
-from dare.chunks import chunk_spans
+from dare.analysis.results import Analysis, Statistics
 from dare.errors import InputError, RecipeError
-from dare.inputs import open_inputs
-from dare.io.header import TensorInfo
-from dare.io.sources import Source, open_source
-from dare.json_values import json_ready
-from dare.recipe import Recipe
+from dare.inputs.arrays import array_source
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import Source, open_source
+from dare.recipe.schema import Recipe
+from dare.tensors.chunks import chunk_spans
+from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import json_ready
 
 Floats = NDArray[np.float32]
 Given = Mapping[str, Any] | str | PathLike[str]

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from dare import api
-from dare.analysis.advice import advise as give_advice
 from dare.analysis.documents import to_json, write_tables
-from dare.analysis.judgement import Advice, Readiness, Verdict
-from dare.analysis.readiness import BASE, assess
+from dare.analysis.judge.advice import advise as give_advice
+from dare.analysis.judge.judgement import Advice, Readiness, Verdict
+from dare.analysis.judge.readiness import BASE, assess
+from dare.analysis.measure.survey import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
-from dare.analysis.survey import analyze as look_at
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES
 from dare.cli.options import Debug, Json, Overwrite, Quiet
 from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
-from dare.formats import read_config
-from dare.manifest import find_manifest, read_manifest
+from dare.inputs.formats import read_config
+from dare.output.manifest import find_manifest, read_manifest
 
 if TYPE_CHECKING:
-    from dare.page.outcome import Outcome
+    from dare.analysis.page.outcome import Outcome
 
 WRITES = Group("What to write", sort_key=1)
 
@@ -100,7 +100,7 @@ def analyze(
         _check_free(path, overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
     found = find(inputs, survey, steps, verbose=not quiet)
-    from dare.page.terminal import show_analysis
+    from dare.analysis.page.terminal import show_analysis
 
     show_analysis(console, found.analysis, found.readiness, found.advice)
     if output is not None:
@@ -176,7 +176,7 @@ def report(
     console = show.console(quiet=quiet)
     console.print(f"The page is {output}; open it in a browser, no network is needed")
     if figures is not None:
-        from dare.page import write_figures
+        from dare.analysis.page import write_figures
 
         theme: Literal["light", "dark"] = "dark" if dark else "light"
         files = write_figures(
@@ -229,7 +229,7 @@ def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
 
 def _outcome(merged: Path, analysis: Analysis, survey: Survey | None, *, verbose: bool) -> Outcome:
     """What a finished merge did, and how far each model's delta is still in it."""
-    from dare.page.outcome import outcome_of_manifest
+    from dare.analysis.page.outcome import outcome_of_manifest
 
     place = find_manifest(merged)
     if place is None or not place.exists():
@@ -243,7 +243,7 @@ def _outcome(merged: Path, analysis: Analysis, survey: Survey | None, *, verbose
 
 
 def _write_page(path: Path, found: Found, outcome: Outcome | None = None) -> None:
-    from dare.page import write_page
+    from dare.analysis.page import write_page
 
     write_page(path, found.analysis, found.readiness, found.advice, outcome)
 

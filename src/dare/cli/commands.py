@@ -24,15 +24,15 @@ from dare.errors import (
     VerificationError,
     did_you_mean,
 )
-from dare.mergekit import convert_yaml
-from dare.rates import estimate
-from dare.recipe import Recipe
+from dare.inputs.mergekit import convert_yaml
+from dare.output.verification import Verification
+from dare.output.verification import verify as verify_output
+from dare.recipe.schema import Recipe
+from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
-from dare.verification import Verification
-from dare.verification import verify as verify_output
 
 if TYPE_CHECKING:
-    from dare.analysis.judgement import Advice
+    from dare.analysis.judge.judgement import Advice
 
 RecipePath = Annotated[
     Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
@@ -227,8 +227,8 @@ def init(
 
 
 def _advice(path: Path) -> Advice:
-    from dare.analysis.advice import advise
-    from dare.analysis.readiness import assess
+    from dare.analysis.judge.advice import advise
+    from dare.analysis.judge.readiness import assess
     from dare.analysis.results import Analysis
 
     analysis = Analysis.load(path)

@@ -19,7 +19,7 @@ from cyclopts import Group, Parameter
 from dare.api import load_document
 from dare.cli import UsageError
 from dare.errors import RecipeError
-from dare.recipe import FILE_KEYS, LIFTED, Recipe, recipe_from_document
+from dare.recipe.schema import FILE_KEYS, LIFTED, Recipe, recipe_from_document
 from dare.stages import STAGES, Stage, parse_method
 
 FILES = Group("Files", sort_key=1)

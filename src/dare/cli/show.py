@@ -16,14 +16,14 @@ from rich.text import Text
 
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice
-from dare.planning import Fate, Plan
-from dare.sizes import show_size
+from dare.planning.plan import Fate, Plan
 from dare.stages import ALIASES, STAGES, Stage
+from dare.tensors.sizes import show_size
 
 if TYPE_CHECKING:
-    from dare.rates import Estimate
-    from dare.report import ModelReport, Report
-    from dare.verification import Verification
+    from dare.output.report import ModelReport, Report
+    from dare.output.verification import Verification
+    from dare.run.rates import Estimate
 
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and has no width of its own."""

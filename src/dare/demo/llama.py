@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dare.demo.tasks import END, Example
 from dare.errors import InputError
-from dare.io.sources import open_source
+from dare.inputs.sources import open_source
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]

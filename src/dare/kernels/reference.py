@@ -1,6 +1,6 @@
 """The kernels in plain NumPy: the definition of what each one computes.
 
-Arrays are flat. `raw` and an encoded `out` hold carriers of a storage type (see `dare.dtypes`);
+Arrays are flat. `raw` and an encoded `out` hold carriers of a storage type (see `tensors.dtypes`);
 everything else is float32 unless a comment says otherwise. Functions write into their `out` (or
 into the array they are named for) and return the figures that the report needs. Magnitudes are
 compared as the low 31 bits of a float32, which order like the numbers, with NaN above infinity.
@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dare import mask
 from dare.kernels import Part
+from dare.tensors import mask
 
 Floats = NDArray[np.float32]
 Raw = NDArray[Any]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from dare.linalg import (
+from dare.kernels.linalg import (
     NOISE,
     eigen_bytes,
     factorise,

@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from dare.linalg import Numbers, eigen_bytes, factorise, multiply
+from dare.kernels.linalg import Numbers, eigen_bytes, factorise, multiply
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import as_matrix, average, chunk_of, gather_deltas, is_matrix
 from dare.stages.registry import combine_stage

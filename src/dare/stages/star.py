@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from dare.linalg import eigen_bytes, project, spectrum
+from dare.kernels.linalg import eigen_bytes, project, spectrum
 from dare.stages.blocks import Block, Floats, Walk
 from dare.stages.matrices import gather_delta, is_matrix, sides, take_chunk
 from dare.stages.registry import delta_stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dare.linalg import eigen_bytes, factorise, orthogonal_product
+from dare.kernels.linalg import eigen_bytes, factorise, orthogonal_product
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import average, chunk_of, gather_deltas, is_matrix, sides
 from dare.stages.registry import combine_stage

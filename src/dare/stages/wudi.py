@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.linalg import squared_norm
+from dare.kernels.linalg import squared_norm
 from dare.stages.blocks import Deltas, Floats, Walk
 from dare.stages.matrices import as_matrix, average, chunk_of, gather_deltas, is_matrix
 from dare.stages.registry import combine_stage
