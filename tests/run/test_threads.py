@@ -1,14 +1,17 @@
 """Tasks on threads: all of them, in order, and errors come out."""
 
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from dataclasses import dataclass
 
 import pytest
 
-from dare.run.threads import READ_AHEAD, run_tasks
+from dare.run.threads import READ_AHEAD, run_steps, run_tasks
 
 
 class Task:
@@ -114,3 +117,101 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[0] == "stopped\ninterrupted\n"
+
+
+# ---------------------------------------------------------------- steps that need each other
+
+
+@dataclass(frozen=True)
+class Step:
+    id: str
+    needs: tuple[str, ...] = ()
+    group: int = 0
+
+
+class Adder:
+    """The result of a step: its id, and in brackets what it was given."""
+
+    def prefetch(self, step):
+        pass
+
+    def run(self, step, results):
+        return f"{step.id}({''.join(results[need] for need in step.needs)})"
+
+
+def results_of(steps, threads, **options):
+    collected = {}
+    run_steps(
+        steps,
+        lambda _stop: Adder(),
+        threads,
+        collect=lambda step, result: collected.__setitem__(step.id, result),
+        **options,
+    )
+    return collected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("ahead", [None, 0, 3])
+def test_results_are_passed_on_to_the_steps_that_need_them(threads, ahead):
+    steps = [Step("a"), Step("b", ("a",)), Step("c", ("a",), 1), Step("d", ("b", "c"), 2)]
+    found = results_of(steps, threads, groups_ahead=ahead)
+    assert found == {"a": "a()", "b": "b(a())", "c": "c(a())", "d": "d(b(a())c(a()))"}
+
+
+def test_a_result_that_is_known_is_not_waited_for():
+    assert results_of([Step("b", ("a",))], 2, known={"a": "known"}) == {"b": "b(known)"}
+
+
+def test_a_step_that_waits_lets_later_ones_pass():
+    """The second needs the first, which ends when the third has been done."""
+    third_done = threading.Event()
+
+    class Worker(Adder):
+        def run(self, step, results):
+            if step.id == "first":
+                assert third_done.wait(10), "the third step was not handed out"
+            if step.id == "third":
+                third_done.set()
+
+    run_steps([Step("first"), Step("second", ("first",)), Step("third")], lambda _stop: Worker(), 2)
+
+
+def test_no_step_is_too_far_ahead():
+    """Of groups 0 to 9, none is begun that is more than two ahead of the first that is not done."""
+    lock, begun, done, gaps = threading.Lock(), set(), set(), []
+
+    class Worker(Adder):
+        def run(self, step, results):
+            with lock:
+                begun.add(step.group)
+                undone = min(set(range(10)) - done)
+                gaps.append(step.group - undone)
+            time.sleep(0.002 * (step.group % 3))
+            with lock:
+                done.add(step.group)
+
+    run_steps([Step(str(i), (), i) for i in range(10)], lambda _stop: Worker(), 4, groups_ahead=2)
+    assert begun == set(range(10))
+    assert max(gaps) <= 2
+
+
+def test_results_are_let_go_of_when_nobody_needs_them_any_more():
+    class Result:
+        pass
+
+    alive = []
+
+    class Worker(Adder):
+        def run(self, step, results):
+            del results
+            gc.collect()
+            alive.append(sum(reference() is not None for reference in references))
+            result = Result()
+            references.append(weakref.ref(result))
+            return result
+
+    references = []
+    steps = [Step("0"), *(Step(str(i), (str(i - 1),)) for i in range(1, 6))]
+    run_steps(steps, lambda _stop: Worker(), 1)
+    assert max(alive) <= 2  # that of the step before, and of the one before that until handed in

@@ -36,7 +36,7 @@ from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan, TensorPlan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.run.execute import Censuses, execute, take_censuses
+from dare.run.execute import Conclusions, draw_conclusions, execute
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.header import TensorInfo
@@ -485,9 +485,9 @@ def _write_elementwise(plan: AdapterPlan, output: AdapterOutput) -> Iterator[Mod
     """Modules whose ΔW is dropped and combined element by element, then truncated."""
     assert plan.wanted is not None  # or the rank would be full
     tensors = {tensor.name: tensor for tensor in plan.elementwise.tensors}
-    censuses = take_censuses(plan.elementwise)
+    conclusions = draw_conclusions(plan.elementwise)
     for module in plan.modules:
-        merged = _merge_tensor(plan.elementwise, tensors[module.tensor], censuses)
+        merged = _merge_tensor(plan.elementwise, tensors[module.tensor], conclusions)
         matrix = (
             merged.reshape(-1, module.shape[0]).T
             if module.is_transposed
@@ -498,15 +498,15 @@ def _write_elementwise(plan: AdapterPlan, output: AdapterOutput) -> Iterator[Mod
             continue
         module.put(output, low_rank.left, low_rank.right)
         if module.has_bias:
-            bias = _merge_tensor(plan.elementwise, tensors[f"{module.name}.bias"], censuses)
+            bias = _merge_tensor(plan.elementwise, tensors[f"{module.name}.bias"], conclusions)
             output.put(f"{module.name}.lora_B.bias", bias)
         yield _module_report(module, low_rank)
 
 
-def _merge_tensor(plan: Plan, tensor: TensorPlan, censuses: Censuses) -> Floats:
+def _merge_tensor(plan: Plan, tensor: TensorPlan, conclusions: Conclusions) -> Floats:
     """Let the engine merge one tensor of the plan; flat."""
     sink = ArraySink([tensor.base])
-    execute(replace(plan, tensors=(tensor,)), sink, censuses=censuses)
+    execute(replace(plan, tensors=(tensor,)), sink, known=conclusions)
     return sink.arrays[tensor.name].view(np.float32)
 
 
