@@ -168,6 +168,10 @@ class Stage:
     preceded_by: Mapping[str, str]
     """Parameters that, when given, put the delta stage named here before this one."""
 
+    def __reduce__(self) -> tuple[Callable[[str], Stage], tuple[str]]:
+        """A stage travels by its name: where it arrives, it is registered too."""
+        return find_stage, (self.name,)
+
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
         """The rounds of the census that these settings ask for; none, if they ask for none."""
         return self.census.rounds if self.census and self.census.when(settings) else ()
@@ -325,6 +329,11 @@ def _register(
         models,
         preceded_by,
     )
+
+
+def find_stage(name: str) -> Stage:
+    """The registered stage of that name."""
+    return STAGES[name]
 
 
 def _other_names() -> list[str]:
