@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from dare.planning.plan import Plan
     from dare.recipe.schema import ModelEntry, Recipe, TensorRule
     from dare.run.rates import Estimate, estimate
+    from dare.stages.outside import load_stages
     from dare.tensors.mask import MASK_VERSION, keep_mask
 
 __version__ = "0.1.0"
@@ -95,6 +96,7 @@ _HOMES = {
         "RecipeError",
         "VerificationError",
     ),
+    "stages.outside": ("load_stages",),
     "tensors.mask": ("MASK_VERSION", "keep_mask"),
     "planning.plan": ("Plan",),
     "run.rates": ("Estimate", "estimate"),
@@ -145,6 +147,7 @@ __all__ = [
     "estimate",
     "keep_mask",
     "load_recipe",
+    "load_stages",
     "merge",
     "merge_arrays",
     "plan",

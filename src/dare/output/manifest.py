@@ -73,6 +73,7 @@ def embedded_manifest(
         "check": UNKNOWN,
         **_vocabulary(recipe),
         **({"later_draws": LATER_DRAWS_VERSION} if plan.has_later_draws else {}),
+        **_stages_from_outside(plan),
     }
 
 
@@ -82,6 +83,12 @@ def _as_first_written(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]
     return {
         name: value for name, value in settings.items() if name not in later or value != later[name]
     }
+
+
+def _stages_from_outside(plan: Plan) -> dict[str, Any]:
+    """The code that decides the bytes besides this package's; nothing if there is none."""
+    origins = {stage.name: stage.origin for stage in plan.stages if stage.origin}
+    return {"stages_from": origins} if origins else {}
 
 
 def _vocabulary(recipe: Recipe) -> dict[str, Any]:
