@@ -19,7 +19,8 @@ import tomli_w
 
 from dare.analysis.judge.judgement import Advice, Evidence, Finding, Readiness, Severity, Verdict
 from dare.analysis.page import series, words
-from dare.analysis.page.figures import Figure, Table
+from dare.analysis.page.charts import Table
+from dare.analysis.page.figures import Figure
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.themes import DARK, LIGHT, THEMES, css_variables, vega_config
 from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share, times

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import predict
-from dare.analysis.page.series import TOLD_RATES, kinds_of, suggested_rates
+from dare.analysis.page.series import TABLE_RATES, kinds_of, suggested_rates
 from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share, times
 from dare.analysis.results import Analysis, ModelAnalysis, Origin, Overlap
 from dare.output.card import short_name
@@ -179,7 +179,7 @@ def _matrix(analysis: Analysis, told: Callable[[Overlap], str]) -> Table:
 
 def _show_predictions(console: Console, analysis: Analysis, advice: Advice) -> None:
     advised = suggested_rates(analysis, advice)
-    rates = sorted({*TOLD_RATES, *advised.values()})
+    rates = sorted({*TABLE_RATES, *advised.values()})
     errors = {
         (model.name, rate): predict(model.total, rate).output_error
         for model in analysis.models
