@@ -42,6 +42,7 @@ HEAVY = {
     "gradio",
     "pandas",
     "altair",
+    "jinja2",
     "vl_convert",
     "numba",
 }

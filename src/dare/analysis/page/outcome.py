@@ -99,11 +99,13 @@ def _count_kept(
     known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
     tallies: dict[tuple[str, int], _Tally] = {}
     for tensor in tensors:
-        if (found := known.get(tensor["name"])) is None:
+        if (tensor_analysis := known.get(tensor["name"])) is None:
             continue
         for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
-            tally = tallies.setdefault((model, found.layer), _Tally(0, [0] * len(survivors)))
-            tally.elements += found.statistics.elements
+            tally = tallies.setdefault(
+                (model, tensor_analysis.layer), _Tally(0, [0] * len(survivors))
+            )
+            tally.elements += tensor_analysis.statistics.elements
             tally.left = [a + b for a, b in zip(tally.left, survivors, strict=True)]
     return tallies
 
@@ -111,20 +113,21 @@ def _count_kept(
 def _model(
     model: Mapping[str, Any], stages: Sequence[str], tallies: Mapping[tuple[str, int], _Tally]
 ) -> ModelOutcome:
-    own = {layer: tally for (name, layer), tally in tallies.items() if name == model["name"]}
-    elements = sum(tally.elements for tally in own.values())
+    by_layer = {layer: tally for (name, layer), tally in tallies.items() if name == model["name"]}
+    elements = sum(tally.elements for tally in by_layer.values())
     shown = [field.name for field in fields(ModelOutcome) if not field.name.startswith("kept")]
     return ModelOutcome(
         **{name: model[name] for name in shown if name != "largest_delta"},
         largest_delta=float(model["largest_delta"]),  # text in a manifest, if it is not finite
         kept={
-            stage_name(stages, number): sum(tally.left[number] for tally in own.values()) / elements
+            stage_name(stages, number): sum(tally.left[number] for tally in by_layer.values())
+            / elements
             for number in range(len(stages))
             if elements
         },
         kept_by_layer={
             layer: tally.left[-1] / tally.elements
-            for layer, tally in sorted(own.items())
+            for layer, tally in sorted(by_layer.items())
             if stages and tally.elements
         },
     )

@@ -34,7 +34,7 @@ FAINTEST = 1e-4
 """Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
 RATES = tuple(percent / 100 for percent in range(1, 100))
 """Drop rates of the curves."""
-TOLD_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Drop rates of the tables."""
 
 
@@ -97,17 +97,17 @@ def change_rows(model: ModelAnalysis) -> list[Row]:
 
 def change_range(analysis: Analysis) -> tuple[float, float]:
     """The least and the largest change of any cell, those without one left out."""
-    found = [
+    changes = [
         row["change"] for model in analysis.models for row in change_rows(model) if row["change"]
     ]
-    return (min(found), max(found)) if found else (0.0, 1.0)
+    return (min(changes), max(changes)) if changes else (0.0, 1.0)
 
 
 def chosen_spectra(model: ModelAnalysis, most: int) -> list[TensorAnalysis]:
     """Matrices with a spectrum, at most so many, evenly spread over the model."""
-    found = [tensor for tensor in model.tensors if tensor.spectrum and any(tensor.spectrum.values)]
-    count = min(most, len(found))
-    return [found[(2 * place + 1) * len(found) // (2 * count)] for place in range(count)]
+    known = [tensor for tensor in model.tensors if tensor.spectrum and any(tensor.spectrum.values)]
+    count = min(most, len(known))
+    return [known[(2 * place + 1) * len(known) // (2 * count)] for place in range(count)]
 
 
 def spectra(analysis: Analysis) -> list[tuple[str, TensorAnalysis]]:
@@ -204,26 +204,26 @@ def cancelled_rows(analysis: Analysis) -> list[Row]:
 
 def suggested_rates(analysis: Analysis, advice: Advice) -> dict[str, float]:
     """The drop rate that is advised for each model; that of all where it has none of its own."""
-    found = {
+    rates = {
         suggestion.model: float(suggestion.value)
         for suggestion in advice.suggestions
         if suggestion.setting == "drop_rate" and not isinstance(suggestion.value, str)
     }
     return {
-        name: found.get(name, found.get(None, math.nan))
+        name: rates.get(name, rates.get(None, math.nan))
         for name in analysis.names
-        if name in found or None in found
+        if name in rates or None in rates
     }
 
 
 def prediction_row(model: ModelAnalysis, rate: float) -> Row:
     """One point of a model's curve."""
-    found = predict(model.total, rate)
+    prediction = predict(model.total, rate)
     return {
         "model": model.name,
         "rate": rate,
-        "error": finite(found.output_error),
-        "relative": finite(found.relative_error),
+        "error": finite(prediction.output_error),
+        "relative": finite(prediction.relative_error),
     }
 
 

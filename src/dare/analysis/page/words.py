@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import math
 
-from dare.analysis.results import OUTSIDE
+from dare.analysis.judge.judgement import Verdict
+from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 
 NOTHING = "–"
+HEADLINES = {
+    Verdict.READY: "Ready to merge",
+    Verdict.WITH_CHANGES: "Ready with changes",
+    Verdict.NOT_READY: "Not ready to merge",
+}
+ORIGINS = {
+    Origin.UNCHANGED: "unchanged",
+    Origin.LORA: "LoRA",
+    Origin.FULL: "full fine-tune",
+    Origin.UNKNOWN: "not known",
+}
 _UNITS = ("", "k", "M", "B", "T")
 
 
@@ -94,8 +106,32 @@ def weight(value: float | list[float]) -> str:
     ('0.333', '0 to 1')
     """
     if isinstance(value, list):
-        return " to ".join(number(each) for each in value)
+        return " to ".join(map(number, value))
     return number(value)
+
+
+def rate(value: float | None) -> str:
+    """A drop rate, exactly enough to see that it was kept to.
+
+    >>> rate(0.9), rate(None)
+    ('90.000%', '–')
+    """
+    return NOTHING if value is None else f"{value:.3%}"
+
+
+def setting(value: float | str) -> str:
+    """The value of a recipe's setting.
+
+    >>> setting(0.9), setting("dare+ties")
+    ('0.9', 'dare+ties')
+    """
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def origin(model: ModelAnalysis) -> str:
+    """How a model's delta was made, with its rank if that tells."""
+    rank = "" if model.likely_rank is None else f", rank {model.likely_rank}"
+    return f"{ORIGINS[model.origin]}{rank}{' (adapter)' if model.is_adapter else ''}"
 
 
 def _plain(value: float, *, trailing: bool = False) -> str:

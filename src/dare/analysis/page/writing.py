@@ -21,7 +21,7 @@ from dare.analysis.page.themes import THEMES, Theme, vega_config
 from dare.analysis.results import Analysis
 from dare.errors import InputError, OutputError
 
-NEEDED = ("altair", "vl_convert")
+NEEDED = ("altair", "jinja2", "vl_convert")
 WIDTH, SCALE = 760, 2
 """Of a figure that is a file: pixels, and pixels of PNG for each of those."""
 EXPOSE = "window.vegaEmbed = vegaEmbed;"
@@ -86,8 +86,9 @@ def draw_file(figure: Figure, theme: Theme, format: Format) -> bytes:  # noqa: A
 def _described(drawing: str, figure: Figure) -> str:
     """A drawing that says what it shows to those who do not see it."""
     first, bracket, rest = drawing.partition(">")
-    told = f"<title>{escape(figure.title)}</title><desc>{escape(figure.description)}</desc>"
-    return f'{first} role="img"{bracket}{told}{rest}'
+    title, description = escape(figure.title), escape(figure.description)
+    words = f"<title>{title}</title><desc>{description}</desc>"
+    return f'{first} role="img"{bracket}{words}{rest}'
 
 
 @cache
@@ -112,8 +113,8 @@ def _version(spec: dict[str, Any]) -> str:
 def _check(analysis: Analysis) -> None:
     if not can_draw():
         raise OutputError(
-            "figures need altair and vl-convert-python, which are not installed: "
-            "pip install 'dare-merge[report]'"
+            "a report needs altair, jinja2 and vl-convert-python, and not all of them are "
+            "installed: pip install 'dare-merge[report]'"
         )
     if not analysis.models:
         raise InputError("the analysis has no models: there is nothing to show")
