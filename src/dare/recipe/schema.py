@@ -554,7 +554,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: the recipe is no text: {error}") from None
+        raise InputError(
+            f"{path}: a recipe must be text in UTF-8, and byte {error.start} is not"
+        ) from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
