@@ -221,8 +221,9 @@ def test_a_low_rate_that_is_wanted_needs_none():
     assert values(advice, "q") == {}
 
 
-@pytest.mark.parametrize("count", [1, 3, 12])
-@pytest.mark.parametrize("is_rare", [False, True])
+@pytest.mark.parametrize(
+    ("count", "is_rare"), [(1, False), (1, True), (3, False), (3, True), (12, True)]
+)
 def test_no_tensor_is_enlarged_on_average(count, is_rare):
     """E[δ̂] = (1 - p)/q·δ must not exceed δ: q is at least 1 - p for every tensor."""
     models = many(count, SMALL)

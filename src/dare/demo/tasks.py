@@ -49,9 +49,9 @@ class Task:
 
 @cache
 def _shuffled(task: Task, split: Split) -> tuple[Example, ...]:
-    found = [example for home, example in task.all_examples() if home == split]
-    random.Random(task.name).shuffle(found)  # noqa: S311
-    return tuple(found)
+    examples = [example for home, example in task.all_examples() if home == split]
+    random.Random(task.name).shuffle(examples)  # noqa: S311
+    return tuple(examples)
 
 
 def split_of(key: str) -> Split:

@@ -200,7 +200,7 @@ def tolerated_drop_rate(
     >>> tolerated_drop_rate([Exposure(10**6, 0.02, 1000.0)])
     0.83
     """
-    changed = [each for each in exposures if each.carriers > 0]
+    changed = [exposure for exposure in exposures if exposure.carriers > 0]
     if not changed:
         return 0.0
     bound = limit("output_error") if bound is None else bound
@@ -239,9 +239,11 @@ def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
-    exposures = [each for each in exposures if math.isfinite(each.relative_norm)]
-    total = sum(each.elements for each in exposures)
-    squares = sum(each.elements * bounded_error(each, drop_rate) ** 2 for each in exposures)
+    exposures = [exposure for exposure in exposures if math.isfinite(exposure.relative_norm)]
+    total = sum(exposure.elements for exposure in exposures)
+    squares = sum(
+        exposure.elements * bounded_error(exposure, drop_rate) ** 2 for exposure in exposures
+    )
     return math.sqrt(squares / total) if total else 0.0
 
 
