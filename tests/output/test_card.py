@@ -14,7 +14,7 @@ import yaml
 
 from dare import merge, plan
 from dare.errors import Concern, InputError, Notice
-from dare.output.card import inherited, model_card, short_name
+from dare.output.card import MAX_FRONT_MATTER, inherited, model_card, short_name
 from dare.output.report import Report
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe
@@ -63,9 +63,9 @@ def merge_in(folder: Path, **settings: Any) -> tuple[Plan, Report]:
 
 def front_matter(card: str) -> dict[str, Any]:
     _, front, _ = card.split("---\n", 2)
-    found = yaml.safe_load(front)
-    assert isinstance(found, dict)
-    return found
+    metadata = yaml.safe_load(front)
+    assert isinstance(metadata, dict)
+    return metadata
 
 
 def test_the_front_matter_is_what_the_hub_expects(merged: tuple[Plan, Report]) -> None:
@@ -81,13 +81,37 @@ def test_what_holds_for_the_base_holds_for_the_output(
     merged: tuple[Plan, Report], tmp_path: Path
 ) -> None:
     (tmp_path / "README.md").write_text(CARD)
-    found = front_matter(model_card(*merged, inherited(tmp_path)).decode())
-    assert found["license"] == "llama3"
-    assert found["license_link"] == "https://example.org/a#b"
-    assert found["pipeline_tag"] == "text-generation"
-    assert found["library_name"] == "transformers"
-    (tmp_path / "README.md").write_bytes(b"\xff no front matter\nlicense: mit\n")
-    assert "license" not in front_matter(model_card(*merged, inherited(tmp_path)).decode())
+    metadata = front_matter(model_card(*merged, inherited(tmp_path)).decode())
+    assert metadata["license"] == "llama3"
+    assert metadata["license_link"] == "https://example.org/a#b"
+    assert metadata["pipeline_tag"] == "text-generation"
+    assert metadata["library_name"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"\xff no front matter\nlicense: mit\n",
+        b"---\nlicense: mit\n",
+        b"---\n- license: mit\n---\n",
+        b"---\nlicense: 'mit\n---\n",
+        b"---\nlicense: &a [*a]\n---\n",
+        b"---\nlicense:\n---\n",
+        b"---\nlicense: !!python/object/apply:os.getcwd []\n---\n",
+        b"---\nlicense: " + b"[" * 1_000 + b"\n---\n",
+        b"---\nlicense: mit\n#" + b"x" * MAX_FRONT_MATTER + b"\n---\n",
+    ],
+)
+def test_a_card_of_the_base_that_says_nothing_of_use_is_passed_over(
+    card: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_bytes(card)
+    assert inherited(tmp_path) == {}
+
+
+def test_what_is_taken_over_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: no\nlicense_name: 1.0\n---")
+    assert inherited(tmp_path) == {"license": "no", "license_name": "1.0"}
 
 
 @pytest.mark.parametrize("name", ["no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"])

@@ -42,15 +42,15 @@ class Shape:
     @classmethod
     def read(cls, config: Path) -> Shape:
         """Read a config.json as Hugging Face writes it."""
-        found = json.loads(config.read_text(encoding="utf-8"))
-        if found["num_key_value_heads"] != found["num_attention_heads"]:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if settings["num_key_value_heads"] != settings["num_attention_heads"]:
             raise InputError(f"{config}: the demonstration's model has a key for each query head")
         return cls(
-            layers=found["num_hidden_layers"],
-            heads=found["num_attention_heads"],
-            norm_epsilon=found["rms_norm_eps"],
-            rope_theta=found["rope_theta"],
-            context=found["max_position_embeddings"],
+            layers=settings["num_hidden_layers"],
+            heads=settings["num_attention_heads"],
+            norm_epsilon=settings["rms_norm_eps"],
+            rope_theta=settings["rope_theta"],
+            context=settings["max_position_embeddings"],
         )
 
 
@@ -187,7 +187,7 @@ class Llama:
 
 def read_weights(path: Path) -> dict[str, Floats]:
     """Read all tensors of a safetensors file or directory as float32."""
-    found = {}
+    weights = {}
     with open_source(path) as source:
         for name, info in source.tensors.items():
             if info.dtype.name not in _DTYPES:
@@ -195,8 +195,8 @@ def read_weights(path: Path) -> dict[str, Floats]:
             raw = np.empty(info.nbytes, np.uint8)
             source.read(name, 0, raw)
             values = raw.view(_DTYPES[info.dtype.name]).reshape(info.shape)
-            found[name] = values.astype(np.float32)
-    return found
+            weights[name] = values.astype(np.float32)
+    return weights
 
 
 def _layer(tensors: Mapping[str, Floats], index: int) -> _Layer:

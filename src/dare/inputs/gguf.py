@@ -158,26 +158,6 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
 NOT_WEIGHTS = ("rope_freqs.weight",)
 """What llama.cpp computes from the configuration and stores; no Hugging Face model has it."""
 
-CONFIGURED = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Architectures for which the metadata say all that a config.json needs."""
-_CONFIG_KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-}
-_OPTIONAL_KEYS = {"attention.head_count_kv", "attention.key_length", "rope.freq_base"}
-_TOKEN_KEYS = {
-    "tokenizer.ggml.bos_token_id": "bos_token_id",
-    "tokenizer.ggml.eos_token_id": "eos_token_id",
-    "tokenizer.ggml.padding_token_id": "pad_token_id",
-}
-
 
 class GgufSource(StampedSource):
     """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart."""
@@ -372,47 +352,6 @@ def hugging_face_name(name: str, family: Family) -> str | None:
         return outside and f"{outside}.{suffix}"
     inside = family.parts.get(part)
     return inside and f"model.layers.{layer}.{inside}.{suffix}"
-
-
-def config_of(source: GgufSource) -> dict[str, Any]:
-    """What a config.json for the model says, from the metadata."""
-    model_type = source.architecture
-    if model_type not in CONFIGURED:
-        raise InputError(
-            f"{source.path}: the metadata of {model_type!r} do not say all that a config.json "
-            "needs; take the one of the model that was converted"
-        )
-    scaling = source.metadata.get(f"{model_type}.rope.scaling.type", "none")
-    if scaling != "none" or source.left_out:
-        raise InputError(
-            f"{source.path}: its rotary positions are scaled, and the metadata do not say all of "
-            "how; take the config.json of the model that was converted"
-        )
-    config: dict[str, Any] = {"model_type": model_type, "architectures": [CONFIGURED[model_type]]}
-    for key, setting in _CONFIG_KEYS.items():
-        value = source.metadata.get(f"{model_type}.{key}")
-        if isinstance(value, int | float):
-            config[setting] = value
-        elif value is not None or key not in _OPTIONAL_KEYS:
-            raise InputError(
-                f"{source.path}: {model_type}.{key} in its metadata is {value!r}, not a number"
-            )
-    config["vocab_size"] = _rows_of(source, "model.embed_tokens.weight")
-    config["tie_word_embeddings"] = "lm_head.weight" not in source.tensors
-    if model_type == "llama":
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in source.tensors
-        rows = _rows_of(source, "model.layers.0.self_attn.q_proj.weight")
-        config.setdefault("head_dim", rows // config["num_attention_heads"])
-    for key, setting in _TOKEN_KEYS.items():
-        if key in source.metadata:
-            config[setting] = source.metadata[key]
-    return config
-
-
-def _rows_of(source: GgufSource, name: str) -> int:
-    if name not in source.tensors or not source.tensors[name].shape:
-        raise InputError(f"{source.path}: has no matrix {name}; the model is not complete")
-    return source.tensors[name].shape[0]
 
 
 # ---------------------------------------------------------------- the header

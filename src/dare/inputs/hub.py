@@ -148,7 +148,7 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     snapshot = _download(name, name.revision, small_files, but=_within(name, DEEPER))
     commit = snapshot.name
     folder = snapshot / name.folder
-    weights = _told_weights(name, folder) or [_found_weights(name, commit, folder)]
+    weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
     if not all((folder / file).exists() for file in weights):
         if verbose:
             print(f"fetching {name} (commit {commit[:12]}) from the hub", file=sys.stderr)
@@ -159,7 +159,7 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
 
 
-def _told_weights(name: Name, folder: Path) -> Sequence[str]:
+def _named_weights(name: Name, folder: Path) -> Sequence[str]:
     """The files of weights, if the name or the small files say which; else nothing."""
     if name.file:
         return _parts(name.file)
@@ -178,18 +178,18 @@ def _parts(file: str) -> list[str]:
     return [f"{stem}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)] or [file]
 
 
-def _found_weights(name: Name, commit: str, folder: Path) -> str:
+def _only_weights(name: Name, commit: str, folder: Path) -> str:
     """The one file of weights in a folder without an index, or refuse."""
     files = _listed(name, commit, folder)
-    found = [file for file in files if file.endswith(".safetensors")]
-    if SINGLE_NAME in found or len(found) == 1:
-        return SINGLE_NAME if SINGLE_NAME in found else found[0]
+    weights = [file for file in files if file.endswith(".safetensors")]
+    if SINGLE_NAME in weights or len(weights) == 1:
+        return SINGLE_NAME if SINGLE_NAME in weights else weights[0]
     revision = name.revision or "main"
-    others = found or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
+    others = weights or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
     example = written_name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
-    if found:
+    if weights:
         raise InputError(
-            f"{name}: has {len(found)} safetensors files and no {INDEX_NAME} to say which belong "
+            f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which belong "
             f"together; name one, as in {example}"
         )
     raise InputError(

@@ -6,7 +6,7 @@ or the folder: of a path at most the last two parts are told.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shlex
@@ -28,13 +28,10 @@ INHERITED = ("license", "license_name", "license_link", "library_name", "pipelin
 """What the base's card says of itself and that holds for the output too."""
 MACHINE_KEYS = ("input_digests", "threads", "max_memory", "verbose")
 """Keys of a recipe that do not decide what the output is."""
+MAX_FRONT_MATTER = 1 << 19
+"""Characters; the cards of embedding models carry their scores there, some 100,000."""
 
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
-_SCALAR = re.compile(
-    r"(?P<key>[a-z_]+):[ \t]*"
-    r"(\"(?P<double>[^\"\\]*)\"|'(?P<single>[^']*)'|(?P<plain>[^\s\"'\[{|>&*!%#@`][^#]*?))"
-    r"(\s+#.*)?\s*"
-)
 _HOME = re.compile(r"/(home|Users)/[^/]+|~\w*")
 _PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
@@ -44,7 +41,7 @@ def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None =
     """Write the card of a finished merge; `inherited` is what it takes from the base's own."""
     title = plan.layout.target.name if plan.layout else "merged"
     lines = [
-        *_front_matter(plan, inherited or {}),
+        _front_matter(plan, inherited or {}),
         f"# {_inline(title)}",
         "",
         f"{_listed(plan)} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"
@@ -89,38 +86,37 @@ def short_name(path: str | os.PathLike[str]) -> str:
 # ---------------------------------------------------------------- the head
 
 
-def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> Iterator[str]:
-    yield "---"
-    yield "base_model:"
+def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> str:
+    import yaml  # type: ignore[import-untyped]
+
     paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
-    for name in dict.fromkeys(map(short_name, paths)):
-        yield f"- {_yaml(name)}"
-    yield "base_model_relation: merge"
-    for key, value in {"library_name": "transformers", **inherited}.items():
-        yield f"{key}: {_yaml(value)}"
-    yield "tags:"
-    yield from (f"- {tag}" for tag in TAGS)
-    yield "---"
-    yield ""
-
-
-def _yaml(text: str) -> str:
-    """A scalar of YAML; JSON's text is YAML's, where it needs quotes."""
-    plain = re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII)
-    reserved = text.lower() in ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
-    return text if plain and not reserved else json.dumps(text, ensure_ascii=False)
+    metadata = {
+        "base_model": list(dict.fromkeys(map(short_name, paths))),
+        "base_model_relation": "merge",
+        "library_name": "transformers",
+        **inherited,
+        "tags": list(TAGS),
+    }
+    text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)
+    return f"---\n{text}---\n"
 
 
 def inherited(directory: Path) -> dict[str, str]:
-    """What is taken over from the card in the base's directory, if it has one."""
-    text = (read_text(directory, NAME) or b"").decode(errors="replace")
-    front = _FRONT_MATTER.match(text.replace("\r\n", "\n"))
-    found = {}
-    for line in front[1].splitlines() if front else ():
-        scalar = _SCALAR.fullmatch(line)
-        if scalar and scalar["key"] in INHERITED:
-            found[scalar["key"]] = scalar["double"] or scalar["single"] or scalar["plain"] or ""
-    return {key: found[key] for key in INHERITED if key in found}
+    """What is taken over from the card in the base's directory, if it has one that can be read."""
+    import yaml
+
+    card = (read_text(directory, NAME) or b"").decode(errors="replace")
+    front = _FRONT_MATTER.match(card[:MAX_FRONT_MATTER].replace("\r\n", "\n"))
+    try:
+        # BaseLoader is safe and leaves scalars text: a licence may be called "no". The faster one,
+        # libyaml's, crashes the process where lists are nested deeply.
+        metadata = yaml.BaseLoader(front[1]).get_single_data() if front else None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        metadata = None
+    values = metadata if isinstance(metadata, dict) else {}
+    return {
+        key: values[key] for key in INHERITED if values.get(key) and isinstance(values[key], str)
+    }
 
 
 # ---------------------------------------------------------------- the body

@@ -554,7 +554,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: the recipe is no text: {error}") from None
+        raise InputError(
+            f"{path}: a recipe must be text in UTF-8, and byte {error.start} is not"
+        ) from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -656,20 +658,20 @@ def _built(table: object, kind: type[_Entry], where: str) -> _Entry:
 def _nested(entry: Mapping[str, Any], kind: type[ModelEntry | TensorRule]) -> dict[str, Any]:
     """Move the parameters among an entry's keys into its `settings`."""
     parameters = {name for stage in STAGES.values() for name in stage.parameters}
-    own = set(kind.model_fields) - {"settings"}
+    fields = set(kind.model_fields) - {"settings"}
     for key in entry:
-        if key not in own | parameters:
-            raise RecipeError(f"{key}: not known here{did_you_mean(key, own | parameters)}")
-    nested: dict[str, Any] = {key: entry[key] for key in own if key in entry}
-    nested["settings"] = {key: value for key, value in entry.items() if key not in own}
+        if key not in fields | parameters:
+            raise RecipeError(f"{key}: not known here{did_you_mean(key, fields | parameters)}")
+    nested: dict[str, Any] = {key: entry[key] for key in fields if key in entry}
+    nested["settings"] = {key: value for key, value in entry.items() if key not in fields}
     return nested
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     """Undo `_nested`."""
-    own = {key: value for key, value in entry.items() if key != "settings"}
+    fields = {key: value for key, value in entry.items() if key != "settings"}
     settings: dict[str, Any] = entry.get("settings", {})
-    return own | settings
+    return fields | settings
 
 
 def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:

@@ -77,39 +77,6 @@ def predict(statistics: Statistics, drop_rate: float, q: float | None = None) ->
     )
 
 
-def predict_merge(
-    statistics: Sequence[Statistics],
-    drop_rates: Sequence[float],
-    weights: Sequence[float],
-    *,
-    scale: float = 1.0,
-    qs: Sequence[float | None] | None = None,
-) -> Prediction:
-    """Say what dropping does to a merge: scale·Σ wᵢ·δ̂ᵢ, each model with a mask of its own.
-
-    Masks are independent, so variances add up, each with its weight squared. The relative error is
-    that to √Σ (wᵢ·‖δᵢ‖)², the norm of a sum of deltas that are at right angles, and so is the bias.
-    `drop_rate` is the mean.
-    """
-    if not statistics:
-        raise RecipeError("no models: give the statistics of at least one")
-    divisors = qs if qs is not None else [None] * len(statistics)
-    parts = [
-        (predict(each, rate, q), scale * weight, each)
-        for each, rate, weight, q in zip(statistics, drop_rates, weights, divisors, strict=True)
-    ]
-    length = math.sqrt(sum((weight * each.norm) ** 2 for _, weight, each in parts))
-    error = math.sqrt(sum((w * each.norm * part.relative_error) ** 2 for part, w, each in parts))
-    lost = math.sqrt(sum((w * each.norm * part.bias) ** 2 for part, w, each in parts))
-    return Prediction(
-        drop_rate=sum(part.drop_rate for part, _, _ in parts) / len(parts),
-        relative_error=error / length if length else 0.0,
-        output_error=math.sqrt(sum((w * part.output_error) ** 2 for part, w, _ in parts)),
-        variance=sum(weight**2 * part.variance for part, weight, _ in parts),
-        bias=lost / length if length else 0.0,
-    )
-
-
 def relative_error(drop_rate: float, q: float | None = None) -> float:
     """√(E‖δ̂ - δ‖²) / ‖δ‖, of any delta.
 
@@ -233,7 +200,7 @@ def tolerated_drop_rate(
     >>> tolerated_drop_rate([Exposure(10**6, 0.02, 1000.0)])
     0.83
     """
-    changed = [each for each in exposures if each.carriers > 0]
+    changed = [exposure for exposure in exposures if exposure.carriers > 0]
     if not changed:
         return 0.0
     bound = limit("output_error") if bound is None else bound
@@ -272,9 +239,11 @@ def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
-    exposures = [each for each in exposures if math.isfinite(each.relative_norm)]
-    total = sum(each.elements for each in exposures)
-    squares = sum(each.elements * bounded_error(each, drop_rate) ** 2 for each in exposures)
+    exposures = [exposure for exposure in exposures if math.isfinite(exposure.relative_norm)]
+    total = sum(exposure.elements for exposure in exposures)
+    squares = sum(
+        exposure.elements * bounded_error(exposure, drop_rate) ** 2 for exposure in exposures
+    )
     return math.sqrt(squares / total) if total else 0.0
 
 
