@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
-from dare.tensors.dtypes import StorageType
+from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.header import Described
 
 CONFIG = "config.json"
@@ -64,9 +64,6 @@ _LEFT_WITHOUT_A_WORD = re.compile(
     re.IGNORECASE,
 )
 """Weights and what belongs to a training or to a repository: nobody expects them in an output."""
-
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that a model can have as a whole; transformers cannot build one in float8."""
 
 
 @dataclass(frozen=True)
@@ -417,16 +414,16 @@ def _set_type(
 ) -> Iterator[str]:
     if kind is None:
         return
-    name = _TORCH_NAMES.get(kind.name)
-    if name is None:
+    if kind not in MODEL_TYPES:
         notes.append(
             f"{CONFIG}: keeps its type, because transformers cannot build a model in {kind.name}"
         )
         return
+    name = kind.torch_name
     if "torch_dtype" not in document and "dtype" not in document:
         document["torch_dtype"] = name
         yield f"torch_dtype {name}"
-    known = [*_TORCH_NAMES.values(), "auto"]
+    known = [*(known_type.torch_name for known_type in MODEL_TYPES), "auto"]
     for table in _tables(document):
         for key in ("torch_dtype", "dtype"):
             if table.get(key) in known and table[key] != name:

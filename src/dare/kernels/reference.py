@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.kernels import Part
 from dare.tensors import mask
+from dare.tensors.dtypes import WEIGHT_TYPES
 
 Floats = NDArray[np.float32]
 Raw = NDArray[Any]
@@ -28,14 +28,7 @@ Integers = NDArray[np.int32]
 SUM_LANES = 64
 _INFINITY = 0x7F800000
 
-_MEANING: dict[str, np.dtype[Any]] = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "int16": np.dtype(np.float16),
-    "uint16": np.dtype(ml_dtypes.bfloat16),
-    "uint8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "int8": np.dtype(ml_dtypes.float8_e5m2),
-}
+_MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
 """What the values are that a carrier carries."""
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dare.analysis.results import Spectrum
 from dare.kernels.linalg import NOISE, gram
+from dare.tensors.dtypes import STORAGE_TYPES
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -50,8 +51,6 @@ FEW = 16
 """… unless all that stand out are fewer than this part of the directions."""
 NEGLIGIBLE_TAIL = 0.01
 """Share of the energy outside a low rank that needs no explanation by rounding."""
-
-MANTISSA_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7, "F8_E4M3": 3, "F8_E5M2": 2}
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def rounding_energy(weights: Floats, dtype: str) -> float:
     """
     exponents = (weights.reshape(-1).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
     counts = np.bincount(exponents, minlength=256)[1:255]  # neither tiny nor infinite
-    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - MANTISSA_BITS[dtype])
+    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - STORAGE_TYPES[dtype].mantissa_bits)
     return float(counts @ np.square(halves))
 
 
