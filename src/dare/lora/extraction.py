@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.lora import CONV1D_MODELS
-from dare.inputs.names import EMBEDDING, HEAD, match_names
+from dare.inputs.names import match_names
 from dare.inputs.sources import Source
 from dare.kernels import reference
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, relative_error, truncate_matrix
 from dare.lora.writing import AdapterOutput, check_output, manifest_of, peft_config, readme_of
-from dare.recipe.schema import is_embedding
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.dtypes import weight_type
+from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -275,7 +275,7 @@ def _is_linear(change: Change, tensor: str) -> bool:
         and tuned.shape == info.shape
         and info.dtype.is_weight
         and tuned.dtype.is_weight
-        and (HEAD.fullmatch(tensor) is not None or not is_embedding(tensor))
+        and (is_tied_head(tensor) or not is_embedding(tensor))
     )
 
 
@@ -331,7 +331,7 @@ def _why_not_saved(change: Change, tensor: str, targets: set[str], asked: Asked)
     module, _, parameter = tensor.rpartition(".")
     if not asked.save_others:
         return "no linear layer that was chosen, and save_others is not set"
-    if asked.tied and (EMBEDDING.fullmatch(tensor) or HEAD.fullmatch(tensor)):
+    if asked.tied and (is_tied_embedding(tensor) or is_tied_head(tensor)):
         return "embedding and head are tied, and PEFT would store one without the other"
     if module in targets:
         return "" if parameter == "bias" else "beside a LoRA, PEFT stores nothing but a bias"

@@ -29,8 +29,8 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis, Statistics
-from dare.recipe.schema import is_embedding
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.names import is_embedding
 
 Configs = Mapping[str, Mapping[str, Any]]
 """What config.json says, by model; the base's under `BASE`."""

@@ -21,7 +21,7 @@ from dare.inputs.sources import Source
 from dare.kernels import reference
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.plan import Plan, TensorPlan
-from dare.recipe.schema import is_embedding
+from dare.tensors.names import is_embedding
 
 Floats = NDArray[np.float32]
 
