@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dare.analysis.judge.limits import limit
 from dare.errors import Concern, Notice
+from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
-from dare.kernels import reference
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.plan import Plan, TensorPlan
 from dare.tensors.names import is_embedding
@@ -95,9 +95,7 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
         raw = np.empty((rows, columns * kind.itemsize), np.uint8)
         for row, into in enumerate(raw, start=first):
             source.read(tensor.name, row * stride, into)
-    values = np.empty((rows, columns), np.float32)
-    reference.decode(raw.view(kind.carrier), values)
-    return values
+    return decoded(raw, kind)
 
 
 def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
