@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -124,18 +126,12 @@ def main_type(tensors: Iterable[Described]) -> StorageType | None:
     >>> main_type([("a", STORAGE_TYPES["BF16"], (8, 8)), ("b", STORAGE_TYPES["F32"], (8,))]).name
     'BF16'
     """
-    elements: dict[str, int] = {}
-    kinds: dict[str, StorageType] = {}
+    elements: Counter[StorageType] = Counter()
     for _, kind, shape in tensors:
         if kind.is_weight:
-            count = 1
-            for size in shape:
-                count *= size
-            elements[kind.name] = elements.get(kind.name, 0) + count
-            kinds[kind.name] = kind
-    if not elements:
-        return None
-    return kinds[max(sorted(elements), key=lambda name: elements[name])]
+            elements[kind] += math.prod(shape)
+    by_name = sorted(elements, key=lambda kind: kind.name)
+    return max(by_name, key=lambda kind: elements[kind], default=None)
 
 
 # ---------------------------------------------------------------- collecting
