@@ -77,8 +77,8 @@ def delta(
     with np.errstate(invalid="ignore", over="ignore"):
         difference -= base
     out[:] = np.where(lanes[: base.size] != 0, difference, np.float32(0))
-    found = magnitude_bits(difference)
-    return int(found.max(initial=0)), int((found > threshold_bits).sum())
+    magnitudes = magnitude_bits(difference)
+    return int(magnitudes.max(initial=0)), int((magnitudes > threshold_bits).sum())
 
 
 def add_to_base(raw: Raw, merged: Floats, scale: np.float32, out: Raw) -> int:
@@ -103,10 +103,10 @@ def count_exceptions(
     raw: Raw, merged: Floats, scale: np.float32, overflow_bits: int
 ) -> tuple[int, int]:
     """Count results too large for the output type, infinities included, and those that are NaN."""
-    found = magnitude_bits(_moved(raw, merged, scale))
+    magnitudes = magnitude_bits(_moved(raw, merged, scale))
     return (
-        int(((found >= overflow_bits) & (found <= _INFINITY)).sum()),
-        int((found > _INFINITY).sum()),
+        int(((magnitudes >= overflow_bits) & (magnitudes <= _INFINITY)).sum()),
+        int((magnitudes > _INFINITY).sum()),
     )
 
 
