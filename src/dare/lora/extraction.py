@@ -279,13 +279,13 @@ def _write_modules(
 ) -> Iterator[ModuleReport]:
     for module in chosen:
         matrix = change.read_matrix(f"{module}.weight")
-        found = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
-        if found.rank == 0:
+        low_rank = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
+        if low_rank.rank == 0:
             continue
-        output.put(f"{module}.lora_A.weight", found.right)
-        output.put(f"{module}.lora_B.weight", found.left)
-        error = relative_error(found.lost, found.squared)
-        yield ModuleReport(module, (), found.rank, norm=sqrt(found.squared), error=error)
+        output.put(f"{module}.lora_A.weight", low_rank.right)
+        output.put(f"{module}.lora_B.weight", low_rank.left)
+        error = relative_error(low_rank.lost, low_rank.squared)
+        yield ModuleReport(module, (), low_rank.rank, norm=sqrt(low_rank.squared), error=error)
 
 
 # ---------------------------------------------------------------- everything else
