@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.limits import TABLE
 from dare.analysis.judge.readiness import RULES
-from dare.recipe.schema import EMBEDDINGS, ModelEntry, Recipe, TensorRule
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES, Stage
+from dare.tensors.names import EMBEDDINGS
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -68,7 +68,7 @@ def test_small_matrices_are_exact(shape, rank):
 )
 def test_a_sketch_is_all_but_the_best(matrix, margin, monkeypatch):
     assert svd._sketches(min(matrix.shape), 4)
-    monkeypatch.setattr(svd, "_gram", watch := Watch(svd._gram))
+    monkeypatch.setattr(svd, "gram", watch := Watch(svd.gram))
     found = truncate_matrix(matrix, Wanted(rank=4), "w")
     assert watch.sizes == [svd._basis_width(4)]  # and not the side of the matrix
     least = least_error(matrix, 4)

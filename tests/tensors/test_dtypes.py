@@ -153,3 +153,11 @@ def test_an_unknown_type_is_refused_with_the_nearest():
         weight_type("bfloat1")
     with pytest.raises(RecipeError, match="not a weight type"):
         weight_type("I64")
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_the_table_agrees_with_ml_dtypes(name):
+    kind = STORAGE_TYPES[name]
+    assert kind.numpy_type == NUMPY[name]
+    assert kind.mantissa_bits == ml_dtypes.finfo(NUMPY[name]).nmant
+    assert weight_type(kind.torch_name) is kind

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.measure.reading import read_floats
 from dare.errors import InputError, OutputError, did_you_mean
 from dare.inputs.opening import open_inputs
+from dare.inputs.reading import read_floats
 from dare.inputs.sources import Source, open_source
 from dare.output.manifest import find_manifest, repeating_document
 from dare.planning.make import make_plan
@@ -116,13 +116,13 @@ class _Merge:
 
     def unified(self, tensor: TensorPlan, start: int, count: int) -> tuple[Floats, Floats]:
         """The base over a chunk, and the unified delta."""
-        base = read_floats(self.plan.base, tensor.name, start, count)
-        return base, read_floats(self.output, tensor.name, start, count) - base
+        base = read_floats(self.plan.base, tensor.name, start, count, "cpu")
+        return base, read_floats(self.output, tensor.name, start, count, "cpu") - base
 
     def delta(self, tensor: TensorPlan, model: int, start: int, base: Floats) -> Floats:
         """A model's own delta over a chunk."""
         source = self.plan.source_of(tensor, model)
-        values = read_floats(source, tensor.name, start, base.size)
+        values = read_floats(source, tensor.name, start, base.size, "cpu")
         return values if source.holds_delta(tensor.name) else values - base
 
 

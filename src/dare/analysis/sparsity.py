@@ -56,7 +56,6 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.measuring import Subject, Survey
-from dare.analysis.measure.reading import read_floats
 from dare.analysis.measure.survey import conclude, find_subjects
 from dare.analysis.measure.tallies import (
     BIN_SHIFT,
@@ -72,6 +71,7 @@ from dare.analysis.results import Analysis, Statistics
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.inputs.opening import open_inputs
+from dare.inputs.reading import read_floats
 from dare.inputs.sources import Source, open_source
 from dare.recipe.schema import Recipe
 from dare.tensors.chunks import chunk_spans
@@ -266,8 +266,8 @@ class DARESparsityAnalyzer:
         name = info.name
         sums, counts = Sums(), np.zeros(INFINITE, np.int64)
         for start, count in chunk_spans(info.elements):
-            values = read_floats(tuned, name, start, count)
-            weights = None if base is None else read_floats(base, name, start, count)
+            values = read_floats(tuned, name, start, count, "cpu")
+            weights = None if base is None else read_floats(base, name, start, count, "cpu")
             if weights is not None and not tuned.holds_delta(name):
                 values -= weights
             sums += _sums(values, weights, self.configuration.base_deviation)

@@ -11,20 +11,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.demo.tasks import END, Example
 from dare.errors import InputError
+from dare.inputs.reading import read_floats
 from dare.inputs.sources import open_source
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
 
@@ -190,12 +188,9 @@ def read_weights(path: Path) -> dict[str, Floats]:
     weights = {}
     with open_source(path) as source:
         for name, info in source.tensors.items():
-            if info.dtype.name not in _DTYPES:
-                raise InputError(f"{path}: {name} is {info.dtype.name}, not one of {list(_DTYPES)}")
-            raw = np.empty(info.nbytes, np.uint8)
-            source.read(name, 0, raw)
-            values = raw.view(_DTYPES[info.dtype.name]).reshape(info.shape)
-            weights[name] = values.astype(np.float32)
+            if not info.dtype.is_weight:
+                raise InputError(f"{path}: {name} is {info.dtype.name}, not a weight type")
+            weights[name] = read_floats(source, name, 0, info.elements).reshape(info.shape)
     return weights
 
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
-from dare.tensors.dtypes import StorageType
+from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.header import Described
 
 CONFIG = "config.json"
@@ -64,9 +66,6 @@ _LEFT_WITHOUT_A_WORD = re.compile(
     re.IGNORECASE,
 )
 """Weights and what belongs to a training or to a repository: nobody expects them in an output."""
-
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that a model can have as a whole; transformers cannot build one in float8."""
 
 
 @dataclass(frozen=True)
@@ -127,18 +126,12 @@ def main_type(tensors: Iterable[Described]) -> StorageType | None:
     >>> main_type([("a", STORAGE_TYPES["BF16"], (8, 8)), ("b", STORAGE_TYPES["F32"], (8,))]).name
     'BF16'
     """
-    elements: dict[str, int] = {}
-    kinds: dict[str, StorageType] = {}
+    elements: Counter[StorageType] = Counter()
     for _, kind, shape in tensors:
         if kind.is_weight:
-            count = 1
-            for size in shape:
-                count *= size
-            elements[kind.name] = elements.get(kind.name, 0) + count
-            kinds[kind.name] = kind
-    if not elements:
-        return None
-    return kinds[max(sorted(elements), key=lambda name: elements[name])]
+            elements[kind] += math.prod(shape)
+    by_name = sorted(elements, key=lambda kind: kind.name)
+    return max(by_name, key=lambda kind: elements[kind], default=None)
 
 
 # ---------------------------------------------------------------- collecting
@@ -417,16 +410,16 @@ def _set_type(
 ) -> Iterator[str]:
     if kind is None:
         return
-    name = _TORCH_NAMES.get(kind.name)
-    if name is None:
+    if kind not in MODEL_TYPES:
         notes.append(
             f"{CONFIG}: keeps its type, because transformers cannot build a model in {kind.name}"
         )
         return
+    name = kind.torch_name
     if "torch_dtype" not in document and "dtype" not in document:
         document["torch_dtype"] = name
         yield f"torch_dtype {name}"
-    known = [*_TORCH_NAMES.values(), "auto"]
+    known = [*(known_type.torch_name for known_type in MODEL_TYPES), "auto"]
     for table in _tables(document):
         for key in ("torch_dtype", "dtype"):
             if table.get(key) in known and table[key] != name:

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError
+from dare.inputs.reading import decoded
 from dare.inputs.sources import Source, open_source
 from dare.inputs.views import SourceView
-from dare.kernels import reference
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 
@@ -249,11 +249,7 @@ def _rectangles(first: int, count: int, width: int) -> Iterator[tuple[int, int, 
 
 
 def _decoded(raw: NDArray[np.uint8], dtype: StorageType) -> Floats:
-    if dtype.itemsize == 1:
-        return np.take(_table(dtype.name), raw)
-    values = np.empty(raw.size // dtype.itemsize, np.float32)
-    reference.decode(raw.view(dtype.carrier), values)
-    return values
+    return np.take(_table(dtype.name), raw) if dtype.itemsize == 1 else decoded(raw, dtype)
 
 
 @cache
@@ -263,9 +259,7 @@ def _table(name: str) -> Floats:
     if name == "F8_E8M0":  # 2**(code − 127); 255 is NaN
         powers = np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - 127)
         return np.where(codes == 255, np.float32(np.nan), powers)
-    values = np.empty(256, np.float32)
-    reference.decode(codes.view(STORAGE_TYPES[name].carrier), values)
-    return values
+    return decoded(codes, STORAGE_TYPES[name])
 
 
 def _shape(info: TensorInfo) -> str:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.errors import InputError
 from dare.inputs.patterns import ModulePattern
+from dare.inputs.reading import read_floats
 from dare.inputs.sources import FileSource, open_source
-from dare.kernels import reference
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
@@ -275,12 +275,7 @@ class LoraSource:
         return self._read_stored(key, 0, info.elements).reshape(info.shape[0], -1)
 
     def _read_stored(self, key: str, first: int, count: int) -> Floats:
-        kind = self._stored.tensors[key].dtype
-        raw = np.empty(count * kind.itemsize, np.uint8)
-        self._stored.read(key, first * kind.itemsize, raw)
-        values = np.empty(count, np.float32)
-        reference.decode(raw.view(kind.carrier), values)
-        return values
+        return read_floats(self._stored, key, first, count)
 
 
 def looks_like(path: Path) -> bool:

@@ -14,9 +14,8 @@ from typing import Any
 
 from dare.inputs.sources import Source
 from dare.inputs.views import RenamedSource
+from dare.tensors.names import is_tied_embedding, is_tied_head
 
-HEAD = re.compile(r"(.*\.)?lm_head\.weight")
-EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in)\.weight")
 ENOUGH = 0.5
 """Share of a model's tensors that a prefix must bring to their places."""
 
@@ -99,12 +98,12 @@ def _with_tied_head(
     matched = dict(names)
     if tied is not True or model.is_partial:
         return matched, []
-    head = next((tensor for tensor in base.tensors if HEAD.fullmatch(tensor)), None)
-    embedding = next((tensor for tensor in names if EMBEDDING.fullmatch(tensor)), None)
+    head = next((tensor for tensor in base.tensors if is_tied_head(tensor)), None)
+    embedding = next((tensor for tensor in names if is_tied_embedding(tensor)), None)
     if head is not None and head not in names and embedding is not None:
         matched[head] = names[embedding]
         return matched, [f"{head} is tied, so its {embedding} is taken"]
-    extra = next((tensor for tensor in names if HEAD.fullmatch(tensor)), None)
+    extra = next((tensor for tensor in names if is_tied_head(tensor)), None)
     if head is None and extra is not None:
         del matched[extra]
         return matched, [f"{extra} is tied and the base does not store it, so it is left out"]

@@ -16,24 +16,7 @@ from dare.errors import InputError
 from dare.inputs.directory import TOKENIZER_CONFIG, parse_json, read_json, read_text
 from dare.inputs.sources import Source
 from dare.tensors.header import TensorInfo
-
-INPUT_EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "word_embeddings",
-    "tok_embeddings",
-    "embed_in",
-    "token_embd",
-    "token_embedding",
-    "shared",
-    "embeddings",
-    "embedding",
-)
-HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "decoder", "predictions")
-"""Last part of the names of the modules that have a row for each token, before .weight or .bias.
-
-A tensor counts only if it also has as many rows as the embedding of its own model.
-"""
+from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
 
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"

@@ -29,7 +29,7 @@ from dare.inputs.sources import (
     check_against_index,
     read_index,
 )
-from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
 from dare.tensors.header import TensorInfo
 
 SINGLE_NAME = "pytorch_model.bin"
@@ -40,25 +40,6 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
-_TYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "complex64": "C64",
-}
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a record in a zip archive; the lengths of the two texts that follow it."""
 
@@ -290,13 +271,12 @@ def _is_tensor(value: object) -> bool:
 
 def _place(tensor: Any, file: Path, name: str, records: Mapping[int, int]) -> Placed:
     """Find a tensor in its file; check that all of it lies in one record."""
-    kind = _TYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if kind is None or str(tensor.layout) != "torch.strided" or tensor.is_conj():
+    dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_conj():
         raise InputError(
             f"{file}: {name} is {tensor.dtype}, {tensor.layout}; only plain tensors of "
-            f"{', '.join(_TYPES)} can be read"
+            f"{', '.join(BY_TORCH_NAME)} can be read"
         )
-    dtype = STORAGE_TYPES[kind]
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     first = int(tensor.storage_offset()) * dtype.itemsize
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)

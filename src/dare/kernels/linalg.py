@@ -111,13 +111,13 @@ def spectrum(matrix: Floats, rank: int | None = None) -> Spectrum:
     if 0 in wide.shape:
         return Spectrum(np.zeros((wide.shape[0], 0)), np.zeros(0), _no_rows(wide))
     basis = _low_rank_basis(wide)
-    found = _in_single(wide, rank) if basis is None else None
-    return found or _in_double(wide, basis, rank)
+    single = _in_single(wide, rank) if basis is None else None
+    return single or _in_double(wide, basis, rank)
 
 
 def _in_double(wide: Floats, basis: Doubles | None, rank: int | None) -> Spectrum:
     """By the Gram matrix in float64, of all rows or within a basis of the columns."""
-    energies, vectors = _falling(gram(wide if basis is None else _times(basis.T, wide)))
+    energies, vectors = falling_eigen(gram(wide if basis is None else _times(basis.T, wide)))
     known = int(np.count_nonzero(energies > NOISE**2 * energies[0]))
     vectors = vectors[:, :known][:, :rank]
     vectors = vectors if basis is None else basis @ vectors
@@ -132,17 +132,17 @@ def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
         return None
     if _stands_out(wide):
         return None
-    energies, vectors = _falling(_single_gram(wide))
+    energies, vectors = falling_eigen(_single_gram(wide))
     large = int(np.count_nonzero(energies > SMALL**2 * energies[0]))
     values = np.sqrt(energies[:large].astype(np.float64))
     if large == short or (rank is not None and rank <= large):
         return Spectrum(vectors[:, :large][:, :rank], values[:rank], _no_rows(wide))
     if short - large > MOST_SMALL * short:
         return None
-    own, own_values, far = _small_part(wide, vectors[:, :large], values, vectors[:, large:])
-    values = np.concatenate([values, own_values])[:rank]
+    small, small_values, far = _small_part(wide, vectors[:, :large], values, vectors[:, large:])
+    values = np.concatenate([values, small_values])[:rank]
     return Spectrum(
-        np.concatenate([vectors[:, :large], own], axis=1)[:, :rank],
+        np.concatenate([vectors[:, :large], small], axis=1)[:, :rank],
         values,
         far[: len(values) - large],
     )
@@ -164,26 +164,26 @@ def _small_part(
     along = multiply(multiply(products, inverse), inverse.T)
     for columns in _panels(wide.shape[1]):
         part[:, columns] -= multiply(along, wide[:, columns])
-    energies, vectors = _falling(gram(part))
+    energies, vectors = falling_eigen(gram(part))
     known = int(np.count_nonzero(energies > (NOISE * values[0]) ** 2))
-    found = np.sqrt(energies[:known])
-    far = multiply((vectors[:, :known] / found).T, part)
-    return multiply(rest, vectors[:, :known]), found, far
+    roots = np.sqrt(energies[:known])
+    far = multiply((vectors[:, :known] / roots).T, part)
+    return multiply(rest, vectors[:, :known]), roots, far
 
 
 def factorise(matrix: Floats, rank: int | None = None) -> Factors:
     """Take a matrix apart: all singular triples but noise, or the first `rank` of them.
 
-    >>> found = factorise(np.array([[0, 3, 0], [4, 0, 0]], np.float32), rank=1)
-    >>> found.product().tolist()
+    >>> parts = factorise(np.array([[0, 3, 0], [4, 0, 0]], np.float32), rank=1)
+    >>> parts.product().tolist()
     [[0.0, 0.0, 0.0], [4.0, 0.0, 0.0]]
     """
-    found = spectrum(matrix, rank)
-    near, values = found.vectors, found.values
-    inverse = (near[:, : found.plain] / values[: found.plain]).astype(near.dtype)
+    parts = spectrum(matrix, rank)
+    near, values = parts.vectors, parts.values
+    inverse = (near[:, : parts.plain] / values[: parts.plain]).astype(near.dtype)
     far = _times(inverse.T, _widened(matrix))
-    if len(found.far):
-        far = np.concatenate([far, found.far])
+    if len(parts.far):
+        far = np.concatenate([far, parts.far])
     if _is_tall(matrix):
         return Factors(far.T, values, near.T)
     return Factors(near, values, far)
@@ -214,13 +214,13 @@ def polar(matrix: Floats) -> tuple[Floats, Doubles]:
     >>> polar(np.array([[0, 3, 0], [4, 0, 0]], np.float32))[0].tolist()
     [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    found = spectrum(matrix)
-    near, plain = found.vectors, found.plain
-    turned = project(matrix, near[:, :plain], 1 / found.values[:plain])
-    if len(found.far):
-        small = multiply(near[:, plain:], found.far)
+    parts = spectrum(matrix)
+    near, plain = parts.vectors, parts.plain
+    turned = project(matrix, near[:, :plain], 1 / parts.values[:plain])
+    if len(parts.far):
+        small = multiply(near[:, plain:], parts.far)
         turned += small.T if _is_tall(matrix) else small
-    return turned, found.values
+    return turned, parts.values
 
 
 def orthogonal_product(parts: Sequence[Factors], values: Doubles) -> Floats:
@@ -274,6 +274,23 @@ def gram(wide: NDArray[np.floating]) -> Doubles:
     return total
 
 
+def squared_values(matrix: Floats) -> Doubles:
+    """All squared singular values, falling; by the Gram matrix in float64.
+
+    >>> squared_values(np.array([[0, 3, 0], [4, 0, 0]], np.float32)).tolist()
+    [16.0, 9.0]
+    """
+    energies: Doubles = np.maximum(np.linalg.eigvalsh(gram(_widened(matrix)))[::-1], 0)
+    return energies
+
+
+def falling_eigen(symmetric: Numbers) -> tuple[Numbers, Numbers]:
+    """Eigenvalues of a matrix that has none below zero, falling, and its eigenvectors."""
+    solve = _single_eigh if symmetric.dtype == np.float32 else np.linalg.eigh
+    energies, vectors = solve(symmetric)
+    return np.maximum(energies[::-1], 0), np.ascontiguousarray(vectors[:, ::-1])
+
+
 def squared_norm(matrix: Floats) -> float:
     """The squared Frobenius norm, in float64."""
     return sum(
@@ -314,13 +331,6 @@ def _times(left: Numbers, wide: Floats) -> Numbers:
     return product
 
 
-def _falling(symmetric: Numbers) -> tuple[Numbers, Numbers]:
-    """Eigenvalues of a matrix that has none below zero, falling, and its eigenvectors."""
-    solve = _single_eigh if symmetric.dtype == np.float32 else np.linalg.eigh
-    energies, vectors = solve(symmetric)
-    return np.maximum(energies[::-1], 0), np.ascontiguousarray(vectors[:, ::-1])
-
-
 def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
     """`np.linalg.eigh` in float32; the public function widens to float64, and takes twice as long.
 
@@ -331,8 +341,8 @@ def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
         energies, vectors = np.linalg.eigh(symmetric)
         return energies, vectors
     with np.errstate(all="ignore"):  # LAPACK leaves flags behind
-        found: tuple[Floats, Floats] = solve(symmetric, signature="f->ff")
-    return found
+        solution: tuple[Floats, Floats] = solve(symmetric, signature="f->ff")
+    return solution
 
 
 def _single_gram(wide: Floats) -> Floats:
@@ -359,8 +369,7 @@ def _is_seen_to_be_full(wide: Floats) -> bool:
 
     No singular value of a part is larger than that of the whole with the same number.
     """
-    corner = wide[:CORNER, :CORNER].astype(np.float64)
-    energies = np.linalg.eigvalsh(corner @ corner.T)[::-1]
+    energies = squared_values(wide[:CORNER, :CORNER])
     return bool(energies[SKETCH] > MISSED**2 * squared_norm(wide))
 
 

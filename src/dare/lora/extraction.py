@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.lora import CONV1D_MODELS
-from dare.inputs.names import EMBEDDING, HEAD, match_names
+from dare.inputs.names import match_names
+from dare.inputs.reading import read_floats
 from dare.inputs.sources import Source
-from dare.kernels import reference
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, relative_error, truncate_matrix
 from dare.lora.writing import AdapterOutput, check_output, manifest_of, peft_config, readme_of
-from dare.recipe.schema import is_embedding
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.dtypes import weight_type
+from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -51,20 +51,20 @@ class Change:
         """A tensor's change, piece by piece."""
         info = self.base.tensors[tensor]
         for start, count in chunk_spans(info.elements):
-            change = _read(self.model, tensor, start, count)
+            change = read_floats(self.model, tensor, start, count)
             if not self.model.holds_delta(tensor):
-                change -= _read(self.base, tensor, start, count)
+                change -= read_floats(self.base, tensor, start, count)
             yield change
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
         """A tensor of the model, piece by piece; the base's where the model has none."""
         for start, count in chunk_spans(self.base.tensors[tensor].elements):
             if tensor not in self.model.tensors:
-                yield _read(self.base, tensor, start, count)
+                yield read_floats(self.base, tensor, start, count)
                 continue
-            values = _read(self.model, tensor, start, count)
+            values = read_floats(self.model, tensor, start, count)
             if self.model.holds_delta(tensor):
-                values += _read(self.base, tensor, start, count)
+                values += read_floats(self.base, tensor, start, count)
             yield values
 
     def read_matrix(self, tensor: str) -> Floats:
@@ -237,15 +237,6 @@ def _check_names(base: Source, model: Source, path: Path) -> None:
         )
 
 
-def _read(source: Source, tensor: str, start: int, count: int) -> Floats:
-    kind = source.tensors[tensor].dtype
-    raw = np.empty(count * kind.itemsize, np.uint8)
-    source.read(tensor, start * kind.itemsize, raw)
-    values = np.empty(count, np.float32)
-    reference.decode(raw.view(kind.carrier), values)
-    return values
-
-
 # ---------------------------------------------------------------- the modules
 
 
@@ -275,7 +266,7 @@ def _is_linear(change: Change, tensor: str) -> bool:
         and tuned.shape == info.shape
         and info.dtype.is_weight
         and tuned.dtype.is_weight
-        and (HEAD.fullmatch(tensor) is not None or not is_embedding(tensor))
+        and (is_tied_head(tensor) or not is_embedding(tensor))
     )
 
 
@@ -288,13 +279,13 @@ def _write_modules(
 ) -> Iterator[ModuleReport]:
     for module in chosen:
         matrix = change.read_matrix(f"{module}.weight")
-        found = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
-        if found.rank == 0:
+        low_rank = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
+        if low_rank.rank == 0:
             continue
-        output.put(f"{module}.lora_A.weight", found.right)
-        output.put(f"{module}.lora_B.weight", found.left)
-        error = relative_error(found.lost, found.squared)
-        yield ModuleReport(module, (), found.rank, norm=sqrt(found.squared), error=error)
+        output.put(f"{module}.lora_A.weight", low_rank.right)
+        output.put(f"{module}.lora_B.weight", low_rank.left)
+        error = relative_error(low_rank.lost, low_rank.squared)
+        yield ModuleReport(module, (), low_rank.rank, norm=sqrt(low_rank.squared), error=error)
 
 
 # ---------------------------------------------------------------- everything else
@@ -331,7 +322,7 @@ def _why_not_saved(change: Change, tensor: str, targets: set[str], asked: Asked)
     module, _, parameter = tensor.rpartition(".")
     if not asked.save_others:
         return "no linear layer that was chosen, and save_others is not set"
-    if asked.tied and (EMBEDDING.fullmatch(tensor) or HEAD.fullmatch(tensor)):
+    if asked.tied and (is_tied_embedding(tensor) or is_tied_head(tensor)):
         return "embedding and head are tied, and PEFT would store one without the other"
     if module in targets:
         return "" if parameter == "bias" else "beside a LoRA, PEFT stores nothing but a bias"

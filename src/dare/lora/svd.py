@@ -25,11 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
-from dare.kernels.linalg import NOISE, PANEL
-from dare.kernels.linalg import gram as _gram
+from dare.kernels.linalg import NOISE, PANEL, falling_eigen, gram
 
 Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
 Numbers = NDArray[np.floating[Any]]
 
 OVERSAMPLING = 16
@@ -63,7 +61,7 @@ class Wanted:
         if self.energy is not None and not 0 < self.energy <= 1:
             raise RecipeError(f"energy = {self.energy}: must be above 0 and at most 1")
 
-    def choose(self, energies: Doubles, total: float) -> int:
+    def choose(self, energies: Numbers, total: float) -> int:
         """How many of the leading directions to take; 0 only where there is nothing.
 
         >>> Wanted(energy=0.9).choose(np.array([8.0, 1.5, 0.5]), 10.0)
@@ -120,8 +118,8 @@ def truncate_matrix(matrix: Floats, wanted: Wanted, where: str) -> LowRank:
     _check_finite(squared, where)
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix
-    found = _leading(wide, wanted, squared)
-    left, right = (found[1].T, found[0].T) if is_tall else found
+    factors = _leading(wide, wanted, squared)
+    left, right = (factors[1].T, factors[0].T) if is_tall else factors
     low_rank = _oriented(left, right, squared=squared, lost=0.0)
     lost = _squared_residual(matrix, low_rank.left, low_rank.right)
     return LowRank(low_rank.left, low_rank.right, squared, lost)
@@ -146,10 +144,10 @@ def _leading(wide: Floats, wanted: Wanted, squared: float) -> tuple[Numbers, Num
     while _sketches(short, width):
         assert width is not None  # or there would be no sketch
         basis = _krylov_basis(wide, width + OVERSAMPLING)
-        found = _within(wide, basis, wanted, squared)
-        held_enough = wanted.energy is None or width == wanted.rank or found[0].shape[1] <= width
+        pair = _within(wide, basis, wanted, squared)
+        held_enough = wanted.energy is None or width == wanted.rank or pair[0].shape[1] <= width
         if held_enough:
-            return found
+            return pair
         width = min(2 * width, wanted.rank or short)
     return _within(wide, None, wanted, squared)
 
@@ -178,8 +176,7 @@ def _within(
 ) -> tuple[Numbers, Numbers]:
     """The best factors whose columns lie in the basis; None stands for all directions."""
     projected = wide if basis is None else basis.T @ wide
-    energies, vectors = np.linalg.eigh(_gram(projected))
-    energies, vectors = np.maximum(energies[::-1], 0), vectors[:, ::-1]
+    energies, vectors = falling_eigen(gram(projected))
     rank = wanted.choose(energies, squared)
     roots = np.sqrt(np.sqrt(energies[:rank]))
     vectors = vectors[:, :rank]

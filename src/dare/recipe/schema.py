@@ -46,15 +46,8 @@ from dare.stages import STAGES, Stage, parse_method
 from dare.stages.registry import Parameter
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
+from dare.tensors.names import is_embedding
 from dare.tensors.sizes import parse_size
-
-EMBEDDINGS = (
-    *("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight"),
-    *("shared.weight", "*.shared.weight", "token_embd.weight", "position_embd.weight"),
-    *("head.weight", "head.bias", "*.head.weight", "*.head.bias", "emb.weight", "*.emb.weight"),
-    *("cls.predictions.decoder.*", "cls.predictions.bias"),
-)
-"""Names of embeddings and heads, whose deltas behave unlike those of other layers."""
 
 
 def _as_path(value: object) -> Path:
@@ -540,11 +533,6 @@ def _at(
 ) -> dict[str, Any]:
     """One stage's settings at a depth, with what takes their place."""
     return {name: value_at(overrides.get(name, value), depth) for name, value in settings.items()}
-
-
-def is_embedding(tensor: str) -> bool:
-    """Say whether a tensor is an embedding or a head, by its name."""
-    return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in EMBEDDINGS)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

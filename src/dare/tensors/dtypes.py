@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dare.errors import RecipeError, did_you_mean
 
@@ -19,64 +21,78 @@ from dare.errors import RecipeError, did_you_mean
 class StorageType:
     """How one safetensors type lies in a file.
 
-    >>> STORAGE_TYPES["BF16"].itemsize
-    2
+    >>> kind = STORAGE_TYPES["BF16"]
+    >>> kind.itemsize, kind.torch_name, kind.mantissa_bits
+    (2, 'bfloat16', 7)
     """
 
     name: str
-    itemsize: int
+    numpy_type: np.dtype[np.generic]
     carrier: np.dtype[np.generic]
     is_weight: bool = False
+    mantissa_bits: int = 0
+    """How many bits a weight's fraction has, the leading one not counted."""
     overflow_bits: int = 0x7F800000
     """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.carrier.itemsize
 
-def _weight(name: str, carrier: str, overflow_bits: int = 0x7F800000) -> StorageType:
-    dtype: np.dtype[np.generic] = np.dtype(carrier)
-    return StorageType(name, dtype.itemsize, dtype, is_weight=True, overflow_bits=overflow_bits)
+    @property
+    def torch_name(self) -> str:
+        """What torch calls it, and NumPy too."""
+        return self.numpy_type.name
 
 
-def _copied(name: str, carrier: str) -> StorageType:
-    dtype: np.dtype[np.generic] = np.dtype(carrier)
-    return StorageType(name, dtype.itemsize, dtype)
+def _weight(
+    name: str, numpy_type: DTypeLike, carrier: str, mantissa_bits: int, overflow: int = 0x7F800000
+) -> StorageType:
+    values, carried_as = np.dtype(numpy_type), np.dtype(carrier)
+    return StorageType(name, values, carried_as, True, mantissa_bits, overflow)
+
+
+def _copied(name: str, numpy_type: DTypeLike) -> StorageType:
+    values: np.dtype[np.generic] = np.dtype(numpy_type)
+    return StorageType(name, values, np.dtype(f"u{values.itemsize}"))
 
 
 STORAGE_TYPES: dict[str, StorageType] = {
     kind.name: kind
     for kind in (
-        _weight("F64", "float64"),
-        _weight("F32", "float32"),
-        _weight("F16", "int16", overflow_bits=0x477FF000),  # 65520
-        _weight("BF16", "uint16", overflow_bits=0x7F7F8000),  # 3.396e38
-        _weight("F8_E4M3", "uint8", overflow_bits=0x43E80001),  # just above 464; becomes NaN
-        _weight("F8_E5M2", "int8", overflow_bits=0x47700000),  # 61440
-        _copied("BOOL", "uint8"),
+        _weight("F64", "float64", "float64", 52),
+        _weight("F32", "float32", "float32", 23),
+        _weight("F16", "float16", "int16", 10, 0x477FF000),  # 65520
+        _weight("BF16", ml_dtypes.bfloat16, "uint16", 7, 0x7F7F8000),  # 3.396e38
+        _weight("F8_E4M3", ml_dtypes.float8_e4m3fn, "uint8", 3, 0x43E80001),  # above 464: NaN
+        _weight("F8_E5M2", ml_dtypes.float8_e5m2, "int8", 2, 0x47700000),  # 61440
+        _copied("BOOL", "bool"),
         _copied("U8", "uint8"),
-        _copied("I8", "uint8"),
+        _copied("I8", "int8"),
         _copied("U16", "uint16"),
-        _copied("I16", "uint16"),
+        _copied("I16", "int16"),
         _copied("U32", "uint32"),
-        _copied("I32", "uint32"),
+        _copied("I32", "int32"),
         _copied("U64", "uint64"),
-        _copied("I64", "uint64"),
-        _copied("F8_E8M0", "uint8"),
-        _copied("C64", "uint64"),
+        _copied("I64", "int64"),
+        _copied("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+        _copied("C64", "complex64"),
     )
 }
 """Weights take part in merging; all other types are copied from the base."""
 
-_SPELLINGS = {
-    "float64": "F64",
+WEIGHT_TYPES = tuple(kind for kind in STORAGE_TYPES.values() if kind.is_weight)
+MODEL_TYPES = tuple(kind for kind in WEIGHT_TYPES if kind.itemsize > 1)
+"""Types that a model can have as a whole; transformers cannot build one in float8."""
+BY_TORCH_NAME = {kind.torch_name: kind for kind in STORAGE_TYPES.values()}
+
+_SPELLINGS = {kind.torch_name: kind.name for kind in WEIGHT_TYPES} | {
     "double": "F64",
-    "float32": "F32",
     "float": "F32",
     "fp32": "F32",
-    "float16": "F16",
     "half": "F16",
     "fp16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
 }
 
 
@@ -89,7 +105,7 @@ def weight_type(name: object) -> StorageType:
     word = str(name).removeprefix("torch.")
     kind = STORAGE_TYPES.get(_SPELLINGS.get(word.lower(), word.upper()))
     if kind is None or not kind.is_weight:
-        known = [k.name for k in STORAGE_TYPES.values() if k.is_weight]
+        known = [weight.name for weight in WEIGHT_TYPES]
         hint = did_you_mean(word, [*known, *_SPELLINGS])
         raise RecipeError(f"dtype {name!s}: not a weight type{hint}; use one of {', '.join(known)}")
     return kind

@@ -29,14 +29,12 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis, Statistics
-from dare.recipe.schema import is_embedding
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.names import is_embedding
 
 Configs = Mapping[str, Mapping[str, Any]]
 """What config.json says, by model; the base's under `BASE`."""
 BASE = "base"
-
-SIGNIFICANT_BITS = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8, "F8_E4M3": 4, "F8_E5M2": 3}
-"""Of storage types, the leading one among them."""
 MEANING = (
     "model_type",
     "hidden_size",
@@ -719,19 +717,18 @@ def _counted_elements(statistics: Statistics) -> int:
 def rounding_norm(analysis: Analysis, model: ModelAnalysis) -> float:
     """‖rounding‖ / ‖base‖ of storing the base as the model is stored; 0 if that is as fine.
 
-    An element of the octave from 1 to 2 is off by a uniform error of at most half a step 2^(1-b),
-    b the significant bits, whose root mean square is 2^(1-b)/√12; that of an element itself, its
+    An element of the octave from 1 to 2 is off by a uniform error of at most half a step 2^-b,
+    b the bits of the mantissa, whose root mean square is 2^-b/√12; that of an element itself, its
     logarithm spread evenly, is √(3/(2·ln 2)).
     """
     if model.is_adapter or not analysis.base_dtypes or not model.dtypes:
         return 0.0
     if model.total.sparsity >= limit("unrounded"):
         return 0.0  # what is equal to the bit has not been rounded: the base was before
-    bits = SIGNIFICANT_BITS.get(_main_type(model.dtypes))
-    own = SIGNIFICANT_BITS.get(_main_type(analysis.base_dtypes))
-    if bits is None or own is None or bits >= own:
+    bits = STORAGE_TYPES[_main_type(model.dtypes)].mantissa_bits
+    if not 0 < bits < STORAGE_TYPES[_main_type(analysis.base_dtypes)].mantissa_bits:
         return 0.0
-    return float(2.0 ** (1 - bits) / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2))))
+    return float(2.0**-bits / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2))))
 
 
 def _main_type(dtypes: Mapping[str, int]) -> str:

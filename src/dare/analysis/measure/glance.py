@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from dare.analysis.judge.limits import limit
 from dare.errors import Concern, Notice
+from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
-from dare.kernels import reference
-from dare.kernels.linalg import one_blas_thread
+from dare.kernels.linalg import one_blas_thread, squared_values
 from dare.planning.plan import Plan, TensorPlan
-from dare.recipe.schema import is_embedding
+from dare.tensors.names import is_embedding
 
 Floats = NDArray[np.float32]
 
@@ -95,9 +95,7 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
         raw = np.empty((rows, columns * kind.itemsize), np.uint8)
         for row, into in enumerate(raw, start=first):
             source.read(tensor.name, row * stride, into)
-    values = np.empty((rows, columns), np.float32)
-    reference.decode(raw.view(kind.carrier), values)
-    return values
+    return decoded(raw, kind)
 
 
 def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
@@ -155,11 +153,9 @@ def _rank_if_low(delta: Floats) -> int | None:
     >>> _rank_if_low(full), _rank_if_low(full[:, :8] @ full[:8])
     (None, 8)
     """
-    wide = delta.astype(np.float64)
-    gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
-    if not np.isfinite(gram).all():
+    if not np.isfinite(delta).all():
         return None
-    energies = np.linalg.eigvalsh(gram)[::-1]
+    energies = squared_values(delta)
     held = np.cumsum(energies) / energies.sum()
     rank = int(np.searchsorted(held, 1 - LOW_RANK_TAIL)) + 1
     return rank if rank <= len(energies) // 2 else None

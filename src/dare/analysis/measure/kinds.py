@@ -7,18 +7,12 @@ from functools import cache
 
 from dare.analysis.results import OUTSIDE, Kind
 from dare.recipe.layers import stack_and_layer
+from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD
 
 PATTERNS = (
     (Kind.NORM, r"norm|(^|[._])ln(\d|_|\.|$)"),
-    (
-        Kind.HEAD,
-        r"lm_head|output_layer|^output\.|embed_out|pooler|qa_outputs|"
-        r"^(classifier|score|cls|heads?|pre_classifier|classification_head)(\.|$)",
-    ),
-    (
-        Kind.EMBEDDING,
-        r"embed|(^|\.)(wte|wpe|token_embd|shared|cls_token|mask_token|class_token)(\.|$)",
-    ),
+    (Kind.HEAD, ANY_HEAD),
+    (Kind.EMBEDDING, ANY_EMBEDDING),
     (Kind.MLP, r"experts?(\.|_|$)|moe"),
     (
         Kind.ATTENTION,

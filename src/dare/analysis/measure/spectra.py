@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.results import Spectrum
-from dare.kernels.linalg import NOISE, gram
+from dare.kernels.linalg import NOISE, squared_values
+from dare.tensors.dtypes import STORAGE_TYPES
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -50,8 +51,6 @@ FEW = 16
 """… unless all that stand out are fewer than this part of the directions."""
 NEGLIGIBLE_TAIL = 0.01
 """Share of the energy outside a low rank that needs no explanation by rounding."""
-
-MANTISSA_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7, "F8_E4M3": 3, "F8_E5M2": 2}
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def rounding_energy(weights: Floats, dtype: str) -> float:
     """
     exponents = (weights.reshape(-1).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
     counts = np.bincount(exponents, minlength=256)[1:255]  # neither tiny nor infinite
-    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - MANTISSA_BITS[dtype])
+    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - STORAGE_TYPES[dtype].mantissa_bits)
     return float(counts @ np.square(halves))
 
 
@@ -130,8 +129,8 @@ def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
 
     `rounding` is the energy that may have come into it when it was stored.
 
-    >>> found = spectrum_of(np.diag(np.array([4, 2, 2, 0], np.float32)))
-    >>> found.values, round(found.stable_rank, 6), found.rank_99
+    >>> example = spectrum_of(np.diag(np.array([4, 2, 2, 0], np.float32)))
+    >>> example.values, round(example.stable_rank, 6), example.rank_99
     ((4.0, 2.0, 2.0, 0.0), 1.5, 3)
     """
     values = singular_values(delta)
@@ -162,10 +161,8 @@ def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
 
 def singular_values(matrix: Floats) -> Doubles:
     """All singular values, falling."""
-    rows, columns = matrix.shape
     scale = float(np.abs(matrix).max(initial=0)) or 1.0
-    wide = (matrix.T if rows > columns else matrix) / np.float32(scale)
-    values: Doubles = scale * np.sqrt(np.maximum(np.linalg.eigvalsh(gram(wide))[::-1], 0))
+    values: Doubles = scale * np.sqrt(squared_values(matrix / np.float32(scale)))
     return values
 
 
@@ -177,10 +174,10 @@ def find_outliers(values: Doubles, long: int) -> tuple[float, int]:
         bulk = values[outliers:]
         edge = _edge(float(np.median(bulk)), short - outliers, max(long - outliers, 1))
         edge = max(edge, NOISE * float(values[0]))
-        found = int(np.count_nonzero(values > edge))
-        if found <= outliers or found > short // 2:
-            return edge, found
-        outliers = found
+        count = int(np.count_nonzero(values > edge))
+        if count <= outliers or count > short // 2:
+            return edge, count
+        outliers = count
 
 
 def _edge(median: float, short: int, long: int) -> float:

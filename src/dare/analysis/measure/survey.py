@@ -50,6 +50,7 @@ from dare.run.progress import show_progress
 from dare.run.threads import run_tasks
 from dare.tensors.chunks import chunk_count
 from dare.tensors.header import TensorInfo
+from dare.tensors.names import is_input_embedding
 
 AnyPath = str | PathLike[str]
 Spectra = Literal["auto", "all", "none"]
@@ -496,9 +497,4 @@ def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
     heads = [name for name in base.tensors if kind_of(name) is Kind.HEAD]
     if config.get("tie_word_embeddings") is not True or any("lm_head" in name for name in heads):
         return ()
-    words = ("embed_tokens", "wte", "word_embeddings", "token_embd", "embed_in", "shared")
-    return tuple(
-        name
-        for name in sorted(base.tensors)
-        if kind_of(name) is Kind.EMBEDDING and any(word in name for word in words)
-    )
+    return tuple(name for name in sorted(base.tensors) if is_input_embedding(name))

@@ -10,6 +10,7 @@ from dare.recipe.mergekit.configuration import Config
 from dare.recipe.mergekit.nodes import Node
 from dare.recipe.mergekit.parameters import Case, Cases
 from dare.stages import STAGES
+from dare.tensors.dtypes import MODEL_TYPES
 
 
 class Draft:
@@ -82,7 +83,7 @@ def _check_range(stage: str, parameter: str, case: Case) -> None:
 
 def storage_type(node: Node) -> str:
     """The type that weights are stored in, by its name in torch."""
-    known = ("float32", "float16", "bfloat16", "float64")
+    known = [kind.torch_name for kind in MODEL_TYPES]
     name = str(node.value).removeprefix("torch.")
     if name not in known:
         hint = did_you_mean(name, known)
