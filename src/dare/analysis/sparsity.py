@@ -56,7 +56,6 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.measuring import Subject, Survey
-from dare.analysis.measure.reading import read_floats
 from dare.analysis.measure.survey import conclude, find_subjects
 from dare.analysis.measure.tallies import (
     BIN_SHIFT,
@@ -72,7 +71,7 @@ from dare.analysis.results import Analysis, Statistics
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.inputs.opening import open_inputs
-from dare.inputs.sources import Source, open_source
+from dare.inputs.sources import Source, open_source, read_floats
 from dare.recipe.schema import Recipe
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.header import TensorInfo

@@ -187,16 +187,16 @@ class Llama:
 
 def read_weights(path: Path) -> dict[str, Floats]:
     """Read all tensors of a safetensors file or directory as float32."""
-    found = {}
+    weights = {}
     with open_source(path) as source:
         for name, info in source.tensors.items():
             if info.dtype.name not in _DTYPES:
                 raise InputError(f"{path}: {name} is {info.dtype.name}, not one of {list(_DTYPES)}")
-            raw = np.empty(info.nbytes, np.uint8)
+            raw = np.empty(info.elements, info.dtype.carrier)
             source.read(name, 0, raw)
             values = raw.view(_DTYPES[info.dtype.name]).reshape(info.shape)
-            found[name] = values.astype(np.float32)
-    return found
+            weights[name] = values.astype(np.float32)
+    return weights
 
 
 def _layer(tensors: Mapping[str, Floats], index: int) -> _Layer:

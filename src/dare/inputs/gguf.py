@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, StampedSource
+from dare.inputs.sources import InputFiles, Raw, StampedSource
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 
@@ -256,17 +256,16 @@ class GgufSource(StampedSource):
             )
         return heads
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        tensor = self._stored[name]
+    def read(self, name: str, start: int, into: Raw) -> None:
+        tensor, block = self._stored[name], self._stored[name].block_elements
         if not tensor.is_computed:
-            self._read_stored(tensor, offset, into)
+            self._read_stored(tensor, start * tensor.block_bytes, into.view(np.uint8))
             return
-        block = tensor.block_elements * _F32.itemsize
-        end = -(-(offset + into.size) // block)
-        step = max(1, PIECE_ELEMENTS // tensor.block_elements)
-        for first in range(offset // block, end, step):
-            piece = self._decode(tensor, first, min(step, end - first)).view(np.uint8)
-            place = first * block - offset
+        end = -(-(start + into.size) // block)
+        step = max(1, PIECE_ELEMENTS // block)
+        for first in range(start // block, end, step):
+            piece = self._decode(tensor, first, min(step, end - first))
+            place = first * block - start
             begin, stop = max(place, 0), min(place + piece.size, into.size)
             into[begin:stop] = piece[begin - place : stop - place]
 
@@ -294,14 +293,13 @@ class GgufSource(StampedSource):
             self._files.read(tensor.file, position, into[done : done + count], tensor.name)
             done += count
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        tensor = self._stored[name]
-        presented = tensor.block_elements * tensor.presented_as.itemsize
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        tensor, block = self._stored[name], self._stored[name].block_elements
         unit = tensor.head_rows * tensor.row_bytes if tensor.head_rows else tensor.block_bytes
-        first = offset // presented * tensor.block_bytes // unit * unit
-        last = -(-(offset + nbytes) // presented) * tensor.block_bytes
-        count = min(-(-last // unit) * unit, tensor.nbytes) - first
-        self._files.prefetch(tensor.file, tensor.start + first, count)
+        first = start // block * tensor.block_bytes // unit * unit
+        last = -(-(start + count) // block) * tensor.block_bytes
+        nbytes = min(-(-last // unit) * unit, tensor.nbytes) - first
+        self._files.prefetch(tensor.file, tensor.start + first, nbytes)
 
 
 def looks_like(path: Path) -> bool:

@@ -24,8 +24,7 @@ from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.names import EMBEDDING, HEAD, match_names
-from dare.inputs.sources import Source
-from dare.kernels import reference
+from dare.inputs.sources import Source, read_floats
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, relative_error, truncate_matrix
 from dare.lora.writing import AdapterOutput, check_output, manifest_of, peft_config, readme_of
@@ -51,20 +50,20 @@ class Change:
         """A tensor's change, piece by piece."""
         info = self.base.tensors[tensor]
         for start, count in chunk_spans(info.elements):
-            change = _read(self.model, tensor, start, count)
+            change = read_floats(self.model, tensor, start, count)
             if not self.model.holds_delta(tensor):
-                change -= _read(self.base, tensor, start, count)
+                change -= read_floats(self.base, tensor, start, count)
             yield change
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
         """A tensor of the model, piece by piece; the base's where the model has none."""
         for start, count in chunk_spans(self.base.tensors[tensor].elements):
             if tensor not in self.model.tensors:
-                yield _read(self.base, tensor, start, count)
+                yield read_floats(self.base, tensor, start, count)
                 continue
-            values = _read(self.model, tensor, start, count)
+            values = read_floats(self.model, tensor, start, count)
             if self.model.holds_delta(tensor):
-                values += _read(self.base, tensor, start, count)
+                values += read_floats(self.base, tensor, start, count)
             yield values
 
     def read_matrix(self, tensor: str) -> Floats:
@@ -235,15 +234,6 @@ def _check_names(base: Source, model: Source, path: Path) -> None:
             "the model is not a fine-tune of this base, tensor by tensor; "
             "give the base that it was made from:\n  " + "\n  ".join(shown)
         )
-
-
-def _read(source: Source, tensor: str, start: int, count: int) -> Floats:
-    kind = source.tensors[tensor].dtype
-    raw = np.empty(count * kind.itemsize, np.uint8)
-    source.read(tensor, start * kind.itemsize, raw)
-    values = np.empty(count, np.float32)
-    reference.decode(raw.view(kind.carrier), values)
-    return values
 
 
 # ---------------------------------------------------------------- the modules

@@ -102,11 +102,10 @@ def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[
         name, chunk = place
         info = source.tensors[name]
         start, count = chunk_span(chunk, info.elements)
-        size = info.dtype.itemsize
-        data = np.empty(count * size, np.uint8)
-        source.read(name, start * size, data)
-        digest = bytes_digest(data.data)
-        advance(data.nbytes)
+        raw = np.empty(count, info.dtype.carrier)
+        source.read(name, start, raw)
+        digest = bytes_digest(raw.data)
+        advance(raw.nbytes)
         return digest
 
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}

@@ -222,11 +222,10 @@ class Worker:
     def _read(
         self, source: Source, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> Raw:
-        size = info.dtype.itemsize
-        data = into[: count * size]
-        source.read(info.name, start * size, data)
-        self.job.progress(data.size)
-        return data.view(info.dtype.carrier)
+        raw = into[: count * info.dtype.itemsize].view(info.dtype.carrier)
+        source.read(info.name, start, raw)
+        self.job.progress(raw.nbytes)
+        return raw
 
     def output_chunk(self, tensor: TensorPlan, start: int, count: int) -> NDArray[np.uint8]:
         """Room for a chunk of the output, aligned in memory as it will be in the file."""
@@ -464,8 +463,7 @@ class _Chunk(_Task):
         """Ask for the chunk's bytes of every input."""
         start, count = self._span()
         for source in self._sources():
-            size = source.tensors[self.tensor.name].dtype.itemsize
-            source.prefetch(self.tensor.name, start * size, count * size)
+            source.prefetch(self.tensor.name, start, count)
 
     def _span(self) -> tuple[int, int]:
         return chunk_span(self.chunk, self.tensor.elements)

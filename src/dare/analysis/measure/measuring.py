@@ -344,10 +344,10 @@ class Worker:
     def read(self, source: Source, name: str, start: int, count: int, place: int = 0) -> Raw:
         """Read stored elements into a buffer, one of which each model and the base have."""
         dtype = source.tensors[name].dtype
-        data = self._bytes[place][: count * dtype.itemsize]
-        source.read(name, start * dtype.itemsize, data)
-        self.survey.progress(data.size)
-        return data.view(dtype.carrier)
+        raw = self._bytes[place][: count * dtype.itemsize].view(dtype.carrier)
+        source.read(name, start, raw)
+        self.survey.progress(raw.nbytes)
+        return raw
 
     def alike(
         self, base: Raw, stored: list[Raw], given: NDArray[np.bool_]
@@ -411,8 +411,7 @@ class MeasureChunk:
         """Ask for the chunk's bytes of every input."""
         name, (start, count) = self.subject.name, chunk_span(self.chunk, self.subject.elements)
         for source in self._sources:
-            size = source.tensors[name].dtype.itemsize
-            source.prefetch(name, start * size, count * size)
+            source.prefetch(name, start, count)
 
     def run(self, worker: Worker) -> None:
         """Look."""
