@@ -323,8 +323,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
     stored: list[Stored] = []
     for part in _parts(path):
         with files.first_look(part) as file_descriptor:
-            found, tensors = read_header(file_descriptor, part)
-        metadata.append(found)
+            pairs, tensors = read_header(file_descriptor, part)
+        metadata.append(pairs)
         stored += tensors
     _check_parts(path, metadata)
     if metadata[0].get("general.type", "model") == "adapter":
@@ -337,16 +337,16 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
 
 def _parts(path: Path) -> list[Path]:
     """The files that belong to a model, by the names that llama.cpp gives them."""
-    found = _PART.fullmatch(path.name)
-    if found is None or int(found[3]) == 0:
+    numbered = _PART.fullmatch(path.name)
+    if numbered is None or int(numbered[3]) == 0:
         return [path]
-    stem, _, count = found.groups()
+    stem, _, count = numbered.groups()
     return [path.with_name(f"{stem}-{n + 1:05}-of-{count}.gguf") for n in range(int(count))]
 
 
 def _check_parts(path: Path, metadata: list[Metadata]) -> None:
-    for number, found in enumerate(metadata):
-        count, place = found.get("split.count", 0) or 1, found.get("split.no", 0)
+    for number, pairs in enumerate(metadata):
+        count, place = pairs.get("split.count", 0) or 1, pairs.get("split.no", 0)
         if (count, place) != (len(metadata), number):
             raise HeaderError(
                 f"{path}: part {number + 1} of {len(metadata)}, by its name, says it is part "
@@ -361,10 +361,10 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     >>> hugging_face_name("blk.7.attn_q.weight", FAMILIES["llama"])
     'model.layers.7.self_attn.q_proj.weight'
     """
-    found = _NAME.fullmatch(name)
-    if found is None:
+    parsed = _NAME.fullmatch(name)
+    if parsed is None:
         return None
-    layer, part, suffix = found.groups()
+    layer, part, suffix = parsed.groups()
     if layer is None:
         outside = _OUTSIDE_LAYERS.get(part)
         return outside and f"{outside}.{suffix}"
@@ -497,8 +497,8 @@ def read_header(file_descriptor: int, file: Path) -> tuple[Metadata, list[Stored
 def _read_beginning(cursor: _Cursor) -> int:
     """Check magic and version; return the number of tensors."""
     if cursor.size < len(MAGIC) or (magic := cursor.take(len(MAGIC))) != MAGIC:
-        found = "only " + str(cursor.size) + " bytes" if cursor.size < len(MAGIC) else repr(magic)
-        raise HeaderError(f"{cursor.where}: not a GGUF file: it begins with {found}, not {MAGIC!r}")
+        start = "only " + str(cursor.size) + " bytes" if cursor.size < len(MAGIC) else repr(magic)
+        raise HeaderError(f"{cursor.where}: not a GGUF file: it begins with {start}, not {MAGIC!r}")
     version = cursor.number("I")
     if version & 0xFFFF == 0 and version:
         raise HeaderError(

@@ -46,7 +46,8 @@ Fill = Callable[[int, Raw], None]
 class RowOrigins:
     """What decides which row comes from where."""
 
-    own: Vocabulary
+    vocabulary: Vocabulary
+    """The base's."""
     others: Sequence[Vocabulary | None]
     base: Source
     models: Sequence[Source]
@@ -57,19 +58,19 @@ class RowOrigins:
     def base_rows(self) -> Rows:
         """The base's row for each row of the output; new tokens may lie in its padding."""
         rows = np.full(self.rows, -1, np.int64)
-        rows[: self.own.rows] = np.arange(self.own.rows)
+        rows[: self.vocabulary.rows] = np.arange(self.vocabulary.rows)
         rows[list(self.new.values())] = -1
         return rows
 
     def model_rows(self, other: Vocabulary) -> Rows:
         """A model's row for each row of the output; only for those that the base has as well."""
-        own = self.own
-        shared = min(own.rows, other.rows)
+        base = self.vocabulary
+        shared = min(base.rows, other.rows)
         rows = np.full(self.rows, -1, np.int64)
         rows[:shared] = np.arange(shared)
-        if own.tokens is not None and other.tokens is not None and own.ids != other.ids:
+        if base.tokens is not None and other.tokens is not None and base.ids != other.ids:
             rows[[number for number in other.ids.values() if number < shared]] = -1
-            for token, number in own.ids.items():
+            for token, number in base.ids.items():
                 rows[number] = other.ids.get(token, -1)
         rows[list(self.new.values())] = -1
         return rows
@@ -114,7 +115,9 @@ def present(origins: RowOrigins) -> list[Source]:
     """The base and the models with their rows in the output's order."""
     inputs = _Inputs([origins.base, *origins.models])
     base_rows = origins.base_rows()
-    owners = {name: origins.owners(name) for name in row_tensors(origins.base, origins.own.rows)}
+    owners = {
+        name: origins.owners(name) for name in row_tensors(origins.base, origins.vocabulary.rows)
+    }
     bases = {
         name: RowTensor(
             origins.base,

@@ -278,13 +278,13 @@ def _write_modules(
 ) -> Iterator[ModuleReport]:
     for module in chosen:
         matrix = change.read_matrix(f"{module}.weight")
-        found = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
-        if found.rank == 0:
+        truncated = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
+        if truncated.rank == 0:
             continue
-        output.put(f"{module}.lora_A.weight", found.right)
-        output.put(f"{module}.lora_B.weight", found.left)
-        error = relative_error(found.lost, found.squared)
-        yield ModuleReport(module, (), found.rank, norm=sqrt(found.squared), error=error)
+        output.put(f"{module}.lora_A.weight", truncated.right)
+        output.put(f"{module}.lora_B.weight", truncated.left)
+        error = relative_error(truncated.lost, truncated.squared)
+        yield ModuleReport(module, (), truncated.rank, norm=sqrt(truncated.squared), error=error)
 
 
 # ---------------------------------------------------------------- everything else
