@@ -30,16 +30,15 @@ class ReadChunk:
     count: int
 
     def prefetch(self) -> None:
-        """Ask for the bytes."""
+        """Ask for the elements."""
         for source in self.sources:
-            size = source.tensors[self.name].dtype.itemsize
-            source.prefetch(self.name, self.start * size, self.count * size)
+            source.prefetch(self.name, self.start, self.count)
 
     def run(self, buffers: list[NDArray[np.uint8]]) -> None:
         """Read them."""
         for source, buffer in zip(self.sources, buffers, strict=True):
-            size = source.tensors[self.name].dtype.itemsize
-            source.read(self.name, self.start * size, buffer[: self.count * size])
+            carrier = source.tensors[self.name].dtype.carrier
+            source.read(self.name, self.start, buffer.view(carrier)[: self.count])
 
 
 def read(base: str, models: list[str]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dare.analysis.judge.advice import advise
     from dare.analysis.judge.judgement import Advice, Readiness
     from dare.analysis.judge.readiness import assess
-    from dare.analysis.measure.survey import analyze, analyze_arrays
+    from dare.analysis.measure.analyzing import analyze, analyze_arrays
     from dare.analysis.results import Analysis
     from dare.analysis.sparsity import (
         Configuration,
@@ -71,7 +71,7 @@ _HOMES = {
         "SparsityAnalysis",
         "dare_merge_readiness",
     ),
-    "analysis.measure.survey": ("analyze", "analyze_arrays"),
+    "analysis.measure.analyzing": ("analyze", "analyze_arrays"),
     "api": ("load_recipe", "merge", "merge_arrays", "plan"),
     "compat": (
         "DareConfig",

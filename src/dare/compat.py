@@ -452,7 +452,7 @@ def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
     kind, _, raw = stored(array, name)
     if not kind.is_weight:
         raise InputError(f"{name}: {kind.name} is not a weight type")
-    return decoded(raw, kind, "cpu")
+    return decoded(raw.view(kind.carrier), "cpu")
 
 
 def _as_original(original: Any, name: str, values: NDArray[np.float32]) -> Any:

@@ -15,7 +15,7 @@ from dare.analysis.judge.judgement import Evidence
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import predict
 from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.survey import analyze, analyze_arrays
+from dare.analysis.measure.analyzing import analyze, analyze_arrays
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
@@ -435,15 +435,15 @@ def test_a_base_of_zeros_is_no_obstacle():
     assert advice.recipe == {} or recipe_of(advice).method
 
 
-def test_the_survey_and_numpy_lead_to_the_same_judgement():
+def test_the_kernels_and_numpy_lead_to_the_same_judgement():
     models = {"math": ONE, "copy": ROOT, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0), "code": TWO}
-    surveyed = analyze_arrays(ROOT, models, spectra="none")
+    measured = analyze_arrays(ROOT, models, spectra="none")
     own = {name: {"file": name, "origin": Origin.UNKNOWN} for name in models}
     computed = analysis(ROOT, models, own=own, base="base")
-    assert [(each.rule, each.models) for each in assess(surveyed).findings] == [
+    assert [(each.rule, each.models) for each in assess(measured).findings] == [
         (each.rule, each.models) for each in assess(computed).findings
     ]
-    assert advise(surveyed).recipe == advise(computed).recipe
+    assert advise(measured).recipe == advise(computed).recipe
 
 
 def test_advice_on_real_models():

@@ -9,6 +9,7 @@ import scipy.integrate
 import scipy.linalg
 import scipy.stats
 
+from dare.analysis.measure.analyzing import analyze_arrays
 from dare.analysis.measure.spectra import (
     KEPT,
     find_outliers,
@@ -18,7 +19,6 @@ from dare.analysis.measure.spectra import (
     spectrum_of,
     window_of,
 )
-from dare.analysis.measure.survey import analyze_arrays
 from dare.analysis.results import Origin
 from dare.kernels.linalg import one_blas_thread
 

@@ -8,14 +8,13 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import HeaderError, InputError
 from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, looks_like, open_torch
-from helpers import read_tensor
+from helpers import read_elements, read_tensor
 
 torch = pytest.importorskip("torch")
 
@@ -117,12 +116,12 @@ def ranged(tmp_path_factory):
 
 
 @given(st.sampled_from(sorted(UNUSUAL)), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
-def test_any_range_of_bytes_is_the_same_part_of_the_whole(ranged, name, one, other):
+def test_any_range_is_the_same_part_of_the_whole(ranged, name, one, other):
     source, wholes = ranged.source, ranged.wholes
-    begin, end = sorted((one % (len(wholes[name]) + 1), other % (len(wholes[name]) + 1)))
-    into = np.full(end - begin, 0xAA, np.uint8)
-    source.read(name, begin, into)
-    assert into.tobytes() == wholes[name][begin:end]
+    info = source.tensors[name]
+    begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
+    expected = wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
+    assert read_elements(source, name, begin, end - begin).tobytes() == expected
 
 
 def test_a_large_transposed_tensor_is_gathered_in_pieces(tmp_path, monkeypatch):
@@ -308,8 +307,8 @@ def test_prefetching_asks_for_what_will_be_read(tmp_path, monkeypatch):
     asked = []
     with open_torch(save(tmp_path / "m.pt", {"w": W, "t": W.t()})) as source:
         monkeypatch.setattr(source._files, "prefetch", lambda *what: asked.append(what[1:]))
-        source.prefetch("w", 4, 8)
-        source.prefetch("t", 4, 8)
+        source.prefetch("w", 1, 2)
+        source.prefetch("t", 1, 2)
     assert asked == [(source.tensors["w"].start + 4, 8)]
 
 
@@ -406,7 +405,7 @@ def test_a_record_beyond_the_end_of_the_file_is_refused(tmp_path, field, value):
     place = data.index(b"PK\x01\x02") + field
     data[place : place + 4] = value.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(HeaderError, match=r"its record \S+ is not inside the file"):
+    with pytest.raises(InputError, match=r"m.pt: torch cannot load it"):
         open_torch(path)
 
 

@@ -26,7 +26,7 @@ from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.recipe.schema import Recipe
 from dare.run.execute import execute
-from helpers import save
+from helpers import read_elements, save
 
 EMBEDDING = "model.embed_tokens.weight"
 FLAGS = {
@@ -75,9 +75,8 @@ def source(matrix: np.ndarray, name: str = EMBEDDING, **more: np.ndarray) -> Arr
 def read(of: Source, name: str = EMBEDDING) -> np.ndarray:
     """The tensor as float32."""
     info = of.tensors[name]
-    raw = np.empty(info.nbytes, np.uint8)
     with of:
-        of.read(name, 0, raw)
+        raw = read_elements(of, name)
     kinds = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F64": np.float64}
     return raw.view(kinds[info.dtype.name]).reshape(info.shape).astype(np.float32)
 
@@ -211,8 +210,7 @@ def test_one_owner_gives_its_very_bits(abc: Path, with_y: Path) -> None:
     matrix = np.array([[1, 1], [2, 2], [3, 3], [-0.0, 1e-40]], np.float32)
     found = aligned("union", (source(rows(1, 2, 3)), abc), (source(matrix), with_y), weights=[0.3])
     with found.base:
-        raw = np.empty(8, np.uint8)
-        found.base.read(EMBEDDING, 24, raw)
+        raw = read_elements(found.base, EMBEDDING, 6, 2)
     assert raw.tobytes() == matrix[3].tobytes()
 
 
@@ -534,19 +532,17 @@ def test_a_union_is_what_its_definition_says(
 
 
 def check_ranges(found: Aligned, length: int) -> None:
-    """Every range of bytes of this length, from any thread, is that part of the whole."""
+    """Every range of this length, from any thread, is that part of the whole."""
     for presented in (found.base, *found.models):
-        whole = np.empty(presented.tensors[EMBEDDING].nbytes, np.uint8)
-
-        def part(begin: int, of: Source = presented, whole: np.ndarray = whole) -> bool:
-            expected = whole[begin : begin + length]
-            into = np.empty_like(expected)
-            of.prefetch(EMBEDDING, begin, into.size)
-            of.read(EMBEDDING, begin, into)
-            return bool((into == expected).all())
-
         with presented, ThreadPoolExecutor(2) as pool:
-            presented.read(EMBEDDING, 0, whole)
+            whole = read_elements(presented, EMBEDDING)
+
+            def part(begin: int, of: Source = presented, whole: np.ndarray = whole) -> bool:
+                expected = whole[begin : begin + length]
+                of.prefetch(EMBEDDING, begin, expected.size)
+                elements = read_elements(of, EMBEDDING, begin, expected.size)
+                return elements.tobytes() == expected.tobytes()
+
             assert all(pool.map(part, range(whole.size + 1)))
 
 
@@ -616,9 +612,9 @@ def test_rows_that_lie_together_are_read_together(abc: Path, with_xy: Path) -> N
     class Counting(ArraySource):
         reads = 0
 
-        def read(self, name: str, offset: int, into: np.ndarray) -> None:
+        def read(self, name: str, start: int, into: np.ndarray) -> None:
             self.reads += 1
-            super().read(name, offset, into)
+            super().read(name, start, into)
 
     base = Counting({EMBEDDING: stored(rows(1, 2, 3), "")})
     model = Counting({EMBEDDING: stored(rows(1, 2, 3, 4, 5), "")})

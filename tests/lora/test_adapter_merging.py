@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from dare import ModelEntry, Recipe, TensorRule, dare_drop, keep_mask, merge, merge_arrays
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
+from dare.inputs.reading import read_floats
 from dare.lora import merge_adapters, plan_adapters
 
 Q, V = "m.q_proj", "m.v_proj"
@@ -34,10 +35,9 @@ def delta(folder, module):
     name = f"{module}.weight"
     if name not in source.tensors:
         return 0.0
-    raw = np.empty(source.tensors[name].nbytes, np.uint8)
     with source:
-        source.read(name, 0, raw)
-    return raw.view(np.float32).reshape(source.tensors[name].shape).astype(np.float64)
+        values = read_floats(source, name, 0, source.tensors[name].elements)
+    return values.reshape(source.tensors[name].shape).astype(np.float64)
 
 
 # ---------------------------------------------------------------- concatenation

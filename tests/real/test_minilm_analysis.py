@@ -17,7 +17,7 @@ from dare.analysis.judge.advice import advise
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.prediction import predict
 from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.survey import analyze
+from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Kind, Origin
 
 sys.path.append(str(Path(__file__).parents[2] / "training"))

@@ -96,7 +96,7 @@ def emr_weights(output: AnyPath, task: str) -> Iterator[tuple[str, Floats]]:
                 f"there are {', '.join(names)}"
             )
         scales = np.empty(len(names), "<f8")
-        source.read(RESCALERS, 0, scales.view(np.uint8))
+        source.read(RESCALERS, 0, scales)
         scale = np.float32(scales[names.index(task)])
         for tensor in merge.plan.merged():
             weights = np.empty(tensor.elements, np.float32)
@@ -139,26 +139,26 @@ def _opened(output: AnyPath) -> Iterator[_Merge]:
     plan = make_plan(recipe, inputs.base, inputs.models, inputs.names)
     source = open_source(path)
     with ExitStack() as stack:
-        for each in (plan.base, *plan.models, source):
-            stack.enter_context(each)
+        for opened in (plan.base, *plan.models, source):
+            stack.enter_context(opened)
         yield _Merge(plan, source)
 
 
 def _write_masks(merge: _Merge, places: dict[str, TensorInfo], file: OutputFile) -> list[float]:
     kernels = kernel_backends.load("cpu")
     names = merge.plan.model_names
-    own, seen = [0.0] * len(names), [0.0] * len(names)
+    whole, seen = [0.0] * len(names), [0.0] * len(names)
     for tensor in merge.plan.merged():
         for start, count in chunk_spans(tensor.elements):
             base, unified = merge.unified(tensor, start, count)
             for model in tensor.models:
                 delta = merge.delta(tensor, model, start, base)
                 mask = np.sign(delta) * np.sign(unified) > 0
-                own[model] += kernels.sum_magnitudes(delta)
+                whole[model] += kernels.sum_magnitudes(delta)
                 seen[model] += kernels.sum_magnitudes(np.where(mask, unified, np.float32(0)))
                 place = places[f"{names[model]}/{tensor.name}"].start + start // 8
                 file.write(np.packbits(mask, bitorder="little"), place)
-    return [_ratio(whole, part) for whole, part in zip(own, seen, strict=True)]
+    return list(map(_ratio, whole, seen))
 
 
 def _ratio(whole: float, part: float) -> float:

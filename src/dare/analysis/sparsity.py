@@ -55,8 +55,8 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.measuring import Subject, Survey
-from dare.analysis.measure.survey import conclude, find_subjects
+from dare.analysis.measure.analyzing import conclude, find_subjects
+from dare.analysis.measure.measuring import Study, Subject
 from dare.analysis.measure.tallies import (
     BIN_SHIFT,
     INFINITE,
@@ -129,7 +129,7 @@ class Configuration:
     def selects(self, layer: str) -> bool:
         """Say whether a tensor is looked at."""
         patterns = self.analysis_layers
-        return patterns is None or any(fnmatch.fnmatchcase(layer, each) for each in patterns)
+        return patterns is None or any(fnmatch.fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -231,15 +231,15 @@ class DARESparsityAnalyzer:
         started = time.perf_counter()
         base, tuned = _opened(first, second)
         subjects, left_out = self._selected(base or tuned, tuned)
-        survey = Survey(base or tuned, (tuned,), None, lambda _nbytes: None)
+        study = Study(base or tuned, (tuned,), None, lambda _nbytes: None)
         with ExitStack() as stack:
             for source in (tuned,) if base is None else (base, tuned):
                 stack.enter_context(source)
             layers = [self._measure(base, tuned, subject.base) for subject in subjects]
         for subject, layer in zip(subjects, layers, strict=True):
-            survey.note(subject, layer.sums, layer.magnitudes)
+            study.note(subject, layer.sums, layer.magnitudes)
         analysis = conclude(
-            survey,
+            study,
             subjects,
             (NAME,),
             base_file=_file_of(first),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError
 from dare.inputs.reading import decoded
-from dare.inputs.sources import Source, open_source
+from dare.inputs.sources import Raw, Source, open_source
 from dare.inputs.views import SourceView
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
@@ -104,27 +104,18 @@ class DequantizedSource(SourceView):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a user should know of how the model is presented."""
-        said = [f"{len(self._scales)} FP8 tensors are presented as float32, scales applied"]
+        remarks = [f"{len(self._scales)} FP8 tensors are presented as float32, scales applied"]
         if self.left_out:
-            said.append(f"{len(self.left_out)} scales of activations are left out: no weights")
-        return tuple(said)
+            remarks.append(f"{len(self.left_out)} scales of activations are left out: no weights")
+        return tuple(remarks)
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        if name in self._scales:
-            first, end = offset // 4, -(-(offset + nbytes) // 4)
-            offset, nbytes = first, end - first
-        self.inner.prefetch(name, offset, nbytes)
-
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+    def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._scales:
-            self.inner.read(name, offset, into)
+            self.inner.read(name, start, into)
             return
-        end = -(-(offset + into.size) // 4)
-        for first in range(offset // 4, end, PIECE_ELEMENTS):
-            piece = self._decode(name, first, min(PIECE_ELEMENTS, end - first)).view(np.uint8)
-            place = first * 4 - offset
-            begin, stop = max(place, 0), min(place + piece.size, into.size)
-            into[begin:stop] = piece[begin - place : stop - place]
+        for done in range(0, into.size, PIECE_ELEMENTS):
+            piece = into[done : done + PIECE_ELEMENTS]
+            piece[:] = self._decode(name, start + done, piece.size)
 
     def _decode(self, name: str, first: int, count: int) -> Floats:
         """Read elements and multiply each by its factor; every NaN is the same one."""
@@ -151,8 +142,8 @@ class DequantizedSource(SourceView):
         return grid[np.arange(row, row + rows) // scale.block_rows - top]
 
     def _read_floats(self, name: str, dtype: StorageType, first: int, count: int) -> Floats:
-        raw = np.empty(count * dtype.itemsize, np.uint8)
-        self.inner.read(name, first * dtype.itemsize, raw)
+        raw = np.empty(count, dtype.carrier)
+        self.inner.read(name, first, raw)
         return _decoded(raw, dtype)
 
 
@@ -205,11 +196,11 @@ def _pairs(tensors: Mapping[str, TensorInfo], where: str) -> Iterator[tuple[str,
     for name, info in tensors.items():
         if info.dtype.name not in FP8_TYPES:
             continue
-        found = [name + end for end in SCALE_ENDINGS if name + end in tensors]
-        if len(found) > 1:
-            raise InputError(f"{where}: {name} has both {' and '.join(found)}; which one applies?")
-        if found:
-            yield name, found[0]
+        scales = [name + end for end in SCALE_ENDINGS if name + end in tensors]
+        if len(scales) > 1:
+            raise InputError(f"{where}: {name} has both {' and '.join(scales)}; which one applies?")
+        if scales:
+            yield name, scales[0]
 
 
 def _fit(weight: TensorInfo, scale: TensorInfo, where: str) -> Scale:
@@ -248,8 +239,8 @@ def _rectangles(first: int, count: int, width: int) -> Iterator[tuple[int, int, 
         row, column = row + rows, 0
 
 
-def _decoded(raw: NDArray[np.uint8], dtype: StorageType) -> Floats:
-    return np.take(_table(dtype.name), raw) if dtype.itemsize == 1 else decoded(raw, dtype)
+def _decoded(raw: Raw, dtype: StorageType) -> Floats:
+    return np.take(_table(dtype.name), raw.view(np.uint8)) if dtype.itemsize == 1 else decoded(raw)
 
 
 @cache
@@ -259,7 +250,7 @@ def _table(name: str) -> Floats:
     if name == "F8_E8M0":  # 2**(code − 127); 255 is NaN
         powers = np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - 127)
         return np.where(codes == 255, np.float32(np.nan), powers)
-    return decoded(codes, STORAGE_TYPES[name])
+    return decoded(codes.view(STORAGE_TYPES[name].carrier))
 
 
 def _shape(info: TensorInfo) -> str:

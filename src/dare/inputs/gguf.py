@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, StampedSource
+from dare.inputs.sources import InputFiles, Raw, StampedSource
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 
@@ -236,17 +236,16 @@ class GgufSource(StampedSource):
             )
         return heads
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        tensor = self._stored[name]
+    def read(self, name: str, start: int, into: Raw) -> None:
+        tensor, block = self._stored[name], self._stored[name].block_elements
         if not tensor.is_computed:
-            self._read_stored(tensor, offset, into)
+            self._read_stored(tensor, start * tensor.block_bytes, into.view(np.uint8))
             return
-        block = tensor.block_elements * _F32.itemsize
-        end = -(-(offset + into.size) // block)
-        step = max(1, PIECE_ELEMENTS // tensor.block_elements)
-        for first in range(offset // block, end, step):
-            piece = self._decode(tensor, first, min(step, end - first)).view(np.uint8)
-            place = first * block - offset
+        end = -(-(start + into.size) // block)
+        step = max(1, PIECE_ELEMENTS // block)
+        for first in range(start // block, end, step):
+            piece = self._decode(tensor, first, min(step, end - first))
+            place = first * block - start
             begin, stop = max(place, 0), min(place + piece.size, into.size)
             into[begin:stop] = piece[begin - place : stop - place]
 
@@ -274,14 +273,13 @@ class GgufSource(StampedSource):
             self._files.read(tensor.file, position, into[done : done + count], tensor.name)
             done += count
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        tensor = self._stored[name]
-        presented = tensor.block_elements * tensor.presented_as.itemsize
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        tensor, block = self._stored[name], self._stored[name].block_elements
         unit = tensor.head_rows * tensor.row_bytes if tensor.head_rows else tensor.block_bytes
-        first = offset // presented * tensor.block_bytes // unit * unit
-        last = -(-(offset + nbytes) // presented) * tensor.block_bytes
-        count = min(-(-last // unit) * unit, tensor.nbytes) - first
-        self._files.prefetch(tensor.file, tensor.start + first, count)
+        first = start // block * tensor.block_bytes // unit * unit
+        last = -(-(start + count) // block) * tensor.block_bytes
+        nbytes = min(-(-last // unit) * unit, tensor.nbytes) - first
+        self._files.prefetch(tensor.file, tensor.start + first, nbytes)
 
 
 def looks_like(path: Path) -> bool:
@@ -305,8 +303,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
     stored: list[Stored] = []
     for part in _parts(path):
         with files.first_look(part) as file_descriptor:
-            found, tensors = read_header(file_descriptor, part)
-        metadata.append(found)
+            pairs, tensors = read_header(file_descriptor, part)
+        metadata.append(pairs)
         stored += tensors
     _check_parts(path, metadata)
     if metadata[0].get("general.type", "model") == "adapter":
@@ -319,16 +317,16 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
 
 def _parts(path: Path) -> list[Path]:
     """The files that belong to a model, by the names that llama.cpp gives them."""
-    found = _PART.fullmatch(path.name)
-    if found is None or int(found[3]) == 0:
+    numbered = _PART.fullmatch(path.name)
+    if numbered is None or int(numbered[3]) == 0:
         return [path]
-    stem, _, count = found.groups()
+    stem, _, count = numbered.groups()
     return [path.with_name(f"{stem}-{n + 1:05}-of-{count}.gguf") for n in range(int(count))]
 
 
 def _check_parts(path: Path, metadata: list[Metadata]) -> None:
-    for number, found in enumerate(metadata):
-        count, place = found.get("split.count", 0) or 1, found.get("split.no", 0)
+    for number, pairs in enumerate(metadata):
+        count, place = pairs.get("split.count", 0) or 1, pairs.get("split.no", 0)
         if (count, place) != (len(metadata), number):
             raise HeaderError(
                 f"{path}: part {number + 1} of {len(metadata)}, by its name, says it is part "
@@ -343,10 +341,10 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     >>> hugging_face_name("blk.7.attn_q.weight", FAMILIES["llama"])
     'model.layers.7.self_attn.q_proj.weight'
     """
-    found = _NAME.fullmatch(name)
-    if found is None:
+    parsed = _NAME.fullmatch(name)
+    if parsed is None:
         return None
-    layer, part, suffix = found.groups()
+    layer, part, suffix = parsed.groups()
     if layer is None:
         outside = _OUTSIDE_LAYERS.get(part)
         return outside and f"{outside}.{suffix}"
@@ -438,8 +436,8 @@ def read_header(file_descriptor: int, file: Path) -> tuple[Metadata, list[Stored
 def _read_beginning(cursor: _Cursor) -> int:
     """Check magic and version; return the number of tensors."""
     if cursor.size < len(MAGIC) or (magic := cursor.take(len(MAGIC))) != MAGIC:
-        found = "only " + str(cursor.size) + " bytes" if cursor.size < len(MAGIC) else repr(magic)
-        raise HeaderError(f"{cursor.where}: not a GGUF file: it begins with {found}, not {MAGIC!r}")
+        start = "only " + str(cursor.size) + " bytes" if cursor.size < len(MAGIC) else repr(magic)
+        raise HeaderError(f"{cursor.where}: not a GGUF file: it begins with {start}, not {MAGIC!r}")
     version = cursor.number("I")
     if version & 0xFFFF == 0 and version:
         raise HeaderError(

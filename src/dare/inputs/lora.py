@@ -25,7 +25,7 @@ from dare import kernels
 from dare.errors import InputError
 from dare.inputs.patterns import ModulePattern
 from dare.inputs.reading import read_floats
-from dare.inputs.sources import FileSource, open_source
+from dare.inputs.sources import FileSource, Raw, open_source
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
@@ -121,11 +121,11 @@ class LoraSource:
         factors: dict[tuple[str, str], dict[str, str]] = {}
         for key in self._stored.tensors:
             name = key.removeprefix(_PREFIX)
-            found = _FACTOR.match(name)
-            if found is None:
+            factor = _FACTOR.match(name)
+            if factor is None:
                 self._add_whole(name, key)
                 continue
-            module, embedding, letter, part = found.groups()
+            module, embedding, letter, part = factor.groups()
             kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
             factors.setdefault((module, kind), {})[letter] = key
         ranks = {
@@ -210,35 +210,25 @@ class LoraSource:
     def check_unchanged(self) -> None:
         self._stored.check_unchanged()
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+    def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self._products:
-            self._stored.prefetch(self._whole[name], offset, nbytes)
+            self._stored.prefetch(self._whole[name], start, count)
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
+    def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._products:
-            self._stored.read(self._whole[name], offset, into)
-            return
-        if offset % 4 or into.size % 4:  # never the engine, which reads whole elements
-            first, last = offset // 4 * 4, -(-(offset + into.size) // 4) * 4
-            whole = np.empty(last - first, np.uint8)
-            self.read(name, first, whole)
-            into[:] = whole[offset - first : offset - first + into.size]
+            self._stored.read(self._whole[name], start, into)
             return
         left, right = self._factors(name)
         scale = np.float32(self._products[name].scale)
-        out = np.empty(into.size // 4, np.float32)
-        kernels.load("cpu").low_rank(left, right, offset // 4, scale, out)
+        kernels.load("cpu").low_rank(left, right, start, scale, into)
         if name in self._whole:
-            out += self._read_stored(self._whole[name], offset // 4, out.size)
-        into[:] = out.view(np.uint8)
+            into += read_floats(self._stored, self._whole[name], start, into.size)
 
     @property
     def reading_bytes(self) -> int:
         both = {name for name in self._products if name in self._whole}
         added = max((4 + self._whole_type(name).itemsize for name in both), default=0)
-        return CHUNK * (4 + added) + max(
-            map(self._factor_bytes, self._products.values()), default=0
-        )
+        return CHUNK * added + max(map(self._factor_bytes, self._products.values()), default=0)
 
     def _whole_type(self, name: str) -> StorageType:
         return self._stored.tensors[self._whole[name]].dtype
@@ -272,10 +262,7 @@ class LoraSource:
 
     def _read_matrix(self, key: str) -> Floats:
         info = self._stored.tensors[key]
-        return self._read_stored(key, 0, info.elements).reshape(info.shape[0], -1)
-
-    def _read_stored(self, key: str, first: int, count: int) -> Floats:
-        return read_floats(self._stored, key, first, count)
+        return read_floats(self._stored, key, 0, info.elements).reshape(info.shape[0], -1)
 
 
 def looks_like(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Sources whose embedding and head have the output's rows, read where each row comes from.
 
-Nothing is copied beforehand: a range of bytes is read from the sources that its rows come from, or
-computed, at the moment it is asked for. `vocabulary` says which rows those are to be, and why.
+Nothing is copied beforehand: elements are read from the sources that their rows come from, or
+computed, at the moment they are asked for. `vocabulary` says which rows those are to be, and why.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import MismatchError
-from dare.inputs.sources import Source
+from dare.inputs.sources import Raw, Source
 from dare.inputs.tokens import Vocabulary, row_tensors
 from dare.inputs.views import SourceView
 from dare.kernels import reference
@@ -28,15 +29,14 @@ from dare.tensors.header import TensorInfo
 
 PIECE = 1 << 16
 """Elements that are converted or averaged at a time."""
-SMALLEST_PREFETCH = 4096
+SMALLEST_PREFETCH_BYTES = 4096
 
-Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
 """For each row of the output, a row of the input; -1 for one that the input does not have."""
 Owners = Mapping[int, Sequence[tuple[int, int, float]]]
 """For a new row, the models that have it: which one, its row there, its share."""
-Fill = Callable[[int, Bytes], None]
-"""Fills bytes with a tensor's elements from a position on."""
+Fill = Callable[[int, Raw], None]
+"""Fills an array with a tensor's elements from a position on."""
 
 
 # ---------------------------------------------------------------- which row comes from where
@@ -46,7 +46,8 @@ Fill = Callable[[int, Bytes], None]
 class RowOrigins:
     """What decides which row comes from where."""
 
-    own: Vocabulary
+    vocabulary: Vocabulary
+    """The base's."""
     others: Sequence[Vocabulary | None]
     base: Source
     models: Sequence[Source]
@@ -57,19 +58,19 @@ class RowOrigins:
     def base_rows(self) -> Rows:
         """The base's row for each row of the output; new tokens may lie in its padding."""
         rows = np.full(self.rows, -1, np.int64)
-        rows[: self.own.rows] = np.arange(self.own.rows)
+        rows[: self.vocabulary.rows] = np.arange(self.vocabulary.rows)
         rows[list(self.new.values())] = -1
         return rows
 
     def model_rows(self, other: Vocabulary) -> Rows:
         """A model's row for each row of the output; only for those that the base has as well."""
-        own = self.own
-        shared = min(own.rows, other.rows)
+        base = self.vocabulary
+        shared = min(base.rows, other.rows)
         rows = np.full(self.rows, -1, np.int64)
         rows[:shared] = np.arange(shared)
-        if own.tokens is not None and other.tokens is not None and own.ids != other.ids:
+        if base.tokens is not None and other.tokens is not None and base.ids != other.ids:
             rows[[number for number in other.ids.values() if number < shared]] = -1
-            for token, number in own.ids.items():
+            for token, number in base.ids.items():
                 rows[number] = other.ids.get(token, -1)
         rows[list(self.new.values())] = -1
         return rows
@@ -114,7 +115,9 @@ def present(origins: RowOrigins) -> list[Source]:
     """The base and the models with their rows in the output's order."""
     inputs = _Inputs([origins.base, *origins.models])
     base_rows = origins.base_rows()
-    owners = {name: origins.owners(name) for name in row_tensors(origins.base, origins.own.rows)}
+    owners = {
+        name: origins.owners(name) for name in row_tensors(origins.base, origins.vocabulary.rows)
+    }
     bases = {
         name: RowTensor(
             origins.base,
@@ -155,8 +158,8 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
         return RowTensor(model, info, info.dtype, rows, _zeros)
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
-        return RowTensor(model, info, info.dtype, rows, base.read_elements)
-    fill = _in_float32(base.read_elements, base_type)
+        return RowTensor(model, info, info.dtype, rows, base.read)
+    fill = _in_float32(base.read, base_type)
     return RowTensor(model, info, STORAGE_TYPES["F32"], rows, fill)
 
 
@@ -202,19 +205,17 @@ class AlignedSource(SourceView):
     def fingerprint(self) -> list[Any]:
         return [*self.inner.fingerprint(), self._decided]
 
-    def read(self, name: str, offset: int, into: Bytes) -> None:
-        tensor = self._rows.get(name)
-        if tensor is None:
-            self.inner.read(name, offset, into)
+    def read(self, name: str, start: int, into: Raw) -> None:
+        if name in self._rows:
+            self._rows[name].read(start, into)
         else:
-            tensor.read(offset, into)
+            self.inner.read(name, start, into)
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        tensor = self._rows.get(name)
-        if tensor is None:
-            self.inner.prefetch(name, offset, nbytes)
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        if name in self._rows:
+            self._rows[name].prefetch(start, count)
         else:
-            tensor.prefetch(offset, nbytes)
+            self.inner.prefetch(name, start, count)
 
     def __enter__(self) -> Self:
         self._inputs.open()
@@ -239,7 +240,7 @@ class RowTensor:
         self._stored = stored
         self._width = math.prod(stored.shape[1:])
         self._fill = fill
-        self._read_stored = _elements_of(source, stored)
+        self._read_stored: Fill = partial(source.read, stored.name)
         if kind != stored.dtype:
             self._read_stored = _in_float32(self._read_stored, stored.dtype)
         begins = np.flatnonzero(_begins_run(rows))
@@ -247,33 +248,21 @@ class RowTensor:
         self._firsts: list[int] = rows[begins].tolist()
         self._ends = [*self._begins[1:], len(rows)]
 
-    def read(self, offset: int, into: Bytes) -> None:
-        """Fill `into` with bytes from `offset` on, wherever elements begin and end."""
-        size = self.info.dtype.itemsize
-        begin, end = offset // size, -(-(offset + into.size) // size)
-        if offset % size == 0 and into.size % size == 0:
-            self.read_elements(begin, into)
-            return
-        whole = np.empty((end - begin) * size, np.uint8)
-        self.read_elements(begin, whole)
-        into[:] = whole[offset - begin * size :][: into.size]
-
-    def read_elements(self, position: int, into: Bytes) -> None:
-        """Fill `into` with whole elements from a position on."""
-        size = self.info.dtype.itemsize
-        for begin, end, there in self._pieces(position, position + into.size // size):
-            part = into[(begin - position) * size : (end - position) * size]
+    def read(self, start: int, into: Raw) -> None:
+        """Fill `into` with elements from `start` on."""
+        for begin, end, there in self._pieces(start, start + into.size):
+            part = into[begin - start : end - start]
             if there is None:
                 self._fill(begin, part)
             else:
                 self._read_stored(there, part)
 
-    def prefetch(self, offset: int, nbytes: int) -> None:
+    def prefetch(self, start: int, count: int) -> None:
         """Pass on what is read from the source itself, unless it is little."""
-        size, stored = self.info.dtype.itemsize, self._stored.dtype.itemsize
-        for begin, end, there in self._pieces(offset // size, -(-(offset + nbytes) // size)):
-            if there is not None and (end - begin) * stored >= SMALLEST_PREFETCH:
-                self._source.prefetch(self._stored.name, there * stored, (end - begin) * stored)
+        size = self._stored.dtype.itemsize
+        for begin, end, there in self._pieces(start, start + count):
+            if there is not None and (end - begin) * size >= SMALLEST_PREFETCH_BYTES:
+                self._source.prefetch(self._stored.name, there, end - begin)
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int | None]]:
         """Cut a range of elements where runs of rows end; say where each lies in the source."""
@@ -303,21 +292,19 @@ def _begins_run(rows: Rows) -> NDArray[np.bool_]:
 # ---------------------------------------------------------------- reading elements
 
 
-def _zeros(_position: int, into: Bytes) -> None:
+def _zeros(_start: int, into: Raw) -> None:
     into[:] = 0
 
 
 def _in_float32(read: Fill, stored: StorageType) -> Fill:
     """The same elements, decoded."""
 
-    def read_decoded(position: int, into: Bytes) -> None:
-        values = into.view(np.float32)
-        raw = np.empty(min(PIECE, values.size) * stored.itemsize, np.uint8)
-        for start in range(0, values.size, PIECE):
-            part = values[start : start + PIECE]
-            data = raw[: part.size * stored.itemsize]
-            read(position + start, data)
-            reference.decode(data.view(stored.carrier), part)
+    def read_decoded(start: int, into: Raw) -> None:
+        raw = np.empty(min(PIECE, into.size), stored.carrier)
+        for done in range(0, into.size, PIECE):
+            part = into[done : done + PIECE]
+            read(start + done, raw[: part.size])
+            reference.decode(raw[: part.size], part)
 
     return read_decoded
 
@@ -328,14 +315,13 @@ def _means(base: TensorInfo, models: Sequence[Source], owners: Owners) -> Fill:
     readers = {}
     for index in {index for having in owners.values() for index, _, _ in having}:
         stored = models[index].tensors[base.name]
-        readers[index] = _in_float32(_elements_of(models[index], stored), stored.dtype)
+        readers[index] = _in_float32(partial(models[index].read, stored.name), stored.dtype)
 
-    def read_means(position: int, into: Bytes) -> None:
-        out = into.view(base.dtype.carrier)
+    def read_means(start: int, into: Raw) -> None:
         done = 0
-        while done < out.size:
-            row, column = divmod(position + done, width)
-            part = out[done : done + min(width - column, PIECE)]
+        while done < into.size:
+            row, column = divmod(start + done, width)
+            part = into[done : done + min(width - column, PIECE)]
             if row in owners:
                 reference.encode(mean(row, column, part.size), part)
             else:
@@ -348,19 +334,10 @@ def _means(base: TensorInfo, models: Sequence[Source], owners: Owners) -> Fill:
         with np.errstate(invalid="ignore", over="ignore"):
             for index, there, share in owners[row]:
                 values = np.empty(count, np.float32)
-                readers[index](there * width + column, values.view(np.uint8))
+                readers[index](there * width + column, values)
                 values *= np.float32(share)
                 total = values if total is None else total + values
         assert total is not None  # a new token has an owner
         return total
 
     return read_means
-
-
-def _elements_of(source: Source, stored: TensorInfo) -> Fill:
-    """Read a tensor's elements as they are stored."""
-
-    def read(position: int, into: Bytes) -> None:
-        source.read(stored.name, position * stored.dtype.itemsize, into)
-
-    return read

@@ -27,9 +27,12 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 100_000_000
 
+Raw = NDArray[Any]
+"""Elements as they are stored, flat."""
+
 
 class Source(Protocol):
-    """Tensors by name, readable at any offset from any thread."""
+    """Tensors by name, readable from any element on, from any thread."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -57,11 +60,11 @@ class Source(Protocol):
     def fingerprint(self) -> list[Any]:
         """What must stay the same for a half-finished merge to be resumed."""
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        """Fill `into` with a tensor's bytes from `offset` on."""
+    def read(self, name: str, start: int, into: Raw) -> None:
+        """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on."""
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        """Say that these bytes will be read soon."""
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        """Say that these elements will be read soon."""
 
     def __enter__(self) -> Self:
         """Open for reading weights."""
@@ -136,13 +139,13 @@ class InputFiles:
             if _Stamp.of(self._open[file]) != stamp:
                 raise InputError(f"{file}: changed since the merge was planned; run it again")
 
-    def read(self, file: Path, position: int, into: NDArray[np.uint8], what: str) -> None:
-        """Fill `into` from a position on; `what` is being read, for messages."""
+    def read(self, file: Path, position: int, into: Raw, what: str) -> None:
+        """Fill `into` from a position in bytes on; `what` is being read, for messages."""
         try:
-            count = read_at(self._open[file], into.data, position)
+            count = read_at(self._open[file], into.view(np.uint8).data, position)
         except OSError as error:
             raise InputError(f"{file}: cannot read {what}: {error.strerror or error}") from error
-        if count < into.size:
+        if count < into.nbytes:
             raise InputError(f"{file}: ends inside {what}; it was cut while being read")
 
     def prefetch(self, file: Path, position: int, nbytes: int) -> None:
@@ -200,16 +203,17 @@ class FileSource(StampedSource):
                 self.tensors[name] = info
                 self._home[name] = file
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        position = self.tensors[name].start + offset
+    def read(self, name: str, start: int, into: Raw) -> None:
+        position = self.tensors[name].position(start)
         self._files.read(self._home[name], position, into, name)
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        self._files.prefetch(self._home[name], self.tensors[name].start + offset, nbytes)
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        info = self.tensors[name]
+        self._files.prefetch(self._home[name], info.position(start), count * info.dtype.itemsize)
 
 
 class ArraySource:
-    """Arrays in memory, as flat bytes of a storage type."""
+    """Arrays in memory, each flat, as bytes or as elements of its carrier type."""
 
     files: tuple[Path, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -217,7 +221,7 @@ class ArraySource:
 
     def __init__(
         self,
-        arrays: Mapping[str, tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]],
+        arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
         *,
         holds_deltas: bool = False,
     ) -> None:
@@ -225,7 +229,7 @@ class ArraySource:
         self.tensors = {
             name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
         }
-        self._bytes = {name: raw for name, (_, _, raw) in arrays.items()}
+        self._elements = {name: raw.view(kind.carrier) for name, (kind, _, raw) in arrays.items()}
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         return self.is_partial
@@ -233,10 +237,10 @@ class ArraySource:
     def fingerprint(self) -> list[Any]:
         return []
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        into[:] = self._bytes[name][offset : offset + into.size]
+    def read(self, name: str, start: int, into: Raw) -> None:
+        into[:] = self._elements[name][start : start + into.size]
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+    def prefetch(self, name: str, start: int, count: int) -> None:
         pass
 
     def __enter__(self) -> Self:
@@ -318,9 +322,9 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def check_against_index(index: Path, file: Path, found: set[str], promised: set[str]) -> None:
+def check_against_index(index: Path, file: Path, held: set[str], promised: set[str]) -> None:
     """Refuse a shard that holds other tensors than its index promises."""
-    for tensors, complaint in ((promised - found, "lacks"), (found - promised, "also holds")):
+    for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
         if tensors:
             raise HeaderError(
                 f"{index}: {file.name} {complaint} {sorted(tensors)[0]}"

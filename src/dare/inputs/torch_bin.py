@@ -14,10 +14,10 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from dare.errors import HeaderError, InputError
 from dare.inputs.sources import (
     InputFiles,
+    Raw,
     StampedSource,
     check_against_index,
     read_index,
 )
-from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
+from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.header import TensorInfo
 
 SINGLE_NAME = "pytorch_model.bin"
@@ -40,40 +41,13 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a record in a zip archive; the lengths of the two texts that follow it."""
 
-
-@dataclass(frozen=True)
-class Placed:
-    """Where a tensor's elements lie in a file."""
+class Home(NamedTuple):
+    """Where a tensor's elements lie."""
 
     file: Path
-    start: int
-    """Offset of the first element, from the start of the file."""
-    dtype: StorageType
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one after the other, in order."""
-        expected = 1
-        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    def positions(self, first: int, count: int) -> NDArray[np.int64]:
-        """Where elements lie, counted in elements from `start`."""
-        index = np.arange(first, first + count)
-        found = np.zeros(count, np.int64)
-        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            index, within = np.divmod(index, size)
-            found += within * stride
-        return found
+    strides: tuple[int, ...] | None
+    """In elements; None if they lie one after the other, in order."""
 
 
 class TorchSource(StampedSource):
@@ -85,33 +59,33 @@ class TorchSource(StampedSource):
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: tuple[str, ...] = ()
         """What is in the files and is no tensor of the state dict."""
-        self._placed: dict[str, Placed] = {}
+        self._home: dict[str, Home] = {}
         for file, promised in _files_of(path).items():
-            found = self._look_into(file)
+            held = self._look_into(file)
             if promised is not None:
-                check_against_index(path / INDEX_NAME, file, found, promised)
+                check_against_index(path / INDEX_NAME, file, held, promised)
         if not self.tensors:
             raise InputError(f"{path}: holds no tensors")
         if self.left_out:
-            told = ", ".join(self.left_out)
-            self.remarks = (f"{path}: left out, no tensors of the model: {told}",)
+            names = ", ".join(self.left_out)
+            self.remarks = (f"{path}: left out, no tensors of the model: {names}",)
 
     def _look_into(self, file: Path) -> set[str]:
         """Read what a file says of its tensors, and no weights; return their names."""
         with self._files.first_look(file) as file_descriptor:
-            records = _read_records(file_descriptor, file)
-        found = set()
+            edges = _read_edges(file_descriptor, file)
+        held = set()
         for name, value in self._state_dict(_load(file), file).items():
             if not isinstance(name, str) or not _is_tensor(value):
                 self.left_out += (str(name),)
                 continue
             if name in self.tensors:
                 raise HeaderError(f"{self.path}: {name} is in {file.name} and in another shard")
-            placed = _place(value, file, name, records)
-            self._placed[name] = placed
-            self.tensors[name] = TensorInfo(name, placed.dtype, placed.shape, placed.start)
-            found.add(name)
-        return found
+            self.tensors[name] = _describe(value, file, name, edges)
+            strides = None if value.is_contiguous() else tuple(value.stride())
+            self._home[name] = Home(file, strides)
+            held.add(name)
+        return held
 
     def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
         if not isinstance(loaded, Mapping):
@@ -124,34 +98,31 @@ class TorchSource(StampedSource):
                 return inner
         return loaded
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        placed = self._placed[name]
-        if placed.is_contiguous:
-            self._files.prefetch(placed.file, placed.start + offset, nbytes)
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        info, home = self.tensors[name], self._home[name]
+        if home.strides is None:
+            self._files.prefetch(home.file, info.position(start), count * info.dtype.itemsize)
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        placed = self._placed[name]
-        if placed.is_contiguous:
-            self._files.read(placed.file, placed.start + offset, into, name)
+    def read(self, name: str, start: int, into: Raw) -> None:
+        info, home = self.tensors[name], self._home[name]
+        if home.strides is None:
+            self._files.read(home.file, info.position(start), into, name)
             return
-        size = placed.dtype.itemsize
-        end = -(-(offset + into.size) // size)
-        for first in range(offset // size, end, PIECE_ELEMENTS):
-            piece = self._gather(name, placed, first, min(PIECE_ELEMENTS, end - first))
-            place = first * size - offset
-            begin, stop = max(place, 0), min(place + piece.size, into.size)
-            into[begin:stop] = piece[begin - place : stop - place]
+        for done in range(0, into.size, PIECE_ELEMENTS):
+            piece = into[done : done + PIECE_ELEMENTS]
+            elements = np.arange(start + done, start + done + piece.size)
+            places = np.array(home.strides) @ np.array(np.unravel_index(elements, info.shape))
+            self._gather(info, home.file, places, piece)
 
-    def _gather(self, name: str, placed: Placed, first: int, count: int) -> NDArray[np.uint8]:
+    def _gather(self, info: TensorInfo, file: Path, places: NDArray[np.int64], into: Raw) -> None:
         """Collect elements that do not lie side by side: each run of neighbours by one read."""
-        size = placed.dtype.itemsize
-        wanted, inverse = np.unique(placed.positions(first, count), return_inverse=True)
-        stored = np.empty((wanted.size, size), np.uint8)
+        wanted, inverse = np.unique(places, return_inverse=True)
+        stored = np.empty(wanted.size, into.dtype)
         edges = np.flatnonzero(np.diff(wanted) != 1) + 1
         for begin, end in zip([0, *edges], [*edges, wanted.size], strict=True):
-            position = placed.start + int(wanted[begin]) * size
-            self._files.read(placed.file, position, stored[begin:end].reshape(-1), name)
-        return stored[inverse].reshape(-1)
+            position = info.position(int(wanted[begin]))
+            self._files.read(file, position, stored[begin:end], info.name)
+        into[:] = stored[inverse]
 
 
 def looks_like(path: Path) -> bool:
@@ -184,8 +155,8 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
     return {path / SINGLE_NAME: None}
 
 
-def _read_records(file_descriptor: int, file: Path) -> dict[int, int]:
-    """The place and size of every record of the archive."""
+def _read_edges(file_descriptor: int, file: Path) -> list[int]:
+    """Where a record of the archive ends at the latest: where the next begins, or the file ends."""
     try:
         with (
             os.fdopen(os.dup(file_descriptor), "rb") as stream,
@@ -202,7 +173,7 @@ def _read_records(file_descriptor: int, file: Path) -> dict[int, int]:
         raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
-    return {_data_start(file_descriptor, info, file): info.file_size for info in infos}
+    return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
 
 
 def _what_else(file_descriptor: int) -> str:
@@ -218,17 +189,6 @@ def _what_else(file_descriptor: int) -> str:
     return "not a file of torch.save (a zip archive), or truncated"
 
 
-def _data_start(file_descriptor: int, info: zipfile.ZipInfo, file: Path) -> int:
-    size = os.fstat(file_descriptor).st_size
-    if 0 <= info.header_offset <= size - _LOCAL_HEADER.size:
-        header = os.pread(file_descriptor, _LOCAL_HEADER.size, info.header_offset)
-        texts: tuple[int, int] = _LOCAL_HEADER.unpack(header)
-        start = info.header_offset + _LOCAL_HEADER.size + sum(texts)
-        if start + info.file_size <= size:
-            return start
-    raise HeaderError(f"{file}: its record {info.filename} is not inside the file")
-
-
 def _load(file: Path) -> object:
     """Read the pickle without running anything in it, and without reading weights."""
     torch = _import_torch(file)
@@ -238,19 +198,19 @@ def _load(file: Path) -> object:
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if found is None:
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused is None:
             raise InputError(
                 f"{file}: its pickle is damaged, or not one that torch.save writes"
             ) from None
         raise InputError(
-            f"{file}: refused, because it holds more than weights ({found[1]}): loading it could "
+            f"{file}: refused, because it holds more than weights ({refused[1]}): loading it could "
             "run any program. If you trust it, load it with torch and save the state dict alone, "
             "as safetensors"
         ) from None
     except Exception as error:  # a damaged file can make torch raise anything
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InputError(f"{file}: torch cannot load it ({said})") from error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"{file}: torch cannot load it ({reason})") from error
 
 
 def _import_torch(path: Path) -> Any:
@@ -269,25 +229,26 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _place(tensor: Any, file: Path, name: str, records: Mapping[int, int]) -> Placed:
-    """Find a tensor in its file; check that all of it lies in one record."""
+def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> TensorInfo:
+    """Say what a tensor is and where it begins; check that all of it lies in one record."""
     dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_conj():
         raise InputError(
             f"{file}: {name} is {tensor.dtype}, {tensor.layout}; only plain tensors of "
             f"{', '.join(BY_TORCH_NAME)} can be read"
         )
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    first = int(tensor.storage_offset()) * dtype.itemsize
-    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
-    if _extent(shape, strides) * dtype.itemsize + first > records.get(start, -1):
+    shape = tuple(tensor.shape)
+    record = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
+    info = TensorInfo(name, dtype, shape, record + tensor.storage_offset() * dtype.itemsize)
+    end = next(iter(edges[bisect_right(edges, record) :]), -1)
+    if info.position(_extent(shape, tensor.stride())) > end:
         raise HeaderError(
             f"{file}: {name} does not lie inside its record; the file is damaged or truncated"
         )
-    return Placed(file, start + first, dtype, shape, strides)
+    return info
 
 
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last, both included."""
     if 0 in shape:
         return 0

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dare.inputs.sources import Source
+from dare.inputs.sources import Raw, Source
 from dare.tensors.header import TensorInfo
 
 
@@ -42,11 +39,11 @@ class SourceView:
     def fingerprint(self) -> list[Any]:
         return self.inner.fingerprint()
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        self.inner.read(name, offset, into)
+    def read(self, name: str, start: int, into: Raw) -> None:
+        self.inner.read(name, start, into)
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        self.inner.prefetch(name, offset, nbytes)
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        self.inner.prefetch(name, start, count)
 
     def __enter__(self) -> Self:
         self.inner.__enter__()
@@ -78,8 +75,8 @@ class RenamedSource(SourceView):
     def fingerprint(self) -> list[Any]:
         return [*self.inner.fingerprint(), sorted(self._names.items())]
 
-    def read(self, name: str, offset: int, into: NDArray[np.uint8]) -> None:
-        self.inner.read(self._names[name], offset, into)
+    def read(self, name: str, start: int, into: Raw) -> None:
+        self.inner.read(self._names[name], start, into)
 
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        self.inner.prefetch(self._names[name], offset, nbytes)
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        self.inner.prefetch(self._names[name], start, count)

@@ -8,6 +8,7 @@ run by the same engine as any merge (same plan, masks and bits), one matrix at a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,10 +153,10 @@ class AdapterPlan:
         shapes = {
             name: info.shape for adapter in self.adapters for name, info in adapter.tensors.items()
         }
-        nothing = np.zeros(1, np.uint8)
+        zero = np.zeros(1, np.float32)
         base = ArraySource(
             {
-                name: (F32, shape, np.broadcast_to(nothing, TensorInfo(name, F32, shape, 0).nbytes))
+                name: (F32, shape, np.broadcast_to(zero, math.prod(shape)))
                 for name, shape in shapes.items()
             }
         )

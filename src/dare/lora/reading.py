@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
+from dare.inputs.reading import read_floats
 from dare.inputs.sources import FileSource, open_source
 from dare.tensors.header import TensorInfo
 
@@ -100,11 +101,11 @@ class AdapterFile(LoraSource):
         """The bias of a module's lora_B, with the scaling."""
         product = self._products[f"{module}.bias"]
         info = self._stored.tensors[product.left]
-        return self._read_stored(product.left, 0, info.elements) * np.float32(product.scale)
+        return read_floats(self._stored, product.left, 0, info.elements) * np.float32(product.scale)
 
     def read_saved(self, tensor: str, start: int, count: int) -> Floats:
         """Elements of a tensor that is stored in full."""
-        return self._read_stored(self._saved_keys[tensor], start, count)
+        return read_floats(self._stored, self._saved_keys[tensor], start, count)
 
 
 def open_adapters(paths: Sequence[Path]) -> list[AdapterFile]:
@@ -177,9 +178,9 @@ def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
             shorter = {f".{module}" for module in other.pairs}
             for module in adapter.pairs:
                 ends = (module[place:] for place, char in enumerate(module) if char == ".")
-                if found := next((end for end in ends if end in shorter), None):
+                if end := next((end for end in ends if end in shorter), None):
                     yield (
-                        f"{adapter.name} calls {module} what {other.name} calls {found[1:]}: they "
+                        f"{adapter.name} calls {module} what {other.name} calls {end[1:]}: they "
                         "were made for different classes of one model; save both from the same, "
                         f"{WITH_THE_BASE}"
                     )
@@ -206,8 +207,8 @@ def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
                 f"adapter out, {WITH_THE_BASE}"
             )
         elif len(shapes) > 1:
-            found = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
-            yield f"{tensor}: stored in full with different shapes ({found}), so has no average"
+            listed = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+            yield f"{tensor}: stored in full with different shapes ({listed}), so has no average"
 
 
 def _biases_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:

@@ -61,14 +61,14 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     }
     nbytes = sum(info.nbytes for info in source.tensors.values())
     with show_progress(nbytes, "verifying", visible=verbose) as display:
-        found = _digest_tensors(source, display.advance)
-    whole = model_digest((source.tensors[name], digest) for name, digest in found.items())
+        digests = _digest_tensors(source, display.advance)
+    whole = model_digest((source.tensors[name], digest) for name, digest in digests.items())
     for file, manifest in manifests.items():
         if whole != manifest.get("output"):
             problems.append(f"{file}: the weights' digest is {whole}, not {manifest.get('output')}")
     embedded = next(iter(manifests.values()), {})
-    problems += _compare_beside(path, found, embedded)
-    return Verification(path, tuple(problems), len(found), nbytes)
+    problems += _compare_beside(path, digests, embedded)
+    return Verification(path, tuple(problems), len(digests), nbytes)
 
 
 def _checked_manifest(
@@ -102,11 +102,10 @@ def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[
         name, chunk = place
         info = source.tensors[name]
         start, count = chunk_span(chunk, info.elements)
-        size = info.dtype.itemsize
-        data = np.empty(count * size, np.uint8)
-        source.read(name, start * size, data)
-        digest = bytes_digest(data.data)
-        advance(data.nbytes)
+        raw = np.empty(count, info.dtype.carrier)
+        source.read(name, start, raw)
+        digest = bytes_digest(raw.data)
+        advance(raw.nbytes)
         return digest
 
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
@@ -116,7 +115,9 @@ def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[
     return {name: tensor_digest(digests) for name, digests in by_tensor.items()}
 
 
-def _compare_beside(path: Path, found: Mapping[str, str], embedded: Mapping[str, Any]) -> list[str]:
+def _compare_beside(
+    path: Path, digests: Mapping[str, str], embedded: Mapping[str, Any]
+) -> list[str]:
     """Compare with the manifest beside the weights, which can say which tensor is damaged."""
     beside = manifest_path(path)
     if not beside.exists():
@@ -130,11 +131,11 @@ def _compare_beside(path: Path, found: Mapping[str, str], embedded: Mapping[str,
         return [f"{beside}: cannot be used: {error}"]
     problems = [
         f"{name}: is not as it was written"
-        for name in sorted(found.keys() & expected.keys())
-        if found[name] != expected[name]
+        for name in sorted(digests.keys() & expected.keys())
+        if digests[name] != expected[name]
     ]
-    problems += [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
-    problems += [f"{name}: was not written" for name in sorted(found.keys() - expected.keys())]
+    problems += [f"{name}: is missing" for name in sorted(expected.keys() - digests.keys())]
+    problems += [f"{name}: was not written" for name in sorted(digests.keys() - expected.keys())]
     if not problems:
         problems += [
             f"{beside}: {key} is not what the header of the output says"

@@ -74,8 +74,7 @@ class Worker:
             start, count = chunk_span(step.chunk, tensor.elements)
             sources = (self._plan.source_of(tensor, model) for model in tensor.models)
             for source in (self._plan.base, *sources):
-                size = source.tensors[tensor.name].dtype.itemsize
-                source.prefetch(tensor.name, start * size, count * size)
+                source.prefetch(tensor.name, start, count)
 
     def run(self, step: Step, results: Results) -> Any:
         """Do one step: return a record of what was written, or what other steps need."""
@@ -226,11 +225,10 @@ class Worker:
     def _read(
         self, source: Source, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> Raw:
-        size = info.dtype.itemsize
-        data = into[: count * size]
-        source.read(info.name, start * size, data)
-        self._progress(data.size)
-        return data.view(info.dtype.carrier)
+        data: Raw = into[: count * info.dtype.itemsize].view(info.dtype.carrier)
+        source.read(info.name, start, data)
+        self._progress(data.nbytes)
+        return data
 
     def _block(
         self,

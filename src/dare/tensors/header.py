@@ -52,6 +52,10 @@ class TensorInfo:
         """Size of the data."""
         return self.elements * self.dtype.itemsize
 
+    def position(self, element: int) -> int:
+        """Offset of an element's first byte, from the start of the file."""
+        return self.start + element * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Header:

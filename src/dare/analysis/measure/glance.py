@@ -86,16 +86,16 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
     height, width = tensor.shape
     rows, columns = min(ROWS, height), min(COLUMNS, width)
     kind = source.tensors[tensor.name].dtype
-    first, stride = (height - rows) // 2, width * kind.itemsize
+    first = (height - rows) // 2
     if width <= READ_WHOLE:
-        raw = np.empty((rows, stride), np.uint8)
-        source.read(tensor.name, first * stride, raw.reshape(-1))
-        raw = np.ascontiguousarray(raw[:, : columns * kind.itemsize])
+        raw = np.empty((rows, width), kind.carrier)
+        source.read(tensor.name, first * width, raw.reshape(-1))
+        raw = np.ascontiguousarray(raw[:, :columns])
     else:
-        raw = np.empty((rows, columns * kind.itemsize), np.uint8)
+        raw = np.empty((rows, columns), kind.carrier)
         for row, into in enumerate(raw, start=first):
-            source.read(tensor.name, row * stride, into)
-    return decoded(raw, kind)
+            source.read(tensor.name, row * width, into)
+    return decoded(raw)
 
 
 def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:

@@ -235,7 +235,7 @@ def sum_magnitudes(left, right, scale):
 
 
 @kernel
-def survey(
+def measure(
     base_raw,
     like,
     addresses,

@@ -130,8 +130,8 @@ class Measured:
 
 
 @dataclass
-class Survey:
-    """What all threads share."""
+class Study:
+    """What the threads of an analysis share: the inputs, and what is measured of them."""
 
     base: Source
     models: Sequence[Source]
@@ -221,9 +221,9 @@ class OpenTensor:
                 low = max(int(figures[kernels.LEAST]) + 1, 0) >> BIN_SHIFT
                 high = int(figures[kernels.PEAK]) >> BIN_SHIFT
                 for used in (slice(0, 1), slice(max(low, 1), high + 1)):
-                    own = counters[place, :, used]
-                    self.magnitudes[place, used] += own.sum(axis=0, dtype=np.int64)
-                    own[:] = 0
+                    counts = counters[place, :, used]
+                    self.magnitudes[place, used] += counts.sum(axis=0, dtype=np.int64)
+                    counts[:] = 0
             self.left -= 1
             return self.left == 0
 
@@ -233,7 +233,7 @@ class OpenTensor:
         total = _added([chunk for chunk in self.chunks if chunk is not None], kernels)
         all_sums = [self._sums(total, place) for place in range(len(subject.models))]
         magnitudes = [
-            _trimmed(own, sums) for own, sums in zip(self.magnitudes, all_sums, strict=True)
+            _trimmed(counts, sums) for counts, sums in zip(self.magnitudes, all_sums, strict=True)
         ]
         statistics = map(statistics_of, all_sums, magnitudes)
         measured = Measured(
@@ -268,12 +268,12 @@ class OpenTensor:
         if not self.subject.pairs:
             return []
         tops = self._tops(magnitudes, kernels)
-        sizes = [kernels.count_changed(own) for own in tops]
-        found = []
+        sizes = [kernels.count_changed(signs) for signs in tops]
+        pairs = []
         for number, (one, other) in enumerate(pairs_of(range(len(sizes)))):
             shared, agreeing = kernels.compare_signs(tops[one], tops[other])
             both, same = total.pair_counts[number].tolist()
-            found.append(
+            pairs.append(
                 PairSums(
                     dot=float(total.pair_sums[number]),
                     both=both,
@@ -283,16 +283,16 @@ class OpenTensor:
                     opposed_top=shared - agreeing,
                 )
             )
-        return found
+        return pairs
 
     def _tops(self, magnitudes: Sequence[Magnitudes], kernels: Any) -> NDArray[np.uint64]:
         """The packed signs of each model's largest elements in the sample."""
         top = math.ceil(TOP * self.subject.elements)
         codes = np.zeros(self.samples.shape[1], np.uint8)
         signs = np.zeros((len(magnitudes), codes.size // 32), np.uint64)
-        for place, found in enumerate(magnitudes):
-            if found.counts.size:
-                least = max(top_bin(found, top) << BIN_SHIFT, 1)
+        for place, histogram in enumerate(magnitudes):
+            if histogram.counts.size:
+                least = max(top_bin(histogram, top) << BIN_SHIFT, 1)
                 kernels.encode_top(self.samples[place], np.int32(least), codes)
                 kernels.pack_signs(codes, signs[place])
         return signs
@@ -330,24 +330,24 @@ def _bits_of(value: float) -> int:
 class Worker:
     """One thread's buffers."""
 
-    def __init__(self, survey: Survey) -> None:
-        self.survey = survey
-        widest = widest_of(survey.base, survey.models)
-        self._bytes = [np.empty(CHUNK * widest, np.uint8) for _ in (0, *survey.models)]
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        widest = widest_of(study.base, study.models)
+        self._bytes = [np.empty(CHUNK * widest, np.uint8) for _ in (0, *study.models)]
         self._floats = [
             np.empty(CHUNK, np.float32) for _ in self._bytes
         ]  # untouched, unless needed
-        ways = (survey.kernels.WAYS, survey.kernels.COUNTERS)
-        self.counters = np.zeros((len(survey.models), *ways), np.uint32)
+        ways = (study.kernels.WAYS, study.kernels.COUNTERS)
+        self.counters = np.zeros((len(study.models), *ways), np.uint32)
         """Empty between chunks."""
 
     def read(self, source: Source, name: str, start: int, count: int, place: int = 0) -> Raw:
         """Read stored elements into a buffer, one of which each model and the base have."""
         dtype = source.tensors[name].dtype
-        data = self._bytes[place][: count * dtype.itemsize]
-        source.read(name, start * dtype.itemsize, data)
-        self.survey.progress(data.size)
-        return data.view(dtype.carrier)
+        raw = self._bytes[place][: count * dtype.itemsize].view(dtype.carrier)
+        source.read(name, start, raw)
+        self.study.progress(raw.nbytes)
+        return raw
 
     def alike(
         self, base: Raw, stored: list[Raw], given: NDArray[np.bool_]
@@ -363,12 +363,12 @@ class Worker:
             if raw.dtype != np.float32:
                 changed[place] = self._floats[1 + place][: raw.size]
                 if given[place]:
-                    self.survey.kernels.decode(raw, changed[place])
+                    self.study.kernels.decode(raw, changed[place])
                 else:
-                    self.survey.kernels.subtract(raw, base, changed[place])
+                    self.study.kernels.subtract(raw, base, changed[place])
                 given[place] = True
         decoded = self._floats[0][: base.size]
-        self.survey.kernels.decode(base, decoded)
+        self.study.kernels.decode(base, decoded)
         return decoded, changed
 
 
@@ -390,7 +390,7 @@ def workspace_bytes(base: Source, models: Sequence[Source]) -> int:
 class MeasureChunk:
     """Look at one chunk of one tensor."""
 
-    survey: Survey
+    study: Study
     subject: Subject
     chunk: int
 
@@ -405,21 +405,20 @@ class MeasureChunk:
 
     @property
     def _sources(self) -> list[Source]:
-        return [self.survey.base, *(self.survey.models[model] for model in self.subject.models)]
+        return [self.study.base, *(self.study.models[model] for model in self.subject.models)]
 
     def prefetch(self) -> None:
         """Ask for the chunk's bytes of every input."""
         name, (start, count) = self.subject.name, chunk_span(self.chunk, self.subject.elements)
         for source in self._sources:
-            size = source.tensors[name].dtype.itemsize
-            source.prefetch(name, start * size, count * size)
+            source.prefetch(name, start, count)
 
     def run(self, worker: Worker) -> None:
         """Look."""
-        survey, subject, kernels = self.survey, self.subject, self.survey.kernels
-        tensor = survey.opened(subject)
+        study, subject, kernels = self.study, self.subject, self.study.kernels
+        tensor = study.opened(subject)
         start, count = chunk_span(self.chunk, subject.elements)
-        base = worker.read(survey.base, subject.name, start, count)
+        base = worker.read(study.base, subject.name, start, count)
         sources = self._sources[1:]
         given = np.array([source.holds_delta(subject.name) for source in sources])
         stored = [
@@ -430,19 +429,19 @@ class MeasureChunk:
         sums = ChunkSums(kernels, len(sources))
         addresses = np.array([raw.ctypes.data for raw in stored], np.int64)
         counters = worker.counters[: len(sources)]
-        kernels.survey(base, stored[0][:0], addresses, given, *sums.arrays, counters)
+        kernels.measure(base, stored[0][:0], addresses, given, *sums.arrays, counters)
         part = slice(start // subject.period, (start + CHUNK) // subject.period)
         for raw, is_delta, sample in zip(stored, given, tensor.samples, strict=False):
             kernels.sample(raw, base, is_delta, start, subject.period, sample[part])
         if tensor.add(self.chunk, sums, counters, kernels):
-            survey.close(tensor)
+            study.close(tensor)
 
 
 @dataclass(frozen=True)
 class MeasureEmpty:
     """Note a tensor that has no elements."""
 
-    survey: Survey
+    study: Study
     subject: Subject
     nbytes = 0
 
@@ -453,7 +452,7 @@ class MeasureEmpty:
         """Note it."""
         models = self.subject.models
         nothing = statistics_of(Sums(), NONE)
-        self.survey.measured[self.subject.name] = Measured(
+        self.study.measured[self.subject.name] = Measured(
             self.subject,
             dict.fromkeys(models, Sums()),
             dict.fromkeys(models, nothing),
@@ -468,7 +467,7 @@ class MeasureEmpty:
 class MeasureSpectrum:
     """Look at one model's delta of a matrix as a whole, or at a window of it."""
 
-    survey: Survey
+    study: Study
     subject: Subject
     model: int
     whole: bool
@@ -478,7 +477,7 @@ class MeasureSpectrum:
         """What will be read."""
         rows, columns = self.subject.base.shape
         window, name = spectra.window_of((rows, columns), whole=self.whole), self.subject.name
-        source = self.survey.models[self.model]
+        source = self.study.models[self.model]
         size = source.tensors[name].dtype.itemsize
         if not source.holds_delta(name):
             size += self.subject.base.dtype.itemsize
@@ -491,15 +490,15 @@ class MeasureSpectrum:
         """Look."""
         rows, columns = self.subject.base.shape
         window = spectra.window_of((rows, columns), whole=self.whole)
-        source, name = self.survey.models[self.model], self.subject.name
+        source, name = self.study.models[self.model], self.subject.name
         delta = self._read(worker, source, window)
         rounding = 0.0
         if not source.holds_delta(name):
-            base = self._read(worker, self.survey.base, window)
+            base = self._read(worker, self.study.base, window)
             delta -= base
             rounding = spectra.rounding_energy(base, source.tensors[name].dtype.name)
         delta[~np.isfinite(delta)] = 0
-        self.survey.spectra[name, self.model] = spectra.spectrum_of(delta, rounding)
+        self.study.spectra[name, self.model] = spectra.spectrum_of(delta, rounding)
 
     def _read(self, worker: Worker, source: Source, window: spectra.Window) -> Floats:
         """A window as float32."""
@@ -514,5 +513,5 @@ class MeasureSpectrum:
         values = np.empty(count * width, np.float32)
         for start, size in chunk_spans(values.size):
             raw = worker.read(source, name, first * width + start, size)
-            self.survey.kernels.decode(raw, values[start : start + size])
+            self.study.kernels.decode(raw, values[start : start + size])
         return values.reshape(count, width)

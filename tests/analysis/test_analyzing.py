@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dare.analysis.measure import survey
+from dare.analysis.measure import analyzing
+from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
-from dare.analysis.measure.survey import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.tallies import BIN_SHIFT
 from dare.analysis.results import Analysis, Kind, Origin
 from dare.errors import InputError, RecipeError
@@ -523,7 +523,7 @@ def test_progress_ends_at_what_was_promised(three, monkeypatch, spectra):
         promised.append((total, verb, visible))
         yield Display(seen.append, print)
 
-    monkeypatch.setattr(survey, "show_progress", watched)
+    monkeypatch.setattr(analyzing, "show_progress", watched)
     found = analyze_arrays(base, models, spectra=spectra)
     assert promised == [(found.bytes_read, "analyzing", False)]
     assert sum(seen) == found.bytes_read

@@ -19,8 +19,8 @@ from dare.analysis.measure.measuring import (
     MeasureEmpty,
     MeasureSpectrum,
     PairSums,
+    Study,
     Subject,
-    Survey,
     Worker,
     pairs_of,
     workspace_bytes,
@@ -124,8 +124,8 @@ def analyze_arrays(
 
     >>> import numpy as np
     >>> base = {"w": np.zeros(4, np.float32)}
-    >>> found = analyze_arrays(base, {"math": {"w": np.array([3, 0, -4, 0], np.float32)}})
-    >>> found.model("math").total.norm, found.model("math").total.zeros
+    >>> analysis = analyze_arrays(base, {"math": {"w": np.array([3, 0, -4, 0], np.float32)}})
+    >>> analysis.model("math").total.norm, analysis.model("math").total.zeros
     (5.0, 2)
     """
     if not isinstance(models, Mapping):
@@ -168,9 +168,9 @@ def analyze_sources(
     threads = _thread_count(base, sources, max_memory, threads)
     spare = max_memory // threads - workspace_bytes(base, sources)
     matrices = choose_matrices(subjects, spectra, spare)
-    survey, bytes_read = _look(base, sources, subjects, matrices, threads, verbose=verbose)
+    study, bytes_read = _look(base, sources, subjects, matrices, threads, verbose=verbose)
     return conclude(
-        survey,
+        study,
         subjects,
         tuple(models),
         base_file=base_file,
@@ -184,7 +184,7 @@ def analyze_sources(
 
 
 def conclude(
-    survey: Survey,
+    study: Study,
     subjects: Sequence[Subject],
     names: Sequence[str],
     *,
@@ -193,12 +193,12 @@ def conclude(
     **more: Any,
 ) -> Analysis:
     """Make an analysis of what was measured; `more` are fields of it."""
-    measured = [survey.measured[subject.name] for subject in subjects]
+    measured = [study.measured[subject.name] for subject in subjects]
     return Analysis(
         base=base_file,
-        base_dtypes=_count_types(survey.base.tensors.values()),
+        base_dtypes=_count_types(study.base.tensors.values()),
         models=tuple(
-            _model(survey, measured, number, name, file, survey.base)
+            _model(study, measured, number, name, file, study.base)
             for number, (name, file) in enumerate(zip(names, files, strict=True))
         ),
         pairs=tuple(_pair(measured, pair, names) for pair in pairs_of(range(len(names)))),
@@ -224,11 +224,13 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
                 left_out.append(f"{name}: {info.dtype.name} is no type of weights")
             continue
         fitting = [
-            number for number, _, own in holders if own.shape == info.shape and own.dtype.is_weight
+            number
+            for number, _, held in holders
+            if held.shape == info.shape and held.dtype.is_weight
         ]
         left_out += [
-            f"{name}: base is {_described(info)}, {label} is {_described(own)}"
-            for number, label, own in holders
+            f"{name}: base is {_described(info)}, {label} is {_described(held)}"
+            for number, label, held in holders
             if number not in fitting
         ]
         if fitting:
@@ -242,8 +244,8 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
         for name, labels in sorted(owners.items())
     ]
     if not subjects:
-        found = f": {left_out[0]}" if left_out else ""
-        raise InputError(f"base and models have no weights in common{found}")
+        reason = f": {left_out[0]}" if left_out else ""
+        raise InputError(f"base and models have no weights in common{reason}")
     return subjects, left_out
 
 
@@ -255,13 +257,13 @@ def _described(info: TensorInfo) -> str:
 def _thread_count(
     base: Source, models: Sequence[Source], max_memory: int, wanted: int | None
 ) -> int:
-    each = workspace_bytes(base, models)
-    if each > max_memory:
+    per_thread = workspace_bytes(base, models)
+    if per_thread > max_memory:
         raise RecipeError(
-            f"max_memory = {max_memory}: one thread needs {each} bytes; "
-            f"allow at least {-(-each // 1000) / 1000:.3f} MB"
+            f"max_memory = {max_memory}: one thread needs {per_thread} bytes; "
+            f"allow at least {-(-per_thread // 1000) / 1000:.3f} MB"
         )
-    return max(1, min(wanted or available_cores(), max_memory // each))
+    return max(1, min(wanted or available_cores(), max_memory // per_thread))
 
 
 def choose_matrices(
@@ -294,8 +296,8 @@ def choose_matrices(
     if whole <= spectrum_costs.WHOLE_COST and all(map(fits, inner)):
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
-    each = sum(cost(subject, whole=False) for subject in inner) / len(inner)
-    count = min(len(inner), max(1, int(spectrum_costs.WINDOWS_COST / each)))
+    mean_cost = sum(cost(subject, whole=False) for subject in inner) / len(inner)
+    count = min(len(inner), max(1, int(spectrum_costs.WINDOWS_COST / mean_cost)))
     places = [(2 * place + 1) * len(inner) // (2 * count) for place in range(count)]
     return {inner[place].name: False for place in places}
 
@@ -311,7 +313,7 @@ def _look(
     threads: int,
     *,
     verbose: bool,
-) -> tuple[Survey, int]:
+) -> tuple[Study, int]:
     """Read everything once; return what was found, and how many bytes were read."""
     from dare.analysis.measure import kernels
     from dare.kernels.cpu import announcing
@@ -330,27 +332,27 @@ def _look(
                 bytes_read += nbytes
             display.advance(nbytes)
 
-        survey = Survey(base, models, kernels, advance)
-        tasks = _tasks(survey, subjects, matrices)
+        study = Study(base, models, kernels, advance)
+        tasks = _tasks(study, subjects, matrices)
         total = sum(task.nbytes for task in tasks)
         display = stack.enter_context(show_progress(total, "analyzing", visible=verbose))
-        run_tasks(tasks, lambda _stop: Worker(survey), threads)
+        run_tasks(tasks, lambda _stop: Worker(study), threads)
         for source in (base, *models):
             source.check_unchanged()
-    return survey, bytes_read
+    return study, bytes_read
 
 
-def _tasks(survey: Survey, subjects: Sequence[Subject], matrices: Mapping[str, bool]) -> list[Any]:
+def _tasks(study: Study, subjects: Sequence[Subject], matrices: Mapping[str, bool]) -> list[Any]:
     """All tasks; a matrix's spectrum comes when its bytes have just been read."""
     tasks: list[Any] = []
     for subject in subjects:
         chunks = range(chunk_count(subject.elements))
-        tasks += [MeasureChunk(survey, subject, chunk) for chunk in chunks]
+        tasks += [MeasureChunk(study, subject, chunk) for chunk in chunks]
         if not chunks:
-            tasks.append(MeasureEmpty(survey, subject))
+            tasks.append(MeasureEmpty(study, subject))
         if subject.name in matrices:
             whole = matrices[subject.name]
-            tasks += [MeasureSpectrum(survey, subject, model, whole) for model in subject.models]
+            tasks += [MeasureSpectrum(study, subject, model, whole) for model in subject.models]
     return tasks
 
 
@@ -358,19 +360,19 @@ def _tasks(survey: Survey, subjects: Sequence[Subject], matrices: Mapping[str, b
 
 
 def _model(
-    survey: Survey, measured: Sequence[Measured], number: int, name: str, file: str, base: Source
+    study: Study, measured: Sequence[Measured], number: int, name: str, file: str, base: Source
 ) -> ModelAnalysis:
-    own = [tensor for tensor in measured if number in tensor.sums]
-    source = survey.models[number]
-    cells = _grouped(own, lambda tensor: (tensor.subject.layer, tensor.subject.kind))
+    changed = [tensor for tensor in measured if number in tensor.sums]
+    source = study.models[number]
+    cells = _grouped(changed, lambda tensor: (tensor.subject.layer, tensor.subject.kind))
     sums = {cell: add_sums(t.sums[number] for t in tensors) for cell, tensors in cells.items()}
 
     def over(wanted: Callable[[tuple[int, Kind]], bool]) -> Statistics:
         chosen = [cell for cell in sums if wanted(cell)]
-        found = (survey.magnitudes.get((number, *cell), NONE) for cell in chosen)
-        return statistics_of(add_sums(sums[cell] for cell in chosen), add_magnitudes(found))
+        magnitudes = (study.magnitudes.get((number, *cell), NONE) for cell in chosen)
+        return statistics_of(add_sums(sums[cell] for cell in chosen), add_magnitudes(magnitudes))
 
-    tensors = tuple(_tensor(survey, tensor, number) for tensor in own)
+    tensors = tuple(_tensor(study, tensor, number) for tensor in changed)
     origin, rank = find_origin(tensors)
     return ModelAnalysis(
         name=name,
@@ -402,16 +404,16 @@ def _model(
     )
 
 
-def _tensor(survey: Survey, measured: Measured, number: int) -> TensorAnalysis:
+def _tensor(study: Study, measured: Measured, number: int) -> TensorAnalysis:
     subject = measured.subject
     return TensorAnalysis(
         subject.name,
         subject.kind,
         subject.layer,
         subject.base.shape,
-        survey.models[number].tensors[subject.name].dtype.name,
+        study.models[number].tensors[subject.name].dtype.name,
         measured.statistics[number],
-        survey.spectra.get((subject.name, number)),
+        study.spectra.get((subject.name, number)),
     )
 
 
@@ -423,9 +425,9 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
     inner = [tensor for tensor in seen if tensor.kind not in OUTER] or seen
     if not inner:
         return Origin.UNKNOWN, None
-    found = [tensor.spectrum.low_rank for tensor in inner if tensor.spectrum is not None]
-    ranks = [rank for rank in found if rank is not None]
-    if len(ranks) >= NEARLY_ALL * len(found):
+    low_ranks = [tensor.spectrum.low_rank for tensor in inner if tensor.spectrum is not None]
+    ranks = [rank for rank in low_ranks if rank is not None]
+    if len(ranks) >= NEARLY_ALL * len(low_ranks):
         return Origin.LORA, max(ranks)
     return Origin.FULL, None
 
