@@ -45,7 +45,7 @@ from rich.table import Table
 
 ANALYZE = """
 import sys
-from dare.analysis.survey import analyze
+from dare.analysis.measure.analyzing import analyze
 analyze(sys.argv[2], sys.argv[3:], spectra=sys.argv[1], verbose=False)
 """
 JOB_NAMES = ("read", "analyze", "without-spectra", "merge", "torch")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import dare
-from dare.executors.threads import available_cores
+from dare.planning.machine import available_cores
 
 SHARE = 0.4
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.chunks import CHUNK, chunk_spans
-from dare.executors.threads import available_cores, run_tasks
-from dare.inputs import open_inputs
-from dare.io.sources import Source
-from dare.recipe import Recipe
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import Source
+from dare.planning.machine import available_cores
+from dare.recipe.schema import Recipe
+from dare.run.threads import run_tasks
+from dare.tensors.chunks import CHUNK, chunk_spans
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,15 @@ class ReadChunk:
     count: int
 
     def prefetch(self) -> None:
-        """Ask for the bytes."""
+        """Ask for the elements."""
         for source in self.sources:
-            size = source.tensors[self.name].dtype.itemsize
-            source.prefetch(self.name, self.start * size, self.count * size)
+            source.prefetch(self.name, self.start, self.count)
 
     def run(self, buffers: list[NDArray[np.uint8]]) -> None:
         """Read them."""
         for source, buffer in zip(self.sources, buffers, strict=True):
-            size = source.tensors[self.name].dtype.itemsize
-            source.read(self.name, self.start * size, buffer[: self.count * size])
+            carrier = source.tensors[self.name].dtype.carrier
+            source.read(self.name, self.start, buffer.view(carrier)[: self.count])
 
 
 def read(base: str, models: list[str]) -> None:

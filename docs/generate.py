@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dare.analysis.judgement import Severity
-from dare.analysis.limits import TABLE
-from dare.analysis.readiness import RULES
-from dare.recipe import EMBEDDINGS, ModelEntry, Recipe, TensorRule
+from dare.analysis.judge.judgement import Severity
+from dare.analysis.judge.limits import TABLE
+from dare.analysis.judge.readiness import RULES
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES, Stage
+from dare.tensors.names import EMBEDDINGS
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

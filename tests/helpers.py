@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from dare.io.sources import INDEX_NAME, FileSource
-from dare.recipe import Recipe
+from dare.inputs.sources import INDEX_NAME, Source
+from dare.recipe.schema import Recipe
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -68,10 +68,17 @@ def write_recipe(folder: Path, base: Arrays, tuned: Sequence[Arrays], **settings
     return Recipe(**given)
 
 
-def read_tensor(source: FileSource, name: str) -> bytes:
-    into = np.empty(source.tensors[name].nbytes, np.uint8)
-    source.read(name, 0, into)
-    return into.tobytes()
+def read_elements(source: Source, name: str, start: int = 0, count: int | None = None) -> Any:
+    """Elements as they are stored, by default all."""
+    info = source.tensors[name]
+    into = np.empty(info.elements if count is None else count, info.dtype.carrier)
+    into.view(np.uint8)[:] = 0xAA
+    source.read(name, start, into)
+    return into
+
+
+def read_tensor(source: Source, name: str) -> bytes:
+    return read_elements(source, name).tobytes()
 
 
 def flip_bit(path: Path, bit: int) -> None:

@@ -342,7 +342,7 @@ def test_the_progress_is_the_bytes_read(models, tmp_path, monkeypatch):
     from contextlib import contextmanager
 
     from dare import api
-    from dare.progress import Display
+    from dare.run.progress import Display
 
     seen = []
 

@@ -17,8 +17,8 @@ from minilm import JOBS, Encoder, load_head, minilm, share_right
 from minilm_data import TASKS, Task
 
 import dare
-from dare.analysis.prediction import predict
-from dare.analysis.survey import analyze
+from dare.analysis.judge.prediction import predict
+from dare.analysis.measure.analyzing import analyze
 
 RATES = (0.0, 0.5, 0.7, 0.9, 0.95, 0.99)
 SEEDS = (42, 142, 242)

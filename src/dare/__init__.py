@@ -13,9 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dare.analysis.advice import advise
-    from dare.analysis.judgement import Advice, Readiness
-    from dare.analysis.readiness import assess
+    from dare.analysis.judge.advice import advise
+    from dare.analysis.judge.judgement import Advice, Readiness
+    from dare.analysis.judge.readiness import assess
+    from dare.analysis.measure.analyzing import analyze, analyze_arrays
     from dare.analysis.results import Analysis
     from dare.analysis.sparsity import (
         Configuration,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         SparsityAnalysis,
         dare_merge_readiness,
     )
-    from dare.analysis.survey import analyze, analyze_arrays
     from dare.api import load_recipe, merge, merge_arrays, plan
     from dare.compat import (
         DareConfig,
@@ -49,19 +49,20 @@ if TYPE_CHECKING:
         RecipeError,
         VerificationError,
     )
-    from dare.mask import MASK_VERSION, keep_mask
-    from dare.planning import Plan
-    from dare.rates import Estimate, estimate
-    from dare.recipe import ModelEntry, Recipe, TensorRule
-    from dare.report import Report
-    from dare.verification import Verification, verify
+    from dare.output.report import Report
+    from dare.output.verification import Verification, verify
+    from dare.planning.plan import Plan
+    from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+    from dare.run.rates import Estimate, estimate
+    from dare.stages.outside import load_stages
+    from dare.tensors.mask import MASK_VERSION, keep_mask
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "analysis.advice": ("advise",),
-    "analysis.judgement": ("Advice", "Readiness"),
-    "analysis.readiness": ("assess",),
+    "analysis.judge.advice": ("advise",),
+    "analysis.judge.judgement": ("Advice", "Readiness"),
+    "analysis.judge.readiness": ("assess",),
     "analysis.results": ("Analysis",),
     "analysis.sparsity": (
         "Configuration",
@@ -70,7 +71,7 @@ _HOMES = {
         "SparsityAnalysis",
         "dare_merge_readiness",
     ),
-    "analysis.survey": ("analyze", "analyze_arrays"),
+    "analysis.measure.analyzing": ("analyze", "analyze_arrays"),
     "api": ("load_recipe", "merge", "merge_arrays", "plan"),
     "compat": (
         "DareConfig",
@@ -95,12 +96,13 @@ _HOMES = {
         "RecipeError",
         "VerificationError",
     ),
-    "mask": ("MASK_VERSION", "keep_mask"),
-    "planning": ("Plan",),
-    "rates": ("Estimate", "estimate"),
-    "recipe": ("ModelEntry", "Recipe", "TensorRule"),
-    "report": ("Report",),
-    "verification": ("Verification", "verify"),
+    "stages.outside": ("load_stages",),
+    "tensors.mask": ("MASK_VERSION", "keep_mask"),
+    "planning.plan": ("Plan",),
+    "run.rates": ("Estimate", "estimate"),
+    "recipe.schema": ("ModelEntry", "Recipe", "TensorRule"),
+    "output.report": ("Report",),
+    "output.verification": ("Verification", "verify"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -145,6 +147,7 @@ __all__ = [
     "estimate",
     "keep_mask",
     "load_recipe",
+    "load_stages",
     "merge",
     "merge_arrays",
     "plan",

@@ -11,17 +11,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dare.analysis.glance import glance
-from dare.arrays import array_source, like_original
-from dare.chunks import chunk_span
+from dare.analysis.measure.glance import glance
 from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError
-from dare.inputs import open_inputs, with_sidecars, write_sidecars
-from dare.io.digest import bytes_digest
-from dare.io.header import TensorInfo
-from dare.io.layout import Layout
-from dare.io.writer import ArraySink, PartialOutput, Record, check_target
-from dare.json_values import json_ready
-from dare.manifest import (
+from dare.inputs.arrays import array_source, like_original
+from dare.inputs.opening import open_inputs
+from dare.output.manifest import (
     checked_metadata,
     embedded_manifest,
     find_manifest,
@@ -29,11 +23,19 @@ from dare.manifest import (
     metadata_of,
     repeating_document,
 )
-from dare.planning import Plan, make_plan
-from dare.progress import show_progress
-from dare.recipe import ModelEntry, Recipe, read_toml, recipe_from_document
-from dare.report import Report, make_report
-from dare.run import execute
+from dare.output.report import Report, make_report
+from dare.output.sidecars import with_sidecars, write_sidecars
+from dare.output.writer import ArraySink, PartialOutput, Record, check_target
+from dare.planning.layout import Layout
+from dare.planning.make import make_plan
+from dare.planning.plan import Plan
+from dare.recipe.schema import ModelEntry, Recipe, read_toml, recipe_from_document
+from dare.run.execute import execute
+from dare.run.progress import show_progress
+from dare.tensors.chunks import chunk_span
+from dare.tensors.digest import bytes_digest
+from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import json_ready
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
@@ -52,7 +54,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
     if path.suffix.lower() in YAML_SUFFIXES:
-        from dare.mergekit import recipe_from_yaml
+        from dare.inputs.mergekit import recipe_from_yaml
 
         return recipe_from_yaml(path).to_document()
     manifest_file = find_manifest(path)

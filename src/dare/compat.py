@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
 from dare.api import merge, merge_arrays
-from dare.arrays import like_original, stored
-from dare.chunks import CHUNK, chunk_spans
 from dare.errors import DareWarning, InputError, MismatchError, RecipeError, did_you_mean
-from dare.io.header import TensorInfo
-from dare.recipe import Recipe
-from dare.report import Report
+from dare.inputs.arrays import like_original, stored
+from dare.inputs.reading import decoded
+from dare.output.report import Report
+from dare.recipe.schema import Recipe
 from dare.stages import STAGES, Block, Scratch
 from dare.stages.dare import Rescale
+from dare.tensors.chunks import CHUNK, chunk_spans
+from dare.tensors.header import TensorInfo
 
 logger = logging.getLogger("dare")
 
@@ -448,12 +449,10 @@ def _zeros(arrays: Arrays) -> dict[str, Any]:
 
 def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
     """A flat float32 copy of an array of any weight type."""
-    kind, shape, raw = stored(array, name)
+    kind, _, raw = stored(array, name)
     if not kind.is_weight:
         raise InputError(f"{name}: {kind.name} is not a weight type")
-    values = np.empty(TensorInfo(name, kind, shape, 0).elements, np.float32)
-    kernel_backends.load("cpu").decode(raw.view(kind.carrier), values)
-    return values
+    return decoded(raw.view(kind.carrier), "cpu")
 
 
 def _as_original(original: Any, name: str, values: NDArray[np.float32]) -> Any:

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from dare.api import merge
-from dare.arrays import as_float64
 from dare.errors import InputError, RecipeError
-from dare.mask import check_drop_rate
-from dare.recipe import Recipe, TensorRule
+from dare.inputs.arrays import as_float64
+from dare.recipe.schema import Recipe, TensorRule
+from dare.tensors.mask import check_drop_rate
 
 LARGEST_Q = 0.999
 """The largest q that `analytic_q` gives: 1 would leave a share p of the delta out for good."""

@@ -1,4 +1,4 @@
-"""Analyses of arrays, computed by NumPy alone: a reference for, and independent of, the survey."""
+"""Analyses of arrays, computed by NumPy alone: a reference for, and independent of, the kernels."""
 
 from __future__ import annotations
 

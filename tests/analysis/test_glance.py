@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dare import merge, plan
-from dare.analysis.glance import MATRICES, _rank_if_low, _read_rows, _spread, glance
+from dare.analysis.measure.glance import MATRICES, _rank_if_low, _read_rows, _spread, glance
 from dare.errors import Concern, DareWarning
 from helpers import write_recipe
 
@@ -121,7 +121,7 @@ def test_rows_that_are_read_one_by_one_are_those_that_are_read_at_once(tmp_path,
     tensor = next(planned.merged())
     with planned.base as source:
         whole = _read_rows(source, tensor)
-        monkeypatch.setattr("dare.analysis.glance.READ_WHOLE", 0)
+        monkeypatch.setattr("dare.analysis.measure.glance.READ_WHOLE", 0)
         assert _read_rows(source, tensor).tolist() == whole.tolist()
     assert whole.tolist() == model()[tensor.name][36:164].tolist()
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dare.analysis.kinds import kind_of, layer_of
+from dare.analysis.measure.kinds import kind_of, layer_of
 from dare.analysis.results import Kind
 
 NAMES = {

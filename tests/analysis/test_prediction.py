@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import numpy as np
@@ -8,8 +7,8 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, statistics, tune
 
 import dare
-from dare.analysis.limits import TABLE, limit
-from dare.analysis.prediction import (
+from dare.analysis.judge.limits import TABLE, limit
+from dare.analysis.judge.prediction import (
     Exposure,
     Prediction,
     balanced_q,
@@ -19,7 +18,6 @@ from dare.analysis.prediction import (
     make_exposure,
     mean_bounded_error,
     predict,
-    predict_merge,
     relative_error,
     tolerated_drop_rate,
 )
@@ -85,27 +83,6 @@ def test_elements_that_are_not_finite_do_not_count():
 # ---------------------------------------------------------------- merges
 
 
-def test_a_merge_by_hand():
-    # Norms 5 and 5, weights 1 and 2, rates 0.5 and 0.8, scale 0.5.
-    both = [statistics(DELTA, WEIGHTS), statistics(DELTA[::-1], WEIGHTS)]
-    found = predict_merge(both, [0.5, 0.8], [1.0, 2.0], scale=0.5)
-    assert found.variance == pytest.approx(0.25 * (1 * 1 + 4 * 4) * 25 / 4)
-    assert found.output_error == pytest.approx(0.5 * math.sqrt(1 + 16) * 0.1)
-    assert found.relative_error == pytest.approx(math.sqrt(17 / 5))
-    assert found.drop_rate == pytest.approx(0.65)
-
-
-def test_a_merge_of_one_is_that_one():
-    one = statistics(DELTA, WEIGHTS)
-    merged = predict_merge([one], [0.9], [1.0], qs=[0.2])
-    assert dataclasses.astuple(merged) == pytest.approx(dataclasses.astuple(predict(one, 0.9, 0.2)))
-
-
-def test_a_merge_of_nothing_is_refused():
-    with pytest.raises(RecipeError, match="no models"):
-        predict_merge([], [], [])
-
-
 @pytest.fixture(scope="module")
 def demo():
     """Two layers of the demonstration's models: 395,776 elements."""
@@ -144,34 +121,6 @@ def test_the_variance_of_ten_merges_of_a_real_model(demo, rate):
     )
     predicted = predict(found.models[0].total, rate).variance
     assert measured == pytest.approx(predicted, rel=0.05)
-
-
-def test_the_variance_of_ten_merges_of_three_real_models(demo):
-    base, tuned = demo
-    found = analysis(base, tuned)
-    weights = [0.5, 1.0, 2.0]
-    expected = {
-        name: weight
-        + 0.8
-        * sum(
-            share * (model[name] - weight)
-            for share, model in zip(weights, tuned.values(), strict=True)
-        )
-        for name, weight in base.items()
-    }
-    measured = measured_variance(
-        base,
-        list(tuned.values()),
-        range(0, 1000, 100),
-        expected,
-        method="dare+sum",
-        weights=weights,
-        scale=0.8,
-        stages={"dare": {"drop_rate": 0.8}},
-    )
-    totals = [model.total for model in found.models]
-    predicted = predict_merge(totals, [0.8] * 3, weights, scale=0.8)
-    assert measured == pytest.approx(predicted.variance, rel=0.05)
 
 
 # ---------------------------------------------------------------- how few elements carry a change

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
-from dare.analysis.judgement import GRAVITY, Finding, Severity, Verdict
-from dare.analysis.limits import limit
-from dare.analysis.prediction import predict
-from dare.analysis.readiness import BASE, RULES, assess, body_of, rounding_norm
+from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict
+from dare.analysis.judge.limits import limit
+from dare.analysis.judge.prediction import predict
+from dare.analysis.judge.readiness import BASE, RULES, assess, body_of, rounding_norm
 from dare.analysis.results import Analysis, Origin
 
 ROOT = make_base()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import dare
-from dare.analysis.judgement import Verdict
-from dare.analysis.prediction import relative_error
+from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.prediction import relative_error
 from dare.analysis.sparsity import Configuration, DARESparsityAnalyzer, dare_merge_readiness
 from dare.demo.llama import Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, TUNED
@@ -323,7 +323,7 @@ def test_a_usual_delta_is_ready():
     assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
 
 
-# The same delta through both doors: the analyzer's, and that of a survey of several models.
+# The same delta through both doors: the analyzer's, and that of an analysis of several models.
 
 
 def gaussian(ratio):
@@ -361,12 +361,12 @@ def test_the_verdict_is_that_of_assess(name):
     base = {"w": np.random.default_rng(2).normal(0, 0.02, SHAPE).astype(np.float32)}
     tuned = {"w": (base["w"] + delta).astype(np.float32)}
     own = dare_merge_readiness(analyze(base, tuned))
-    survey = dare.assess(dare.analyze_arrays(base, {"delta": tuned}, spectra="none"))
-    assert own.verdict is survey.verdict is verdict
-    assert own.by_model == survey.by_model
-    assert {each.rule for each in survey.findings} == rules
+    analyzed = dare.assess(dare.analyze_arrays(base, {"delta": tuned}, spectra="none"))
+    assert own.verdict is analyzed.verdict is verdict
+    assert own.by_model == analyzed.by_model
+    assert {each.rule for each in analyzed.findings} == rules
     assert [str(each) for each in own.findings if each.rule != "fit"] == list(
-        map(str, survey.findings)
+        map(str, analyzed.findings)
     )
 
 

@@ -9,8 +9,8 @@ import scipy.integrate
 import scipy.linalg
 import scipy.stats
 
-from dare.analysis.results import Origin
-from dare.analysis.spectra import (
+from dare.analysis.measure.analyzing import analyze_arrays
+from dare.analysis.measure.spectra import (
     KEPT,
     find_outliers,
     median_of_noise,
@@ -19,8 +19,8 @@ from dare.analysis.spectra import (
     spectrum_of,
     window_of,
 )
-from dare.analysis.survey import analyze_arrays
-from dare.linalg import one_blas_thread
+from dare.analysis.results import Origin
+from dare.kernels.linalg import one_blas_thread
 
 
 @pytest.fixture(autouse=True)

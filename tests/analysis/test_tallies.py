@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dare.analysis.results import Histogram, Quantiles
-from dare.analysis.tallies import (
+from dare.analysis.measure.tallies import (
     BIN_SHIFT,
     BINS,
     NONE,
@@ -22,6 +21,7 @@ from dare.analysis.tallies import (
     statistics_of,
     top_bin,
 )
+from dare.analysis.results import Histogram, Quantiles
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
 

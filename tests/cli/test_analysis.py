@@ -207,7 +207,7 @@ def test_a_spoilt_analysis_is_refused(folder, analysis):
     analysis.write_text(json.dumps(document))
     found = dare("advise", analysis)
     assert found.status == 1
-    assert "is no whole analysis: Analysis lacks pairs" in found.err
+    assert "is no whole analysis: pairs is missing" in found.err
 
 
 def test_configurations_are_compared(folder):

@@ -244,7 +244,7 @@ def test_a_plan_tells_buffers_from_the_process(folder):
 
 
 def test_a_quiet_plan_measures_nothing(folder, monkeypatch):
-    monkeypatch.delattr("dare.rates.measure_speed")
+    monkeypatch.delattr("dare.run.rates.measure_speed")
     assert dare_succeeds("plan", *TWO, "--quiet").out == ""
 
 
@@ -438,7 +438,7 @@ COMP_WORDS=(dare merge --drop); COMP_CWORD=2
     assert "--drop-rate" in done.stdout.split()
 
 
-HEAVY = ("numpy", "pydantic", "numba", "torch", "dare.api", "dare.recipe")
+HEAVY = ("numpy", "pydantic", "numba", "torch", "dare.api", "dare.recipe.schema")
 
 
 def test_help_imports_nothing_heavy():

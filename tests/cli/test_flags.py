@@ -13,7 +13,7 @@ from calling import TO, TWO, asked_recipe, dare_succeeds
 
 from dare.cli import commands
 from dare.cli.flags import FIELDS, PER_MODEL, stage_parameter_names
-from dare.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import STAGES
 
 TOML = """

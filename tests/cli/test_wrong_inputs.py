@@ -1,7 +1,8 @@
 """What a user gets to read when something is wrong: the whole message, and nothing besides.
 
 Every case is a mistake somebody makes. Each ends with the right status, the message that stands
-here and nothing else on stderr, and leaves the folder as it was.
+here and nothing else on stderr, and leaves the folder as it was. Of a message that another library
+words only what we put around it stands here.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ import pytest
 from calling import TO, TWO, Outcome, base_arrays, contents, dare, dare_succeeds, tuned_arrays
 
 from dare.cli import FAILED, WRONG_USAGE
-from dare.cli.texts import COMMANDS
-from dare.manifest import FORMAT
-from dare.mask import MASK_VERSION
+from dare.output.manifest import FORMAT
 from dare.stages import registry
+from dare.tensors.mask import MASK_VERSION
 from helpers import entry, file_bytes, save
 
 MODELS = """
@@ -49,14 +49,6 @@ def assert_refused(outcome: Outcome, message: str, status: int = FAILED) -> None
 # ---------------------------------------------------------------- in the recipe
 
 RECIPES = {
-    "not TOML": (
-        "[dare\ndrop_rate = 0.9\n",
-        "not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 6)",
-    ),
-    "the same key twice": (
-        "seed = 1\nseed = 2\n" + MODELS,
-        "not valid TOML: Cannot overwrite a value (at line 2, column 9)",
-    ),
     "an unknown key": (
         "metod = 'dare+ties'\n" + MODELS,
         "metod: not known (did you mean 'method'?)",
@@ -75,10 +67,6 @@ RECIPES = {
     ),
     "a stage that is a number": ("dare = 3\n" + MODELS, "dare: must be a table, as in [dare]"),
     "a stage that is a list": ("ties = []\n" + MODELS, "ties: must be a table, as in [ties]"),
-    "a method that is a number": (
-        "method = 3\n" + MODELS,
-        "method = 3: Input should be a valid string",
-    ),
     "an unknown key in [dare]": (
         "[dare]\ndrop_rat = 0.9\n" + MODELS,
         "[dare] drop_rat: not known (did you mean 'drop_rate'?)",
@@ -122,35 +110,11 @@ RECIPES = {
         "[dare]\ndrop_rate = 90\n" + MODELS,
         "[dare] drop_rate = 90.0: must be at least 0 and below 1",
     ),
-    "a drop rate that is text": (
-        "[dare]\ndrop_rate = '0.9'\n" + MODELS,
-        "[dare] drop_rate = '0.9': Input should be a valid number",
-    ),
-    "a seed with a fraction": (
-        "seed = 1.5\n" + MODELS,
-        "seed = 1.5: Input should be a valid integer",
-    ),
-    "a negative seed": (
-        "seed = -1\n" + MODELS,
-        "seed = -1: Input should be greater than or equal to 0",
-    ),
-    "verbose that is text": (
-        "[dare]\nverbose = 'yes'\n" + MODELS,
-        "verbose = 'yes': Input should be a valid boolean",
-    ),
-    "an infinite scale": ("scale = inf\n" + MODELS, "scale = inf: Input should be a finite number"),
     "a dtype for integers": (
         "dtype = 'int8'\n" + MODELS,
         "dtype int8: not a weight type; use one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2",
     ),
-    "a policy that there is not": (
-        "on_missing = 'ignore'\n" + MODELS,
-        "on_missing = 'ignore': Input should be 'error' or 'base'",
-    ),
-    "no base": (
-        '[models]\nmerge_files = ["math.safetensors"]\n',
-        "[models] base_file is missing",
-    ),
+    "no base": ('[models]\nmerge_files = ["math.safetensors"]\n', "[models] base_file is missing"),
     "no models table at all": ("seed = 1\n", "[models] base_file is missing"),
     "no models in the list": (
         MODELS.replace('"math.safetensors", "code.safetensors"', ""),
@@ -171,10 +135,6 @@ RECIPES = {
     "a model without a file": (
         MODELS.replace('"math.safetensors"', "{ drop_rate = 0.5 }"),
         "[models] merge_files, number 1: file is missing",
-    ),
-    "a model whose weight is text": (
-        MODELS.replace('"code.safetensors"', "{ file = 'code.safetensors', weight = 'half' }"),
-        "[models] merge_files, number 2: weight = 'half': Input should be a valid number",
     ),
     "models that are not a table": (
         "models = 'math.safetensors'\n",
@@ -248,10 +208,7 @@ def test_with_flags_a_message_says_that_the_recipe_was_changed_by_them(folder):
     )
 
 
-BENEATH = ["a method that is a number", "a stage that is a number", "models that are a number"]
-
-
-@pytest.mark.parametrize("mistake", BENEATH)
+@pytest.mark.parametrize("mistake", ["a stage that is a number", "models that are a number"])
 def test_what_no_flag_can_be_laid_over_is_left_to_the_recipes_own_check(mistake, folder):
     text, message = RECIPES[mistake]
     (folder / "recipe.toml").write_text(text)
@@ -263,224 +220,180 @@ def test_what_no_flag_can_be_laid_over_is_left_to_the_recipes_own_check(mistake,
 
 MERGE_TWO = shlex.join([*TWO, *TO])
 EACH = "give one for each, in the order of the models"
-FLAGS = {
-    "an unknown flag": (
-        f"{MERGE_TWO} --drop-rat 0.5",
-        "Unknown option: --drop-rat. Did you mean --drop-rate? See `dare merge --help`.",
-        WRONG_USAGE,
-    ),
-    "a flag that another command has": (
-        "plan --overwrite",
-        "Unknown option: --overwrite. See `dare plan --help`.",
-        WRONG_USAGE,
-    ),
-    "an unknown command": (
-        "mrege recipe.toml",
-        'Unknown command "mrege". Did you mean "merge"? '
-        f"Available commands: {', '.join(list(COMMANDS)[:8])}, ... See `dare --help`.",
-        WRONG_USAGE,
-    ),
-    "a command like no other": (
-        "frobnicate",
-        'Unknown command "frobnicate". '
-        f"Available commands: {', '.join(list(COMMANDS)[:8])}, ... See `dare --help`.",
-        WRONG_USAGE,
-    ),
-    "a seed that is no number": (
-        f"{MERGE_TWO} --seed abc",
-        'Invalid value for --seed: unable to convert "abc" into int. See `dare merge --help`.',
-        WRONG_USAGE,
-    ),
-    "a weight that is no number": (
-        f"plan {MERGE_TWO} --weight a b",
-        'Invalid value for --weight: unable to convert "a" into float. See `dare plan --help`.',
-        WRONG_USAGE,
-    ),
-    "a flag without its value": (
-        "plan --config",
-        'Command "plan" parameter --config requires an argument. See `dare plan --help`.',
-        WRONG_USAGE,
-    ),
-    "a flag of several values without any": (
-        f"plan {MERGE_TWO} --drop-rate",
-        'Command "plan" parameter --drop-rate requires at least 1 element. Got 0. '
-        "See `dare plan --help`.",
-        WRONG_USAGE,
-    ),
-    "a flag of several values with another flag in their place": (
-        "--base base.safetensors --merge --output merged.safetensors",
-        'Command "merge" parameter --merge requires at least 1 element. Got 0. '
-        "See `dare merge --help`.",
-        WRONG_USAGE,
-    ),
-    "a flag twice": (
-        f"{MERGE_TWO} --output other.safetensors",
-        "Parameter --output specified multiple times. See `dare merge --help`.",
-        WRONG_USAGE,
-    ),
+USAGE = {
     "verbose and quiet": (
         f"{MERGE_TWO} --verbose --quiet",
         "--verbose and --quiet given; leave one out",
-        WRONG_USAGE,
     ),
     "two recipes": (
         "one.toml --config two.toml",
         "two recipes given, one.toml and two.toml; leave one out",
-        WRONG_USAGE,
-    ),
-    "a word too many": (
-        "plan one.toml two.toml",
-        "Unused Tokens: ['two.toml']. See `dare plan --help`.",
-        WRONG_USAGE,
     ),
     "no models": (
         "--base base.safetensors",
         "--merge missing: give --base, --merge and --output, or a recipe with --config",
-        WRONG_USAGE,
     ),
     "no base": (
         "-m math.safetensors -o merged.safetensors",
         "--base missing: give --base, --merge and --output, or a recipe with --config",
-        WRONG_USAGE,
     ),
     "nothing but a flag": (
         "--quiet",
         "--base and --merge missing: give --base, --merge and --output, or a recipe with --config",
-        WRONG_USAGE,
     ),
+    "nothing to verify": ("verify", "nothing to verify: name the output of a merge"),
+}
+
+FLAGS = {
     "one weight for two models": (
         f"{MERGE_TWO} --weight 0.5",
         f"command line: --weight: 1 given for 2 models; {EACH}",
-        FAILED,
     ),
     "two weights for one model": (
         "plan -b base.safetensors -m math.safetensors --weight 1 2",
         f"command line: --weight: 2 given for 1 model; {EACH}",
-        FAILED,
     ),
     "three drop rates for two models": (
         f"{MERGE_TWO} --drop-rate 0.5 0.6 0.7",
         f"command line: --drop-rate: 3 given for 2 models; {EACH}",
-        FAILED,
     ),
     "three seeds for two models": (
         f"{MERGE_TWO} --model-seed 1 2 3",
         f"command line: --model-seed: 3 given for 2 models; {EACH}",
-        FAILED,
     ),
     "two values for a combine stage": (
         f"{MERGE_TWO} --method slerp --t 0.5 0.6",
         "command line: --t: slerp sees all models at once and takes one value, not 2",
-        FAILED,
     ),
     "a drop rate of 1": (
         f"{MERGE_TWO} --drop-rate 1",
         "command line: [dare] drop_rate = 1 would drop every change and leave nothing to "
         "rescale; use a rate below 1 (0.9 is usual), or leave the model out",
-        FAILED,
     ),
     "an embedding rate of 1": (
         f"{MERGE_TWO} --embedding-drop-rate 1",
         "command line: embedding_drop_rate = 1 would drop every change and leave nothing to "
         "rescale; use a rate below 1 (0.9 is usual)",
-        FAILED,
     ),
     "an embedding rate in percent": (
         f"{MERGE_TWO} --embedding-drop-rate 90",
         "command line: embedding_drop_rate = 90.0: must be at least 0 and below 1",
-        FAILED,
     ),
     "a drop rate that is not a number": (
         f"{MERGE_TWO} --drop-rate nan",
         "command line: [dare] drop_rate = nan: must be at least 0 and below 1",
-        FAILED,
     ),
     "a parameter without effect": (
         f"{MERGE_TWO} --keep-ratio 0.5",
         "command line: --keep-ratio would have no effect: method 'dare+linear' takes "
         "--drop-rate, --rescale",
-        FAILED,
     ),
     "a parameter of a method that has none": (
         f"{MERGE_TWO} --method linear --drop-rate 0.5",
         "command line: --drop-rate would have no effect: method 'linear' takes no parameters",
-        FAILED,
-    ),
-    "a value of a stage that there is not": (
-        f"{MERGE_TWO} --method ties --divide-by weight",
-        "command line: [ties] divide_by = 'weight': "
-        "Input should be 'weights', 'count' or 'nothing'",
-        FAILED,
     ),
     "a rule without settings": (
         f"{MERGE_TWO} --tensors '*.mlp.*'",
         "command line: --tensors '*.mlp.*': write PATTERN: name=value, as in "
         "'*.mlp.*: drop_rate=0.5'",
-        FAILED,
     ),
     "a rule without a value": (
         f"{MERGE_TWO} --tensors '*.mlp.*: drop_rate'",
         "command line: --tensors '*.mlp.*: drop_rate': write PATTERN: name=value, as in "
         "'*.mlp.*: drop_rate=0.5'",
-        FAILED,
     ),
     "a rule for no tensors": (
         f"{MERGE_TWO} --tensors ': drop_rate=0.5'",
         "command line: --tensors ': drop_rate=0.5': write PATTERN: name=value, as in "
         "'*.mlp.*: drop_rate=0.5'",
-        FAILED,
     ),
     "a rule with two patterns": (
         f"{MERGE_TWO} --tensors '*.mlp.*: match=x'",
         "command line: --tensors '*.mlp.*: match=x': write PATTERN: name=value, as in "
         "'*.mlp.*: drop_rate=0.5'",
-        FAILED,
     ),
     "a rule for an unknown parameter": (
         f"{MERGE_TWO} --tensors '*.mlp.*: drop_rat=0.5'",
         "command line: [[tensors]], number 1: drop_rat: not known here (did you mean 'drop_rate'?)",
-        FAILED,
     ),
     "a size that is none": (
         f"{MERGE_TWO} --max-memory lots",
         "command line: max_memory = 'lots': not a size; write 1073741824, '1GiB' or '5GB'",
-        FAILED,
     ),
     "less memory than one thread needs": (
         f"{MERGE_TWO} --max-memory 1k",
         "max_memory = 1024: one thread needs 22024192 bytes; allow at least 22.025 MB",
-        FAILED,
-    ),
-    "no threads": (
-        f"{MERGE_TWO} --threads 0",
-        "command line: threads = 0: Input should be greater than 0",
-        FAILED,
     ),
     "shards for one file": (
         f"{MERGE_TWO} --shard-size 5GB",
         "shard_size makes several files, and the output merged.safetensors is one; "
         "give a directory (a name without .safetensors)",
-        FAILED,
-    ),
-    "nothing to verify": (
-        "verify",
-        "nothing to verify: name the output of a merge",
-        WRONG_USAGE,
     ),
     "a stage that there is not": (
         "methods tie",
         "tie: no such stage or method (did you mean 'ties'?); there are "
         + ", ".join(dict.fromkeys([*registry.STAGES, *registry.ALIASES])),
-        FAILED,
     ),
 }
 
 
-@pytest.mark.parametrize("mistake", FLAGS)
-def test_a_wrong_command_line_is_refused_with_one_message(mistake, folder):
-    line, message, status = FLAGS[mistake]
+@pytest.mark.parametrize(
+    ("line", "message", "status"),
+    [(*case, WRONG_USAGE) for case in USAGE.values()]
+    + [(*case, FAILED) for case in FLAGS.values()],
+    ids=[*USAGE, *FLAGS],
+)
+def test_a_wrong_command_line_is_refused_with_one_message(line, message, status, folder):
     before = contents(folder)
     assert_refused(dare(*shlex.split(line)), message, status)
+    assert contents(folder) == before
+
+
+# ---------------------------------------------------------------- in the words of others
+
+REFUSED_VALUES = {  # by pydantic and tomllib: the recipe, and what we say before their words
+    "[dare": "not valid TOML: ",
+    "seed = 1\nseed = 2": "not valid TOML: ",
+    "method = 3": "method = 3: ",
+    "[dare]\ndrop_rate = '0.9'": "[dare] drop_rate = '0.9': ",
+    "seed = 1.5": "seed = 1.5: ",
+    "seed = -1": "seed = -1: ",
+    "threads = 0": "threads = 0: ",
+    "[dare]\nverbose = 'yes'": "verbose = 'yes': ",
+    "scale = inf": "scale = inf: ",
+    "on_missing = 'ignore'": "on_missing = 'ignore': ",
+    "method = 'ties'\n[ties]\ndivide_by = 'weight'": "[ties] divide_by = 'weight': ",
+    "[models]\nbase_file = 'b'\nmerge_files = [{ file = 'a', weight = 'half' }]": (
+        "[models] merge_files, number 1: weight = 'half': "
+    ),
+}
+UNPARSABLE = {  # for cyclopts: the line, and the command whose help is named
+    f"{MERGE_TWO} --drop-rat 0.5": "merge ",
+    "plan --overwrite": "plan ",
+    "mrege recipe.toml": "",
+    "frobnicate": "",
+    f"{MERGE_TWO} --seed abc": "merge ",
+    f"plan {MERGE_TWO} --weight a b": "plan ",
+    "plan --config": "plan ",
+    f"plan {MERGE_TWO} --drop-rate": "plan ",
+    "--base base.safetensors --merge --output merged.safetensors": "merge ",
+    f"{MERGE_TWO} --output other.safetensors": "merge ",
+    "plan one.toml two.toml": "plan ",
+}
+IN_OTHER_WORDS = [
+    *(("recipe.toml", text, FAILED, words, "") for text, words in REFUSED_VALUES.items()),
+    *((line, "", WRONG_USAGE, "", f" See `dare {c}--help`.") for line, c in UNPARSABLE.items()),
+]
+
+
+@pytest.mark.parametrize(("line", "text", "status", "begins", "ends"), IN_OTHER_WORDS)
+def test_what_a_library_refuses_is_one_line(line, text, status, begins, ends, folder):
+    (folder / "recipe.toml").write_text(text + ("" if "[models]" in text else MODELS))
+    before = contents(folder)
+    outcome = dare(*shlex.split(line))
+    assert (outcome.status, outcome.out, outcome.err.count("\n")) == (status, "", 1)
+    assert outcome.err.startswith(f"dare: recipe.toml: {begins}" if begins else "dare: ")
+    assert outcome.err.endswith(f"{ends}\n")
     assert contents(folder) == before
 
 
@@ -572,12 +485,6 @@ FILES = {
         "cut.safetensors: model.norm.weight ends at byte 16 of the data, and there are only 10; "
         "the file is truncated",
     ),
-    "a header that is not JSON": (
-        _broken("odd.safetensors", (4).to_bytes(8, "little") + b"{a}\n"),
-        f"{ONE} odd.safetensors",
-        "odd.safetensors: the header is not valid JSON: Expecting property name enclosed in "
-        "double quotes: line 1 column 2 (char 1)",
-    ),
     "a folder without weights": (
         lambda: Path("empty").mkdir(),
         f"{ONE} empty",
@@ -646,8 +553,7 @@ FILES = {
     "a recipe that is not text": (
         _broken("recipe.toml", b"\xff\xfe\x00"),
         "recipe.toml",
-        "recipe.toml: the recipe is no text: 'utf-8' codec can't decode byte 0xff in position 0: "
-        "invalid start byte",
+        "recipe.toml: a recipe must be text in UTF-8, and byte 0 is not",
     ),
     "a recipe among the models": (
         _broken("recipe.toml", MODELS.encode()),
@@ -666,12 +572,6 @@ FILES = {
         "merged.safetensors",
         "merged.safetensors: no such file",
     ),
-    "a manifest that is not JSON": (
-        _merged_with_manifest("{"),
-        "plan merged.safetensors",
-        "merged.safetensors.manifest.json: the manifest is not valid JSON: Expecting property name "
-        "enclosed in double quotes: line 1 column 2 (char 1)",
-    ),
     "a manifest of something else": (
         _merged_with_manifest('{"name": "my-app"}'),
         "plan merged.safetensors",
@@ -679,7 +579,15 @@ FILES = {
     ),
     "a manifest without digests": (
         _merged_with_manifest(
-            json.dumps({"format": FORMAT, "mask": MASK_VERSION, "recipe": {}, "models": []})
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "mask": MASK_VERSION,
+                    "method": "linear",
+                    "stages": [{}],
+                    "recipe": {},
+                }
+            )
         ),
         "plan merged.safetensors",
         "merged.safetensors.manifest.json: the manifest is damaged: it has no 'base'",
@@ -787,11 +695,11 @@ def test_what_cannot_be_verified_is_among_the_findings(mistake, folder):
     _cut()
     (folder / "empty").mkdir()
     path, message = UNVERIFIABLE[mistake]
-    told = f"Cannot be verified  {path}\n    {message}\n"
-    assert dare("verify", path) == Outcome(FAILED, told, "")
+    shown = f"Cannot be verified  {path}\n    {message}\n"
+    assert dare("verify", path) == Outcome(FAILED, shown, "")
     assert_refused(dare("verify", path, "-q"), message)
-    (found,) = dare("verify", path, "--json").json
-    assert (found["ok"], found["problems"]) == (False, [message])
+    (verification,) = dare("verify", path, "--json").json
+    assert (verification["ok"], verification["problems"]) == (False, [message])
 
 
 # ---------------------------------------------------------------- disk and permissions
@@ -913,15 +821,15 @@ def test_an_input_that_is_not_what_the_manifest_says_is_refused(folder):
     dare_succeeds(*TWO, *TO, "--quiet")
     shutil.copy("german.safetensors", "math.safetensors")
     outcome = dare("merged.safetensors", "--output", "again.safetensors", "--quiet")
-    found = outcome.err.partition("digest ")[2].partition(",")[0]
+    digest = outcome.err.partition("digest ")[2].partition(",")[0]
     manifest = json.loads(Path("merged.safetensors.manifest.json").read_bytes())
     expected = manifest["models"][0]["digest"]
-    assert len(found) == len(expected)
-    assert found != expected
+    assert len(digest) == len(expected)
+    assert digest != expected
     assert_refused(
         outcome,
         f"{folder}/math.safetensors: is not what it was when the manifest was written "
-        f"(digest {found}, then {expected}); to merge it all the same, write the recipe out with "
+        f"(digest {digest}, then {expected}); to merge it all the same, write the recipe out with "
         "`dare init --config` and take input_digests out of it",
     )
     assert not Path("again.safetensors").exists()

@@ -7,7 +7,7 @@ import pytest
 
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, MODELS, TUNED
-from dare.io.sources import open_source
+from dare.inputs.sources import open_source
 
 ALL = [BASE, *TUNED.values()]
 

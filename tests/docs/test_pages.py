@@ -17,7 +17,7 @@ from doc_blocks import ROOT
 import dare
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, DareError
-from dare.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 
 DOCS = ROOT / "docs"

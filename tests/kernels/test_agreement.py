@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.dtypes import STORAGE_TYPES
 from dare.kernels import LANES_MULTIPLE, Part, cpu, reference
-from dare.mask import keep_threshold, mask_key
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.mask import keep_threshold, mask_key
 
 SIZES = st.integers(0, 200)
 ANY_BITS = st.integers(0, 2**32 - 1)

@@ -10,7 +10,7 @@ import torch
 from agreement import Agreement, Row, Subject, as_json, as_lines, as_markdown
 from side_by_side import DEFINITION
 
-from dare.mergekit.methods import METHODS
+from dare.recipe.mergekit.methods import METHODS
 
 IN_PEFT = ("task_arithmetic", "dare_linear", "dare_ties", "ties", "magnitude_prune")
 DEFINED = (

@@ -25,7 +25,7 @@ from side_by_side import (
 from torch import Tensor
 
 from dare.kernels import reference
-from dare.mask import mask_key
+from dare.tensors.mask import mask_key
 
 CASES = [(0.5, 0.2), (0.9, 0.07), (0.3, 0.25)]
 """Drop rate and mergekit's epsilon."""

@@ -15,8 +15,8 @@ from side_by_side import assert_near, assert_within, compares
 from test_program import CONFIG
 
 import dare
-from dare.mergekit import convert_yaml
-from dare.mergekit.methods import METHODS, NOT_CONVERTED
+from dare.inputs.mergekit import convert_yaml
+from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 
 LAYERS = 4
 HIDDEN, INNER, VOCABULARY = 32, 48, 101

@@ -7,7 +7,7 @@ from training import merged_state, minilm
 from transformers import AutoModel, AutoTokenizer
 
 import dare
-from dare.mask import keep_mask
+from dare.tensors.mask import keep_mask
 
 DROP_RATE = 0.5
 SENTENCES = ["A merge of two models.", "Two models become one."]

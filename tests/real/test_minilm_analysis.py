@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
-from dare.analysis.advice import advise
-from dare.analysis.judgement import Verdict
-from dare.analysis.prediction import predict
-from dare.analysis.readiness import assess
+from dare.analysis.judge.advice import advise
+from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.prediction import predict
+from dare.analysis.judge.readiness import assess
+from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Kind, Origin
-from dare.analysis.survey import analyze
 
 sys.path.append(str(Path(__file__).parents[2] / "training"))
 

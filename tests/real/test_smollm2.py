@@ -15,7 +15,7 @@ from training import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dare
-from dare.mask import keep_mask
+from dare.tensors.mask import keep_mask
 
 DROP_RATE = 0.5
 SEED = 42

@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 import dare
-from dare import linalg
-from dare.arrays import array_source
-from dare.planning import make_plan
-from dare.recipe import ModelEntry, Recipe
+from dare.inputs.arrays import array_source
+from dare.kernels import linalg
+from dare.planning.make import make_plan
+from dare.recipe.schema import ModelEntry, Recipe
 from dare.stages import STAGES
 
 BACKENDS = ["reference", "cpu"]

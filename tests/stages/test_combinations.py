@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import dare
-from dare.arrays import array_source
-from dare.io.header import TensorInfo
-from dare.io.writer import ArraySink
-from dare.planning import INTERPRETER_BYTES, make_plan
-from dare.run import execute
+from dare.inputs.arrays import array_source
+from dare.output.writer import ArraySink
+from dare.planning.make import make_plan
+from dare.planning.plan import INTERPRETER_BYTES
+from dare.run.execute import execute
 from dare.stages import STAGES
+from dare.tensors.header import TensorInfo
 
 DELTA_STAGES = [name for name, stage in STAGES.items() if stage.kind == "delta"]
 PAIRS = list(itertools.permutations(DELTA_STAGES, 2))

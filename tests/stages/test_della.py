@@ -10,7 +10,7 @@ from small_merges import largest_first, merge_deltas
 import dare
 from dare import RecipeError, keep_mask
 from dare.kernels import cpu, reference
-from dare.mask import keep_threshold, mask_key
+from dare.tensors.mask import keep_threshold, mask_key
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -8,8 +8,8 @@ from matrix_merges import gaussian, merge, plan, relative, seeds, surveyed_bytes
 from threadpoolctl import threadpool_info
 
 import dare
-from dare import linalg
 from dare.errors import InputError, RecipeError
+from dare.kernels import linalg
 
 DELTA_STAGES = ["star", "fourier"]
 COMBINE_STAGES = ["tsv", "iso", "wudi", "knots"]

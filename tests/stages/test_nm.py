@@ -10,7 +10,7 @@ from small_merges import CHUNK, largest_first, merge_deltas
 import dare
 from dare import RecipeError
 from dare.kernels import reference
-from dare.mask import mask_key
+from dare.tensors.mask import mask_key
 
 
 @pytest.fixture(params=["reference", "cpu"])

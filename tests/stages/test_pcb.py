@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 
 import dare
 from dare.kernels import cpu, reference
-from dare.planning import Plan
+from dare.planning.plan import Plan
 
 
 def compete(*deltas, ratio=0.1, **settings):

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dare.analysis.judgement import Advice, Readiness
-from dare.analysis.prediction import predict
+from dare.analysis.judge.judgement import Advice, Readiness
+from dare.analysis.judge.prediction import predict
 from dare.analysis.results import Analysis, ModelAnalysis, Spectrum, Statistics
 from dare.errors import OutputError
-from dare.json_values import json_ready
+from dare.tensors.json_values import json_ready
 
 RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 """Drop rates for which errors are predicted."""

@@ -23,17 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.reading import read_floats
-from dare.chunks import chunk_spans
-from dare.dtypes import STORAGE_TYPES
 from dare.errors import InputError, OutputError, did_you_mean
-from dare.inputs import open_inputs
-from dare.io.files import OutputFile
-from dare.io.header import TensorInfo, build_header
-from dare.io.sources import Source, open_source
-from dare.manifest import find_manifest, repeating_document
-from dare.planning import Plan, TensorPlan, make_plan
-from dare.recipe import recipe_from_document
+from dare.inputs.opening import open_inputs
+from dare.inputs.reading import read_floats
+from dare.inputs.sources import Source, open_source
+from dare.output.manifest import find_manifest, repeating_document
+from dare.planning.make import make_plan
+from dare.planning.plan import Plan, TensorPlan
+from dare.recipe.schema import recipe_from_document
+from dare.tensors.chunks import chunk_spans
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import OutputFile
+from dare.tensors.header import TensorInfo, build_header
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -95,7 +96,7 @@ def emr_weights(output: AnyPath, task: str) -> Iterator[tuple[str, Floats]]:
                 f"there are {', '.join(names)}"
             )
         scales = np.empty(len(names), "<f8")
-        source.read(RESCALERS, 0, scales.view(np.uint8))
+        source.read(RESCALERS, 0, scales)
         scale = np.float32(scales[names.index(task)])
         for tensor in merge.plan.merged():
             weights = np.empty(tensor.elements, np.float32)
@@ -115,13 +116,13 @@ class _Merge:
 
     def unified(self, tensor: TensorPlan, start: int, count: int) -> tuple[Floats, Floats]:
         """The base over a chunk, and the unified delta."""
-        base = read_floats(self.plan.base, tensor.name, start, count)
-        return base, read_floats(self.output, tensor.name, start, count) - base
+        base = read_floats(self.plan.base, tensor.name, start, count, "cpu")
+        return base, read_floats(self.output, tensor.name, start, count, "cpu") - base
 
     def delta(self, tensor: TensorPlan, model: int, start: int, base: Floats) -> Floats:
         """A model's own delta over a chunk."""
         source = self.plan.source_of(tensor, model)
-        values = read_floats(source, tensor.name, start, base.size)
+        values = read_floats(source, tensor.name, start, base.size, "cpu")
         return values if source.holds_delta(tensor.name) else values - base
 
 
@@ -138,26 +139,26 @@ def _opened(output: AnyPath) -> Iterator[_Merge]:
     plan = make_plan(recipe, inputs.base, inputs.models, inputs.names)
     source = open_source(path)
     with ExitStack() as stack:
-        for each in (plan.base, *plan.models, source):
-            stack.enter_context(each)
+        for opened in (plan.base, *plan.models, source):
+            stack.enter_context(opened)
         yield _Merge(plan, source)
 
 
 def _write_masks(merge: _Merge, places: dict[str, TensorInfo], file: OutputFile) -> list[float]:
     kernels = kernel_backends.load("cpu")
     names = merge.plan.model_names
-    own, seen = [0.0] * len(names), [0.0] * len(names)
+    whole, seen = [0.0] * len(names), [0.0] * len(names)
     for tensor in merge.plan.merged():
         for start, count in chunk_spans(tensor.elements):
             base, unified = merge.unified(tensor, start, count)
             for model in tensor.models:
                 delta = merge.delta(tensor, model, start, base)
                 mask = np.sign(delta) * np.sign(unified) > 0
-                own[model] += kernels.sum_magnitudes(delta)
+                whole[model] += kernels.sum_magnitudes(delta)
                 seen[model] += kernels.sum_magnitudes(np.where(mask, unified, np.float32(0)))
                 place = places[f"{names[model]}/{tensor.name}"].start + start // 8
                 file.write(np.packbits(mask, bitorder="little"), place)
-    return [_ratio(whole, part) for whole, part in zip(own, seen, strict=True)]
+    return list(map(_ratio, whole, seen))
 
 
 def _ratio(whole: float, part: float) -> float:

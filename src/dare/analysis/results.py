@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dare.errors import InputError
-from dare.json_values import json_ready
+from dare.tensors.json_values import json_ready
 
 SCHEMA = "dare-analysis/1"
 """Of the JSON document; a change that old readers cannot take changes the number."""
@@ -239,6 +239,8 @@ class Interference:
 class Analysis:
     """What was found about models that are to be merged."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # holds for all that it is made of
+
     base: str
     base_dtypes: dict[str, int]
     """Elements by storage type."""
@@ -304,17 +306,19 @@ class Analysis:
         """Read what `to_json` wrote."""
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: is no analysis: {error}") from None
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise InputError(f"{where}: is no analysis ({SCHEMA}); make one with `dare analyze`")
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:
-            analysis: Self = _read(cls, document)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{where}: is no whole analysis: {error}") from None
-        return analysis
+            return TypeAdapter(cls).validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            fault = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
+            raise InputError(f"{where}: is no whole analysis: {place} {fault}") from None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -323,23 +327,3 @@ class Analysis:
             return cls.from_json(path.read_bytes(), str(path))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """Make a value of an annotated type from what JSON has left of it."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        fields = {field.name for field in dataclasses.fields(kind)}
-        if unknown := value.keys() - fields:
-            raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-        if missing := fields - value.keys():
-            raise ValueError(f"{kind.__name__} lacks {', '.join(sorted(missing))}")
-        return kind(**{name: _read(hints[name], value[name]) for name in fields})
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        return tuple(_read(arguments[0], item) for item in value)
-    if origin is dict:
-        return {_read(arguments[0], key): _read(arguments[1], item) for key, item in value.items()}
-    if origin is types.UnionType:
-        return None if value is None else _read(arguments[0], value)
-    return kind(value)

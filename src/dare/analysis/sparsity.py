@@ -9,7 +9,7 @@ that takes a percentile of the magnitudes for its threshold finds every delta sp
 shape.) What the figures mean:
 
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.analysis.outliers`);
+  outliers left out (`dare.analysis.judge.outliers`);
 - *relative norm*: ‖δ‖/‖base‖, outliers left out;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
   for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
@@ -17,10 +17,10 @@ shape.) What the figures mean:
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
   `output_error` with probability 0.95, and at most `droppable_percentile`; 0 if that is below 0.1,
   which is not worth its noise. The rule is
-  `dare.analysis.prediction.tolerated_drop_rate`, and its derivation is there; embeddings and head
+  `prediction.tolerated_drop_rate`, and its derivation is there; embeddings and head
   count if there is nothing else.
 
-The verdict is that of `dare.analysis.readiness.assess`, by the same rules.
+The verdict is that of `dare.analysis.judge.readiness.assess`, by the same rules.
 
 Magnitudes are counted in bins 0.4 % wide, chunk by chunk; no tensor is in memory as a whole unless
 it is given so.
@@ -43,11 +43,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.judgement import Finding, Readiness, Severity, Verdict
-from dare.analysis.limits import limit
-from dare.analysis.measuring import Subject, Survey
-from dare.analysis.outliers import Inliers, without_outliers
-from dare.analysis.prediction import (
+from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict
+from dare.analysis.judge.limits import limit
+from dare.analysis.judge.outliers import Inliers, without_outliers
+from dare.analysis.judge.prediction import (
     Exposure,
     exposures_of,
     make_exposure,
@@ -55,11 +54,10 @@ from dare.analysis.prediction import (
     mean_square,
     tolerated_drop_rate,
 )
-from dare.analysis.readiness import assess
-from dare.analysis.reading import read_floats
-from dare.analysis.results import Analysis, Statistics
-from dare.analysis.survey import conclude, find_subjects
-from dare.analysis.tallies import (
+from dare.analysis.judge.readiness import assess
+from dare.analysis.measure.analyzing import conclude, find_subjects
+from dare.analysis.measure.measuring import Study, Subject
+from dare.analysis.measure.tallies import (
     BIN_SHIFT,
     INFINITE,
     Magnitudes,
@@ -69,14 +67,16 @@ from dare.analysis.tallies import (
     bin_edge,
     statistics_of,
 )
-from dare.arrays import array_source
-from dare.chunks import chunk_spans
+from dare.analysis.results import Analysis, Statistics
 from dare.errors import InputError, RecipeError
-from dare.inputs import open_inputs
-from dare.io.header import TensorInfo
-from dare.io.sources import Source, open_source
-from dare.json_values import json_ready
-from dare.recipe import Recipe
+from dare.inputs.arrays import array_source
+from dare.inputs.opening import open_inputs
+from dare.inputs.reading import read_floats
+from dare.inputs.sources import Source, open_source
+from dare.recipe.schema import Recipe
+from dare.tensors.chunks import chunk_spans
+from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import json_ready
 
 Floats = NDArray[np.float32]
 Given = Mapping[str, Any] | str | PathLike[str]
@@ -129,7 +129,7 @@ class Configuration:
     def selects(self, layer: str) -> bool:
         """Say whether a tensor is looked at."""
         patterns = self.analysis_layers
-        return patterns is None or any(fnmatch.fnmatchcase(layer, each) for each in patterns)
+        return patterns is None or any(fnmatch.fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -231,15 +231,15 @@ class DARESparsityAnalyzer:
         started = time.perf_counter()
         base, tuned = _opened(first, second)
         subjects, left_out = self._selected(base or tuned, tuned)
-        survey = Survey(base or tuned, (tuned,), None, lambda _nbytes: None)
+        study = Study(base or tuned, (tuned,), None, lambda _nbytes: None)
         with ExitStack() as stack:
             for source in (tuned,) if base is None else (base, tuned):
                 stack.enter_context(source)
             layers = [self._measure(base, tuned, subject.base) for subject in subjects]
         for subject, layer in zip(subjects, layers, strict=True):
-            survey.note(subject, layer.sums, layer.magnitudes)
+            study.note(subject, layer.sums, layer.magnitudes)
         analysis = conclude(
-            survey,
+            study,
             subjects,
             (NAME,),
             base_file=_file_of(first),
@@ -266,8 +266,8 @@ class DARESparsityAnalyzer:
         name = info.name
         sums, counts = Sums(), np.zeros(INFINITE, np.int64)
         for start, count in chunk_spans(info.elements):
-            values = read_floats(tuned, name, start, count)
-            weights = None if base is None else read_floats(base, name, start, count)
+            values = read_floats(tuned, name, start, count, "cpu")
+            weights = None if base is None else read_floats(base, name, start, count, "cpu")
             if weights is not None and not tuned.holds_delta(name):
                 values -= weights
             sums += _sums(values, weights, self.configuration.base_deviation)

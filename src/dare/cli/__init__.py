@@ -77,6 +77,7 @@ def _run(given: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
+        _load_stages(given)
         outcome = build_app()(
             with_command(given),
             exit_on_error=False,
@@ -106,6 +107,18 @@ def _run(given: Sequence[str]) -> int:
         )
         return _fail(message, error, given, FAILED)
     return outcome if isinstance(outcome, int) else DONE
+
+
+def _load_stages(arguments: Sequence[str]) -> None:
+    """Load what --stage names before the flags are made, since stages bring theirs along."""
+    following = [*arguments[1:], ""]
+    files = [after for word, after in zip(arguments, following, strict=True) if word == "--stage"]
+    files += [word.partition("=")[2] for word in arguments if word.startswith("--stage=")]
+    if files:
+        from dare.stages.outside import load_stages
+
+        for file in files:
+            load_stages(file)
 
 
 def build_app() -> App:

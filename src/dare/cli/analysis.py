@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from dare import api
-from dare.analysis.advice import advise as give_advice
 from dare.analysis.documents import to_json, write_tables
-from dare.analysis.judgement import Advice, Readiness, Verdict
-from dare.analysis.readiness import BASE, assess
+from dare.analysis.judge.advice import advise as give_advice
+from dare.analysis.judge.judgement import Advice, Readiness, Verdict
+from dare.analysis.judge.readiness import BASE, assess
+from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
-from dare.analysis.survey import analyze as look_at
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES
 from dare.cli.options import Debug, Json, Overwrite, Quiet
 from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
-from dare.formats import read_config
-from dare.manifest import find_manifest, read_manifest
+from dare.inputs.formats import read_config
+from dare.output.manifest import find_manifest, read_manifest
 
 if TYPE_CHECKING:
-    from dare.page.outcome import Outcome
+    from dare.analysis.page.outcome import Outcome
 
 WRITES = Group("What to write", sort_key=1)
 
@@ -46,7 +46,7 @@ Steps = Annotated[
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Survey:
+class Options:
     """How the weights are looked at."""
 
     spectra: Annotated[
@@ -79,7 +79,7 @@ class Found:
 def analyze(
     *inputs: Inputs,
     steps: Steps = None,
-    survey: Survey | None = None,
+    options: Options | None = None,
     output: Annotated[
         Path | None,
         Parameter(name=["--output", "-o"], group=WRITES, help="The analysis, as JSON."),
@@ -99,8 +99,8 @@ def analyze(
     for path in (output, html):
         _check_free(path, overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
-    found = find(inputs, survey, steps, verbose=not quiet)
-    from dare.page.terminal import show_analysis
+    found = find(inputs, options, steps, verbose=not quiet)
+    from dare.analysis.page.terminal import show_analysis
 
     show_analysis(console, found.analysis, found.readiness, found.advice)
     if output is not None:
@@ -124,13 +124,13 @@ def advise(
         Parameter(name=["--output", "-o"], help="The merge's output, as it stands in the recipe."),
     ] = Path("merged.safetensors"),
     steps: Steps = None,
-    survey: Survey | None = None,
+    options: Options | None = None,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
-    found = find(inputs, survey, steps, verbose=not quiet)
+    found = find(inputs, options, steps, verbose=not quiet)
     if json:
         print(jsonlib.dumps(found.advice.to_dict(), indent=1, ensure_ascii=False))
     else:
@@ -161,22 +161,22 @@ def report(
     ] = False,
     steps: Steps = None,
     overwrite: Overwrite = False,
-    survey: Survey | None = None,
+    options: Options | None = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
     """Write the page."""
     _check_free(output, overwrite=overwrite)
     given = [merged] if merged is not None and not inputs else inputs
-    found = find(given, survey, steps, verbose=not quiet)
+    found = find(given, options, steps, verbose=not quiet)
     outcome = None
     if merged is not None:
-        outcome = _outcome(merged, found.analysis, survey, verbose=not quiet)
+        outcome = _outcome(merged, found.analysis, options, verbose=not quiet)
     _write_page(output, found, outcome)
     console = show.console(quiet=quiet)
     console.print(f"The page is {output}; open it in a browser, no network is needed")
     if figures is not None:
-        from dare.page import write_figures
+        from dare.analysis.page import write_figures
 
         theme: Literal["light", "dark"] = "dark" if dark else "light"
         files = write_figures(
@@ -196,7 +196,7 @@ def is_analysis(path: Path) -> bool:
 
 
 def find(
-    inputs: Sequence[Path], survey: Survey | None, steps: int | None, *, verbose: bool
+    inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
 ) -> Found:
     """Analyse what the command line names, or read an analysis that was written before."""
     if not inputs:
@@ -205,7 +205,7 @@ def find(
         analysis = Analysis.load(inputs[0])
     else:
         base, models = _named(inputs)
-        analysis = look_at(base, models, verbose=verbose, **asdict(survey or Survey()))
+        analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
     readiness = assess(analysis, _configs(analysis))
     return Found(analysis, readiness, give_advice(analysis, readiness, steps=steps))
 
@@ -227,15 +227,17 @@ def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
     return recipe.base, [entry.file for entry in recipe.models]
 
 
-def _outcome(merged: Path, analysis: Analysis, survey: Survey | None, *, verbose: bool) -> Outcome:
+def _outcome(
+    merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
+) -> Outcome:
     """What a finished merge did, and how far each model's delta is still in it."""
-    from dare.page.outcome import outcome_of_manifest
+    from dare.analysis.page.outcome import outcome_of_manifest
 
     place = find_manifest(merged)
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")
     files = [Path(model.file) for model in analysis.models]
-    how = asdict(replace(survey or Survey(), spectra="none"))
+    how = asdict(replace(options or Options(), spectra="none"))
     beside = look_at(Path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
@@ -243,7 +245,7 @@ def _outcome(merged: Path, analysis: Analysis, survey: Survey | None, *, verbose
 
 
 def _write_page(path: Path, found: Found, outcome: Outcome | None = None) -> None:
-    from dare.page import write_page
+    from dare.analysis.page import write_page
 
     write_page(path, found.analysis, found.readiness, found.advice, outcome)
 

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from dare import api
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import CONFIG, FILES, RUN, recipe_from_flags, takes_recipe
-from dare.cli.options import Debug, Json, Overwrite, Quiet, Verbose
+from dare.cli.options import Debug, Json, Overwrite, Quiet, StageFiles, Verbose
 from dare.cli.template import write_template
 from dare.errors import (
     DareWarning,
@@ -24,15 +24,16 @@ from dare.errors import (
     VerificationError,
     did_you_mean,
 )
-from dare.mergekit import convert_yaml
-from dare.rates import estimate
-from dare.recipe import Recipe
+from dare.inputs.mergekit import convert_yaml
+from dare.output.verification import Verification
+from dare.output.verification import verify as verify_output
+from dare.recipe.schema import Recipe
+from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
-from dare.verification import Verification
-from dare.verification import verify as verify_output
+from dare.stages.outside import load_installed_stages
 
 if TYPE_CHECKING:
-    from dare.analysis.judgement import Advice
+    from dare.analysis.judge.judgement import Advice
 
 RecipePath = Annotated[
     Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
@@ -62,6 +63,7 @@ def merge(
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
+    stage: StageFiles = None,
     debug: Debug = False,
     **flags: Any,
 ) -> int:
@@ -91,6 +93,7 @@ def plan(
     config: CONFIG = None,
     quiet: Quiet = False,
     json: Json = False,
+    stage: StageFiles = None,
     debug: Debug = False,
     **flags: Any,
 ) -> int:
@@ -158,9 +161,11 @@ def methods(
     /,
     *,
     json: Json = False,
+    stage: StageFiles = None,
     debug: Debug = False,
 ) -> int:
     """Show stages."""
+    load_installed_stages()
     names = [] if name is None else ALIASES.get(name, name).split("+")
     if name in STAGES:
         names = [name]
@@ -175,8 +180,8 @@ def methods(
     if json:
         print(jsonlib.dumps(show.catalogue(names or STAGES), indent=2, ensure_ascii=False))
     elif names:
-        for stage in names:
-            show.stage(console, STAGES[stage])
+        for shown in names:
+            show.stage(console, STAGES[shown])
     else:
         show.stages(console)
     return DONE
@@ -198,6 +203,7 @@ def init(
         Parameter(group=FILES, help="What `dare analyze --output` wrote: follow its advice."),
     ] = None,
     config: CONFIG = None,
+    stage: StageFiles = None,
     debug: Debug = False,
     **flags: Any,
 ) -> int:
@@ -227,8 +233,8 @@ def init(
 
 
 def _advice(path: Path) -> Advice:
-    from dare.analysis.advice import advise
-    from dare.analysis.readiness import assess
+    from dare.analysis.judge.advice import advise
+    from dare.analysis.judge.readiness import assess
     from dare.analysis.results import Analysis
 
     analysis = Analysis.load(path)

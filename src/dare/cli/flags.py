@@ -19,8 +19,9 @@ from cyclopts import Group, Parameter
 from dare.api import load_document
 from dare.cli import UsageError
 from dare.errors import RecipeError
-from dare.recipe import FILE_KEYS, LIFTED, Recipe, recipe_from_document
+from dare.recipe.schema import FILE_KEYS, LIFTED, Recipe, recipe_from_document
 from dare.stages import STAGES, Stage, parse_method
+from dare.stages.outside import load_installed_stages
 
 FILES = Group("Files", sort_key=1)
 METHOD = Group("Method", sort_key=2)
@@ -136,7 +137,8 @@ def _recipe_parameters() -> list[inspect.Parameter]:
 
 
 def stage_parameter_names() -> list[str]:
-    """Every parameter that a stage has, once."""
+    """Every parameter that a stage has, once; stages of installed packages have theirs too."""
+    load_installed_stages()
     return list(dict.fromkeys(name for stage in STAGES.values() for name in stage.parameters))
 
 

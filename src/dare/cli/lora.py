@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from dare.adapters.extraction import extract_adapter
-from dare.adapters.merging import plan_adapters, run_plan
-from dare.adapters.reports import AdapterReport, ExtractionReport
 from dare.cli import DONE, show
 from dare.cli.flags import RUN
 from dare.cli.options import Debug, Json, Overwrite, Quiet
 from dare.cli.texts import COMMANDS
+from dare.lora.extraction import extract_adapter
+from dare.lora.merging import plan_adapters, run_plan
+from dare.lora.reports import AdapterReport, ExtractionReport
 
 lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue="")
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from dare.cli.flags import OUTPUT, RUN
+from dare.cli.flags import METHOD, OUTPUT, RUN
 
+StageFiles = Annotated[
+    list[Path] | None,
+    Parameter(
+        name="--stage",
+        metavar="FILE",
+        negative="",
+        group=METHOD,
+        help="A Python file that registers a stage of your own. It is run: trust it first.",
+    ),
+]
 Verbose = Annotated[
     bool,
     Parameter(

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -16,14 +15,15 @@ from rich.text import Text
 
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice
-from dare.planning import Fate, Plan
-from dare.sizes import show_size
+from dare.output.terminal import make_table, print_titled
+from dare.planning.plan import Fate, Plan
 from dare.stages import ALIASES, STAGES, Stage
+from dare.tensors.sizes import show_size
 
 if TYPE_CHECKING:
-    from dare.rates import Estimate
-    from dare.report import ModelReport, Report
-    from dare.verification import Verification
+    from dare.output.report import ModelReport, Report
+    from dare.output.verification import Verification
+    from dare.run.rates import Estimate
 
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and has no width of its own."""
@@ -41,10 +41,10 @@ class _Console(Console):
 
 def console(*, json: bool = False, quiet: bool = False) -> Console:
     """Where text for people goes: stdout, or stderr if JSON goes there."""
-    found = _Console(stderr=json, quiet=quiet, highlight=False, emoji=False, markup=False)
-    if not found.is_terminal:
-        found.width = PIPE_WIDTH
-    return found
+    output = _Console(stderr=json, quiet=quiet, highlight=False, emoji=False, markup=False)
+    if not output.is_terminal:
+        output.width = PIPE_WIDTH
+    return output
 
 
 def plan_summary(
@@ -77,8 +77,8 @@ def plan_summary(
 def _method(plan: Plan) -> str:
     combine, settings = plan.recipe.chain[-1]
     chain = "+".join(stage.name for stage in plan.stages)
-    told = {f"{combine.name} {name}": value for name, value in settings.items()}
-    return _listed({chain: "", **told, "scale": plan.recipe.scale})
+    combining = {f"{combine.name} {name}": value for name, value in settings.items()}
+    return _listed({chain: "", **combining, "scale": plan.recipe.scale})
 
 
 def _listed(settings: Mapping[str, Any]) -> str:
@@ -110,7 +110,7 @@ def _written(plan: Plan) -> str:
 
 def _models_table(plan: Plan) -> Table:
     recipe = plan.recipe
-    table = _table("model", "file", "weight >", "seed >", "settings")
+    table = make_table("model", "file", "weight >", "seed >", "settings")
     for index, (name, entry) in enumerate(zip(plan.model_names, recipe.models, strict=True)):
         settings = {
             parameter: entry.settings.get(parameter, value)
@@ -137,14 +137,13 @@ def report(console: Console, report: Report) -> None:
     """What was done, and what to do next."""
     speed = show_size(int(report.bytes_read / max(report.seconds, 1e-9)))
     title = f"Merged {_times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
-    resumed = _times(report.resumed_chunks, "piece")
-    told = f"{show_size(report.bytes_read)} read, {speed}/s"
+    pace = f"{show_size(report.bytes_read)} read, {speed}/s"
     if report.resumed_chunks:
-        told += f", {resumed} taken over from the interrupted run"
-    console.print(Text.assemble((title, "bold green"), f"  {told}"))
+        pace += f", {_times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
+    console.print(Text.assemble((title, "bold green"), f"  {pace}"))
     columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
     shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
-    table = _table(*columns[:shown])
+    table = make_table(*columns[:shown])
     for model in report.models:
         table.add_row(*_model_row(model)[:shown])
     console.print(table)
@@ -176,25 +175,23 @@ def warnings(console: Console, notices: Iterable[Notice]) -> None:
     kinds: dict[Concern, list[Notice]] = {}
     for notice in notices:
         kinds.setdefault(notice.about, []).append(notice)
-    for about, found in kinds.items():
+    for about, alike in kinds.items():
         console.print(Text.assemble(("Warning", "bold yellow"), f"  {about}"))
-        for notice in found:
+        for notice in alike:
             console.print(Padding(Text(notice.text), (0, 0, 0, 4), expand=False))
     if kinds:
         console.print()
 
 
-def verification(console: Console, found: Verification) -> None:
+def verification(console: Console, result: Verification) -> None:
     """Whether an output is what was written."""
-    if found.ok:
-        told = (
-            f"  {_times(found.tensors, 'tensor')}, {show_size(found.bytes_checked)}, {found.path}"
-        )
-        console.print(Text.assemble(("Intact", "bold green"), told))
+    if result.ok:
+        checked = f"{_times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
+        console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {result.path}"))
         return
-    told = "Not what was written" if found.tensors else "Cannot be verified"
-    console.print(Text.assemble((told, "bold red"), f"  {found.path}"))
-    for problem in found.problems:
+    verdict = "Not what was written" if result.tensors else "Cannot be verified"
+    console.print(Text.assemble((verdict, "bold red"), f"  {result.path}"))
+    for problem in result.problems:
         console.print(Padding(Text(problem), (0, 0, 0, 4), expand=False))
 
 
@@ -207,22 +204,20 @@ def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
 
 def stages(console: Console) -> None:
     """All stages and aliases."""
-    for kind, told in (
+    for kind, title in (
         ("delta", "Delta stages change each model's delta; any number, in the order given."),
         ("combine", "Combine stages make one delta of all; exactly one, at the end."),
     ):
-        console.print(Text(told, "bold"))
-        table = _table("stage", "does", "parameters", "paper")
+        table = make_table("stage", "does", "parameters", "paper")
         for stage in STAGES.values():
             if stage.kind == kind:
                 settings = [f"{p.name} = {toml_word(p.default)}" for p in stage.parameters.values()]
                 table.add_row(stage.name, stage.summary, "\n".join(settings), stage.paper)
-        console.print(table)
-    console.print(Text("Other names", "bold"))
-    table = _table("alias", "is")
+        print_titled(console, title, table)
+    table = make_table("alias", "is")
     for alias, chain in ALIASES.items():
         table.add_row(alias, chain)
-    console.print(table)
+    print_titled(console, "Other names", table)
     console.print(Text("dare methods STAGE explains one; chain them as in dare+ties."))
 
 
@@ -235,7 +230,7 @@ def stage(console: Console, stage: Stage) -> None:
     if not stage.parameters:
         console.print()
     else:  # whose table begins with an empty line
-        table = _table("parameter", "default", "range", "meaning")
+        table = make_table("parameter", "default", "range", "meaning")
         for p in stage.parameters.values():
             table.add_row(p.name, toml_word(p.default), p.range, p.description)
         console.print(table)
@@ -280,15 +275,4 @@ def _facts(title: str, rows: Mapping[str, str]) -> Table:
     table.add_column(overflow="fold")
     for number, (name, value) in enumerate(rows.items()):
         table.add_row("" if number else title, name, Text(value))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    """A table; a column whose name ends in > is aligned to the right."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for column in columns:
-        right = column.endswith(">")
-        table.add_column(
-            column.removesuffix(" >"), justify="right" if right else "left", overflow="fold"
-        )
     return table

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from dare.planning import Plan
-from dare.recipe import Recipe
+from dare.planning.plan import Plan
+from dare.recipe.schema import Recipe
 from dare.stages import parse_method
 
 if TYPE_CHECKING:
-    from dare.analysis.judgement import Advice
+    from dare.analysis.judge.judgement import Advice
 
 EXAMPLES = {
     "embedding_drop_rate": 0.5,

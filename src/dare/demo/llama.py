@@ -11,20 +11,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.demo.tasks import END, Example
 from dare.errors import InputError
-from dare.io.sources import open_source
+from dare.inputs.reading import read_floats
+from dare.inputs.sources import open_source
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
 
@@ -42,15 +40,15 @@ class Shape:
     @classmethod
     def read(cls, config: Path) -> Shape:
         """Read a config.json as Hugging Face writes it."""
-        found = json.loads(config.read_text(encoding="utf-8"))
-        if found["num_key_value_heads"] != found["num_attention_heads"]:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if settings["num_key_value_heads"] != settings["num_attention_heads"]:
             raise InputError(f"{config}: the demonstration's model has a key for each query head")
         return cls(
-            layers=found["num_hidden_layers"],
-            heads=found["num_attention_heads"],
-            norm_epsilon=found["rms_norm_eps"],
-            rope_theta=found["rope_theta"],
-            context=found["max_position_embeddings"],
+            layers=settings["num_hidden_layers"],
+            heads=settings["num_attention_heads"],
+            norm_epsilon=settings["rms_norm_eps"],
+            rope_theta=settings["rope_theta"],
+            context=settings["max_position_embeddings"],
         )
 
 
@@ -187,16 +185,13 @@ class Llama:
 
 def read_weights(path: Path) -> dict[str, Floats]:
     """Read all tensors of a safetensors file or directory as float32."""
-    found = {}
+    weights = {}
     with open_source(path) as source:
         for name, info in source.tensors.items():
-            if info.dtype.name not in _DTYPES:
-                raise InputError(f"{path}: {name} is {info.dtype.name}, not one of {list(_DTYPES)}")
-            raw = np.empty(info.nbytes, np.uint8)
-            source.read(name, 0, raw)
-            values = raw.view(_DTYPES[info.dtype.name]).reshape(info.shape)
-            found[name] = values.astype(np.float32)
-    return found
+            if not info.dtype.is_weight:
+                raise InputError(f"{path}: {name} is {info.dtype.name}, not a weight type")
+            weights[name] = read_floats(source, name, 0, info.elements).reshape(info.shape)
+    return weights
 
 
 def _layer(tensors: Mapping[str, Floats], index: int) -> _Layer:

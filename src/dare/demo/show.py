@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dare.demo.results import Curve, Figure, Row, Writing
 from dare.demo.tasks import TASKS, Example
+from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table
 
 GOOD, POOR = 80.0, 20.0
 """Percentages from which, and up to which, a cell is set off."""
@@ -19,13 +20,9 @@ LONGEST_BAR = 40
 
 def scores_table(rows: Sequence[Row]) -> RenderableType:
     """One row for each model and merge, one column for each task."""
-    table = _table("Right answers to held-out prompts, in %; English in bits per byte")
-    table.add_column("")
-    table.add_column("scale", justify="right")
-    for task in TASKS:
-        table.add_column(task.name, justify="right")
-    table.add_column("mean", justify="right")
-    table.add_column("English", justify="right")
+    names = (*(task.name for task in TASKS), "mean", "English")
+    title = "Right answers to held-out prompts, in %; English in bits per byte"
+    table = _table(title, "", "scale >", *(f"{name} >" for name in names))
     earlier: Row | None = None
     for row in rows:
         if earlier is not None and _kind(earlier) != _kind(row):
@@ -45,11 +42,12 @@ def curves_chart(curves: Sequence[Curve], console: Console) -> RenderableType:
     """Bars: one line for each drop rate, one column for each curve."""
     room = (console.width - 12) // len(curves) - 9
     longest = max(4, min(LONGEST_BAR, room))
-    solid = _can_write(console, "█")
-    table = _table("Right answers over drop rates, in %")
-    table.add_column("drop\nrate", justify="right", vertical="bottom")
-    for curve in curves:
-        table.add_column(curve.name, min_width=longest + 6, vertical="bottom")
+    solid = can_write(console, EIGHTHS)
+    table = _table(
+        "Right answers over drop rates, in %",
+        Column("drop\nrate", justify="right", vertical="bottom"),
+        *(Column(curve.name, min_width=longest + 6, vertical="bottom") for curve in curves),
+    )
     for points in zip(*(curve.points for curve in curves), strict=True):
         table.add_row(
             f"{points[0][0]:g}",
@@ -62,11 +60,9 @@ def writings_table(
     writings: Sequence[Writing], examples: Sequence[Example], console: Console
 ) -> RenderableType:
     """What each model writes, right answers marked."""
-    mark = "✓" if _can_write(console, "✓") else "*"
-    table = _table(f"What they write after three held-out prompts ({mark} is right)")
-    table.add_column("")
-    for example in examples:
-        table.add_column(example.prompt)
+    mark = "✓" if can_write(console, "✓") else "*"
+    title = f"What they write after three held-out prompts ({mark} is right)"
+    table = _table(title, "", *(Column(example.prompt) for example in examples))
     for writing in writings:
         cells = []
         for text, example in zip(writing.texts, examples, strict=True):
@@ -79,8 +75,9 @@ def writings_table(
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(
+def _table(title: str, *columns: str | Column) -> Table:
+    return make_table(
+        *columns,
         title=title,
         title_justify="left",
         title_style="bold",
@@ -117,16 +114,5 @@ def _bar(percentage: float, longest: int, *, solid: bool) -> Text:
     >>> _bar(75, 4, solid=True).plain, _bar(40, 4, solid=False).plain
     ('███  75.0', '##   40.0')
     """
-    eighths = round(percentage / 100 * longest * 8)
-    whole, part = divmod(eighths, 8)
-    blocks = "█" * whole + " ▏▎▍▌▋▊▉"[part]
-    bar = blocks.rstrip() if solid else "#" * round(eighths / 8)
-    return Text.assemble((f"{bar:<{longest}}", "cyan"), f"{percentage:5.1f}")
-
-
-def _can_write(console: Console, letter: str) -> bool:
-    try:
-        letter.encode(console.encoding)
-    except (LookupError, UnicodeEncodeError):
-        return False
-    return True
+    bar = draw_bar(percentage / 100, longest, solid=solid)
+    return Text.assemble((bar, "cyan"), f"{percentage:5.1f}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,9 +49,9 @@ class Task:
 
 @cache
 def _shuffled(task: Task, split: Split) -> tuple[Example, ...]:
-    found = [example for home, example in task.all_examples() if home == split]
-    random.Random(task.name).shuffle(found)  # noqa: S311
-    return tuple(found)
+    examples = [example for home, example in task.all_examples() if home == split]
+    random.Random(task.name).shuffle(examples)  # noqa: S311
+    return tuple(examples)
 
 
 def split_of(key: str) -> Split:
@@ -138,13 +138,3 @@ TASKS: tuple[Task, ...] = (
     Task("say", "numbers in words", _all_say),
 )
 """The tasks, in the order in which they are shown."""
-
-
-def share_correct(answers: Sequence[str], examples: Sequence[Example]) -> float:
-    """Say which share of the answers is exactly right.
-
-    >>> share_correct(["95", "94 "], [Example("37+58=", "95"), Example("40+54=", "94")])
-    0.5
-    """
-    right = sum(answer == example.answer for answer, example in zip(answers, examples, strict=True))
-    return right / len(examples)

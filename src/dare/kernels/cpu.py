@@ -20,7 +20,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from dare.kernels import LANES_MULTIPLE
-from dare.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
+from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 i8, i16, i32, i64, f32, f64 = np.int8, np.int16, np.int32, np.int64, np.float32, np.float64

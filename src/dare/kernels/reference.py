@@ -1,6 +1,6 @@
 """The kernels in plain NumPy: the definition of what each one computes.
 
-Arrays are flat. `raw` and an encoded `out` hold carriers of a storage type (see `dare.dtypes`);
+Arrays are flat. `raw` and an encoded `out` hold carriers of a storage type (see `tensors.dtypes`);
 everything else is float32 unless a comment says otherwise. Functions write into their `out` (or
 into the array they are named for) and return the figures that the report needs. Magnitudes are
 compared as the low 31 bits of a float32, which order like the numbers, with NaN above infinity.
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dare import mask
 from dare.kernels import Part
+from dare.tensors import mask
+from dare.tensors.dtypes import WEIGHT_TYPES
 
 Floats = NDArray[np.float32]
 Raw = NDArray[Any]
@@ -28,14 +28,7 @@ Integers = NDArray[np.int32]
 SUM_LANES = 64
 _INFINITY = 0x7F800000
 
-_MEANING: dict[str, np.dtype[Any]] = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "int16": np.dtype(np.float16),
-    "uint16": np.dtype(ml_dtypes.bfloat16),
-    "uint8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "int8": np.dtype(ml_dtypes.float8_e5m2),
-}
+_MEANING = {kind.carrier.name: kind.numpy_type for kind in WEIGHT_TYPES}
 """What the values are that a carrier carries."""
 
 
@@ -84,8 +77,8 @@ def delta(
     with np.errstate(invalid="ignore", over="ignore"):
         difference -= base
     out[:] = np.where(lanes[: base.size] != 0, difference, np.float32(0))
-    found = magnitude_bits(difference)
-    return int(found.max(initial=0)), int((found > threshold_bits).sum())
+    magnitudes = magnitude_bits(difference)
+    return int(magnitudes.max(initial=0)), int((magnitudes > threshold_bits).sum())
 
 
 def add_to_base(raw: Raw, merged: Floats, scale: np.float32, out: Raw) -> int:
@@ -110,10 +103,10 @@ def count_exceptions(
     raw: Raw, merged: Floats, scale: np.float32, overflow_bits: int
 ) -> tuple[int, int]:
     """Count results too large for the output type, infinities included, and those that are NaN."""
-    found = magnitude_bits(_moved(raw, merged, scale))
+    magnitudes = magnitude_bits(_moved(raw, merged, scale))
     return (
-        int(((found >= overflow_bits) & (found <= _INFINITY)).sum()),
-        int((found > _INFINITY).sum()),
+        int(((magnitudes >= overflow_bits) & (magnitudes <= _INFINITY)).sum()),
+        int((magnitudes > _INFINITY).sum()),
     )
 
 

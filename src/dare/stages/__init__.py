@@ -28,7 +28,8 @@ from dare.stages import (
     wudi,
 )
 from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
-from dare.stages.registry import ALIASES, STAGES, Parameter, Round, Settings, Stage, parse_method
+from dare.stages.methods import ALIASES, parse_method
+from dare.stages.registry import STAGES, Parameter, Round, Settings, Stage
 
 __all__ = [
     "ALIASES",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.kernels import Part
-from dare.mask import mask_key
+from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.chunks import CHUNK
 from dare.stages.blocks import Block, Walk
 from dare.stages.ranks import (
     CutRows,
@@ -22,6 +21,7 @@ from dare.stages.ranks import (
 )
 from dare.stages.registry import delta_stage
 from dare.stages.trim import Cut, Magnitudes, count_high, find_cut
+from dare.tensors.chunks import CHUNK
 
 KeepMiddle = Annotated[
     float,

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
-from dare.chunks import CHUNK
 from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats
 from dare.stages.ranks import Keys, magnitude_bits, marks
 from dare.stages.registry import combine_stage
+from dare.tensors.chunks import CHUNK
 
 FREE = np.uint32(1 << 31)
 """Above all magnitudes."""

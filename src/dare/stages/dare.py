@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from dare.mask import check_drop_rate, keep_threshold
 from dare.stages.blocks import Block, Mask, Walk
 from dare.stages.registry import Settings, delta_stage
+from dare.tensors.mask import check_drop_rate, keep_threshold
 
 DropRate = Annotated[
     float,

@@ -7,9 +7,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from dare.stages.blocks import Block, Floats, Walk
-from dare.stages.matrices import as_matrix, gather_delta, is_matrix, sides, take_chunk
-from dare.stages.registry import delta_stage
+from dare.stages.blocks import Floats
+from dare.stages.matrices import matrix_delta_stage
 
 Radius = Annotated[
     float,
@@ -21,32 +20,12 @@ Radius = Annotated[
 ]
 
 
-def survey_filtered(walk: Walk, *, radius: float) -> Floats | None:
-    """Filter the matrix; None for what is not a matrix."""
-    if not is_matrix(walk.shape):
-        return None
-    rows, columns = as_matrix(walk.shape)
-    waves = np.fft.rfft2(gather_delta(walk))
-    across = np.square(2 * np.fft.rfftfreq(columns))
-    for row, down in enumerate(np.square(2 * np.fft.fftfreq(rows))):
-        waves[row, across + down < radius**2] = 0
-    filtered: Floats = np.fft.irfft2(waves, s=(rows, columns)).astype(np.float32, copy=False)
-    return filtered
-
-
-def survey_bytes(shape: tuple[int, ...], _models: int) -> int:
-    """The matrix, its waves while they are made, and the result."""
-    short, long = sides(shape)
-    return 4 * 8 * (short + 2) * (long + 2) if is_matrix(shape) else 0
-
-
-@delta_stage(
+@matrix_delta_stage(
     paper="arXiv:2411.16815",
-    survey=survey_filtered,
-    surveys_when=lambda settings: settings["radius"] > 0,
-    survey_bytes=survey_bytes,
+    work_bytes=lambda m, n, _models: 4 * 8 * (m + 2) * (n + 2),  # the waves, while they are made
+    acts_when=lambda settings: settings["radius"] > 0,
 )
-def fourier(block: Block, *, radius: Radius = 0.1) -> None:
+def fourier(matrix: Floats, *, radius: Radius = 0.1) -> Floats:
     """Drop the low frequencies of each matrix, where models disturb each other most (FREE).
 
     F⁻¹(F(δ)·H), with F the two-dimensional Fourier transform and H(a, b) = 0 where
@@ -58,5 +37,10 @@ def fourier(block: Block, *, radius: Radius = 0.1) -> None:
     highest frequency (for vision models): of a square matrix that is about radius 0.02, and of one
     four times as long as wide it drops two thirds.
     """
-    if radius > 0 and block.summary is not None:
-        take_chunk(block)
+    rows, columns = matrix.shape
+    waves = np.fft.rfft2(matrix)
+    across = np.square(2 * np.fft.rfftfreq(columns))
+    for row, down in enumerate(np.square(2 * np.fft.fftfreq(rows))):
+        waves[row, across + down < radius**2] = 0
+    filtered: Floats = np.fft.irfft2(waves, s=(rows, columns)).astype(np.float32, copy=False)
+    return filtered

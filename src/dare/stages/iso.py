@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from dare.linalg import (
+from dare.kernels.linalg import (
     NOISE,
     eigen_bytes,
     factorise,
@@ -16,9 +17,8 @@ from dare.linalg import (
     squared_norm,
     without,
 )
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.matrices import average, chunk_of, gather_deltas, is_matrix, sides
-from dare.stages.registry import combine_stage
+from dare.stages.blocks import Floats
+from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 
 Variant = Annotated[
     Literal["c", "cts"],
@@ -34,59 +34,20 @@ CommonShare = Annotated[
 ]
 
 
-def survey_merged(walk: Walk, *, variant: Variant, common_share: float) -> Floats | None:
-    """Merge the matrices; None for what is not a matrix."""
-    if not is_matrix(walk.shape):
-        return None
-    matrices = gather_deltas(walk, weighted=True)
-    total = matrices[0].copy()
-    for matrix in matrices[1:]:
-        total += matrix
-    if variant == "c":
-        return _level(total)
-    return _level_with_own(total, matrices, common_share)
-
-
-def _level(total: Floats) -> Floats:
-    """Set all singular values to their mean."""
-    turned, values = polar(total)
-    if values.size:
-        turned *= np.float32(values.mean())
-    return turned
-
-
-def _level_with_own(total: Floats, matrices: list[Floats], common_share: float) -> Floats:
-    """Take each model's leading directions outside the common ones in; level them all."""
-    rank, models = min(total.shape), len(matrices)
-    own = min(rank // models, round((rank - int(rank * common_share)) / models))
-    common = factorise(total, rank - own * models)
-    parts = [] if not common.values.size else [common]
-    for matrix in matrices if own else []:
-        outside = without(matrix, common.left)
-        if squared_norm(outside) > NOISE**2 * squared_norm(matrix):  # else it lies inside
-            parts.append(factorise(outside, own))
-    if not parts:
-        return np.zeros_like(total)
-    values = np.concatenate([part.values for part in parts])
-    return orthogonal_product(parts, np.full_like(values, values.mean()))
-
-
-def survey_bytes(shape: tuple[int, ...], models: int) -> int:
+def _work_bytes(rows: int, columns: int, models: int) -> int:
     """All models' matrices and their sum, the triples in float64, and the result."""
-    if not is_matrix(shape):
-        return 0
-    short, long = sides(shape)
-    matrices = 4 * (models + 4) * short * long
-    factors = 12 * 2 * short * (short + long)
-    return matrices + factors + 2 * eigen_bytes(short)
+    short = min(rows, columns)
+    factors = 12 * 2 * short * (rows + columns)
+    return 4 * (models + 4) * rows * columns + factors + 2 * eigen_bytes(short)
 
 
-@combine_stage(paper="arXiv:2502.04959", survey=survey_merged, survey_bytes=survey_bytes)
+@matrix_combine_stage(paper="arXiv:2502.04959", work_bytes=_work_bytes)
 def iso(
-    deltas: Deltas,
+    deltas: Sequence[Floats],
+    weights: Sequence[float],
     *,
-    variant: Variant = "c",  # noqa: ARG001 (read by the survey)
-    common_share: CommonShare = 0.8,  # noqa: ARG001 (read by the survey)
+    variant: Variant = "c",
+    common_share: CommonShare = 0.8,
 ) -> Floats:
     """Give all singular directions of the sum the same weight (Iso-C, Iso-CTS).
 
@@ -101,4 +62,32 @@ def iso(
     counts directions of rounding, so that a sum of LoRAs gets all directions of the matrix.
     To 1e-4 of the norm where singular values are above 1e-4 of the largest.
     """
-    return average(deltas) if deltas.summary is None else chunk_of(deltas)
+    multiply_by_weights(deltas, weights)
+    total = deltas[0].copy()
+    for delta in deltas[1:]:
+        total += delta
+    return _level(total) if variant == "c" else _level_with_own(total, deltas, common_share)
+
+
+def _level(total: Floats) -> Floats:
+    """Set all singular values to their mean."""
+    turned, values = polar(total)
+    if values.size:
+        turned *= np.float32(values.mean())
+    return turned
+
+
+def _level_with_own(total: Floats, matrices: Sequence[Floats], common_share: float) -> Floats:
+    """Take each model's leading directions outside the common ones in; level them all."""
+    rank, models = min(total.shape), len(matrices)
+    own = min(rank // models, round((rank - int(rank * common_share)) / models))
+    common = factorise(total, rank - own * models)
+    parts = [] if not common.values.size else [common]
+    for matrix in matrices if own else []:
+        outside = without(matrix, common.left)
+        if squared_norm(outside) > NOISE**2 * squared_norm(matrix):  # else it lies inside
+            parts.append(factorise(outside, own))
+    if not parts:
+        return np.zeros_like(total)
+    values = np.concatenate([part.values for part in parts])
+    return orthogonal_product(parts, np.full_like(values, values.mean()))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from dare.linalg import Numbers, eigen_bytes, factorise, multiply
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.matrices import as_matrix, average, chunk_of, gather_deltas, is_matrix
-from dare.stages.registry import combine_stage
+from dare.kernels.linalg import Numbers, eigen_bytes, factorise, multiply
+from dare.stages.blocks import Floats
+from dare.stages.matrices import matrix_combine_stage
 
 KeepAligned = Annotated[
     float,
@@ -18,52 +18,17 @@ KeepAligned = Annotated[
 ]
 
 
-def survey_merged(walk: Walk, *, keep_ratio: float) -> Floats | None:
-    """Merge the matrices; None for what is not a matrix."""
-    if not is_matrix(walk.shape):
-        return None
-    weights = list(next(iter(walk())).weights)
-    joint = np.concatenate(gather_deltas(walk), axis=1)
-    found = factorise(joint)
-    if not found.values.size:
-        return np.zeros(as_matrix(walk.shape), np.float32)
-    aligned = [_trimmed(part, keep_ratio) for part in np.split(found.right, len(weights), axis=1)]
-    return multiply(found.left * found.values, _elected(aligned, weights))
-
-
-def _trimmed(part: Numbers, keep_ratio: float) -> Numbers:
-    kept = max(1, int(keep_ratio * part.size))
-    magnitudes = np.abs(part)
-    cut = np.partition(magnitudes, part.size - kept, axis=None)[part.size - kept]
-    return np.where(magnitudes >= cut, part, 0)
-
-
-def _elected(parts: list[Numbers], weights: list[float]) -> Numbers:
-    """As `ties`: the weighted mean of the side that outweighs the other, element by element."""
-    total = np.zeros_like(parts[0])
-    for part, weight in zip(parts, weights, strict=True):
-        total += weight * part
-    merged, shares = np.zeros_like(total), np.zeros_like(total)
-    for part, weight in zip(parts, weights, strict=True):
-        agrees = weight * part * total > 0
-        merged += np.where(agrees, weight * part, 0)
-        shares += np.where(agrees, abs(weight), 0)
-    return np.divide(merged, shares, out=merged, where=shares > 0)
-
-
-def survey_bytes(shape: tuple[int, ...], models: int) -> int:
+def _work_bytes(rows: int, columns: int, models: int) -> int:
     """All models' matrices twice, their aligned parts in float64 with their votes, the result."""
-    if not is_matrix(shape):
-        return 0
-    rows, columns = as_matrix(shape)
     rank = min(rows, models * columns)
-    matrices = 4 * (2 * models + 1) * rows * columns
     aligned = 8 * rank * (3 * models + 5) * columns
-    return matrices + aligned + 16 * rank * rows + eigen_bytes(rank)
+    return 4 * (2 * models + 1) * rows * columns + aligned + 16 * rank * rows + eigen_bytes(rank)
 
 
-@combine_stage(paper="arXiv:2410.19735", survey=survey_merged, survey_bytes=survey_bytes)
-def knots(deltas: Deltas, *, keep_ratio: KeepAligned = 0.2) -> Floats:  # noqa: ARG001
+@matrix_combine_stage(paper="arXiv:2410.19735", work_bytes=_work_bytes)
+def knots(
+    deltas: Sequence[Floats], weights: Sequence[float], *, keep_ratio: KeepAligned = 0.2
+) -> Floats:
     """Elect signs among the models' parts in directions that all share (KnOTS with TIES).
 
     [δ₁ … δₙ] = U·S·[V₁ … Vₙ], one decomposition for all models side by side. Each Vᵢ is trimmed to
@@ -77,4 +42,28 @@ def knots(deltas: Deltas, *, keep_ratio: KeepAligned = 0.2) -> Floats:  # noqa: 
     The authors' configurations trim by S·Vᵢ, over all matrices of a model together, and for
     language models not at all (`keep_ratio = 1`).
     """
-    return average(deltas) if deltas.summary is None else chunk_of(deltas)
+    joint = factorise(np.concatenate(deltas, axis=1))
+    if not joint.values.size:
+        return np.zeros_like(deltas[0])
+    aligned = [_trimmed(part, keep_ratio) for part in np.split(joint.right, len(deltas), axis=1)]
+    return multiply(joint.left * joint.values, _elected(aligned, weights))
+
+
+def _trimmed(part: Numbers, keep_ratio: float) -> Numbers:
+    kept = max(1, int(keep_ratio * part.size))
+    magnitudes = np.abs(part)
+    cut = np.partition(magnitudes, part.size - kept, axis=None)[part.size - kept]
+    return np.where(magnitudes >= cut, part, 0)
+
+
+def _elected(parts: list[Numbers], weights: Sequence[float]) -> Numbers:
+    """As `ties`: the weighted mean of the side that outweighs the other, element by element."""
+    total = np.zeros_like(parts[0])
+    for part, weight in zip(parts, weights, strict=True):
+        total += weight * part
+    merged, shares = np.zeros_like(total), np.zeros_like(total)
+    for part, weight in zip(parts, weights, strict=True):
+        agrees = weight * part * total > 0
+        merged += np.where(agrees, weight * part, 0)
+        shares += np.where(agrees, abs(weight), 0)
+    return np.divide(merged, shares, out=merged, where=shares > 0)

@@ -1,18 +1,22 @@
 """Whole matrices for stages that cannot work chunk by chunk.
 
-A survey gathers the matrix, computes, and leaves its result as the summary; the stage then takes
-each chunk from there. Tensors of more than two dimensions are matrices of their first dimension
-by all others. Vectors and scalars are no matrices: the stages say what they do with them.
+A matrix stage is a pure function of matrices. Its survey gathers them, calls it and leaves the
+result as the summary; each chunk is then taken from there. Tensors of more than two dimensions are
+matrices of their first dimension by all others. Vectors and scalars are no matrices.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import numpy as np
 
 from dare.errors import InputError
 from dare.stages.blocks import Block, Deltas, Floats, Walk
+from dare.stages.registry import Settings, SurveyBytes, combine_stage, delta_stage
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -44,28 +48,29 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def gather_delta(walk: Walk) -> Floats:
+def _gather_delta(walk: Walk) -> Floats:
     """One model's delta as a matrix, all factors multiplied in."""
     flat = np.empty(math.prod(walk.shape), np.float32)
     for block in walk():
-        _put(flat, block, 1.0)
+        _put(flat, block)
     return flat.reshape(as_matrix(walk.shape))
 
 
-def gather_deltas(walk: Walk, *, weighted: bool = False) -> list[Floats]:
-    """All models' deltas as matrices, in recipe order; multiplied by their weights if asked."""
+def _gather_deltas(walk: Walk) -> tuple[list[Floats], list[float]]:
+    """All models' deltas as matrices, in recipe order, and the models' weights."""
     flat: list[Floats] = []
+    weights: list[float] = []
     for deltas in walk():
         flat = flat or [np.empty(math.prod(walk.shape), np.float32) for _ in deltas.blocks]
-        weights = deltas.weights if weighted else [1.0] * len(flat)
-        for values, block, weight in zip(flat, deltas.blocks, weights, strict=True):
-            _put(values, block, weight)
-    return [values.reshape(as_matrix(walk.shape)) for values in flat]
+        weights = list(deltas.weights)
+        for values, block in zip(flat, deltas.blocks, strict=True):
+            _put(values, block)
+    return [values.reshape(as_matrix(walk.shape)) for values in flat], weights
 
 
-def _put(flat: Floats, block: Block, weight: float) -> None:
+def _put(flat: Floats, block: Block) -> None:
     part = flat[block.start : block.start + block.size]
-    np.multiply(block.values, np.float32(weight * block.factor), out=part)
+    np.multiply(block.values, np.float32(block.factor), out=part)
     if not np.isfinite(part).all():
         raise InputError(
             f"{block.tensor}: a model's change has NaN or infinite values, which would spread over "
@@ -73,7 +78,81 @@ def _put(flat: Floats, block: Block, weight: float) -> None:
         )
 
 
-def take_chunk(block: Block) -> None:
+def multiply_by_weights(deltas: Sequence[Floats], weights: Sequence[float]) -> None:
+    """δᵢ becomes wᵢ·δᵢ, in place."""
+    for delta, weight in zip(deltas, weights, strict=True):
+        np.multiply(delta, np.float32(weight), out=delta)
+
+
+# ---------------------------------------------------------------- registering
+
+WorkBytes = Callable[[int, int, int], int]
+"""Memory by rows, columns and the number of models whose matrices are worked on together."""
+
+
+def matrix_delta_stage(
+    *,
+    work_bytes: WorkBytes,
+    paper: str = "",
+    acts_when: Callable[[Settings], bool] = lambda _settings: True,
+) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
+    """Register a function from one model's matrix to another as a delta stage.
+
+    `work_bytes` counts the matrix, the result and all in between; `acts_when` says for which
+    parameters the stage changes anything. Vectors and scalars stay as they are.
+    """
+
+    def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
+        def survey(walk: Walk, **settings: Any) -> Floats | None:
+            return function(_gather_delta(walk), **settings) if is_matrix(walk.shape) else None
+
+        @wraps(function)
+        def apply(block: Block, **_settings: Any) -> None:
+            if block.summary is not None:
+                _take_chunk(block)
+
+        delta_stage(
+            paper=paper,
+            survey=survey,
+            surveys_when=acts_when,
+            survey_bytes=_of_matrices(work_bytes),
+        )(apply)
+        return function
+
+    return register
+
+
+def matrix_combine_stage(
+    *, work_bytes: WorkBytes, paper: str = ""
+) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
+    """Register a function from all models' matrices and their weights to one as a combine stage.
+
+    The matrices are the function's own, to be changed at will. Vectors and scalars are averaged:
+    Σ wᵢ·δᵢ / n.
+    """
+
+    def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
+        def survey(walk: Walk, **settings: Any) -> Floats | None:
+            return function(*_gather_deltas(walk), **settings) if is_matrix(walk.shape) else None
+
+        @wraps(function)
+        def apply(deltas: Deltas, **_settings: Any) -> Floats:
+            return _average(deltas) if deltas.summary is None else _chunk_of(deltas)
+
+        combine_stage(paper=paper, survey=survey, survey_bytes=_of_matrices(work_bytes))(apply)
+        return function
+
+    return register
+
+
+def _of_matrices(work_bytes: WorkBytes) -> SurveyBytes:
+    def survey_bytes(shape: tuple[int, ...], models: int) -> int:
+        return work_bytes(*as_matrix(shape), models) if is_matrix(shape) else 0
+
+    return survey_bytes
+
+
+def _take_chunk(block: Block) -> None:
     """Replace a block's values by those of the matrix in its summary."""
     matrix: Floats = block.summary
     block.values[:] = matrix.reshape(-1)[block.start : block.start + block.size]
@@ -81,13 +160,13 @@ def take_chunk(block: Block) -> None:
     block.leave_nonzero()
 
 
-def chunk_of(deltas: Deltas) -> Floats:
+def _chunk_of(deltas: Deltas) -> Floats:
     """The part of the matrix in the summary that belongs to this chunk."""
     matrix: Floats = deltas.summary
     start = deltas.blocks[0].start
     return matrix.reshape(-1)[start : start + deltas.size]
 
 
-def average(deltas: Deltas) -> Floats:
+def _average(deltas: Deltas) -> Floats:
     """Σ wᵢ·δᵢ / n: what becomes of vectors and scalars where only matrices are taken apart."""
     return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])

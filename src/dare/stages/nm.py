@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from dare.errors import RecipeError
-from dare.mask import THRESHOLD_BITS
 from dare.stages.blocks import Block, Floats, Walk
 from dare.stages.ranks import (
     CutRows,
@@ -23,6 +22,7 @@ from dare.stages.ranks import (
     work_on_rows,
 )
 from dare.stages.registry import Settings, delta_stage
+from dare.tensors.mask import THRESHOLD_BITS
 
 Kept = Annotated[int, Field(ge=1, description="How many of every m neighbours to keep.")]
 Group = Annotated[

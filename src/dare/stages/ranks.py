@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.chunks import CHUNK, chunk_count
 from dare.stages.blocks import Block, Walk
+from dare.tensors.chunks import CHUNK, chunk_count
 
 SLAB = 1 << 16
 """Elements whose ranks are found at a time, unless a single row has more."""

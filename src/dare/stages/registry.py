@@ -167,6 +167,10 @@ class Stage:
     """How many models a combine stage takes, if not any number."""
     preceded_by: Mapping[str, str]
     """Parameters that, when given, put the delta stage named here before this one."""
+    origin: str = ""
+    """Where it is from, if not from this package: a file's digest, or a package and its version."""
+    file: str = ""
+    """The file that registers it, if that lies outside of all packages."""
 
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
         """The rounds of the census that these settings ask for; none, if they ask for none."""
@@ -198,23 +202,6 @@ class Stage:
 
 
 STAGES: dict[str, Stage] = {}
-ALIASES: dict[str, str] = {
-    "task_arithmetic": "sum",
-    "dare_linear": "dare+linear",
-    "dare_ties": "dare+ties",
-    "dare_slerp": "dare+slerp",
-    "dare_task_arithmetic": "dare+sum",
-    "average": "linear",
-    "dare": "dare+linear",
-    "trim": "trim+linear",
-    "darex": "darex+linear",
-    "breadcrumbs": "breadcrumbs+linear",
-    "breadcrumbs_ties": "breadcrumbs+ties",
-    "della": "della+ties",
-    "della_linear": "della+linear",
-    "nm": "nm+linear",
-}
-"""Names that people bring along, as chains of ours."""
 
 
 def delta_stage(
@@ -308,6 +295,8 @@ def _register(
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     name = function.__name__
+    if name in STAGES:
+        raise RecipeError(f"there is a stage {name!r} already; give the new one another name")
     STAGES[name] = Stage(
         name,
         kind,
@@ -325,40 +314,3 @@ def _register(
         models,
         preceded_by,
     )
-
-
-def _other_names() -> list[str]:
-    """The aliases that are no stages as well."""
-    return [alias for alias in ALIASES if alias not in STAGES]
-
-
-def parse_method(method: str) -> tuple[Stage, ...]:
-    """Turn `"dare+ties"`, or an alias such as `"dare_ties"`, into its stages.
-
-    >>> [stage.name for stage in parse_method("dare_ties")]
-    ['dare', 'ties']
-    """
-    chain = ALIASES.get(method, method)
-    stages = []
-    for name in chain.split("+"):
-        if name not in STAGES:
-            known = [*STAGES, *ALIASES]
-            hint = did_you_mean(name, known) or did_you_mean(method, known)
-            raise RecipeError(
-                f"method {method!r}: there is no stage {name!r}{hint}; "
-                f"stages: {', '.join(STAGES)}; other names: {', '.join(_other_names())}"
-            )
-        stages.append(STAGES[name])
-    for stage in stages:
-        if stages.count(stage) > 1:
-            raise RecipeError(
-                f"method {method!r}: {stage.name} stands in it more than once; "
-                "the second would do the same again"
-            )
-    if [stage.kind for stage in stages] != ["delta"] * (len(stages) - 1) + ["combine"]:
-        combiners = ", ".join(stage.name for stage in STAGES.values() if stage.kind == "combine")
-        raise RecipeError(
-            f"method {method!r}: a method is any delta stages and then one combine stage "
-            f"({combiners}), as in 'dare+linear'"
-        )
-    return tuple(stages)

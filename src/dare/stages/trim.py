@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.chunks import CHUNK, chunk_count
 from dare.stages.blocks import Block, Walk
 from dare.stages.registry import Census, Round, delta_stage
+from dare.tensors.chunks import CHUNK, chunk_count
 
 KeepRatio = Annotated[
     float,

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from dare.linalg import eigen_bytes, factorise, orthogonal_product
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.matrices import average, chunk_of, gather_deltas, is_matrix, sides
-from dare.stages.registry import combine_stage
+from dare.kernels.linalg import eigen_bytes, factorise, orthogonal_product
+from dare.stages.blocks import Floats
+from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 
 
-def survey_merged(walk: Walk) -> Floats | None:
-    """Merge the matrices; None for what is not a matrix."""
-    if not is_matrix(walk.shape):
-        return None
-    matrices = gather_deltas(walk, weighted=True)
-    rank = max(1, min(matrices[0].shape) // len(matrices))
-    parts = [factorise(matrix, rank) for matrix in matrices]
-    return orthogonal_product(parts, np.concatenate([part.values for part in parts]))
-
-
-def survey_bytes(shape: tuple[int, ...], models: int) -> int:
+def _work_bytes(rows: int, columns: int, models: int) -> int:
     """All models' matrices, their triples in float64, and the result."""
-    if not is_matrix(shape):
-        return 0
-    short, long = sides(shape)
-    triples = max(short, models)
-    matrices = 4 * (models + 1) * short * long
-    factors = 12 * 2 * triples * (short + long)
-    return matrices + factors + 2 * eigen_bytes(triples)
+    triples = max(min(rows, columns), models)
+    factors = 12 * 2 * triples * (rows + columns)
+    return 4 * (models + 1) * rows * columns + factors + 2 * eigen_bytes(triples)
 
 
-@combine_stage(paper="arXiv:2412.00081", survey=survey_merged, survey_bytes=survey_bytes)
-def tsv(deltas: Deltas) -> Floats:
+@matrix_combine_stage(paper="arXiv:2412.00081", work_bytes=_work_bytes)
+def tsv(deltas: Sequence[Floats], weights: Sequence[float]) -> Floats:
     """Give each model an equal share of the rank, and make the shares orthogonal (TSV-Merge).
 
     Of each wᵢ·δᵢ the first ⌊r/n⌋ singular triples are taken (at least one), r being the shorter
@@ -44,4 +31,7 @@ def tsv(deltas: Deltas) -> Floats:
     gives no direction to a model where n > r.
     To 1e-4 of the norm for models whose directions are not all but parallel.
     """
-    return average(deltas) if deltas.summary is None else chunk_of(deltas)
+    multiply_by_weights(deltas, weights)
+    rank = max(1, min(deltas[0].shape) // len(deltas))
+    parts = [factorise(delta, rank) for delta in deltas]
+    return orthogonal_product(parts, np.concatenate([part.values for part in parts]))

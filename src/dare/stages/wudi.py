@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dare.linalg import squared_norm
-from dare.stages.blocks import Deltas, Floats, Walk
-from dare.stages.matrices import as_matrix, average, chunk_of, gather_deltas, is_matrix
-from dare.stages.registry import combine_stage
+from dare.kernels.linalg import squared_norm
+from dare.stages.blocks import Floats
+from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 
 Steps = Annotated[int, Field(ge=0, le=100_000, description="Steps of Adam.")]
 Rate = Annotated[float, Field(gt=0, le=1, description="Learning rate of Adam.")]
@@ -22,25 +22,45 @@ FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8
 """Adam's usual constants."""
 
 
-def survey_merged(walk: Walk, *, steps: int, rate: float) -> Floats | None:
-    """Merge the matrices; None for what is not a matrix."""
-    if not is_matrix(walk.shape):
-        return None
-    matrices = gather_deltas(walk, weighted=True)
-    shares = [1 / squared if (squared := squared_norm(m)) else 0.0 for m in matrices]
-    curvatures = [share * _columns_gram(m) for m, share in zip(matrices, shares, strict=True)]
+def _work_bytes(rows: int, columns: int, models: int) -> int:
+    """All models' matrices, a square of the columns for each in float64, and the result."""
+    squares = 8 * (models + 3) * columns * columns
+    return 4 * (models + 1) * rows * columns + squares + 8 * 8 * ROWS * columns
+
+
+@matrix_combine_stage(paper="arXiv:2503.08099", work_bytes=_work_bytes)
+def wudi(
+    deltas: Sequence[Floats],
+    weights: Sequence[float],
+    *,
+    steps: Steps = 300,
+    rate: Rate = 1e-5,
+) -> Floats:
+    """Search for the delta that disturbs no model where that model has learnt (WUDI-Merging).
+
+    `steps` steps of Adam from τ = Σ τᵢ, with τᵢ = wᵢ·δᵢ, towards the least of
+    Σ ‖(τ - τᵢ)·τᵢᵀ‖² / ‖τᵢ‖². An element moves by about `rate` in a step, so that `steps · rate` is
+    how far it can get; change `rate` with the size of the deltas.
+    The start and the slope there are exact; no random numbers are involved.
+    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
+    One step takes rows·columns² products: seconds for a matrix of 2048 × 2048, hours for all of a
+    large model.
+    """
+    multiply_by_weights(deltas, weights)
+    shares = [1 / squared if (squared := squared_norm(m)) else 0.0 for m in deltas]
+    curvatures = [share * _columns_gram(m) for m, share in zip(deltas, shares, strict=True)]
     total = curvatures[0].copy()
     for other in curvatures[1:]:
         total += other
     curvature: Floats = (2 * total).astype(np.float32)
-    merged = matrices[0].copy()
-    for matrix in matrices[1:]:
-        merged += matrix
+    merged = deltas[0].copy()
+    for delta in deltas[1:]:
+        merged += delta
     for start in range(0, len(merged), ROWS):
         rows = slice(start, start + ROWS)
         slope = np.zeros(merged[rows].shape)
-        for matrix, own in zip(matrices, curvatures, strict=True):
-            slope += 2 * (merged[rows].astype(np.float64) - matrix[rows]) @ own
+        for delta, own in zip(deltas, curvatures, strict=True):
+            slope += 2 * (merged[rows].astype(np.float64) - delta[rows]) @ own
         merged[rows] += _descend(slope.astype(np.float32), curvature, steps, rate)
     return merged
 
@@ -66,32 +86,3 @@ def _descend(slope: Floats, curvature: Floats, steps: int, rate: float) -> Float
         size = np.sqrt(second / np.float32(1 - SECOND_DECAY**step)) + np.float32(EPSILON)
         change -= np.float32(rate / (1 - FIRST_DECAY**step)) * first / size
     return change
-
-
-def survey_bytes(shape: tuple[int, ...], models: int) -> int:
-    """All models' matrices, a square of the columns for each in float64, and the result."""
-    if not is_matrix(shape):
-        return 0
-    rows, columns = as_matrix(shape)
-    matrices = 4 * (models + 1) * rows * columns
-    return matrices + 8 * (models + 3) * columns * columns + 8 * 8 * ROWS * columns
-
-
-@combine_stage(paper="arXiv:2503.08099", survey=survey_merged, survey_bytes=survey_bytes)
-def wudi(
-    deltas: Deltas,
-    *,
-    steps: Steps = 300,  # noqa: ARG001 (read by the survey)
-    rate: Rate = 1e-5,  # noqa: ARG001 (read by the survey)
-) -> Floats:
-    """Search for the delta that disturbs no model where that model has learnt (WUDI-Merging).
-
-    `steps` steps of Adam from τ = Σ τᵢ, with τᵢ = wᵢ·δᵢ, towards the least of
-    Σ ‖(τ - τᵢ)·τᵢᵀ‖² / ‖τᵢ‖². An element moves by about `rate` in a step, so that `steps · rate` is
-    how far it can get; change `rate` with the size of the deltas.
-    The start and the slope there are exact; no random numbers are involved.
-    Vectors and scalars are averaged: Σ wᵢ·δᵢ / n.
-    One step takes rows·columns² products: seconds for a matrix of 2048 × 2048, hours for all of a
-    large model.
-    """
-    return average(deltas) if deltas.summary is None else chunk_of(deltas)

@@ -1,0 +1,170 @@
+"""What is made of an analysis: a verdict with its findings, and advice with its reasons."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from dare.tensors.json_values import json_ready
+
+WIDTH = 100
+"""Columns of the texts."""
+
+
+class Verdict(StrEnum):
+    """Whether to merge."""
+
+    READY = "ready"
+    WITH_CHANGES = "ready with changes"
+    NOT_READY = "not ready"
+
+
+class Severity(StrEnum):
+    """What a finding does to the verdict: nothing, ready with changes, not ready."""
+
+    NOTE = "note"
+    CHANGE = "change"
+    STOP = "stop"
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on a model with such a finding and no graver one."""
+        return _VERDICTS[self]
+
+
+_VERDICTS = {
+    Severity.NOTE: Verdict.READY,
+    Severity.CHANGE: Verdict.WITH_CHANGES,
+    Severity.STOP: Verdict.NOT_READY,
+}
+GRAVITY = (Severity.STOP, Severity.CHANGE, Severity.NOTE)
+"""Severities, the gravest first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was seen, why it matters, and what to do."""
+
+    rule: str
+    """The name of the rule that found it: `not_homologous`."""
+    severity: Severity
+    models: tuple[str, ...]
+    """Whom it concerns; empty: the base, or all of them."""
+    seen: str
+    matters: str
+    remedy: str
+    figures: dict[str, float]
+    """The numbers behind it, by name, and the thresholds that they were held against."""
+
+    def __str__(self) -> str:
+        """One line, without the names of the models."""
+        return f"{self.seen}. {self.matters}. {self.remedy}."
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """The verdict on a set of models and on each of them."""
+
+    verdict: Verdict
+    by_model: dict[str, Verdict]
+    findings: tuple[Finding, ...]
+    """The gravest first."""
+
+    def of(self, model: str) -> tuple[Finding, ...]:
+        """The findings that concern a model, those about all of them included."""
+        return tuple(f for f in self.findings if not f.models or model in f.models)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as plain values, ready for JSON; what is not finite is a string."""
+        return _plain(self)
+
+    def to_json(self) -> str:
+        """The verdict as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """The verdict, each model's, and the findings with what to do."""
+        lines = [str(self.verdict)]
+        lines += [f"  {name}: {verdict}" for name, verdict in self.by_model.items()]
+        for finding in self.findings:
+            whom = f"{', '.join(finding.models)}: " if finding.models else ""
+            lines += _wrapped(f"{finding.severity}: ", f"{whom}{finding}")
+        return "\n".join(lines)
+
+
+class Evidence(StrEnum):
+    """How well a piece of advice is founded."""
+
+    STRONG = "strong"
+    """It follows from what was measured."""
+    FAIR = "fair"
+    """Published experiments agree on it."""
+    WEAK = "weak"
+    """A rule of thumb, or experiments that disagree."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One setting of a recipe, and why."""
+
+    setting: str
+    """As in a recipe: `method`, `drop_rate`, `embedding_drop_rate`, `weight`, `q`, `scale`."""
+    value: float | str
+    model: str | None
+    """Whose setting it is; None: of the whole recipe."""
+    reason: str
+    source: str
+    """Where the rule comes from."""
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Settings that suit the models, each with its reason, and the recipe made of them."""
+
+    suggestions: tuple[Suggestion, ...]
+    recipe: dict[str, Any]
+    """The document of a recipe, ready for TOML, but for the output; empty if no model is fit."""
+    doubts: tuple[str, ...]
+    """What the advice cannot know."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The advice as plain values, ready for JSON; what is not finite is a string."""
+        return _plain(self)
+
+    def to_json(self) -> str:
+        """The advice as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """The settings with their reasons, and the doubts."""
+        lines = []
+        for each in self.suggestions:
+            whose = f" ({each.model})" if each.model else ""
+            value = each.value if isinstance(each.value, str) else f"{each.value:.4g}"
+            grounds = f"{each.reason}. {each.source}; evidence: {each.evidence}"
+            lines += [f"{each.setting} = {value}{whose}", *_wrapped("  ", grounds)]
+        lines += [line for doubt in self.doubts for line in _wrapped("? ", doubt)]
+        return "\n".join(lines)
+
+
+def _wrapped(label: str, text: str) -> Iterator[str]:
+    """A text in lines, its label before the first of them."""
+    indent = " " * min(len(label), 4)
+    yield from textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=label,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _plain(judgement: Readiness | Advice) -> dict[str, Any]:
+    plain: dict[str, Any] = json_ready(asdict(judgement))
+    return plain

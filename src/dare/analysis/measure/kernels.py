@@ -1,0 +1,393 @@
+"""The loops of an analysis, in Numba: a chunk of a tensor, of the base and all models at once.
+
+A chunk is worked through in tiles that stay in a close cache. Sums over a tile are taken in
+float32, of values that are scaled by a power of two so that their fourth powers neither vanish nor
+overflow, and are added up in float64. The compiler may take the terms of a tile in any order, so
+from one kind of processor to another sums agree to about 1e-6. Counts are exact.
+
+Elements that are not finite are counted, and are taken for zeros from then on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dare.analysis.measure.tallies import BIN_SHIFT, BINS
+from dare.kernels.cpu import (
+    INFINITY,
+    bits_of,
+    carray,
+    decode,
+    float_of,
+    helper,
+    intrinsic,
+    kernel,
+    magnitude_of,
+    njit,
+    pointer_to,
+    to_float,
+    types,
+)
+
+u8, u32, u64 = np.uint8, np.uint32, np.uint64
+i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
+
+summing = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+TILE = 4096
+ROW = TILE + 16
+"""Distance between a tile's rows: not a power of two, or they would share cache sets."""
+WORDS = TILE // 32
+"""Words of a tile's signs, two bits for each element."""
+WAYS = 2
+"""Rows of counters that take turns, because equal magnitudes often follow each other."""
+COUNTERS = BINS + 16
+"""Length of such a row, for the same reason as ROW's."""
+RUN = 64
+"""Elements that are sampled together."""
+ABOVE = u64(0x5555555555555555)
+"""The bit of each pair that says that an element is above zero; the other says below."""
+LEAST_OF_NONE = u32(0xFFFFFFFF)
+
+SUMS = 5
+"""Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|."""
+CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
+"""Elements that are not zero, those that are not finite, and the bits of the extremes; the least
+is that of a magnitude that is not zero, less 1."""
+COUNTS = 4
+
+
+# ---------------------------------------------------------------- one model
+
+
+@kernel
+def take_delta(raw, base, out):
+    peak = i32(0)
+    least = LEAST_OF_NONE
+    for i in range(raw.size):
+        difference = to_float(raw[i]) - base[i]
+        out[i] = difference
+        magnitude = magnitude_of(difference)
+        peak = max(peak, magnitude)
+        least = min(least, u32(u32(magnitude) - u32(1)))
+    return peak, least
+
+
+@kernel
+def mend(values):
+    """Put zeros where values are not finite; return how many, and the extremes of the others."""
+    found = 0
+    peak = i32(0)
+    least = LEAST_OF_NONE
+    for i in range(values.size):
+        if magnitude_of(values[i]) >= INFINITY:
+            values[i] = f32(0)
+            found += 1
+        magnitude = magnitude_of(values[i])
+        peak = max(peak, magnitude)
+        least = min(least, u32(u32(magnitude) - u32(1)))
+    return found, peak, least
+
+
+@helper
+def scale_for(peak):
+    """The power of two that brings a magnitude to [1, 2), as far as float32 has it."""
+    exponent = min(max(254 - (i64(peak) >> 23), 1), 254)
+    return float_of(u32(exponent << 23))
+
+
+@summing
+def power_sums(values, scale):
+    one, two, three, four, magnitudes = f32(0), f32(0), f32(0), f32(0), f32(0)
+    for i in range(values.size):
+        value = values[i] * scale
+        square = value * value
+        one += value
+        two += square
+        three += square * value
+        four += square * square
+        magnitudes += abs(value)
+    return one, two, three, four, magnitudes
+
+
+@summing
+def sum_squares(values, scale):
+    total = f32(0)
+    for i in range(values.size):
+        value = values[i] * scale
+        total += value * value
+    return total
+
+
+@kernel
+def encode_signs(values, out):
+    """1 for what is above zero, 2 for what is below, 0 from the last value on."""
+    for i in range(values.size):
+        out[i] = u8(values[i] > f32(0)) | u8(u8(values[i] < f32(0)) << u8(1))
+    for i in range(values.size, out.size):
+        out[i] = u8(0)
+
+
+@kernel
+def count_magnitudes(values, counts):
+    """Count into rows of bins that take turns; `counts`: uint32[WAYS, ≥ BINS]."""
+    first, second = counts[0], counts[1]
+    pairs = values[: values.size // 2 * 2].view(u64)
+    for i in range(pairs.size):
+        pair = pairs[i]
+        first[(pair >> u64(BIN_SHIFT)) & u64(BINS - 1)] += u32(1)
+        second[(pair >> u64(32 + BIN_SHIFT)) & u64(BINS - 1)] += u32(1)
+    if values.size % 2:
+        last = u64(bits_of(values[values.size - 1]))
+        first[(last >> u64(BIN_SHIFT)) & u64(BINS - 1)] += u32(1)
+
+
+# ---------------------------------------------------------------- signs
+
+
+@intrinsic
+def bits_set(_typing, word):  # uint64
+    def build(_context, builder, _signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), build
+
+
+@kernel
+def pack_signs(codes, out):
+    """From a byte for each element to two bits, in an order of their own."""
+    eights = codes.view(u64)
+    size = out.size
+    for i in range(size):
+        low = eights[i] | (eights[size + i] << u64(2))
+        high = (eights[2 * size + i] << u64(4)) | (eights[3 * size + i] << u64(6))
+        out[i] = low | high
+
+
+@helper
+def changed_bits(signs):
+    return (signs | (signs >> u64(1))) & ABOVE
+
+
+@kernel
+def count_changed(signs):
+    """How many elements are not zero."""
+    found = u64(0)
+    for i in range(signs.size):
+        found += bits_set(changed_bits(signs[i]))
+    return i64(found)
+
+
+@kernel
+def compare_signs(left, right):
+    """How many elements both change, and how many of those in the same direction."""
+    both, agreeing = u64(0), u64(0)
+    for i in range(left.size):
+        both += bits_set(changed_bits(left[i]) & changed_bits(right[i]))
+        agreeing += bits_set(changed_bits(left[i] & right[i]))
+    return i64(both), i64(agreeing)
+
+
+@kernel
+def count_conflicts(signs):
+    """How many elements two models or more change, and how many of those in both directions.
+
+    signs: uint64[models, words].
+    """
+    shared, conflicted = u64(0), u64(0)
+    for i in range(signs.shape[1]):
+        seen, many = u64(0), u64(0)
+        for model in range(signs.shape[0]):
+            many |= changed_bits(seen) & changed_bits(signs[model, i])
+            seen |= signs[model, i]
+        shared += bits_set(many)
+        conflicted += bits_set(seen & (seen >> u64(1)) & ABOVE)
+    return i64(shared), i64(conflicted)
+
+
+# ---------------------------------------------------------------- models together
+
+
+@summing
+def dot(left, scale, right):
+    total = f32(0)
+    for i in range(left.size):
+        total += (left[i] * scale) * right[i]
+    return total
+
+
+@kernel
+def add(left, right, out):
+    for i in range(out.size):
+        out[i] = left[i] + right[i]
+
+
+@summing
+def sum_magnitudes(left, right, scale):
+    """Σ|left + right|, scaled."""
+    total = f32(0)
+    for i in range(left.size):
+        total += abs((left[i] + right[i]) * scale)
+    return total
+
+
+# ---------------------------------------------------------------- a chunk
+
+
+@kernel
+def measure(
+    base_raw,
+    like,
+    addresses,
+    given,
+    sums,
+    counts,
+    pair_sums,
+    pair_counts,
+    shared_sums,
+    shared_counts,
+    magnitudes,
+):
+    """Look at a chunk of all models; add what is seen to the arrays from `sums` on.
+
+    base_raw: carriers of the base. like: an array of the models' carrier.
+    addresses: int64[models]. given: bool[models], whether a model is given by its delta.
+    sums: float64[models, SUMS]. counts: int64[models, COUNTS], PEAK and LEAST replaced.
+    pair_sums: float64[pairs], dot products. pair_counts: int64[pairs, 2], both and agreeing.
+    shared_sums: float64[2], Σbase² and Σ|Σδ|. shared_counts: int64[2], shared and conflicted.
+    magnitudes: uint32[models, WAYS, COUNTERS].
+    """
+    models, size = addresses.size, base_raw.size
+    base, zeros, codes = np.empty(TILE, f32), np.zeros(TILE, f32), np.empty(TILE, u8)
+    deltas, scales = np.empty(models * ROW, f32), np.empty(models, f32)
+    signs = np.empty((models, WORDS), u64)
+    for first in range(0, size, TILE):
+        used = min(TILE, size - first)
+        decode(base_raw[first : first + used], base)
+        for model in range(models):
+            raw = carray(pointer_to(addresses[model], like), size)[first : first + used]
+            delta = deltas[model * ROW : model * ROW + used]
+            peak, least = take_delta(raw, zeros if given[model] else base, delta)
+            scales[model] = look_at_one(
+                delta, peak, least, sums[model], counts[model], magnitudes[model]
+            )
+            encode_signs(delta, codes)
+            pack_signs(codes, signs[model])
+            counts[model, CHANGED] += count_changed(signs[model])
+        shared_sums[0] += squares_of_base(base[:used])
+        if models > 1:
+            look_at_pairs(deltas, scales, used, pair_sums)
+            look_at_signs(signs, pair_counts, shared_counts)
+            shared_sums[1] += look_at_total(deltas, scales, used, base[:used])
+
+
+@kernel
+def look_at_one(delta, peak, least, sums, counts, magnitudes):
+    """Look at a tile of one model; return the scale that suits it."""
+    if peak >= INFINITY:
+        found, peak, least = mend(delta)
+        counts[NOT_FINITE] += found
+    scale = scale_for(peak)
+    back = 1 / f64(scale)
+    one, two, three, four, plain = power_sums(delta, scale)
+    sums[0] += f64(one) * back
+    sums[1] += f64(two) * back * back
+    sums[2] += f64(three) * back * back * back
+    sums[3] += f64(four) * back * back * back * back
+    sums[4] += f64(plain) * back
+    counts[PEAK] = max(counts[PEAK], i64(peak))
+    counts[LEAST] = min(counts[LEAST], i64(least))
+    count_magnitudes(delta, magnitudes)
+    return scale
+
+
+@kernel
+def look_at_pairs(deltas, scales, used, pair_sums):
+    pair = 0
+    for left in range(scales.size):
+        own = deltas[left * ROW : left * ROW + used]
+        for right in range(left + 1, scales.size):
+            product = dot(own, scales[left], deltas[right * ROW : right * ROW + used])
+            pair_sums[pair] += f64(product) / f64(scales[left])
+            pair += 1
+
+
+@kernel
+def look_at_signs(signs, pair_counts, shared_counts):
+    models = signs.shape[0]
+    pair = 0
+    for left in range(models):
+        for right in range(left + 1, models):
+            both, agreeing = compare_signs(signs[left], signs[right])
+            pair_counts[pair, 0] += both
+            pair_counts[pair, 1] += agreeing
+            pair += 1
+    shared, conflicted = count_conflicts(signs)
+    shared_counts[0] += shared
+    shared_counts[1] += conflicted
+
+
+@kernel
+def look_at_total(deltas, scales, used, room):
+    """Σ|Σδ| of a tile of two models or more; `room` is overwritten."""
+    scale = scales[0]
+    total = deltas[:used]
+    for model in range(1, scales.size):
+        scale = min(scale, scales[model])
+    for model in range(1, scales.size - 1):
+        add(total, deltas[model * ROW : model * ROW + used], room)
+        total = room
+    last = (scales.size - 1) * ROW
+    return f64(sum_magnitudes(total, deltas[last : last + used], scale)) / f64(scale)
+
+
+@kernel
+def squares_of_base(base):
+    """Σbase² of what is finite in a tile; what is not is overwritten."""
+    peak = i32(0)
+    for i in range(base.size):
+        peak = max(peak, magnitude_of(base[i]))
+    if peak >= INFINITY:
+        _, peak, _ = mend(base)
+    scale = scale_for(peak)
+    return f64(sum_squares(base, scale)) / (f64(scale) * f64(scale))
+
+
+@kernel
+def subtract(raw, base_raw, out):
+    """A chunk's delta, where the models are not all stored alike."""
+    for i in range(raw.size):
+        out[i] = to_float(raw[i]) - to_float(base_raw[i])
+
+
+# ---------------------------------------------------------------- the largest
+
+
+@kernel
+def sample(raw, base_raw, given, start, period, out):
+    """Take the deltas of one RUN of elements in every `period` runs of a chunk.
+
+    Which one depends on its position in the tensor alone. `start` is a multiple of period·RUN.
+    """
+    block = RUN * period
+    for place in range((raw.size + block - 1) // block):
+        number = u64(start // block + place)
+        turn = i64(u64(number * u64(0x9E3779B97F4A7C15)) >> u64(32)) % period
+        first = place * block + turn * RUN
+        last = max(first, min(first + RUN, raw.size))
+        values = out[place * RUN : place * RUN + last - first]
+        if given:
+            decode(raw[first:last], values)
+        else:
+            subtract(raw[first:last], base_raw[first:last], values)
+        for i in range(place * RUN + last - first, min((place + 1) * RUN, out.size)):
+            out[i] = f32(0)
+
+
+@kernel
+def encode_top(values, least, out):
+    """The signs, as `encode_signs` has them, of magnitudes whose bits are not below `least`."""
+    for i in range(values.size):
+        magnitude = magnitude_of(values[i])
+        top = u8(magnitude >= least) & u8(magnitude < INFINITY)
+        out[i] = u8(top << u8(bits_of(values[i]) >> u32(31)))

@@ -1,0 +1,225 @@
+"""The singular values of a matrix's delta, and what they say about how it was made.
+
+Singular values are the roots of the eigenvalues of the Gram matrix of the shorter side, in float64:
+right to about 1e-8 of the largest. A matrix that is too large to be taken whole is looked at
+through a window of evenly spread rows and columns. A low rank is the same there, and so is the
+share of the directions that any other figure speaks of, on average.
+
+Noise of standard deviation s in a matrix of m rows and n columns has singular values up to about
+s·(√m + √n), distributed by the law of Marchenko and Pastur. How strong the noise is follows from
+the median of the singular values, which a few strong directions hardly move; they are taken out and
+the noise is estimated again, until their number stays the same. The edge includes two standard
+units of the largest one's own fluctuation (Tracy-Widom), which one noise matrix in a hundred
+exceeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.analysis.results import Spectrum
+from dare.kernels.linalg import NOISE, squared_values
+from dare.tensors.dtypes import STORAGE_TYPES
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+SMALLEST = 32
+"""Matrices with fewer rows or columns say nothing about rank."""
+WINDOW = (256, 1024)
+"""The shorter and the longer side of a window, at the most."""
+RUN = 16
+"""Rows of a window that are read together."""
+KEPT = 64
+"""Singular values that are kept for a look at them."""
+WHOLE_COST = 1e11
+"""What taking all matrices whole may cost (see `cost_of`); else windows are used. About 5 s."""
+WINDOWS_COST = 2e10
+"""What all windows together may cost: about 1 s of one core."""
+
+DOMINANT = 0.5
+"""Share of the energy that the directions of a low rank hold at least."""
+CLIFF = 1.5
+"""How many times as strong the last direction of a low rank is as the next, at least …"""
+FEW = 16
+"""… unless all that stand out are fewer than this part of the directions."""
+NEGLIGIBLE_TAIL = 0.01
+"""Share of the energy outside a low rank that needs no explanation by rounding."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a matrix that is looked at."""
+
+    runs: tuple[tuple[int, int], ...]
+    """Its rows: the first of a run and how many."""
+    columns: NDArray[np.intp]
+    is_whole: bool
+
+    @property
+    def height(self) -> int:
+        """How many rows it has."""
+        return sum(count for _, count in self.runs)
+
+
+def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
+    """All of a matrix, or evenly spread runs of rows and evenly spread columns.
+
+    >>> window = window_of((64, 4096), whole=False)
+    >>> window.runs, window.columns.size, window.columns[:3].tolist()
+    (((0, 64),), 1024, [2, 6, 10])
+    >>> window_of((4096, 64), whole=False).runs[:2]
+    ((24, 16), (88, 16))
+    """
+    rows, columns = shape
+    if whole:
+        return Window(((0, rows),), np.arange(columns), is_whole=True)
+    short, long = WINDOW
+    height, width = (short, long) if rows <= columns else (long, short)
+    return Window(_runs(rows, height), _spread(columns, width), is_whole=False)
+
+
+def _runs(length: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Runs that hold `most` of so many rows, each in the middle of its part."""
+    if length <= most:
+        return ((0, length),)
+    count = most // RUN
+    return tuple(((2 * n + 1) * length // (2 * count) - RUN // 2, RUN) for n in range(count))
+
+
+def _spread(length: int, most: int) -> NDArray[np.intp]:
+    count = min(length, most)
+    return ((2 * np.arange(count) + 1) * length // (2 * count)).astype(np.intp)
+
+
+def cost_of(shape: Sequence[int], *, whole: bool) -> float:
+    """About what a spectrum takes, in units of 50 ps of one core of 2020."""
+    short, long = sorted(shape)
+    if not whole:
+        short, long = min(short, WINDOW[0]), min(long, WINDOW[1])
+    return float(short * short * long + 8 * short**3)
+
+
+def bytes_of(shape: Sequence[int]) -> int:
+    """About what it takes in memory to look at a whole matrix."""
+    short, long = sorted(shape)
+    return 8 * short * long + 4 * 8 * short * short
+
+
+def rounding_energy(weights: Floats, dtype: str) -> float:
+    """The most that rounding these weights to a storage type can put into a delta: Σ(ulp/2)².
+
+    >>> rounding_energy(np.array([1.5], np.float32), "BF16") == (2.0**-7 / 2) ** 2
+    True
+    """
+    exponents = (weights.reshape(-1).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
+    counts = np.bincount(exponents, minlength=256)[1:255]  # neither tiny nor infinite
+    halves = np.ldexp(1.0, np.arange(-126, 128) - 1 - STORAGE_TYPES[dtype].mantissa_bits)
+    return float(counts @ np.square(halves))
+
+
+def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
+    """The singular values of a finite matrix; None for one that is zero.
+
+    `rounding` is the energy that may have come into it when it was stored.
+
+    >>> example = spectrum_of(np.diag(np.array([4, 2, 2, 0], np.float32)))
+    >>> example.values, round(example.stable_rank, 6), example.rank_99
+    ((4.0, 2.0, 2.0, 0.0), 1.5, 3)
+    """
+    values = singular_values(delta)
+    energies = np.square(values)
+    total = float(energies.sum())
+    if total == 0:
+        return None
+    short = values.size
+    edge, outliers = find_outliers(values, max(delta.shape))
+    shares = values[values > 0] / values.sum()
+    held = np.cumsum(energies) / total
+    ranks = np.linspace(0, short - 1, min(short, KEPT)).round().astype(np.intp)
+    return Spectrum(
+        rows=delta.shape[0],
+        columns=delta.shape[1],
+        values=tuple(values[ranks].tolist()),
+        ranks=tuple((ranks + 1).tolist()),
+        effective_rank=float(np.exp(-(shares * np.log(shares)).sum())),
+        stable_rank=total / float(energies[0]),
+        rank_99=min(int(np.searchsorted(held, 0.99)) + 1, short),
+        tail_share=float(energies[(short + 1) // 2 :].sum()) / total,
+        bulk_edge=edge,
+        outliers=outliers,
+        outlier_share=float(energies[:outliers].sum()) / total,
+        low_rank=_low_rank(values, outliers, rounding),
+    )
+
+
+def singular_values(matrix: Floats) -> Doubles:
+    """All singular values, falling."""
+    scale = float(np.abs(matrix).max(initial=0)) or 1.0
+    values: Doubles = scale * np.sqrt(squared_values(matrix / np.float32(scale)))
+    return values
+
+
+def find_outliers(values: Doubles, long: int) -> tuple[float, int]:
+    """The edge of the noise, and how many singular values lie above it."""
+    short = values.size
+    outliers = 0
+    while True:
+        bulk = values[outliers:]
+        edge = _edge(float(np.median(bulk)), short - outliers, max(long - outliers, 1))
+        edge = max(edge, NOISE * float(values[0]))
+        count = int(np.count_nonzero(values > edge))
+        if count <= outliers or count > short // 2:
+            return edge, count
+        outliers = count
+
+
+def _edge(median: float, short: int, long: int) -> float:
+    """Where the singular values of noise end whose median is known."""
+    deviation = median / math.sqrt(long * median_of_noise(short / long))
+    center = (math.sqrt(short) + math.sqrt(long)) ** 2
+    unit = math.sqrt(center) * (1 / math.sqrt(short) + 1 / math.sqrt(long)) ** (1 / 3)
+    return deviation * math.sqrt(center + 2 * unit)
+
+
+@cache
+def median_of_noise(ratio: float) -> float:
+    """The median of the law of Marchenko and Pastur for noise of variance 1.
+
+    >>> round(median_of_noise(1.0), 3)
+    0.653
+    """
+    low, high = (1 - math.sqrt(ratio)) ** 2, (1 + math.sqrt(ratio)) ** 2
+    angles = (np.arange(4096) + 0.5) * (math.pi / 4096)
+    places = low + (high - low) * (1 - np.cos(angles)) / 2
+    masses = np.square(np.sin(angles)) / places  # density times the step that an angle makes
+    return float(places[np.searchsorted(np.cumsum(masses), masses.sum() / 2)])
+
+
+def _low_rank(values: Doubles, outliers: int, rounding: float) -> int | None:
+    """The rank, if few directions hold everything but what rounding explains.
+
+    They end where a direction is followed by a much weaker one, the last such place among the
+    outliers: rounding of changes that are smaller than a step is no even noise, and some of its
+    own directions stand out.
+    """
+    short = values.size
+    energies = np.square(values)
+    left = np.append(energies[::-1].cumsum()[::-1], 0)
+    most = min(outliers, short // 2)
+    cliffs = np.flatnonzero(values[:most] >= CLIFF * values[1 : most + 1])
+    if cliffs.size:
+        rank = int(cliffs[-1]) + 1
+    elif 0 < outliers <= short // FEW:
+        rank = outliers
+    else:
+        return None
+    total, tail = float(left[0]), float(left[rank])
+    explained = max(rounding, NEGLIGIBLE_TAIL * total)
+    return rank if tail <= explained and tail <= (1 - DOMINANT) * total else None

@@ -1,0 +1,277 @@
+"""What figures are drawn from: rows of plain values, few enough for a page of any model's size.
+
+A value that is not finite becomes None, which JSON can hold and figures leave out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dare.analysis.judge.judgement import Advice
+from dare.analysis.judge.prediction import predict
+from dare.analysis.page.outcome import Outcome
+from dare.analysis.page.words import layer_name
+from dare.analysis.results import (
+    OUTSIDE,
+    Analysis,
+    Kind,
+    ModelAnalysis,
+    PairAnalysis,
+    Statistics,
+    TensorAnalysis,
+)
+
+Row = dict[str, Any]
+
+ALL_KINDS = "all"
+MOST_SPECTRA = 96
+"""Matrices whose spectra are drawn, of all models together."""
+MOST_SPECTRA_OF_A_MODEL = 24
+MOST_PAIRS = 12
+"""Pairs of models whose cosines are drawn layer by layer."""
+FAINTEST = 1e-4
+"""Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
+RATES = tuple(percent / 100 for percent in range(1, 100))
+"""Drop rates of the curves."""
+TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""Drop rates of the tables."""
+
+
+def finite(value: float) -> float | None:
+    """The value, to five digits, if it is a number."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def kinds_of(analysis: Analysis) -> tuple[Kind, ...]:
+    """The kinds that there are, in their usual order."""
+    return tuple(kind for kind in Kind if any(kind in model.by_kind for model in analysis.models))
+
+
+# ---------------------------------------------------------------- one model
+
+
+def magnitude_rows(analysis: Analysis) -> list[Row]:
+    """The share of elements in each octave of magnitude, for all tensors and for each kind."""
+    return [
+        row
+        for model in analysis.models
+        for kind, statistics in ((ALL_KINDS, model.total), *model.by_kind.items())
+        for row in _octaves(model.name, str(kind), statistics)
+    ]
+
+
+def _octaves(model: str, kind: str, statistics: Statistics) -> list[Row]:
+    counts = statistics.histogram.counts
+    if not any(counts):
+        return []
+    first = next(place for place, count in enumerate(counts) if count)
+    last = max(place for place, count in enumerate(counts) if count)
+    return [
+        {
+            "model": model,
+            "kind": kind,
+            "from": finite(2.0 ** (statistics.histogram.lowest + place)),
+            "to": finite(2.0 ** (statistics.histogram.lowest + place + 1)),
+            "middle": finite(2.0 ** (statistics.histogram.lowest + place + 0.5)),
+            "share": finite(counts[place] / statistics.elements),
+        }
+        for place in range(first, last + 1)
+    ]
+
+
+def change_rows(model: ModelAnalysis) -> list[Row]:
+    """How far each kind in each layer is from the base."""
+    return [
+        {
+            "layer": layer_name(cell.layer),
+            "place": cell.layer,
+            "kind": str(cell.kind),
+            "change": finite(cell.statistics.relative_norm),
+            "largest": finite(cell.statistics.largest),
+            "elements": cell.statistics.elements,
+        }
+        for cell in sorted(model.cells, key=lambda cell: cell.layer)
+    ]
+
+
+def change_range(analysis: Analysis) -> tuple[float, float]:
+    """The least and the largest change of any cell, those without one left out."""
+    changes = [
+        row["change"] for model in analysis.models for row in change_rows(model) if row["change"]
+    ]
+    return (min(changes), max(changes)) if changes else (0.0, 1.0)
+
+
+def chosen_spectra(model: ModelAnalysis, most: int) -> list[TensorAnalysis]:
+    """Matrices with a spectrum, at most so many, evenly spread over the model."""
+    known = [tensor for tensor in model.tensors if tensor.spectrum and any(tensor.spectrum.values)]
+    count = min(most, len(known))
+    return [known[(2 * place + 1) * len(known) // (2 * count)] for place in range(count)]
+
+
+def spectra(analysis: Analysis) -> list[tuple[str, TensorAnalysis]]:
+    """The matrices whose spectra are drawn, each with its model's name."""
+    most = min(MOST_SPECTRA_OF_A_MODEL, max(1, MOST_SPECTRA // max(1, len(analysis.models))))
+    return [
+        (model.name, tensor) for model in analysis.models for tensor in chosen_spectra(model, most)
+    ]
+
+
+def spectrum_rows(analysis: Analysis) -> list[Row]:
+    """One row for each matrix; ranks and singular values as lists, relative to the largest."""
+    rows: list[Row] = []
+    for name, tensor in spectra(analysis):
+        spectrum = tensor.spectrum
+        if spectrum is None:
+            continue
+        points = [
+            (rank, finite(value / spectrum.values[0]))
+            for rank, value in zip(spectrum.ranks, spectrum.values, strict=True)
+            if value > FAINTEST * spectrum.values[0]
+        ]
+        rows.append(
+            {
+                "model": name,
+                "tensor": tensor.name,
+                "line": len(rows),
+                "rank": [rank for rank, _ in points],
+                "value": [value for _, value in points],
+                "effective": finite(spectrum.effective_rank),
+                "of": min(spectrum.rows, spectrum.columns),
+                "outliers": spectrum.outliers,
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------- two models and all
+
+
+def pair_rows(analysis: Analysis) -> list[Row]:
+    """Every two models, in both orders, so that they fill a matrix."""
+    return [
+        {
+            "model": first,
+            "other": second,
+            "cosine": finite(pair.total.cosine),
+            "conflict": finite(pair.total.conflict),
+            "both": pair.total.both,
+        }
+        for pair in analysis.pairs
+        for first, second in ((pair.first, pair.second), (pair.second, pair.first))
+    ]
+
+
+def pair_name(pair: PairAnalysis) -> str:
+    """Two models as one name."""
+    return f"{pair.first} · {pair.second}"
+
+
+def closest_pairs(analysis: Analysis) -> list[PairAnalysis]:
+    """The pairs with the largest cosines, of either sign, in their usual order."""
+    ranked = sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
+    return [pair for pair in analysis.pairs if pair in ranked]
+
+
+def layer_pair_rows(analysis: Analysis) -> list[Row]:
+    """The closest pairs of models in each layer."""
+    return [
+        {
+            "pair": pair_name(pair),
+            "model": pair.first,
+            "other": pair.second,
+            "layer": layer,
+            "cosine": finite(overlap.cosine),
+            "conflict": finite(overlap.conflict),
+        }
+        for pair in closest_pairs(analysis)
+        for layer, overlap in sorted(pair.by_layer.items())
+        if layer != OUTSIDE
+    ]
+
+
+def cancelled_rows(analysis: Analysis) -> list[Row]:
+    """What a merge of all models would lose to opposite changes, in each layer."""
+    return [
+        {"layer": layer_name(layer), "place": layer, "cancelled": finite(cancelled)}
+        for layer, cancelled in sorted(analysis.together.by_layer.items())
+    ]
+
+
+# ---------------------------------------------------------------- drop rates
+
+
+def suggested_rates(analysis: Analysis, advice: Advice) -> dict[str, float]:
+    """The drop rate that is advised for each model; that of all where it has none of its own."""
+    rates = {
+        suggestion.model: float(suggestion.value)
+        for suggestion in advice.suggestions
+        if suggestion.setting == "drop_rate" and not isinstance(suggestion.value, str)
+    }
+    return {
+        name: rates.get(name, rates.get(None, math.nan))
+        for name in analysis.names
+        if name in rates or None in rates
+    }
+
+
+def prediction_row(model: ModelAnalysis, rate: float) -> Row:
+    """One point of a model's curve."""
+    prediction = predict(model.total, rate)
+    return {
+        "model": model.name,
+        "rate": rate,
+        "error": finite(prediction.output_error),
+        "relative": finite(prediction.relative_error),
+    }
+
+
+def prediction_rows(analysis: Analysis) -> list[Row]:
+    """The curve of every model, as far as there is an error to draw."""
+    rows = [prediction_row(model, rate) for model in analysis.models for rate in RATES]
+    return [row for row in rows if row["error"]]
+
+
+def suggestion_rows(analysis: Analysis, advice: Advice) -> list[Row]:
+    """The point of every model's curve that is advised."""
+    rows = [
+        prediction_row(analysis.model(name), rate)
+        for name, rate in suggested_rates(analysis, advice).items()
+    ]
+    return [row for row in rows if row["error"]]
+
+
+# ---------------------------------------------------------------- after a merge
+
+
+def kept_rows(outcome: Outcome) -> list[Row]:
+    """The share of elements that each delta stage left of each model."""
+    return [
+        {
+            "model": model.name,
+            "stage": stage,
+            "step": step,
+            "kept": finite(kept),
+        }
+        for model in outcome.models
+        for step, (stage, kept) in enumerate(model.kept.items())
+    ]
+
+
+def kept_layer_rows(outcome: Outcome) -> list[Row]:
+    """The share of elements that all delta stages together left of each model, in each layer."""
+    return [
+        {"model": model.name, "layer": layer, "kept": finite(kept)}
+        for model in outcome.models
+        for layer, kept in model.kept_by_layer.items()
+        if layer != OUTSIDE
+    ]
+
+
+def survival_rows(outcome: Outcome) -> list[Row]:
+    """How much of each model's delta is in the merged one, and how well their directions agree."""
+    return [
+        {"model": pair.first, "ratio": finite(pair.ratio), "cosine": finite(pair.total.cosine)}
+        for pair in outcome.survival
+    ]

@@ -1,1 +1,0 @@
-"""Ways to carry out the tasks of a merge: threads of this process."""

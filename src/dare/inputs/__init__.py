@@ -1,0 +1,1 @@
+"""From the paths in a recipe to sources that fit together."""

@@ -1,0 +1,569 @@
+"""What lies beside the weights in a model directory, and what of it goes into an output.
+
+Configuration, tokenizer, processors, sentence-transformers' folders, custom code and licences are
+taken from one directory, file by file from a list of known names; weights, indexes, model cards,
+optimizer states and everything unknown stay behind. Files are copied as they are unless something
+in them must change. Nothing outside the directory is read, whatever a name or a link says.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
+
+from dare.errors import InputError, RecipeError, did_you_mean
+from dare.tensors.dtypes import MODEL_TYPES, StorageType
+from dare.tensors.header import Described
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+MODULES = "modules.json"
+MORE_TEMPLATES = "additional_chat_templates"
+
+CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", f"{MORE_TEMPLATES}/*.jinja")
+TOKENIZER = (
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "encoder.json",
+    "merges.txt",
+    "bpe.codes",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "normalizer.json",
+    *TEMPLATES,
+)
+SENTENCE_TRANSFORMERS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
+CODE = ("*.py",)
+LEGAL = re.compile(r"(licen[cs]e|notice|copying|use_policy)[\w.-]*", re.IGNORECASE)
+
+MAX_JSON_BYTES = 256 << 20
+"""Larger than any tokenizer, small enough to be parsed."""
+MAX_MODULE_FILES = 1000
+EXAMPLES = 5
+
+_LEFT_WITHOUT_A_WORD = re.compile(
+    r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|onnx|msgpack|h5|ot)(\.index\.json)?"
+    r"|(optimizer|scheduler|rng_state|trainer_state|training_args).*|dare-manifest\.json",
+    re.IGNORECASE,
+)
+"""Weights and what belongs to a training or to a repository: nobody expects them in an output."""
+
+
+@dataclass(frozen=True)
+class Sidecars:
+    """The files that go beside the weights of an output."""
+
+    directory: Path
+    """Where they are from."""
+    files: Mapping[str, bytes | Path]
+    """By relative name, with forward slashes: the content, or the file to copy."""
+    changes: Mapping[str, str]
+    """For files that are not copied as they are, what is different."""
+    notes: tuple[str, ...]
+    """What a user should know of."""
+
+    def __str__(self) -> str:
+        """The files in a line."""
+        names = [
+            f"{name} ({self.changes[name]})" if name in self.changes else name
+            for name in self.files
+        ]
+        return f"{len(names)} files from {self.directory}: {', '.join(names)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What must be different in an output's configuration.
+
+    >>> Changes(dequantised=True).vocab_size is None
+    True
+    """
+
+    dtype: StorageType | None = None
+    """What most of the weights are stored as."""
+    vocab_size: tuple[int, int] | None = None
+    """Rows of the embedding in the directory's model and in the output, where they differ."""
+    dequantised: bool = False
+    """Whether quantised weights were read and plain ones are written."""
+    token_ids: Mapping[int, int | None] | None = None
+    """The output's id of each token id of the directory's model, where its tokenizer is another."""
+    chat_template: str | None = None
+    """The chat template, if not the directory's own."""
+
+
+def directory_of(path: Path) -> Path | None:
+    """The directory whose sidecars belong to an input; none if it is a file.
+
+    >>> directory_of(Path("no/such.safetensors")) is None
+    True
+    """
+    return path if path.is_dir() else None
+
+
+def main_type(tensors: Iterable[Described]) -> StorageType | None:
+    """The storage type that most weights of an output have.
+
+    >>> from dare.tensors.dtypes import STORAGE_TYPES
+    >>> main_type([("a", STORAGE_TYPES["BF16"], (8, 8)), ("b", STORAGE_TYPES["F32"], (8,))]).name
+    'BF16'
+    """
+    elements: Counter[StorageType] = Counter()
+    for _, kind, shape in tensors:
+        if kind.is_weight:
+            elements[kind] += math.prod(shape)
+    by_name = sorted(elements, key=lambda kind: kind.name)
+    return max(by_name, key=lambda kind: elements[kind], default=None)
+
+
+# ---------------------------------------------------------------- collecting
+
+
+def collect(
+    directory: Path,
+    changes: Changes | None = None,
+    *,
+    tokenizer: Path | None = None,
+    replaced: Mapping[str, bytes] | None = None,
+) -> Sidecars:
+    """Find what of a directory goes beside the weights of an output, and what must change in it.
+
+    The tokenizer's files come from the directory `tokenizer` if it is given; `replaced` has those
+    whose content is already decided.
+    """
+    changes = changes or Changes()
+    tokenizer = tokenizer or directory
+    notes: list[str] = []
+    modules = list(_module_files(directory, notes))
+    found: dict[str, bytes | Path] = {
+        name: _file(directory, name)
+        for name in [*_named(directory, (*CONFIGURATION, *SENTENCE_TRANSFORMERS)), *modules]
+    }
+    found |= {name: _file(directory, name) for name in _listing(directory) if _is_legal(name)}
+    found |= {name: _file(tokenizer, name) for name in _named(tokenizer, TOKENIZER)}
+    found |= replaced or {}
+    said = dict.fromkeys(replaced or {}, "tokens added")
+    found |= _code(directory, found, notes)
+    _set_chat_template(found, said, changes.chat_template)
+    _configure(directory, found, said, changes, notes)
+    notes += _left_behind(directory, found)
+    return Sidecars(directory, dict(sorted(found.items())), said, tuple(notes))
+
+
+def _listing(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be listed: {error.strerror or error}") from None
+
+
+def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
+    """The names in a directory, or in the folder a pattern names, that match."""
+    top = _listing(directory)
+    for pattern in patterns:
+        folder, _, last = pattern.rpartition("/")
+        if not folder:
+            yield from fnmatch.filter(top, last)
+        elif folder in top:
+            names = fnmatch.filter(_listing(_inside(directory, folder)), last)
+            yield from (f"{folder}/{name}" for name in names)
+
+
+def _is_legal(name: str) -> bool:
+    return LEGAL.fullmatch(name) is not None
+
+
+def _module_files(directory: Path, notes: list[str]) -> Iterator[str]:
+    """The files of the folders that sentence-transformers' modules.json names."""
+    for folder in _module_folders(directory):
+        names = list(_walk(directory, folder))
+        weights = [name for name in names if name.endswith(".safetensors")]
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        if weights or pickles:
+            notes.append(f"{folder}: its weights are copied from {directory}, not merged")
+        skipped = set(pickles) if weights else set()
+        yield from (name for name in names if name not in skipped)
+
+
+def _module_folders(directory: Path) -> Iterator[str]:
+    if MODULES not in _listing(directory):
+        return
+    modules = read_json(directory, MODULES)
+    paths = [m.get("path") for m in modules] if _are_tables(modules) else [None]
+    for path in paths:
+        parts = PurePosixPath(path).parts if isinstance(path, str) else ("..",)
+        if any(part.startswith((".", "/")) for part in parts):
+            raise InputError(
+                f"{directory / MODULES}: {path!a} is not the name of a folder in {directory}"
+            )
+        if parts and directory.joinpath(*parts).is_dir():  # modules without settings have none
+            yield "/".join(parts)
+
+
+def _are_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+
+
+def _walk(directory: Path, folder: str) -> Iterator[str]:
+    """Every file below a folder, by its name relative to the directory."""
+    left = [folder]
+    count = 0
+    while left:
+        here = left.pop()
+        for name in _listing(_inside(directory, here)):
+            count += 1
+            if count > MAX_MODULE_FILES:
+                raise InputError(f"{directory / folder}: has more than {MAX_MODULE_FILES} files")
+            path = f"{here}/{name}"
+            if name.startswith("."):
+                continue
+            if not (directory / path).is_dir():
+                yield path
+            elif (directory / path).is_symlink():
+                raise InputError(f"{directory / path}: is a link to a folder; put its files there")
+            else:
+                left.append(path)
+
+
+def _code(
+    directory: Path, found: Mapping[str, bytes | Path], notes: list[str]
+) -> dict[str, bytes | Path]:
+    """Custom code, where a configuration refers to it."""
+    modules = list(_named(directory, CODE))
+    configurations = [name for name in found if name.endswith("config.json") and "/" not in name]
+    if not modules or not any("auto_map" in _table(found, name) for name in configurations):
+        return {}
+    notes.append(
+        f"{_shown(modules)}: custom code of {directory}, copied as it is; it only runs with "
+        "trust_remote_code=True"
+    )
+    return {name: _file(directory, name) for name in modules}
+
+
+def _left_behind(directory: Path, found: Mapping[str, object]) -> Iterator[str]:
+    """Name what might be missed."""
+    kept = {name.split("/")[0] for name in found}
+    left = [
+        name
+        for name in _listing(directory)
+        if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)
+    ]
+    if left:
+        yield f"not copied from {directory}: {_shown(left)}"
+
+
+def _shown(names: list[str]) -> str:
+    plain = [name if name.isprintable() else ascii(name) for name in names[:EXAMPLES]]
+    more = f" and {len(names) - EXAMPLES} more" if len(names) > EXAMPLES else ""
+    return ", ".join(plain) + more
+
+
+# ---------------------------------------------------------------- reading, and only inside
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Where a name of a directory really leads, if that is in it (or in its place in a hub cache).
+
+    A model in a hub's cache is a folder `snapshots/REVISION` of links to `blobs`.
+    """
+    home = Path(os.path.realpath(directory))
+    path = Path(os.path.realpath(directory / name))
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parents[1] / "blobs")
+    if not any(path.is_relative_to(folder) for folder in allowed):
+        raise InputError(
+            f"{directory / name}: is a link to {path}, outside of the directory; "
+            "put the file itself there if it belongs to the model"
+        )
+    return path
+
+
+def _file(directory: Path, name: str) -> Path:
+    """An ordinary file of a directory."""
+    path = _inside(directory, name)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{directory / name}: is not an ordinary file")
+    except OSError as error:
+        raise InputError(f"{directory / name}: cannot be read: {error.strerror}") from None
+    return path
+
+
+def read_text(directory: Path, name: str) -> bytes | None:
+    """The content of a directory's file, or None if there is none; refuses a huge one."""
+    if not os.path.lexists(directory / name):
+        return None
+    path = _file(directory, name)
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{directory / name}: cannot be read: {error.strerror}") from None
+    if len(text) > MAX_JSON_BYTES:
+        raise InputError(f"{directory / name}: larger than {MAX_JSON_BYTES} bytes")
+    return text
+
+
+def read_json(directory: Path, name: str) -> Any:
+    """The JSON in a directory's file, or None if there is no such file."""
+    text = read_text(directory, name)
+    return None if text is None else parse_json(text, directory / name)
+
+
+def parse_json(text: bytes, where: Path) -> Any:
+    """Read JSON that may be hostile."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: is not valid JSON: {error}") from None
+
+
+def dump_json(document: object, where: Path, *, indent: int | None = 2) -> bytes:
+    """Write JSON as transformers does, in the order of the keys; `where` the content is from."""
+    try:
+        return json.dumps(document, indent=indent, ensure_ascii=False).encode() + b"\n"
+    except (ValueError, RecursionError) as error:  # half a character, or too deep
+        raise InputError(f"{where}: cannot be written again: {error}") from None
+
+
+def _table(found: Mapping[str, bytes | Path], name: str) -> dict[str, Any]:
+    """The JSON object in a collected file."""
+    content = found[name]
+    where = content if isinstance(content, Path) else Path(name)
+    text = read_text(content.parent, content.name) if isinstance(content, Path) else content
+    document = parse_json(text or b"", where)
+    if not isinstance(document, dict):
+        raise InputError(f"{where}: must be a JSON object")
+    return document
+
+
+# ---------------------------------------------------------------- what must change
+
+
+def _configure(
+    directory: Path,
+    found: dict[str, bytes | Path],
+    said: dict[str, str],
+    changes: Changes,
+    notes: list[str],
+) -> None:
+    """Rewrite the configuration where the output differs from the directory's model."""
+    if CONFIG not in found:
+        notes.append(f"{directory}: has no {CONFIG}, so transformers cannot load the output")
+    else:
+        document = _table(found, CONFIG)
+        done = [
+            *_set_type(document, changes.dtype, notes),
+            *_set_vocab_size(document, changes.vocab_size),
+            *(_drop_quantization(document) if changes.dequantised else ()),
+            *_renumber(document, changes.token_ids, directory / CONFIG),
+        ]
+        _replace(found, said, CONFIG, document, done)
+    if GENERATION_CONFIG in found and changes.token_ids is not None:
+        document = _table(found, GENERATION_CONFIG)
+        done = list(_renumber(document, changes.token_ids, directory / GENERATION_CONFIG))
+        _replace(found, said, GENERATION_CONFIG, document, done)
+
+
+def _replace(
+    found: dict[str, bytes | Path],
+    said: dict[str, str],
+    name: str,
+    document: dict[str, Any],
+    done: list[str],
+) -> None:
+    if done:
+        found[name] = dump_json(document, Path(name))
+        said[name] = ", ".join(dict.fromkeys(done))
+
+
+def _tables(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A configuration and those of its parts, such as text_config."""
+    left = [document]
+    while left:
+        table = left.pop(0)
+        left += [value for value in table.values() if isinstance(value, dict)]
+        yield table
+
+
+def _set_type(
+    document: dict[str, Any], kind: StorageType | None, notes: list[str]
+) -> Iterator[str]:
+    if kind is None:
+        return
+    if kind not in MODEL_TYPES:
+        notes.append(
+            f"{CONFIG}: keeps its type, because transformers cannot build a model in {kind.name}"
+        )
+        return
+    name = kind.torch_name
+    if "torch_dtype" not in document and "dtype" not in document:
+        document["torch_dtype"] = name
+        yield f"torch_dtype {name}"
+    known = [*(known_type.torch_name for known_type in MODEL_TYPES), "auto"]
+    for table in _tables(document):
+        for key in ("torch_dtype", "dtype"):
+            if table.get(key) in known and table[key] != name:
+                table[key] = name
+                yield f"{key} {name}"
+
+
+def _set_vocab_size(document: dict[str, Any], sizes: tuple[int, int] | None) -> Iterator[str]:
+    if sizes is None:
+        return
+    before, after = sizes
+    for table in _tables(document):
+        if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
+            table["vocab_size"] = after
+            yield f"vocab_size {after}"
+
+
+def _drop_quantization(document: dict[str, Any]) -> Iterator[str]:
+    for table in _tables(document):
+        for key in ("quantization_config", "compression_config"):
+            if table.pop(key, None) is not None:
+                yield f"no {key}"
+
+
+def _renumber(
+    document: dict[str, Any], token_ids: Mapping[int, int | None] | None, where: Path
+) -> Iterator[str]:
+    """Give token ids in a configuration the numbers they have in the output."""
+
+    def renumbered(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [renumbered(key, entry) for entry in value]
+        if type(value) is not int or value not in ids:
+            return value
+        if ids[value] is None:
+            raise RecipeError(
+                f"{where}: {key} = {value} is a token that the output's vocabulary does not have; "
+                'set vocabulary = "union" to have it, or copy_from to another model'
+            )
+        return ids[value]
+
+    ids = token_ids or {}
+    for table in _tables(document):
+        for key, value in table.items():
+            if re.fullmatch(r"\w+_token_ids?", key):
+                table[key] = renumbered(key, value)
+                if table[key] != value:
+                    yield f"{key} {table[key]}"
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def chat_template_of(directory: Path) -> str | None:
+    """The chat template of a model directory, wherever it is kept."""
+    text = read_text(directory, CHAT_TEMPLATE)
+    if text is not None:
+        return _decoded(text, directory / CHAT_TEMPLATE)
+    for name in ("chat_template.json", TOKENIZER_CONFIG):
+        document = read_json(directory, name)
+        template = document.get("chat_template") if isinstance(document, dict) else None
+        if _are_tables(template):  # several, by name
+            by_name = {entry.get("name"): entry.get("template") for entry in template}
+            template = by_name.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def _decoded(text: bytes, where: Path) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: is not UTF-8: {error}") from None
+
+
+def choose_chat_template(
+    setting: str | Path, own: Path, models: Mapping[str, Path | None]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The template to put in place of the one in `own`, or None to leave that; and what to note.
+
+    The setting is "auto", the name of a model, a template, or a file that holds one. With "auto"
+    the directory's own stays; if it has none, the one that all models agree on is taken.
+    """
+    if setting == "auto":
+        return _agreed_template(own, models)
+    if isinstance(setting, str) and setting in models:
+        directory = models[setting]
+        template = chat_template_of(directory) if directory else None
+        if template is None:
+            raise RecipeError(f"chat_template = {setting!r}: that model has no chat template")
+        return template, ()
+    if isinstance(setting, str) and "{" in setting:
+        return setting, ()
+    path = Path(setting)
+    try:
+        if path.stat().st_size <= MAX_JSON_BYTES:
+            return _decoded(path.read_bytes(), path), ()
+    except (OSError, ValueError):
+        known = ["auto", *models]
+        hint = did_you_mean(str(setting), known)
+        raise RecipeError(
+            f"chat_template = {str(setting)!r}: neither a file, nor a template (they have braces), "
+            f"nor one of {', '.join(known)}{hint}"
+        ) from None
+    raise RecipeError(f"chat_template = {str(setting)!r}: larger than {MAX_JSON_BYTES} bytes")
+
+
+def _agreed_template(
+    own: Path, models: Mapping[str, Path | None]
+) -> tuple[str | None, tuple[str, ...]]:
+    if chat_template_of(own) is not None:
+        return None, ()
+    found = {
+        name: template
+        for name, directory in models.items()
+        if directory is not None and (template := chat_template_of(directory)) is not None
+    }
+    if not found:
+        return None, ()
+    if len(set(found.values())) == 1:
+        template = next(iter(found.values()))
+        return template, (f"chat template: {own} has none, so that of {', '.join(found)} is used",)
+    return None, (
+        f"chat template: {own} has none, and {', '.join(found)} have different ones, so there is "
+        "none; set chat_template to the name of a model to take its",
+    )
+
+
+def _set_chat_template(
+    found: dict[str, bytes | Path], said: dict[str, str], template: str | None
+) -> None:
+    if template is None:
+        return
+    for name in list(found):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in TEMPLATES):
+            del found[name]
+    if TOKENIZER_CONFIG in found:
+        document = _table(found, TOKENIZER_CONFIG)
+        if document.pop("chat_template", None) is not None:
+            found[TOKENIZER_CONFIG] = dump_json(document, Path(TOKENIZER_CONFIG))
+            said[TOKENIZER_CONFIG] = f"chat template in {CHAT_TEMPLATE}"
+    found[CHAT_TEMPLATE] = template.encode()
+    said[CHAT_TEMPLATE] = "as the recipe says"
+
+
+# ---------------------------------------------------------------- writing

@@ -1,0 +1,51 @@
+"""Models in other forms than plain safetensors, presented as sources.
+
+Each form is a module with a class that has the methods of `dare.inputs.sources.Source` and computes
+what it presents as it is read: any byte range of a tensor, from any thread, the same bytes
+whatever the range. Optional packages are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dare.errors import InputError
+from dare.inputs import fp8, gguf, lora, torch_bin
+from dare.inputs.sources import Source, open_source
+
+MAX_CONFIG_BYTES = 10_000_000
+
+
+def open_model(
+    path: Path, *, allow_pickle: bool = False, base_config: Mapping[str, Any] | None = None
+) -> Source:
+    """Read the headers of a model, whatever form it has.
+
+    An adapter is read by the configuration of its base, where that is known.
+    """
+    if lora.looks_like(path):
+        return lora.open_adapter(path, base_config)
+    if gguf.looks_like(path):
+        return gguf.open_gguf(path)
+    if torch_bin.looks_like(path):
+        if allow_pickle:
+            return torch_bin.open_torch(path)
+        raise InputError(
+            f"{path}: holds weights as a pickle, which can hold programs too; save it as "
+            "safetensors, or set allow_pickle = true to have torch read the weights and no more"
+        )
+    return fp8.dequantized(open_source(path))
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """What the `config.json` of a model directory says; nothing where there is none."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        with (folder / "config.json").open("rb") as file:
+            config = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}

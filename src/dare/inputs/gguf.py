@@ -1,0 +1,561 @@
+"""GGUF files as llama.cpp writes them, presented with the names and shapes of Hugging Face models.
+
+Quantised tensors are presented as float32: the blocks that cover what is asked for are read and
+dequantised by the `gguf` package, NumPy arithmetic in float32 without sums, so that a range gives
+the same bytes as the same part of the whole. F64, F32, F16, BF16 and integers are presented as
+they are stored.
+
+The header is read here and not by `gguf.GGUFReader`, which makes an object of every token in the
+vocabulary (5 s for a model of 135 million parameters) and believes the counts and offsets it
+finds. Here nothing is allocated on a header's word.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.errors import HeaderError, InputError
+from dare.inputs.sources import InputFiles, Raw, StampedSource
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.header import TensorInfo
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 64 << 20
+"""The largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
+MAX_ARRAY_ITEMS = 1 << 21
+MAX_DIMENSIONS = 4
+"""As in ggml."""
+DEFAULT_ALIGNMENT = 32
+PIECE_ELEMENTS = 1 << 16
+"""How many elements are dequantised at once; they and what is computed on the way fit a cache."""
+
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Codes of `struct` for the types of metadata."""
+_FLOAT32, _TEXT, _ARRAY = 6, 8, 9
+_AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
+_F32 = STORAGE_TYPES["F32"]
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An array in the metadata, of which only the length is kept."""
+
+    count: int
+
+
+Value = int | float | bool | str | Listed
+Metadata = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a tensor lies in a file."""
+
+    name: str
+    """In GGUF."""
+    file: Path
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """Outermost dimension first, as everywhere but in GGUF."""
+    start: int
+    """Offset of the first byte, from the start of the file."""
+    block_elements: int
+    block_bytes: int
+    head_rows: int = 0
+    """Rows of one attention head, if the converter has interleaved the halves of each."""
+    shift: float = 0.0
+    """What is added to every element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data."""
+        return math.prod(self.shape) // self.block_elements * self.block_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of everything below the outermost dimension."""
+        return self.nbytes // self.shape[0]
+
+    @property
+    def presented_as(self) -> StorageType:
+        """The type that the tensor is presented as."""
+        return _F32 if self.is_computed else STORAGE_TYPES[self.kind.name]
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it is presented as something else than its stored bytes."""
+        return self.kind.name not in _AS_STORED or self.shift != 0
+
+    def row_in_file(self, row: int) -> int:
+        """Where a row lies: of each head, llama.cpp has the halves' rows in turns.
+
+        Hugging Face has the first half of a head's rows and then the second; GGUF has the first
+        of each half, then the second of each half, and so on.
+        """
+        head, within = divmod(row, self.head_rows)
+        half, index = divmod(within, self.head_rows // 2)
+        return head * self.head_rows + 2 * index + half
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the tensors of an architecture are named, and what the converter did to them."""
+
+    parts: Mapping[str, str]
+    interleaves_heads: bool = False
+    norm_shift: float = 0.0
+    """What undoes the converter's change to the weights of norms."""
+
+
+_LLAMA_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA2_PARTS = _LLAMA_PARTS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FAMILIES = {
+    "llama": Family(_LLAMA_PARTS, interleaves_heads=True),
+    "qwen2": Family(_LLAMA_PARTS),
+    "qwen3": Family(_LLAMA_PARTS | _HEAD_NORMS),
+    "gemma": Family(_LLAMA_PARTS, norm_shift=-1.0),
+    "gemma2": Family(_GEMMA2_PARTS, norm_shift=-1.0),
+    "gemma3": Family(_GEMMA2_PARTS | _HEAD_NORMS, norm_shift=-1.0),
+}
+"""Architectures whose tensors are presented under their Hugging Face names (Mistral's is llama)."""
+
+_OUTSIDE_LAYERS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
+NOT_WEIGHTS = ("rope_freqs.weight",)
+"""What llama.cpp computes from the configuration and stores; no Hugging Face model has it."""
+
+
+class GgufSource(StampedSource):
+    """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart."""
+
+    def __init__(
+        self, path: Path, metadata: Metadata, stored: Iterable[Stored], files: InputFiles
+    ) -> None:
+        super().__init__(files)
+        self.path = path
+        self.metadata = metadata
+        self.architecture = str(metadata.get("general.architecture", "unknown"))
+        self.left_out: tuple[str, ...] = ()
+        """Tensors that are no weights."""
+        self._stored: dict[str, Stored] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._add_all(stored)
+        self._dequantize = _checked_dequantize(path, self._stored.values())
+
+    def _add_all(self, stored: Iterable[Stored]) -> None:
+        family = FAMILIES.get(self.architecture)
+        unknown = []
+        for tensor in stored:
+            if family is None:
+                self._add(tensor.name, tensor)
+            elif tensor.name in NOT_WEIGHTS:
+                self.left_out += (tensor.name,)
+            elif name := hugging_face_name(tensor.name, family):
+                self._add(name, self._undone(tensor, family))
+            else:
+                unknown.append(tensor.name)
+                self._add(tensor.name, tensor)
+        if family is None:
+            self._remark(
+                f"the names of architecture {self.architecture!r} are not known and stay as they "
+                f"are in GGUF; known: {', '.join(FAMILIES)}"
+            )
+        if unknown:
+            self._remark(f"no Hugging Face name is known for {_some(unknown)}")
+        if self.left_out:
+            self._remark(f"{_some(self.left_out)} is left out: computed by llama.cpp, no weight")
+
+    def _remark(self, text: str) -> None:
+        self.remarks += (f"{self.path}: {text}",)
+
+    def _add(self, name: str, tensor: Stored) -> None:
+        if name in self.tensors:
+            raise HeaderError(f"{self.path}: {name} is there twice, the second as {tensor.name}")
+        self._stored[name] = tensor
+        self.tensors[name] = TensorInfo(name, tensor.presented_as, tensor.shape, tensor.start)
+
+    def _undone(self, tensor: Stored, family: Family) -> Stored:
+        """Say what the converter did to a tensor, so that reading it can undo that."""
+        if family.norm_shift and tensor.name.endswith("norm.weight"):
+            return replace(tensor, shift=family.norm_shift)
+        part = tensor.name.split(".")[-2]
+        if not family.interleaves_heads or part not in ("attn_q", "attn_k"):
+            return tensor
+        heads = self._heads(is_key=part == "attn_k")
+        rows = tensor.shape[0] if tensor.shape else 1
+        if rows % (2 * heads):
+            raise HeaderError(
+                f"{self.path}: {tensor.name} has {rows} rows, which {heads} heads of even size "
+                "cannot share"
+            )
+        return replace(tensor, head_rows=rows // heads)
+
+    def _heads(self, *, is_key: bool) -> int:
+        key = f"{self.architecture}.attention.head_count"
+        heads = self.metadata.get(key)
+        if is_key:
+            heads = self.metadata.get(f"{key}_kv", heads)
+        if type(heads) is not int or heads < 1:
+            raise InputError(
+                f"{self.path}: {key} is {heads!r}; a whole number is needed to put the rows of "
+                "queries and keys in Hugging Face's order"
+            )
+        return heads
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        tensor, block = self._stored[name], self._stored[name].block_elements
+        if not tensor.is_computed:
+            self._read_stored(tensor, start * tensor.block_bytes, into.view(np.uint8))
+            return
+        end = -(-(start + into.size) // block)
+        step = max(1, PIECE_ELEMENTS // block)
+        for first in range(start // block, end, step):
+            piece = self._decode(tensor, first, min(step, end - first))
+            place = first * block - start
+            begin, stop = max(place, 0), min(place + piece.size, into.size)
+            into[begin:stop] = piece[begin - place : stop - place]
+
+    def _decode(self, tensor: Stored, first: int, count: int) -> NDArray[np.float32]:
+        """Read blocks and make float32 of them; every NaN is the same one on every machine."""
+        raw = np.empty((1, count * tensor.block_bytes), np.uint8)
+        self._read_stored(tensor, first * tensor.block_bytes, raw[0])
+        with np.errstate(all="ignore"):
+            values: NDArray[np.float32] = self._dequantize(raw, tensor.kind).reshape(-1)
+            if tensor.shift:
+                values = values + np.float32(tensor.shift)
+        np.copyto(values, np.float32(np.nan), where=np.isnan(values))
+        return values
+
+    def _read_stored(self, tensor: Stored, offset: int, into: NDArray[np.uint8]) -> None:
+        """Read stored bytes, as if the rows lay in Hugging Face's order."""
+        if not tensor.head_rows:
+            self._files.read(tensor.file, tensor.start + offset, into, tensor.name)
+            return
+        row_bytes, done = tensor.row_bytes, 0
+        while done < into.size:
+            row, within = divmod(offset + done, row_bytes)
+            count = min(row_bytes - within, into.size - done)
+            position = tensor.start + tensor.row_in_file(row) * row_bytes + within
+            self._files.read(tensor.file, position, into[done : done + count], tensor.name)
+            done += count
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        tensor, block = self._stored[name], self._stored[name].block_elements
+        unit = tensor.head_rows * tensor.row_bytes if tensor.head_rows else tensor.block_bytes
+        first = start // block * tensor.block_bytes // unit * unit
+        last = -(-(start + count) // block) * tensor.block_bytes
+        nbytes = min(-(-last // unit) * unit, tensor.nbytes) - first
+        self._files.prefetch(tensor.file, tensor.start + first, nbytes)
+
+
+def looks_like(path: Path) -> bool:
+    """Say whether a path is a GGUF file, by its name or its first bytes."""
+    if path.suffix == ".gguf":
+        return True
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
+    """Read the header of a GGUF file; of one of several parts, the headers of all."""
+    path = Path(path)
+    files = InputFiles()
+    metadata: list[Metadata] = []
+    stored: list[Stored] = []
+    for part in _parts(path):
+        with files.first_look(part) as file_descriptor:
+            pairs, tensors = read_header(file_descriptor, part)
+        metadata.append(pairs)
+        stored += tensors
+    _check_parts(path, metadata)
+    if metadata[0].get("general.type", "model") == "adapter":
+        raise InputError(
+            f"{path}: is a LoRA adapter in GGUF; give the adapter as PEFT saved it "
+            "(adapter_model.safetensors)"
+        )
+    return GgufSource(path, metadata[0], stored, files)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files that belong to a model, by the names that llama.cpp gives them."""
+    numbered = _PART.fullmatch(path.name)
+    if numbered is None or int(numbered[3]) == 0:
+        return [path]
+    stem, _, count = numbered.groups()
+    return [path.with_name(f"{stem}-{n + 1:05}-of-{count}.gguf") for n in range(int(count))]
+
+
+def _check_parts(path: Path, metadata: list[Metadata]) -> None:
+    for number, pairs in enumerate(metadata):
+        count, place = pairs.get("split.count", 0) or 1, pairs.get("split.no", 0)
+        if (count, place) != (len(metadata), number):
+            raise HeaderError(
+                f"{path}: part {number + 1} of {len(metadata)}, by its name, says it is part "
+                f"{place} (from 0) of {count}; keep the parts together under the names "
+                "NAME-00001-of-00002.gguf that they were made with"
+            )
+
+
+def hugging_face_name(name: str, family: Family) -> str | None:
+    """Translate a tensor's name; None if there is no translation.
+
+    >>> hugging_face_name("blk.7.attn_q.weight", FAMILIES["llama"])
+    'model.layers.7.self_attn.q_proj.weight'
+    """
+    parsed = _NAME.fullmatch(name)
+    if parsed is None:
+        return None
+    layer, part, suffix = parsed.groups()
+    if layer is None:
+        outside = _OUTSIDE_LAYERS.get(part)
+        return outside and f"{outside}.{suffix}"
+    inside = family.parts.get(part)
+    return inside and f"model.layers.{layer}.{inside}.{suffix}"
+
+
+# ---------------------------------------------------------------- the header
+
+
+class _Cursor:
+    """Reads a header from front to back, no more of the file than it turns out to have."""
+
+    def __init__(self, file_descriptor: int, where: str) -> None:
+        self.where = where
+        self.position = 0
+        self.size = os.fstat(file_descriptor).st_size
+        self._file = file_descriptor
+        self._buffer = bytearray()
+
+    def need(self, count: int) -> None:
+        """See to it that so many bytes can be looked at."""
+        end = self.position + count
+        if end <= len(self._buffer):
+            return
+        if end > self.size:
+            raise HeaderError(
+                f"{self.where}: the header goes on to byte {end} at least, and the file has only "
+                f"{self.size}; it is truncated or not GGUF"
+            )
+        if end > MAX_HEADER_BYTES:
+            raise HeaderError(f"{self.where}: the header is larger than {MAX_HEADER_BYTES} bytes")
+        wanted = min(self.size, max(end, 2 * len(self._buffer), 1 << 20))
+        while len(self._buffer) < end:
+            more = os.pread(self._file, wanted - len(self._buffer), len(self._buffer))
+            if not more:
+                raise HeaderError(f"{self.where}: became shorter while it was read")
+            self._buffer += more
+
+    def take(self, count: int) -> bytes:
+        self.need(count)
+        self.position += count
+        return bytes(self._buffer[self.position - count : self.position])
+
+    def number(self, code: str) -> Any:
+        """A number by its code in `struct`."""
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self, what: str) -> str:
+        try:
+            return self.take(self.number("Q")).decode()
+        except UnicodeDecodeError:
+            raise HeaderError(f"{self.where}: {what} is not valid UTF-8") from None
+
+    def skip(self, count: int) -> None:
+        self.need(count)
+        self.position += count
+
+    def skip_texts(self, count: int) -> None:
+        """Pass over an array of texts; a vocabulary has hundreds of thousands."""
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            self.need(8)
+            (length,) = unpack(self._buffer, self.position)
+            self.position += 8
+            self.skip(length)
+
+
+def read_header(file_descriptor: int, file: Path) -> tuple[Metadata, list[Stored]]:
+    """Read and check the header of an open file."""
+    cursor = _Cursor(file_descriptor, str(file))
+    tensor_count = _read_beginning(cursor)
+    metadata = _read_metadata(cursor)
+    entries = {}
+    for number in range(tensor_count):
+        name = cursor.text(f"the name of tensor {number}")
+        if name in entries:
+            raise HeaderError(f"{file}: the tensor {name!r} is there twice")
+        entries[name] = _read_entry(cursor, name)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise HeaderError(f"{file}: general.alignment is {alignment!r}, not a power of two")
+    data_start = -(-cursor.position // alignment) * alignment
+    stored = [_checked(file, name, *entry, data_start) for name, entry in entries.items()]
+    _check_spans(stored, file, cursor.size)
+    return metadata, stored
+
+
+def _read_beginning(cursor: _Cursor) -> int:
+    """Check magic and version; return the number of tensors."""
+    if cursor.size < len(MAGIC) or (magic := cursor.take(len(MAGIC))) != MAGIC:
+        start = "only " + str(cursor.size) + " bytes" if cursor.size < len(MAGIC) else repr(magic)
+        raise HeaderError(f"{cursor.where}: not a GGUF file: it begins with {start}, not {MAGIC!r}")
+    version = cursor.number("I")
+    if version & 0xFFFF == 0 and version:
+        raise HeaderError(
+            f"{cursor.where}: written for big-endian machines; convert it to little-endian with "
+            "gguf-convert-endian"
+        )
+    if version not in VERSIONS:
+        raise HeaderError(f"{cursor.where}: GGUF version {version}; versions 2 and 3 are supported")
+    return int(cursor.number("Q"))
+
+
+def _read_metadata(cursor: _Cursor) -> Metadata:
+    metadata: dict[str, Value] = {}
+    for number in range(cursor.number("Q")):
+        key = cursor.text(f"key {number} of the metadata")
+        if key in metadata:
+            raise HeaderError(f"{cursor.where}: the metadata have {key!r} twice")
+        metadata[key] = _read_value(cursor, cursor.number("I"), key)
+    return metadata
+
+
+def _read_value(cursor: _Cursor, kind: int, key: str) -> Value:
+    if kind == _TEXT:
+        return cursor.text(key)
+    if kind == _ARRAY:
+        return _pass_over_array(cursor, key)
+    if kind not in _SCALARS:
+        raise HeaderError(f"{cursor.where}: {key} is of type {kind}, which GGUF does not have")
+    value = cursor.number(_SCALARS[kind])
+    return float(str(np.float32(value))) if kind == _FLOAT32 else value
+
+
+def _pass_over_array(cursor: _Cursor, key: str) -> Listed:
+    kind, count = cursor.number("I"), cursor.number("Q")
+    if kind not in _SCALARS and kind != _TEXT:
+        raise HeaderError(f"{cursor.where}: {key} is an array of type {kind}, which is not allowed")
+    if count > MAX_ARRAY_ITEMS:
+        raise HeaderError(
+            f"{cursor.where}: {key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not "
+            "believed"
+        )
+    if kind == _TEXT:
+        cursor.skip_texts(count)
+    else:
+        cursor.skip(count * struct.calcsize(f"<{_SCALARS[kind]}"))
+    return Listed(count)
+
+
+def _read_entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], int, int]:
+    """A tensor's dimensions (outermost first), type and offset."""
+    dimensions = cursor.number("I")
+    if dimensions > MAX_DIMENSIONS:
+        raise HeaderError(
+            f"{cursor.where}: {name} claims {dimensions} dimensions; {MAX_DIMENSIONS} is the most"
+        )
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+    return shape, cursor.number("I"), cursor.number("Q")
+
+
+def _checked(
+    file: Path, name: str, shape: tuple[int, ...], number: int, offset: int, data_start: int
+) -> Stored:
+    """Check a tensor's type and that its rows are made of whole blocks."""
+    gguf = _import_gguf(file)
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise InputError(
+            f"{file}: {name} is of type {number}, which the installed gguf package does not know; "
+            "try: pip install --upgrade gguf"
+        ) from None
+    row = shape[-1] if shape else 1
+    if row % elements:
+        raise HeaderError(
+            f"{file}: {name} has rows of {row} elements, and {kind.name} comes in blocks of "
+            f"{elements}"
+        )
+    return Stored(name, file, kind, shape, data_start + offset, elements, nbytes)
+
+
+def _check_spans(stored: list[Stored], file: Path, size: int) -> None:
+    position, previous = 0, ""
+    for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.nbytes)):
+        if tensor.start < position:
+            raise HeaderError(f"{file}: {tensor.name} overlaps {previous}")
+        position, previous = tensor.start + tensor.nbytes, tensor.name
+        if position > size:
+            raise HeaderError(
+                f"{file}: {tensor.name} ends at byte {position}, and the file has only {size}; "
+                "it is truncated"
+            )
+
+
+def _import_gguf(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise InputError(
+            f"{path}: reading GGUF needs the gguf package: pip install 'dare-merge[gguf]'"
+        ) from None
+    return gguf
+
+
+def _checked_dequantize(path: Path, stored: Iterable[Stored]) -> Any:
+    """The gguf package's function, tried on a block of zeros of every type that will be needed."""
+    dequantize = _import_gguf(path).quants.dequantize
+    for tensor in {tensor.kind: tensor for tensor in stored if tensor.is_computed}.values():
+        try:
+            dequantize(np.zeros((1, tensor.block_bytes), np.uint8), tensor.kind)
+        except NotImplementedError:
+            raise InputError(
+                f"{path}: {tensor.name} is of type {tensor.kind.name}, which the gguf package "
+                "cannot dequantise; make the GGUF again with another type, such as Q8_0 or BF16"
+            ) from None
+    return dequantize
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

@@ -1,0 +1,326 @@
+"""Models by their name on the hub: found in the local cache, or fetched into it.
+
+`dare.recipe.hub_names` says what a name is. Only what a merge needs is fetched: the weights as
+safetensors and the small files beside them.
+Everything is taken from one commit, which is known afterwards, so that a merge can be repeated.
+Cache, token, endpoint, offline mode and retries are those of `huggingface_hub`.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dare.errors import InputError
+from dare.inputs import lora
+from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
+from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
+from dare.recipe.hub_names import (
+    WEIGHT_SUFFIXES,
+    Name,
+    looks_like_name,
+    parse_name,
+    written_name,
+)
+
+INSTALL = "pip install 'dare-merge[hf]'"
+
+LICENCE_FILES = (
+    "README.md",
+    *(
+        f"{word}*"
+        for name in ("license", "licence", "notice", "copying", "use_policy")
+        for word in (name, name.capitalize(), name.upper())
+    ),
+)
+"""Patterns of what is fetched from the top of the repository too: it holds for all of it."""
+
+SMALL_FILES = (
+    *LICENCE_FILES,
+    *CONFIGURATION,
+    *TOKENIZER,
+    *SENTENCE_TRANSFORMERS,
+    INDEX_NAME,
+    lora.CONFIG_NAME,
+    "[0-9]_Pooling/*.json",
+    "[0-9]_Normalize/*.json",
+    "[0-9]_Dense/*.json",
+    "[0-9]_Dense/model.safetensors",
+    "*.py",
+)
+"""Patterns of what is fetched beside the weights, within the model's folder; code is never run."""
+
+DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
+"""What these patterns also match, as a star matches slashes, and is not meant."""
+
+_GGUF_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Where a model lies here and, if it came from the hub, which commit it is."""
+
+    path: Path
+    repo: str | None = None
+    commit: str | None = None
+    inside: str = ""
+
+    @property
+    def pinned(self) -> Path:
+        """What to write into a recipe or a manifest to get the very same model again.
+
+        >>> Resolved(Path("/cache/x"), "org/name", "0" * 4).pinned.as_posix()
+        'org/name@0000'
+        """
+        if self.repo is None:
+            return self.path
+        return Path(written_name(self.repo, self.inside, self.commit))
+
+
+def resolve(path: Path, *, verbose: bool) -> Resolved:
+    """Find a model: the path itself, or what the hub has under that name, in the local cache.
+
+    Raises InputError if it is a name and cannot be fetched. The progress of a download is shown
+    if `verbose`.
+    """
+    name = None if _exists(path) else parse_name(path.as_posix())
+    if name is None:
+        return Resolved(path)
+    _check_meant(name)
+    _check_installed(name)
+    try:
+        return _fetch(name, verbose=verbose)
+    except InputError:
+        raise
+    except Exception as error:  # the client raises what its HTTP library does, and that changes
+        raise _explained(name, error) from error
+
+
+def absolute(path: Path) -> Path:
+    """Make a path absolute; leave a name as it is.
+
+    >>> absolute(Path("org/name@v1")).as_posix()
+    'org/name@v1'
+    """
+    return path if not _exists(path) and looks_like_name(path.as_posix()) else path.resolve()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # opening it will say what is wrong
+        return True
+
+
+def _check_meant(name: Name) -> None:
+    """Refuse what is more likely a path with a slip of the pen."""
+    folder = name.repo.partition("/")[0]
+    if name.revision is None and Path(folder).is_dir():
+        raise InputError(
+            f"{name}: no such file or directory in {folder}, which is a folder here; "
+            f"for the model on the hub write {name}@main"
+        )
+
+
+def _check_installed(name: Name) -> None:
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        raise InputError(
+            f"{name}: no such file or directory; to fetch the model of that name from the hub, "
+            f"{INSTALL}"
+        ) from None
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def _fetch(name: Name, *, verbose: bool) -> Resolved:
+    """Fetch what is not here yet: the small files, then the weights that they speak of."""
+    small_files = [*LICENCE_FILES, *_within(name, SMALL_FILES)]
+    snapshot = _download(name, name.revision, small_files, but=_within(name, DEEPER))
+    commit = snapshot.name
+    folder = snapshot / name.folder
+    weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
+    if not all((folder / file).exists() for file in weights):
+        if verbose:
+            print(f"fetching {name} (commit {commit[:12]}) from the hub", file=sys.stderr)
+        _download(name, commit, _within(name, map(glob.escape, weights)), bars=verbose)
+    for file in weights:
+        if not (folder / file).exists():
+            raise InputError(f"{name}: the hub has no {name.folder / file} at commit {commit}")
+    return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
+
+
+def _named_weights(name: Name, folder: Path) -> Sequence[str]:
+    """The files of weights, if the name or the small files say which; else nothing."""
+    if name.file:
+        return _parts(name.file)
+    if (folder / INDEX_NAME).exists():
+        return [file.name for file in read_index(folder / INDEX_NAME)]
+    if lora.looks_like(folder):
+        return [lora.WEIGHTS_NAME]
+    return [SINGLE_NAME] if (folder / SINGLE_NAME).exists() else []
+
+
+def _parts(file: str) -> list[str]:
+    """A GGUF file in parts stands for all of them; any other file for itself."""
+    if (part := _GGUF_PART.fullmatch(file)) is None:
+        return [file]
+    stem, count = part.groups()
+    return [f"{stem}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)] or [file]
+
+
+def _only_weights(name: Name, commit: str, folder: Path) -> str:
+    """The one file of weights in a folder without an index, or refuse."""
+    files = _listed(name, commit, folder)
+    weights = [file for file in files if file.endswith(".safetensors")]
+    if SINGLE_NAME in weights or len(weights) == 1:
+        return SINGLE_NAME if SINGLE_NAME in weights else weights[0]
+    revision = name.revision or "main"
+    others = weights or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
+    example = written_name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
+    if weights:
+        raise InputError(
+            f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which belong "
+            f"together; name one, as in {example}"
+        )
+    raise InputError(
+        f"{name}: has no safetensors file at its top"
+        + (f", but {', '.join(others[:3])}" if others else "")
+        + f"; name a folder or a file inside it, as in {example}"
+    )
+
+
+def _listed(name: Name, commit: str, folder: Path) -> list[str]:
+    """The names of the files in a model's folder: from the cache if it has all weights."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot_download(  # raises if it knows of a file that is missing
+            name.repo,
+            revision=commit,
+            allow_patterns=_within(name, ["*.safetensors"]),
+            ignore_patterns=_within(name, ["*/*"]),
+            local_files_only=True,
+        )
+        if here := sorted(path.name for path in folder.glob("*.safetensors")):
+            return here
+    except LocalEntryNotFoundError:
+        pass
+    listed = HfApi().model_info(name.repo, revision=commit).siblings or []
+    paths = [PurePosixPath(file.rfilename) for file in listed]
+    return sorted(path.name for path in paths if path.parent == name.folder)
+
+
+def _download(
+    name: Name,
+    revision: str | None,
+    patterns: list[str],
+    *,
+    but: list[str] | None = None,
+    bars: bool = False,
+) -> Path:
+    """Have the client fetch the files that match; return the folder of the commit."""
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name.repo,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=but,
+            tqdm_class=None if bars else _silent_bar(),
+        )
+    )
+
+
+def _within(name: Name, patterns: Iterable[str]) -> list[str]:
+    """Patterns for the model's folder, as patterns for the repository."""
+    prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
+    return [prefix + pattern for pattern in patterns]
+
+
+def _silent_bar() -> Any:
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Silent(tqdm):
+        """A progress bar that is never drawn."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
+
+    return Silent
+
+
+# ---------------------------------------------------------------- what went wrong
+
+
+def _explained(name: Name, error: BaseException) -> InputError:
+    """Say what is wrong and what to do, in our words."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # why it looked into the cache at all
+    if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
+        return InputError(
+            f"{name}: no such file or directory, and not (or not completely) in the hub's cache, "
+            "and offline mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) forbids fetching it; "
+            "unset that, or give a path"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return InputError(f"{name}: {_refusal(name, error)}")
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        where = f" ({error.filename})" if error.filename else ""
+        return InputError(
+            f"{name}: cannot be stored in the hub's cache{where}: {error.strerror}; "
+            "set HF_HOME to a folder that can take it"
+        )
+    reason = str(error).strip().partition("\n")[0]
+    return InputError(
+        f"{name}: no such file or directory, and it could not be fetched from the hub: "
+        f"{type(error).__name__}: {reason or 'no reason given'}; check the network and run it "
+        "again: files that are complete are not fetched twice"
+    )
+
+
+def _refusal(name: Name, error: Any) -> str:
+    """What the hub's answer means; `error` is the client's HfHubHTTPError."""
+    from huggingface_hub import errors
+
+    status = error.response.status_code
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"the hub gives {name.repo} only to those who have accepted its terms ({status}); "
+            f"accept them on the model's page, then {log_in}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return (
+            f"the hub has {name.repo}, but no revision {name.revision!r} ({status}); "
+            "give a branch, a tag or a whole commit hash"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
+        return (
+            f"no such file or directory, and no model {name.repo} on the hub ({status}); "
+            f"check the spelling or, if it is private, {log_in}"
+        )
+    if status in (401, 403):
+        return (
+            f"the hub does not give {name.repo} to you ({status}); if it is yours to read, "
+            f"{log_in} with a token that may"
+        )
+    if status == 429:
+        return f"the hub answers too many requests (429); wait some minutes, or {log_in}"
+    return (
+        f"the hub is out of order ({status}); run it again later: files that are complete are "
+        "not fetched twice"
+    )

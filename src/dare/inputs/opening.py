@@ -1,0 +1,109 @@
+"""From the paths in a recipe to sources that fit together.
+
+Names from the hub become directories; every form of model becomes a source; names and rows of the
+models are brought in line with the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dare.errors import InputError
+from dare.inputs.directory import (
+    directory_of,
+)
+from dare.inputs.formats import open_model, read_config
+from dare.inputs.hub import Resolved, resolve
+from dare.inputs.names import match_names
+from dare.inputs.sources import Source
+from dare.inputs.vocabulary import Aligned, align
+from dare.recipe.layers import mean_value
+from dare.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Base and models, opened and in line with each other."""
+
+    names: tuple[str, ...]
+    """What the models are called in messages."""
+    folders: tuple[Path | None, ...]
+    """Where the base and each model lie, if in directories."""
+    aligned: Aligned
+    notes: tuple[str, ...]
+
+    @property
+    def base(self) -> Source:
+        """The base, with the rows of the output."""
+        return self.aligned.base
+
+    @property
+    def models(self) -> tuple[Source, ...]:
+        """The models, with the base's names and the rows of the output."""
+        return self.aligned.models
+
+
+def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
+    """Open what a recipe names; also return the recipe with the commits of what the hub gave."""
+    names = _distinct([entry.name for entry in recipe.models])
+    given = [recipe.base, *(entry.file for entry in recipe.models)]
+    places = [resolve(path, verbose=recipe.verbose) for path in given]
+    recipe = _pinned(recipe, places)
+    paths = [place.path for place in places]
+    configs = [read_config(path) for path in paths]
+    base, *models = (
+        open_model(path, allow_pickle=recipe.allow_pickle, base_config=configs[0]) for path in paths
+    )
+    if base.is_partial:
+        raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
+    matched = [
+        match_names(base, model, name, base_config=configs[0], model_config=config)
+        for model, name, config in zip(models, names, configs[1:], strict=True)
+    ]
+    folders = tuple(map(directory_of, paths))
+    aligned = _aligned(recipe, base, [model.source for model in matched], names, folders)
+    opened = zip(("base", *names), (base, *models), strict=True)
+    notes = [
+        *(f"{name}: {remark}" for name, source in opened for remark in source.remarks),
+        *(note for model in matched for note in model.notes),
+        *aligned.notes,
+    ]
+    return recipe, Inputs(tuple(names), folders, aligned, tuple(notes))
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Number the names that occur more than once."""
+    return [
+        f"{name} ({index + 1})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def _pinned(recipe: Recipe, places: Sequence[Resolved]) -> Recipe:
+    if all(place.commit is None for place in places):
+        return recipe
+    base, *files = (place.pinned for place in places)
+    return recipe.with_files(base, files, recipe.output)
+
+
+def _aligned(
+    recipe: Recipe,
+    base: Source,
+    models: Sequence[Source],
+    names: Sequence[str],
+    folders: Sequence[Path | None],
+) -> Aligned:
+    """Bring the rows into one order, unless the recipe keeps the base's whatever does not fit."""
+    if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
+        return Aligned(base, tuple(models))
+    return align(
+        recipe.vocabulary,
+        base,
+        models,
+        directories=folders,
+        names=names,
+        weights=[mean_value(weight) for weight in recipe.weights()],
+        pad_to_multiple_of=recipe.pad_to_multiple_of,
+    )

@@ -1,0 +1,343 @@
+"""Sources whose embedding and head have the output's rows, read where each row comes from.
+
+Nothing is copied beforehand: elements are read from the sources that their rows come from, or
+computed, at the moment they are asked for. `vocabulary` says which rows those are to be, and why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.errors import MismatchError
+from dare.inputs.sources import Raw, Source
+from dare.inputs.tokens import Vocabulary, row_tensors
+from dare.inputs.views import SourceView
+from dare.kernels import reference
+from dare.tensors.digest import bytes_digest
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.header import TensorInfo
+
+PIECE = 1 << 16
+"""Elements that are converted or averaged at a time."""
+SMALLEST_PREFETCH_BYTES = 4096
+
+Rows = NDArray[np.int64]
+"""For each row of the output, a row of the input; -1 for one that the input does not have."""
+Owners = Mapping[int, Sequence[tuple[int, int, float]]]
+"""For a new row, the models that have it: which one, its row there, its share."""
+Fill = Callable[[int, Raw], None]
+"""Fills an array with a tensor's elements from a position on."""
+
+
+# ---------------------------------------------------------------- which row comes from where
+
+
+@dataclass(frozen=True)
+class RowOrigins:
+    """What decides which row comes from where."""
+
+    vocabulary: Vocabulary
+    """The base's."""
+    others: Sequence[Vocabulary | None]
+    base: Source
+    models: Sequence[Source]
+    weights: Sequence[float]
+    new: Mapping[str, int]
+    rows: int
+
+    def base_rows(self) -> Rows:
+        """The base's row for each row of the output; new tokens may lie in its padding."""
+        rows = np.full(self.rows, -1, np.int64)
+        rows[: self.vocabulary.rows] = np.arange(self.vocabulary.rows)
+        rows[list(self.new.values())] = -1
+        return rows
+
+    def model_rows(self, other: Vocabulary) -> Rows:
+        """A model's row for each row of the output; only for those that the base has as well."""
+        base = self.vocabulary
+        shared = min(base.rows, other.rows)
+        rows = np.full(self.rows, -1, np.int64)
+        rows[:shared] = np.arange(shared)
+        if base.tokens is not None and other.tokens is not None and base.ids != other.ids:
+            rows[[number for number in other.ids.values() if number < shared]] = -1
+            for token, number in base.ids.items():
+                rows[number] = other.ids.get(token, -1)
+        rows[list(self.new.values())] = -1
+        return rows
+
+    def owners(self, tensor: str) -> Owners:
+        """For each new row the models that have it: which, their row, and their share."""
+        fitting = {
+            index: other.ids
+            for index, other in enumerate(self.others)
+            if other is not None and self._fits(tensor, self.models[index], other)
+        }
+        return {number: self._shares(tensor, token, fitting) for token, number in self.new.items()}
+
+    def _fits(self, tensor: str, model: Source, other: Vocabulary) -> bool:
+        info = row_tensors(model, other.rows).get(tensor)
+        return (
+            info is not None
+            and info.shape[1:] == self.base.tensors[tensor].shape[1:]
+            and not model.holds_delta(tensor)
+        )
+
+    def _shares(
+        self, tensor: str, token: str, fitting: Mapping[int, Mapping[str, int]]
+    ) -> list[tuple[int, int, float]]:
+        """Shares in proportion to the models' weights; equal ones if a weight is not positive."""
+        having = {index: ids[token] for index, ids in fitting.items() if token in ids}
+        if not having:
+            raise MismatchError(
+                f"{tensor}: no model that has the token {token!r} holds a row for it here; "
+                'set vocabulary = "base" to leave new tokens out'
+            )
+        weights = [self.weights[index] for index in having]
+        if min(weights) <= 0:
+            weights = [1.0] * len(having)
+        return [
+            (index, row, weight / sum(weights))
+            for (index, row), weight in zip(having.items(), weights, strict=True)
+        ]
+
+
+def present(origins: RowOrigins) -> list[Source]:
+    """The base and the models with their rows in the output's order."""
+    inputs = _Inputs([origins.base, *origins.models])
+    base_rows = origins.base_rows()
+    owners = {
+        name: origins.owners(name) for name in row_tensors(origins.base, origins.vocabulary.rows)
+    }
+    bases = {
+        name: RowTensor(
+            origins.base,
+            origins.base.tensors[name],
+            origins.base.tensors[name].dtype,
+            base_rows,
+            _means(origins.base.tensors[name], origins.models, of),
+        )
+        for name, of in owners.items()
+    }
+    mappings = [None if other is None else origins.model_rows(other) for other in origins.others]
+    decided = _digest(origins.rows, mappings, owners)
+    sources: list[Source] = [AlignedSource(origins.base, inputs, bases, decided)]
+    for model, other, rows in zip(origins.models, origins.others, mappings, strict=True):
+        tensors = {}
+        if other is not None and rows is not None:
+            tensors = {
+                name: _model_tensor(model, info, rows, bases[name])
+                for name, info in row_tensors(model, other.rows).items()
+                if name in bases and info.shape[1:] == bases[name].info.shape[1:]
+            }
+        sources.append(AlignedSource(model, inputs, tensors, decided))
+    return sources
+
+
+def _digest(rows: int, mappings: Sequence[Rows | None], owners: Mapping[str, Owners]) -> str:
+    """Stands for all that decides which row comes from where."""
+    digests = [None if rows is None else bytes_digest(rows.tobytes()) for rows in mappings]
+    return bytes_digest(json.dumps([rows, digests, owners], sort_keys=True).encode())
+
+
+def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) -> RowTensor:
+    """A model's tensor, with the base's rows where it has none; of a delta, rows of zeros.
+
+    The base's rows are the base's to the bit: if the types differ, both are presented in float32.
+    """
+    if model.holds_delta(info.name):
+        return RowTensor(model, info, info.dtype, rows, _zeros)
+    base_type = base.info.dtype
+    if info.dtype == base_type or (rows >= 0).all():
+        return RowTensor(model, info, info.dtype, rows, base.read)
+    fill = _in_float32(base.read, base_type)
+    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, fill)
+
+
+# ---------------------------------------------------------------- sources
+
+
+class _Inputs:
+    """All sources of a merge, opened and closed together: rows of one are read through another."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = {id(source): source for source in sources}.values()
+        self._stack = ExitStack()
+        self._users = 0
+
+    def open(self) -> None:
+        """Open all, unless they are."""
+        if not self._users:
+            with ExitStack() as stack:
+                for source in self._sources:
+                    stack.enter_context(source)
+                self._stack = stack.pop_all()
+        self._users += 1
+
+    def close(self) -> None:
+        """Close all, unless somebody still uses them."""
+        self._users -= 1
+        if not self._users:
+            self._stack.close()
+
+
+class AlignedSource(SourceView):
+    """A source whose embedding and head have the output's rows."""
+
+    def __init__(
+        self, inner: Source, inputs: _Inputs, rows: Mapping[str, RowTensor], decided: str
+    ) -> None:
+        presented = {name: tensor.info for name, tensor in rows.items()}
+        super().__init__(inner, {**inner.tensors, **presented})
+        self._inputs = inputs
+        self._rows = rows
+        self._decided = decided
+
+    def fingerprint(self) -> list[Any]:
+        return [*self.inner.fingerprint(), self._decided]
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        if name in self._rows:
+            self._rows[name].read(start, into)
+        else:
+            self.inner.read(name, start, into)
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        if name in self._rows:
+            self._rows[name].prefetch(start, count)
+        else:
+            self.inner.prefetch(name, start, count)
+
+    def __enter__(self) -> Self:
+        self._inputs.open()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._inputs.close()
+
+
+class RowTensor:
+    """A tensor whose rows come from another one in any order, or, where it has none, from `fill`.
+
+    Rows that follow each other there as here are read in one go, so that the usual case, all old
+    rows and then the new ones, takes two reads.
+    """
+
+    def __init__(
+        self, source: Source, stored: TensorInfo, kind: StorageType, rows: Rows, fill: Fill
+    ) -> None:
+        self.info = TensorInfo(stored.name, kind, (len(rows), *stored.shape[1:]), 0)
+        self._source = source
+        self._stored = stored
+        self._width = math.prod(stored.shape[1:])
+        self._fill = fill
+        self._read_stored: Fill = partial(source.read, stored.name)
+        if kind != stored.dtype:
+            self._read_stored = _in_float32(self._read_stored, stored.dtype)
+        begins = np.flatnonzero(_begins_run(rows))
+        self._begins: list[int] = begins.tolist()
+        self._firsts: list[int] = rows[begins].tolist()
+        self._ends = [*self._begins[1:], len(rows)]
+
+    def read(self, start: int, into: Raw) -> None:
+        """Fill `into` with elements from `start` on."""
+        for begin, end, there in self._pieces(start, start + into.size):
+            part = into[begin - start : end - start]
+            if there is None:
+                self._fill(begin, part)
+            else:
+                self._read_stored(there, part)
+
+    def prefetch(self, start: int, count: int) -> None:
+        """Pass on what is read from the source itself, unless it is little."""
+        size = self._stored.dtype.itemsize
+        for begin, end, there in self._pieces(start, start + count):
+            if there is not None and (end - begin) * size >= SMALLEST_PREFETCH_BYTES:
+                self._source.prefetch(self._stored.name, there, end - begin)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+        """Cut a range of elements where runs of rows end; say where each lies in the source."""
+        if begin >= end:
+            return
+        run = bisect_right(self._begins, begin // self._width) - 1
+        while begin < end:
+            stop = min(end, self._ends[run] * self._width)
+            first = self._firsts[run]
+            there = begin + (first - self._begins[run]) * self._width
+            yield begin, stop, None if first < 0 else there
+            begin, run = stop, run + 1
+
+
+def _begins_run(rows: Rows) -> NDArray[np.bool_]:
+    """Whether each row does not simply follow the one before.
+
+    >>> _begins_run(np.array([0, 1, 2, -1, -1, 7])).tolist()
+    [True, False, False, True, False, True]
+    """
+    before, after = rows[:-1], rows[1:]
+    both_absent = (before < 0) & (after < 0)
+    both_follow = (before >= 0) & (after == before + 1)
+    return np.concatenate([[True], ~(both_absent | both_follow)])[: rows.size]
+
+
+# ---------------------------------------------------------------- reading elements
+
+
+def _zeros(_start: int, into: Raw) -> None:
+    into[:] = 0
+
+
+def _in_float32(read: Fill, stored: StorageType) -> Fill:
+    """The same elements, decoded."""
+
+    def read_decoded(start: int, into: Raw) -> None:
+        raw = np.empty(min(PIECE, into.size), stored.carrier)
+        for done in range(0, into.size, PIECE):
+            part = into[done : done + PIECE]
+            read(start + done, raw[: part.size])
+            reference.decode(raw[: part.size], part)
+
+    return read_decoded
+
+
+def _means(base: TensorInfo, models: Sequence[Source], owners: Owners) -> Fill:
+    """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
+    width = math.prod(base.shape[1:])
+    readers = {}
+    for index in {index for having in owners.values() for index, _, _ in having}:
+        stored = models[index].tensors[base.name]
+        readers[index] = _in_float32(partial(models[index].read, stored.name), stored.dtype)
+
+    def read_means(start: int, into: Raw) -> None:
+        done = 0
+        while done < into.size:
+            row, column = divmod(start + done, width)
+            part = into[done : done + min(width - column, PIECE)]
+            if row in owners:
+                reference.encode(mean(row, column, part.size), part)
+            else:
+                part[:] = 0
+            done += part.size
+
+    def mean(row: int, column: int, count: int) -> NDArray[np.float32]:
+        """Σ share · row in float32, in the order of the models."""
+        total: NDArray[np.float32] | None = None
+        with np.errstate(invalid="ignore", over="ignore"):
+            for index, there, share in owners[row]:
+                values = np.empty(count, np.float32)
+                readers[index](there * width + column, values)
+                values *= np.float32(share)
+                total = values if total is None else total + values
+        assert total is not None  # a new token has an owner
+        return total
+
+    return read_means

@@ -1,0 +1,203 @@
+"""What the rows of a model's embedding and head stand for, as its tokenizer tells.
+
+Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `vocab.txt`) and
+`added_tokens.json`; without those, rows are compared by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dare.errors import InputError
+from dare.inputs.directory import TOKENIZER_CONFIG, parse_json, read_json, read_text
+from dare.inputs.sources import Source
+from dare.tensors.header import TensorInfo
+from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
+
+TOKENIZER_FILE = "tokenizer.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+MAX_TOKENS = 1 << 24
+
+_FLAGS = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": True,
+    "special": False,
+}
+"""Of an added token, as they are if nothing says otherwise."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a tokenizer calls the rows."""
+
+    ids: Mapping[str, int]
+    added: Mapping[str, Mapping[str, bool]]
+    """The flags of the tokens that were added to the tokenizer's own vocabulary."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The rows of one model's embedding, and what they stand for."""
+
+    name: str
+    rows: int
+    tokens: Tokens | None
+    """None if there is no tokenizer to tell."""
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The tokens that have a row."""
+        found = {} if self.tokens is None else self.tokens.ids
+        return {token: number for token, number in found.items() if number < self.rows}
+
+
+# ---------------------------------------------------------------- rows
+
+
+def read_vocabulary(
+    source: Source, name: str, directory: Path | None, tokenizers: Tokenizers
+) -> Vocabulary | None:
+    """The vocabulary of a source, or None if it has no embedding and no head."""
+    ranked = [
+        (rank, -info.shape[0])
+        for tensor, info in source.tensors.items()
+        if (rank := _rank(tensor, info)) is not None and len(info.shape) == 2
+    ]
+    if not ranked:
+        return None
+    _, negative = min(ranked)
+    return Vocabulary(name, -negative, tokenizers.read(directory) if directory else None)
+
+
+def _rank(tensor: str, info: TensorInfo) -> int | None:
+    """How surely a tensor has a row for each token, by its name; 0 is best, None is not at all.
+
+    >>> from dare.tensors.dtypes import STORAGE_TYPES
+    >>> weight = TensorInfo("", STORAGE_TYPES["F32"], (4, 2), 0)
+    >>> _rank("model.embed_tokens.weight", weight), _rank("model.norm.weight", weight)
+    (0, None)
+    """
+    module, _, kind = tensor.rpartition(".")
+    last = module.rpartition(".")[2]
+    order = (*INPUT_EMBEDDINGS, *HEADS)
+    if not info.dtype.is_weight or last not in order:
+        return None
+    if (kind, len(info.shape)) not in (("weight", 2), ("bias", 1)):
+        return None
+    return order.index(last)
+
+
+def row_tensors(source: Source, rows: int) -> dict[str, TensorInfo]:
+    """The tensors of a source that have a row for each of its tokens."""
+    return {
+        name: info
+        for name, info in source.tensors.items()
+        if _rank(name, info) is not None and info.shape[0] == rows
+    }
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+class Tokenizers:
+    """Reads tokenizers, the same content only once."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._parsed: dict[tuple[str, bytes], Tokens | None] = {}
+
+    def read(self, directory: Path) -> Tokens | None:
+        """The tokens of a directory's tokenizer; None if there is none of a known form."""
+        for name, parse in _PARSERS.items():
+            text = read_text(directory, name)
+            if text is None:
+                continue
+            if (name, text) not in self._parsed:
+                self._parsed[name, text] = parse(text, directory / name)
+            tokens = self._parsed[name, text]
+            if tokens is None:
+                self.notes.append(f"{directory / name}: of no known form; rows go by their numbers")
+                return None
+            return _with_further_tokens(tokens, directory)
+        return None
+
+
+def _parse_tokenizer(text: bytes, where: Path) -> Tokens | None:
+    """Read tokenizer.json, as the tokenizers library writes it."""
+    document = parse_json(text, where)
+    model = document.get("model") if isinstance(document, dict) else None
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list) and all(isinstance(piece, list) and piece for piece in vocab):
+        vocab = {piece[0]: number for number, piece in enumerate(vocab)}  # Unigram, with scores
+    entries = document.get("added_tokens", []) if isinstance(document, dict) else None
+    if not isinstance(vocab, dict) or not isinstance(entries, list):
+        return None
+    ids = _checked(vocab, where)
+    added: dict[str, Mapping[str, bool]] = {}
+    for entry in entries:
+        token, number, flags = _added_token(entry, where)
+        ids.setdefault(token, number)
+        added[token] = flags
+    return Tokens(ids, added)
+
+
+def _parse_vocab_json(text: bytes, where: Path) -> Tokens | None:
+    vocab = parse_json(text, where)
+    return Tokens(_checked(vocab, where), {}) if isinstance(vocab, dict) else None
+
+
+def _parse_vocab_txt(text: bytes, where: Path) -> Tokens | None:
+    lines = text.decode(errors="replace").removesuffix("\n").split("\n")
+    return Tokens(_checked({token: n for n, token in enumerate(lines)}, where), {})
+
+
+_PARSERS: dict[str, Callable[[bytes, Path], Tokens | None]] = {
+    TOKENIZER_FILE: _parse_tokenizer,
+    "vocab.json": _parse_vocab_json,
+    "vocab.txt": _parse_vocab_txt,
+}
+
+
+def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:
+    """Add what only tokenizer_config.json and added_tokens.json know of, as transformers does."""
+    ids, added = dict(tokens.ids), dict(tokens.added)
+    where = directory / TOKENIZER_CONFIG
+    config = read_json(directory, TOKENIZER_CONFIG)
+    decoder = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+    for number, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if not number.isdecimal() or not isinstance(entry, dict):
+            raise InputError(f"{where}: added_tokens_decoder must map numbers to tokens")
+        token, identity, flags = _added_token({**entry, "id": int(number)}, where)
+        if token not in ids:
+            ids[token], added[token] = identity, flags
+    further = read_json(directory, ADDED_TOKENS_FILE)
+    for token, identity in _checked(further or {}, directory / ADDED_TOKENS_FILE).items():
+        if token not in ids:
+            ids[token], added[token] = identity, _FLAGS
+    return Tokens(ids, added)
+
+
+def _added_token(entry: Any, where: Path) -> tuple[str, int, dict[str, bool]]:
+    if not isinstance(entry, dict) or not {"id", "content"} <= set(entry):
+        raise InputError(f"{where}: an added token needs id and content, found {entry!a:.80}")
+    ((token, number),) = _checked({entry["content"]: entry["id"]}, where).items()
+    return token, number, {flag: bool(entry.get(flag, usual)) for flag, usual in _FLAGS.items()}
+
+
+def _checked(vocab: Any, where: Path) -> dict[str, int]:
+    """Refuse tokens that are no text, and ids that are no row of anything."""
+    if not isinstance(vocab, dict):
+        raise InputError(f"{where}: must map tokens to numbers")
+    for token, number in vocab.items():
+        if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
+            raise InputError(
+                f"{where}: the token {token!a:.80} has the id {number!a:.80}; expected text and a "
+                f"whole number below {MAX_TOKENS}"
+            )
+    return dict(vocab)

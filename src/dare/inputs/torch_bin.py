@@ -1,0 +1,255 @@
+"""Weights that torch.save wrote: pytorch_model.bin, its shards, .pt and .pth.
+
+Such a file is a zip archive with a pickle, which says what there is, and the bytes of every
+storage. A pickle can hold any program, so nothing here is opened unless the user asks for it, and
+torch's own restricted loader (`weights_only=True`) reads it. It does so without storages
+(FakeTensorMode), to tell where in the file each tensor lies; weights are then read from there like
+those of any other file, in the tensor's order whatever its strides, and shared ones for each name.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import zipfile
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.errors import HeaderError, InputError
+from dare.inputs.sources import (
+    InputFiles,
+    Raw,
+    StampedSource,
+    check_against_index,
+    read_index,
+)
+from dare.tensors.dtypes import BY_TORCH_NAME
+from dare.tensors.header import TensorInfo
+
+SINGLE_NAME = "pytorch_model.bin"
+INDEX_NAME = "pytorch_model.bin.index.json"
+SUFFIXES = (".bin", ".pt", ".pth")
+CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training programs keep the weights."""
+PIECE_ELEMENTS = 1 << 18
+"""How many elements of a tensor that is not contiguous are gathered at once."""
+
+
+class Home(NamedTuple):
+    """Where a tensor's elements lie."""
+
+    file: Path
+    strides: tuple[int, ...] | None
+    """In elements; None if they lie one after the other, in order."""
+
+
+class TorchSource(StampedSource):
+    """The tensors of a state dict in one file or in shards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(InputFiles())
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self.left_out: tuple[str, ...] = ()
+        """What is in the files and is no tensor of the state dict."""
+        self._home: dict[str, Home] = {}
+        for file, promised in _files_of(path).items():
+            held = self._look_into(file)
+            if promised is not None:
+                check_against_index(path / INDEX_NAME, file, held, promised)
+        if not self.tensors:
+            raise InputError(f"{path}: holds no tensors")
+        if self.left_out:
+            names = ", ".join(self.left_out)
+            self.remarks = (f"{path}: left out, no tensors of the model: {names}",)
+
+    def _look_into(self, file: Path) -> set[str]:
+        """Read what a file says of its tensors, and no weights; return their names."""
+        with self._files.first_look(file) as file_descriptor:
+            edges = _read_edges(file_descriptor, file)
+        held = set()
+        for name, value in self._state_dict(_load(file), file).items():
+            if not isinstance(name, str) or not _is_tensor(value):
+                self.left_out += (str(name),)
+                continue
+            if name in self.tensors:
+                raise HeaderError(f"{self.path}: {name} is in {file.name} and in another shard")
+            self.tensors[name] = _describe(value, file, name, edges)
+            strides = None if value.is_contiguous() else tuple(value.stride())
+            self._home[name] = Home(file, strides)
+            held.add(name)
+        return held
+
+    def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
+        if not isinstance(loaded, Mapping):
+            kind = type(loaded).__name__
+            raise InputError(f"{file}: holds a {kind}; expected a dict of tensors (a state dict)")
+        for key in CONTAINERS:
+            inner = loaded.get(key)
+            if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
+                self.left_out += tuple(str(other) for other in loaded if other != key)
+                return inner
+        return loaded
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        info, home = self.tensors[name], self._home[name]
+        if home.strides is None:
+            self._files.prefetch(home.file, info.position(start), count * info.dtype.itemsize)
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        info, home = self.tensors[name], self._home[name]
+        if home.strides is None:
+            self._files.read(home.file, info.position(start), into, name)
+            return
+        for done in range(0, into.size, PIECE_ELEMENTS):
+            piece = into[done : done + PIECE_ELEMENTS]
+            elements = np.arange(start + done, start + done + piece.size)
+            places = np.array(home.strides) @ np.array(np.unravel_index(elements, info.shape))
+            self._gather(info, home.file, places, piece)
+
+    def _gather(self, info: TensorInfo, file: Path, places: NDArray[np.int64], into: Raw) -> None:
+        """Collect elements that do not lie side by side: each run of neighbours by one read."""
+        wanted, inverse = np.unique(places, return_inverse=True)
+        stored = np.empty(wanted.size, into.dtype)
+        edges = np.flatnonzero(np.diff(wanted) != 1) + 1
+        for begin, end in zip([0, *edges], [*edges, wanted.size], strict=True):
+            position = info.position(int(wanted[begin]))
+            self._files.read(file, position, stored[begin:end], info.name)
+        into[:] = stored[inverse]
+
+
+def looks_like(path: Path) -> bool:
+    """Say whether a path is a file of torch's, or a directory with nothing better, by names."""
+    if path.suffix in SUFFIXES:
+        return True
+    try:
+        names = set(os.listdir(path))
+    except (OSError, ValueError):  # no directory
+        return False
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    return bool(names & {INDEX_NAME, SINGLE_NAME}) and not has_safetensors
+
+
+def open_torch(path: str | os.PathLike[str]) -> TorchSource:
+    """Open what torch.save wrote. It is a pickle: do this only if the user has asked for it."""
+    return TorchSource(Path(path))
+
+
+def _files_of(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a model, each with the tensors that its index promises, if it has one."""
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if not is_directory:
+        return {path: None}
+    if (path / INDEX_NAME).exists():
+        return dict(read_index(path / INDEX_NAME))
+    return {path / SINGLE_NAME: None}
+
+
+def _read_edges(file_descriptor: int, file: Path) -> list[int]:
+    """Where a record of the archive ends at the latest: where the next begins, or the file ends."""
+    try:
+        with (
+            os.fdopen(os.dup(file_descriptor), "rb") as stream,
+            zipfile.ZipFile(stream) as archive,
+        ):
+            infos = archive.infolist()
+            orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
+            is_big = any(archive.read(info) == b"big" for info in orders)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError):
+        raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
+    if is_big:
+        raise InputError(f"{file}: written on a big-endian machine; save it again on another")
+    if any(info.filename.endswith("/constants.pkl") for info in infos):
+        raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
+    return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
+
+
+def _what_else(file_descriptor: int) -> str:
+    """What a file is that is no archive."""
+    beginning = os.pread(file_descriptor, 64, 0)
+    if beginning.startswith(b"\x80"):
+        return (
+            "in the format of torch before 1.6, which cannot be read in parts; save it again with "
+            "torch.save(torch.load(FILE, weights_only=True), FILE)"
+        )
+    if beginning.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the weights; run git lfs pull"
+    return "not a file of torch.save (a zip archive), or truncated"
+
+
+def _load(file: Path) -> object:
+    """Read the pickle without running anything in it, and without reading weights."""
+    torch = _import_torch(file)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            return torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused is None:
+            raise InputError(
+                f"{file}: its pickle is damaged, or not one that torch.save writes"
+            ) from None
+        raise InputError(
+            f"{file}: refused, because it holds more than weights ({refused[1]}): loading it could "
+            "run any program. If you trust it, load it with torch and save the state dict alone, "
+            "as safetensors"
+        ) from None
+    except Exception as error:  # a damaged file can make torch raise anything
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"{file}: torch cannot load it ({reason})") from error
+
+
+def _import_torch(path: Path) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError(
+            f"{path}: reading it needs torch: pip install 'dare-merge[torch]'"
+        ) from None
+    return torch
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> TensorInfo:
+    """Say what a tensor is and where it begins; check that all of it lies in one record."""
+    dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_conj():
+        raise InputError(
+            f"{file}: {name} is {tensor.dtype}, {tensor.layout}; only plain tensors of "
+            f"{', '.join(BY_TORCH_NAME)} can be read"
+        )
+    shape = tuple(tensor.shape)
+    record = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
+    info = TensorInfo(name, dtype, shape, record + tensor.storage_offset() * dtype.itemsize)
+    end = next(iter(edges[bisect_right(edges, record) :]), -1)
+    if info.position(_extent(shape, tensor.stride())) > end:
+        raise HeaderError(
+            f"{file}: {name} does not lie inside its record; the file is damaged or truncated"
+        )
+    return info
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

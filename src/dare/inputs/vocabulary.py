@@ -1,0 +1,261 @@
+"""Models whose vocabulary is not the base's: added tokens, renamed ones, padded embeddings.
+
+Merging takes place row by row, and a row means a token. Where the tokenizers differ, the rows of
+embedding and head are put in one order, that of the output, before anything is merged: each model
+is presented with its own row for every token that it shares with the base, and with the base's row
+for all others, where its change is therefore zero. The base is presented with a row for each new
+token, the mean of the rows of the models that have it. What reads the sources notices nothing.
+
+`tokens` finds out what the rows of a model stand for, and `rows` presents them in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dare.errors import MismatchError
+from dare.inputs.directory import TOKENIZER_CONFIG, dump_json, read_json
+from dare.inputs.rows import RowOrigins, present
+from dare.inputs.sources import Source
+from dare.inputs.tokens import (
+    ADDED_TOKENS_FILE,
+    TOKENIZER_FILE,
+    Tokenizers,
+    Vocabulary,
+    read_vocabulary,
+)
+
+Policy = Literal["error", "base", "union"]
+
+EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Sources with rows in one order, and what else an output with that order needs."""
+
+    base: Source
+    models: tuple[Source, ...]
+    rows: tuple[int | None, ...] = ()
+    """Of the output's embedding, the base's and each model's; None where there is none."""
+    keeps_base_tokenizer: bool = False
+    """Whether only the base's tokenizer fits the output, with the files that are replaced."""
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the base's tokenizer that have another content in the output."""
+    token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
+    """For each model the output's id of each of its own; none at all where nothing differs."""
+    notes: tuple[str, ...] = ()
+
+    def resized(self, chosen: int = 0) -> tuple[int, int] | None:
+        """Rows of an input (0 is the base, 1 the first model) and of the output, if they differ."""
+        if not self.rows:
+            return None
+        output, before = self.rows[0], self.rows[1 + chosen]
+        return None if output is None or before in (None, output) else (before, output)
+
+
+def align(
+    policy: Policy,
+    base: Source,
+    models: Sequence[Source],
+    *,
+    directories: Sequence[Path | None],
+    names: Sequence[str],
+    weights: Sequence[float],
+    pad_to_multiple_of: int | None = None,
+) -> Aligned:
+    """Bring the rows of all models into the output's order, as the policy says.
+
+    `directories` are where the tokenizers lie, the base's first; `names` and `weights` are the
+    models'. Raises MismatchError, with a line for each model, where the policy does not allow it.
+    """
+    tokenizers = Tokenizers()
+    own = read_vocabulary(base, "base", directories[0], tokenizers)
+    if own is None:
+        return Aligned(base, tuple(models))
+    others = [
+        read_vocabulary(model, name, directory, tokenizers)
+        for model, name, directory in zip(models, names, directories[1:], strict=True)
+    ]
+    known = [vocabulary for vocabulary in others if vocabulary is not None]
+    differing = [vocabulary for vocabulary in known if _differs(own, vocabulary)]
+    if policy == "error" and differing:
+        raise MismatchError("\n  ".join(_explain(own, vocabulary) for vocabulary in differing))
+
+    new = _new_tokens(own, known) if policy == "union" else {}
+    rows = max([own.rows, *(number + 1 for number in new.values())])
+    if pad_to_multiple_of is not None:
+        rows = math.ceil(rows / pad_to_multiple_of) * pad_to_multiple_of
+    notes = (*tokenizers.notes, *_notes(own, differing, new, rows))
+    counts = (rows, own.rows, *(None if other is None else other.rows for other in others))
+    if rows == own.rows and not differing:
+        return Aligned(base, tuple(models), counts, notes=notes)
+
+    aligned, *presented = present(RowOrigins(own, others, base, models, weights, new, rows))
+    return Aligned(
+        aligned,
+        tuple(presented),
+        counts,
+        keeps_base_tokenizer=bool(differing),
+        tokenizer_files=_tokenizer_files(directories[0], own, known, new),
+        token_ids=tuple(_token_ids(own, other, new) for other in others),
+        notes=notes,
+    )
+
+
+# ---------------------------------------------------------------- how two vocabularies differ
+
+
+def _differs(own: Vocabulary, other: Vocabulary) -> bool:
+    both_told = own.tokens is not None and other.tokens is not None
+    return own.rows != other.rows or (both_told and own.ids != other.ids)
+
+
+def _difference(own: Vocabulary, other: Vocabulary) -> str:
+    """Say how a model's vocabulary differs from the base's."""
+    counts = f"its embedding has {other.rows:,} rows and the base's {own.rows:,}"
+    if own.tokens is None or other.tokens is None:
+        whose = "the base" if own.tokens is None else "it"
+        return f"{other.name}: {counts}, and {whose} has no tokenizer to say what they are"
+    fresh = {token: number for token, number in other.ids.items() if token not in own.ids}
+    lacking = {token: number for token, number in own.ids.items() if token not in other.ids}
+    moved = {
+        token: number for token, number in other.ids.items() if own.ids.get(token, number) != number
+    }
+    findings = [
+        f"{len(tokens):,} {text}: {_listed(tokens)}"
+        for text, tokens in (
+            ("of its tokens are not in the base", fresh),
+            ("of the base's tokens it does not have", lacking),
+            ("tokens have another id in it", moved),
+        )
+        if tokens
+    ]
+    if not findings:
+        return f"{other.name}: {counts}, for the same tokens: only padding differs"
+    return f"{other.name}: {'; '.join(findings)}"
+
+
+def _explain(own: Vocabulary, other: Vocabulary) -> str:
+    remedy = 'set vocabulary = "base" to keep the base\'s rows and tokenizer'
+    if own.tokens is not None and other.tokens is not None and set(other.ids) - set(own.ids):
+        remedy += ', or vocabulary = "union" to have the new tokens too'
+    return f"{_difference(own, other)}; {remedy}"
+
+
+def _listed(tokens: Mapping[str, int]) -> str:
+    """Some tokens with their ids, lowest first."""
+    ordered = sorted(tokens.items(), key=lambda item: (item[1], item[0]))
+    shown = ", ".join(f"{token!r} {number}" for token, number in ordered[:EXAMPLES])
+    return shown + (", …" if len(ordered) > EXAMPLES else "")
+
+
+def _notes(
+    own: Vocabulary, differing: Sequence[Vocabulary], new: Mapping[str, int], rows: int
+) -> Iterator[str]:
+    for other in differing:
+        yield f"{_difference(own, other)}; rows are matched by token where both are known"
+    if new:
+        yield f"new tokens, with their ids in the output: {_listed(new)}"
+    if rows > own.rows:
+        yield f"embedding and head have {rows:,} rows in the output, {own.rows:,} in the base"
+
+
+# ---------------------------------------------------------------- a union
+
+
+def _new_tokens(own: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int]:
+    """The tokens that models have rows for and the base has not, with their ids in the output."""
+    problems = [line for other in models for line in _obstacles(own, other)]
+    if problems:
+        raise MismatchError("\n  ".join(problems))
+    if own.tokens is None:
+        return {}
+    new: dict[str, int] = {}
+    following = len(own.tokens.ids)
+    for other in models:
+        for token in sorted(set(other.ids) - set(own.ids) - set(new), key=other.ids.__getitem__):
+            if token in own.tokens.ids:  # the base's tokenizer has it, and its embedding has not
+                new[token] = own.tokens.ids[token]
+            else:
+                new[token] = following
+                following += 1
+    taken = sorted(own.tokens.ids.values())
+    if following > len(taken) and taken != list(range(len(taken))):
+        raise MismatchError(
+            "base: the ids of its tokenizer have gaps or occur twice, so that new tokens cannot be "
+            'appended; set vocabulary = "base" to leave them out'
+        )
+    return new
+
+
+def _obstacles(own: Vocabulary, other: Vocabulary) -> Iterator[str]:
+    """Why a model's new tokens cannot be taken in."""
+    if own.tokens is None or other.tokens is None:
+        if own.rows < other.rows:
+            yield (f'{_difference(own, other)}; set vocabulary = "base" to keep the base\'s rows')
+        return
+    inner = {
+        token: number
+        for token, number in other.ids.items()
+        if token not in own.tokens.ids and token not in other.tokens.added
+    }
+    if inner:
+        yield (
+            f"{other.name}: {len(inner):,} tokens are not in the base and were not added to a "
+            f'tokenizer but belong to another one: {_listed(inner)}; set vocabulary = "base" to '
+            "merge only what is shared"
+        )
+
+
+def _token_ids(
+    own: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
+) -> dict[int, int | None] | None:
+    """What a model's token ids become in the output."""
+    if other is None or other.tokens is None:
+        return None
+    if own.tokens is None:
+        return {number: number if number < own.rows else None for number in other.ids.values()}
+    output = {**own.tokens.ids, **new}
+    return {number: output.get(token) for token, number in other.tokens.ids.items()}
+
+
+def _tokenizer_files(
+    directory: Path | None, own: Vocabulary, models: Sequence[Vocabulary], new: Mapping[str, int]
+) -> dict[str, bytes]:
+    """The base's tokenizer files with the new tokens in them."""
+    if directory is None or own.tokens is None or set(new) <= set(own.tokens.ids):
+        return {}
+    tokenizer = read_json(directory, TOKENIZER_FILE)
+    if tokenizer is None:
+        raise MismatchError(
+            f"{directory}: has no {TOKENIZER_FILE} that tokens could be added to; make one with "
+            'AutoTokenizer.from_pretrained(…).save_pretrained(…), or set vocabulary = "base"'
+        )
+    flags = dict(own.tokens.added)
+    for model in models:
+        for token, known in (model.tokens.added if model.tokens else {}).items():
+            flags.setdefault(token, known)
+    appended = {token: number for token, number in new.items() if token not in own.tokens.ids}
+    entries = {token: {"content": token, **flags[token]} for token in appended}
+
+    listed = tokenizer.setdefault("added_tokens", [])
+    present = {entry["content"] for entry in listed}
+    further = {token: own.tokens.ids[token] for token in own.tokens.added if token not in present}
+    listed += [
+        {"id": number, "content": token, **flags[token]}
+        for token, number in {**further, **appended}.items()
+    ]
+    listed.sort(key=lambda entry: int(entry["id"]))  # ids are given out in this order
+    files = {TOKENIZER_FILE: dump_json(tokenizer, directory / TOKENIZER_FILE, indent=None)}
+    config = read_json(directory, TOKENIZER_CONFIG)
+    if isinstance(config, dict) and isinstance(config.get("added_tokens_decoder"), dict):
+        config["added_tokens_decoder"] |= {str(appended[t]): entry for t, entry in entries.items()}
+        files[TOKENIZER_CONFIG] = dump_json(config, directory / TOKENIZER_CONFIG)
+    if (added := read_json(directory, ADDED_TOKENS_FILE)) is not None:
+        files[ADDED_TOKENS_FILE] = dump_json({**added, **appended}, directory / ADDED_TOKENS_FILE)
+    return files

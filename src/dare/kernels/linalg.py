@@ -1,0 +1,392 @@
+"""Singular values and vectors, as fast as NumPy alone allows without giving up digits.
+
+- A matrix of low rank (a LoRA's change, a sum of such) is recognised by a random sketch of fixed
+  seed and taken apart there; what the sketch misses is measured, not estimated.
+- Any other is taken apart by the eigenvectors of the Gram matrix of its shorter side. In float32,
+  if it is large and no direction stands far out: singular values are then right to about 1e-6 of
+  the largest, and products of the factors to 1e-5 of their norm, which is what a float32 SVD has.
+  A Gram matrix squares what lies far below the largest; that part is taken apart again by itself,
+  in float64. All others are taken apart in float64 as a whole, to 1e-8 and 1e-6.
+
+Singular values below 1e-6 of the largest are rounding and count as absent, with their vectors.
+BLAS may add in another order with another number of threads or on another machine; results then
+agree to about 1e-5 of their norm. `one_blas_thread` takes the first reason away: with the same BLAS
+results are then the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Numbers = NDArray[np.floating[Any]]
+"""float32 or float64."""
+
+NOISE = 1e-6
+"""Singular values below this share of the largest are rounding, and count as zero."""
+PANEL = 1024
+"""Rows or columns that are widened to float64, or multiplied in float32, at a time."""
+SKETCH = 128
+"""Columns of the sketch that looks for low rank."""
+SKETCHED_FROM = 4 * SKETCH
+"""The shortest side for which looking is worth it."""
+CORNER = SKETCH + SKETCH // 2
+"""Rows and columns of the corner that shows at little cost that a matrix has no low rank."""
+MISSED = 2e-6
+"""The share of a matrix's norm that a sketch may miss: what float32 rounds away."""
+SINGLE_FROM = 384
+"""The shortest side for which float32 is worth it."""
+SMALL = 0.1
+"""Singular values below this share of the largest are not taken from a Gram matrix in float32."""
+MOST_SMALL = 0.4
+"""The share of the short side that may be small; else float64 is as fast."""
+OUTSTANDING = 20.0
+"""How many times their mean the largest squared singular value may be in float32."""
+GLANCES = 8
+"""Steps of the iteration that estimates the largest one."""
+SINGLE_RANGE = 1e-12, 1e12
+"""Largest elements whose squares float32 has room for, and for sums of them."""
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let BLAS use the thread it is called in and no other.
+
+    Threads of ours that each call BLAS would otherwise get in each other's way, and sums would
+    depend on the number of cores.
+    """
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A matrix as left·diag(values)·right, values falling, both sides orthonormal."""
+
+    left: Numbers
+    """Rows × rank."""
+    values: Doubles
+    right: Numbers
+    """Rank × columns."""
+
+    def product(self) -> Floats:
+        """The matrix."""
+        return multiply(self.left * self.values, self.right)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Singular values and one side's vectors; the other side's follow from the matrix."""
+
+    vectors: Numbers
+    """Short side × rank; in the precision they were found in."""
+    values: Doubles
+    far: Floats
+    """The other side's vectors of the last few values, where the matrix gives too few digits."""
+
+    @property
+    def plain(self) -> int:
+        """How many directions the matrix itself gives the other side's vectors of."""
+        return len(self.values) - len(self.far)
+
+
+def spectrum(matrix: Floats, rank: int | None = None) -> Spectrum:
+    """All singular values but noise, and the singular vectors of the shorter side.
+
+    Only the first `rank`, if that is given.
+
+    >>> spectrum(np.array([[0, 3, 0], [4, 0, 0]], np.float32)).values.tolist()
+    [4.0, 3.0]
+    """
+    wide = _widened(matrix)
+    if 0 in wide.shape:
+        return Spectrum(np.zeros((wide.shape[0], 0)), np.zeros(0), _no_rows(wide))
+    basis = _low_rank_basis(wide)
+    single = _in_single(wide, rank) if basis is None else None
+    return single or _in_double(wide, basis, rank)
+
+
+def _in_double(wide: Floats, basis: Doubles | None, rank: int | None) -> Spectrum:
+    """By the Gram matrix in float64, of all rows or within a basis of the columns."""
+    energies, vectors = falling_eigen(gram(wide if basis is None else _times(basis.T, wide)))
+    known = int(np.count_nonzero(energies > NOISE**2 * energies[0]))
+    vectors = vectors[:, :known][:, :rank]
+    vectors = vectors if basis is None else basis @ vectors
+    return Spectrum(vectors, np.sqrt(energies[: vectors.shape[1]]), _no_rows(wide))
+
+
+def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
+    """By the Gram matrix in float32; None if that would be no faster or not good enough."""
+    short = len(wide)
+    peak = max(float(wide.max()), -float(wide.min()))
+    if short < SINGLE_FROM or not SINGLE_RANGE[0] < peak < SINGLE_RANGE[1]:
+        return None
+    if _stands_out(wide):
+        return None
+    energies, vectors = falling_eigen(_single_gram(wide))
+    large = int(np.count_nonzero(energies > SMALL**2 * energies[0]))
+    values = np.sqrt(energies[:large].astype(np.float64))
+    if large == short or (rank is not None and rank <= large):
+        return Spectrum(vectors[:, :large][:, :rank], values[:rank], _no_rows(wide))
+    if short - large > MOST_SMALL * short:
+        return None
+    small, small_values, far = _small_part(wide, vectors[:, :large], values, vectors[:, large:])
+    values = np.concatenate([values, small_values])[:rank]
+    return Spectrum(
+        np.concatenate([vectors[:, :large], small], axis=1)[:, :rank],
+        values,
+        far[: len(values) - large],
+    )
+
+
+def _small_part(
+    wide: Floats, large: Floats, values: Doubles, rest: Floats
+) -> tuple[Floats, Doubles, Floats]:
+    """Take apart what lies in the span of `rest`: its vectors on this side, values, and far side.
+
+    `rest` is orthogonal to the large directions to float32 only, and these are so much larger that
+    they have to be taken out on the far side once more.
+    """
+    part = _times(rest.T.astype(np.float64), wide)
+    inverse = np.divide(large, values, dtype=np.float32)
+    products = np.zeros(rest.T.shape, np.float32)
+    for columns in _panels(wide.shape[1]):
+        products += part[:, columns].astype(np.float32) @ wide[:, columns].T
+    along = multiply(multiply(products, inverse), inverse.T)
+    for columns in _panels(wide.shape[1]):
+        part[:, columns] -= multiply(along, wide[:, columns])
+    energies, vectors = falling_eigen(gram(part))
+    known = int(np.count_nonzero(energies > (NOISE * values[0]) ** 2))
+    roots = np.sqrt(energies[:known])
+    far = multiply((vectors[:, :known] / roots).T, part)
+    return multiply(rest, vectors[:, :known]), roots, far
+
+
+def factorise(matrix: Floats, rank: int | None = None) -> Factors:
+    """Take a matrix apart: all singular triples but noise, or the first `rank` of them.
+
+    >>> parts = factorise(np.array([[0, 3, 0], [4, 0, 0]], np.float32), rank=1)
+    >>> parts.product().tolist()
+    [[0.0, 0.0, 0.0], [4.0, 0.0, 0.0]]
+    """
+    parts = spectrum(matrix, rank)
+    near, values = parts.vectors, parts.values
+    inverse = (near[:, : parts.plain] / values[: parts.plain]).astype(near.dtype)
+    far = _times(inverse.T, _widened(matrix))
+    if len(parts.far):
+        far = np.concatenate([far, parts.far])
+    if _is_tall(matrix):
+        return Factors(far.T, values, near.T)
+    return Factors(near, values, far)
+
+
+def project(matrix: Floats, vectors: Numbers, shares: Doubles) -> Floats:
+    """Multiply each direction of the shorter side, a column of `vectors`, by its positive share.
+
+    That is vectors·diag(shares)·vectorsᵀ·matrix for a matrix that is not taller than wide, and the
+    same from the other side for one that is. In the precision of the vectors.
+    """
+    wide = _widened(matrix)
+    short, count = vectors.shape
+    if 2 * count < short:
+        projected = multiply(vectors * shares, _times(vectors.T, wide))
+    else:
+        projected = np.empty(wide.shape, np.float32)
+        half = (vectors * np.sqrt(shares)).astype(vectors.dtype)
+        operator = half @ half.T
+        for columns in _panels(wide.shape[1]):
+            projected[:, columns] = operator @ wide[:, columns].astype(operator.dtype, copy=False)
+    return np.ascontiguousarray(projected.T) if _is_tall(matrix) else projected
+
+
+def polar(matrix: Floats) -> tuple[Floats, Doubles]:
+    """The matrix with all singular values set to 1 but for absent ones; and the values it had.
+
+    >>> polar(np.array([[0, 3, 0], [4, 0, 0]], np.float32))[0].tolist()
+    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    parts = spectrum(matrix)
+    near, plain = parts.vectors, parts.plain
+    turned = project(matrix, near[:, :plain], 1 / parts.values[:plain])
+    if len(parts.far):
+        small = multiply(near[:, plain:], parts.far)
+        turned += small.T if _is_tall(matrix) else small
+    return turned, parts.values
+
+
+def orthogonal_product(parts: Sequence[Factors], values: Doubles) -> Floats:
+    """P(U)·diag(values)·P(V): U all left vectors side by side, V all right ones, P the nearest
+    matrix with orthonormal columns or rows (the polar factor, Procrustes).
+
+    Directions in which U or V has less than 1e-6 of its largest singular value are absent.
+    """
+    left = np.concatenate([part.left for part in parts], axis=1)
+    right = np.concatenate([part.right for part in parts], axis=0)
+    if len(values) < SINGLE_FROM:
+        left, right = left.astype(np.float64), right.astype(np.float64)
+        middle = (_inverse_root(left.T @ left) * values) @ _inverse_root(right @ right.T)
+        return multiply(left @ middle, right)
+    turned = polar(left.astype(np.float32, copy=False))[0]
+    turned *= values.astype(np.float32)
+    return turned @ polar(right.astype(np.float32, copy=False))[0]
+
+
+def _inverse_root(symmetric: Doubles) -> Doubles:
+    """symmetric^(-1/2), zero where there is nothing to invert."""
+    energies, vectors = np.linalg.eigh(symmetric)
+    kept = energies > NOISE**2 * energies.max(initial=0)
+    roots = energies[kept] ** -0.25
+    half = vectors[:, kept] * roots
+    inverse: Doubles = half @ half.T
+    return inverse
+
+
+def without(matrix: Floats, left: Numbers) -> Floats:
+    """What is left of a matrix outside the span of orthonormal columns."""
+    outside = np.empty(matrix.shape, np.float32)
+    for columns in _panels(matrix.shape[1]):
+        panel = matrix[:, columns].astype(left.dtype)
+        outside[:, columns] = panel - left @ (left.T @ panel)
+    return outside
+
+
+def multiply(left: Numbers, right: Numbers) -> Floats:
+    """left·right in float32."""
+    product: Floats = left.astype(np.float32, copy=False) @ right.astype(np.float32, copy=False)
+    return product
+
+
+def gram(wide: NDArray[np.floating]) -> Doubles:
+    """wide·wideᵀ in float64, a panel of columns at a time."""
+    total = np.zeros((wide.shape[0], wide.shape[0]))
+    for columns in _panels(wide.shape[1]):
+        panel = wide[:, columns].astype(np.float64)
+        total += panel @ panel.T
+    return total
+
+
+def squared_values(matrix: Floats) -> Doubles:
+    """All squared singular values, falling; by the Gram matrix in float64.
+
+    >>> squared_values(np.array([[0, 3, 0], [4, 0, 0]], np.float32)).tolist()
+    [16.0, 9.0]
+    """
+    energies: Doubles = np.maximum(np.linalg.eigvalsh(gram(_widened(matrix)))[::-1], 0)
+    return energies
+
+
+def falling_eigen(symmetric: Numbers) -> tuple[Numbers, Numbers]:
+    """Eigenvalues of a matrix that has none below zero, falling, and its eigenvectors."""
+    solve = _single_eigh if symmetric.dtype == np.float32 else np.linalg.eigh
+    energies, vectors = solve(symmetric)
+    return np.maximum(energies[::-1], 0), np.ascontiguousarray(vectors[:, ::-1])
+
+
+def squared_norm(matrix: Floats) -> float:
+    """The squared Frobenius norm, in float64."""
+    return sum(
+        float(np.square(matrix[rows], dtype=np.float64).sum()) for rows in _panels(matrix.shape[0])
+    )
+
+
+def eigen_bytes(short: int) -> int:
+    """What a Gram matrix and its eigenvectors take while they are computed."""
+    return 5 * short * short * 8
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _is_tall(matrix: Floats) -> bool:
+    rows, columns = matrix.shape
+    return bool(rows > columns)
+
+
+def _widened(matrix: Floats) -> Floats:
+    return matrix.T if _is_tall(matrix) else matrix
+
+
+def _panels(length: int) -> Iterator[slice]:
+    return (slice(start, start + PANEL) for start in range(0, length, PANEL))
+
+
+def _no_rows(wide: Floats) -> Floats:
+    return np.zeros((0, wide.shape[1]), np.float32)
+
+
+def _times(left: Numbers, wide: Floats) -> Numbers:
+    """left·wide in the precision of `left`, a panel of columns at a time."""
+    product = np.empty((left.shape[0], wide.shape[1]), left.dtype)
+    for columns in _panels(wide.shape[1]):
+        product[:, columns] = left @ wide[:, columns].astype(left.dtype, copy=False)
+    return product
+
+
+def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
+    """`np.linalg.eigh` in float32; the public function widens to float64, and takes twice as long.
+
+    What NumPy calls itself is not public, so where it is not found the public function serves.
+    """
+    solve = getattr(getattr(np.linalg, "_umath_linalg", None), "eigh_lo", None)
+    if solve is None:
+        energies, vectors = np.linalg.eigh(symmetric)
+        return energies, vectors
+    with np.errstate(all="ignore"):  # LAPACK leaves flags behind
+        solution: tuple[Floats, Floats] = solve(symmetric, signature="f->ff")
+    return solution
+
+
+def _single_gram(wide: Floats) -> Floats:
+    """wide·wideᵀ of products in float32, panels of which are summed in float64."""
+    total = np.zeros((wide.shape[0], wide.shape[0]))
+    for columns in _panels(wide.shape[1]):
+        total += wide[:, columns] @ wide[:, columns].T
+    return total.astype(np.float32)
+
+
+def _stands_out(wide: Floats) -> bool:
+    """Whether the largest singular value is far above the others, as a few steps of iteration see.
+
+    What they see is at most the largest.
+    """
+    vector: Floats = np.random.default_rng(0).standard_normal(len(wide), np.float32)
+    for _ in range(GLANCES):
+        vector = wide @ (wide.T @ (vector / np.linalg.norm(vector)))
+    return float(np.linalg.norm(vector)) > OUTSTANDING * squared_norm(wide) / len(wide)
+
+
+def _is_seen_to_be_full(wide: Floats) -> bool:
+    """Whether a corner already has more directions than a sketch could hold.
+
+    No singular value of a part is larger than that of the whole with the same number.
+    """
+    energies = squared_values(wide[:CORNER, :CORNER])
+    return bool(energies[SKETCH] > MISSED**2 * squared_norm(wide))
+
+
+def _low_rank_basis(wide: Floats) -> Doubles | None:
+    """An orthonormal basis of all columns, if a few directions hold them."""
+    if wide.shape[0] < SKETCHED_FROM or _is_seen_to_be_full(wide):
+        return None
+    start = np.random.default_rng(0).standard_normal((wide.shape[1], SKETCH), np.float32)
+    basis = np.linalg.qr(wide @ start)[0]
+    inside = basis.T @ wide
+    squared = squared_norm(wide)
+    if squared - squared_norm(inside) > 1e-5 * squared:  # a glance; what follows is exact
+        return None
+    missed = sum(
+        float(np.square(wide[:, c] - basis @ inside[:, c], dtype=np.float64).sum())
+        for c in _panels(wide.shape[1])
+    )
+    if missed > MISSED**2 * squared:
+        return None
+    return np.linalg.qr(basis.astype(np.float64))[0]

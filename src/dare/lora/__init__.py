@@ -1,0 +1,17 @@
+"""LoRA adapters that are made: several merged into one, or one extracted from a full fine-tune."""
+
+from dare.lora.extraction import extract_adapter
+from dare.lora.merging import AdapterPlan, merge_adapters, plan_adapters, run_plan
+from dare.lora.reports import AdapterReport, ExtractionReport, LeftOut, ModuleReport
+
+__all__ = [
+    "AdapterPlan",
+    "AdapterReport",
+    "ExtractionReport",
+    "LeftOut",
+    "ModuleReport",
+    "extract_adapter",
+    "merge_adapters",
+    "plan_adapters",
+    "run_plan",
+]

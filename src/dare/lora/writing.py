@@ -1,0 +1,186 @@
+"""An adapter on its way to disk: a directory that PEFT loads, complete or not there at all.
+
+Ranks are known only after the work, and with them the places of all tensors. So tensors go into a
+nameless file first, one by one, and from there into `OUTPUT.partial/`, which gets its name when
+everything is in it and synced. What is in memory at any time is one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import __version__
+from dare.errors import InputError, OutputError
+from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
+from dare.kernels import reference
+from dare.output.writer import PartialOutput, check_target
+from dare.planning.layout import Layout
+from dare.tensors.digest import bytes_digest
+from dare.tensors.dtypes import StorageType
+from dare.tensors.header import Described
+from dare.tensors.json_values import json_ready
+
+Floats = NDArray[np.float32]
+
+README_NAME = "README.md"
+PREFIX = "base_model.model."
+METADATA = {"format": "pt"}
+COPIED_BYTES = 1 << 24
+"""How much is copied at a time."""
+
+
+def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse an output that is no directory name, an input, or there already."""
+    if output.suffix == ".safetensors":
+        raise OutputError(
+            f"{output}: an adapter is a directory with a {CONFIG_NAME} and a {WEIGHTS_NAME}; "
+            "give a name without .safetensors"
+        )
+    check_target(Layout(output, {WEIGHTS_NAME: ()}), inputs, overwrite=overwrite)
+
+
+class AdapterOutput:
+    """An adapter under way; use as a context manager, and call `finish` at the end."""
+
+    def __init__(self, target: Path, dtype: StorageType) -> None:
+        self.target = target
+        self.bytes_written = 0
+        self._dtype = dtype
+        self._tensors: list[Described] = []
+        self._starts: dict[str, int] = {}
+        self._spool: IO[bytes]
+
+    def __enter__(self) -> Self:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._spool = tempfile.TemporaryFile(dir=self.target.parent)
+        except OSError as error:
+            raise _explained(self.target, error) from error
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._spool.close()
+
+    def put(self, name: str, values: Floats) -> None:
+        """Store a tensor, by its name without PEFT's prefix."""
+        self.put_pieces(name, values.shape, [values.reshape(-1)])
+
+    def put_pieces(self, name: str, shape: tuple[int, ...], pieces: Iterable[Floats]) -> None:
+        """Store a tensor that comes in flat pieces."""
+        key = PREFIX + name
+        self._starts[key] = self._spool.tell()
+        self._tensors.append((key, self._dtype, shape))
+        for piece in pieces:
+            raw = np.empty(piece.size, self._dtype.carrier)
+            if reference.encode(piece, raw) >= self._dtype.overflow_bits:
+                raise InputError(
+                    f"{name}: has values that are not finite or too large for {self._dtype.name}; "
+                    "store a wider dtype, or check the inputs"
+                )
+            try:
+                self._spool.write(raw.tobytes())
+            except OSError as error:
+                raise _explained(self.target, error) from error
+            self.bytes_written += raw.nbytes
+
+    def finish(
+        self,
+        config: Mapping[str, Any],
+        manifest: Mapping[str, Any],
+        readme: str,
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Put everything into its place, sync, and give the directory its name."""
+        layout = Layout(self.target, {WEIGHTS_NAME: tuple(sorted(self._tensors))})
+        fingerprint = bytes_digest(_json(manifest))
+        with PartialOutput(layout, METADATA, fingerprint, resume=False) as output:
+            for key, dtype, shape in layout.files[WEIGHTS_NAME]:
+                self._copy(output, key, math.prod(shape) * dtype.itemsize)
+            _write_synced(output.folder / CONFIG_NAME, _json(config))
+            _write_synced(output.folder / README_NAME, readme.encode())
+            output.finish({WEIGHTS_NAME: METADATA}, _json(manifest), overwrite=overwrite)
+
+    def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:
+        self._spool.seek(self._starts[key])
+        for start in range(0, nbytes, COPIED_BYTES):
+            data = self._spool.read(min(COPIED_BYTES, nbytes - start))
+            output.write(key, start, np.frombuffer(data, np.uint8))
+
+
+def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
+    """The `adapter_config.json` of an adapter whose scaling is 1 for every module.
+
+    >>> peft_config({"q": 4, "v": 2})["rank_pattern"]
+    {'^v': 2}
+    """
+    largest = max(ranks.values())
+    smaller = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != largest}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": smaller,
+        "alpha_pattern": smaller,
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "lora_bias": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": sorted(ranks),
+        "modules_to_save": None,
+        **settings,
+    }
+
+
+def manifest_of(kind: str, made: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written down of how an adapter was made."""
+    return {
+        "adapter": kind,
+        **made,
+        "versions": {
+            "dare-merge": __version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": platform.machine(),
+    }
+
+
+def readme_of(title: str, base_name: str | None, text: str) -> str:
+    """The page that lies beside the weights."""
+    head = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
+    return "\n".join(["---", *head, "---", "", f"# {title}", "", "```text", text, "```", ""])
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(json_ready(document), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _explained(path, error) from error
+
+
+def _explained(place: Path, error: OSError) -> OutputError:
+    return OutputError(f"{place}: cannot be written: {error.strerror or error}")

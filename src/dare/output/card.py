@@ -1,0 +1,244 @@
+"""The model card of an output directory: what it is, what it was made from and how.
+
+The text depends on the recipe, the inputs and what the merge found, not on the time, the machine
+or the folder: of a path at most the last two parts are told.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dare.errors import Concern
+from dare.inputs.directory import read_text
+from dare.inputs.sources import SINGLE_NAME
+from dare.output.report import ModelReport, Report
+from dare.planning.plan import Plan
+from dare.recipe.layers import Gradient
+from dare.tensors.mask import MASK_VERSION
+
+NAME = "README.md"
+TAGS = ("merge", "dare-merge")
+INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
+"""What the base's card says of itself and that holds for the output too."""
+MACHINE_KEYS = ("input_digests", "threads", "max_memory", "verbose")
+"""Keys of a recipe that do not decide what the output is."""
+MAX_FRONT_MATTER = 1 << 19
+"""Characters; the cards of embedding models carry their scores there, some 100,000."""
+
+_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
+_HOME = re.compile(r"/(home|Users)/[^/]+|~\w*")
+_PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
+_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+
+
+def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None = None) -> bytes:
+    """Write the card of a finished merge; `inherited` is what it takes from the base's own."""
+    title = plan.layout.target.name if plan.layout else "merged"
+    lines = [
+        _front_matter(plan, inherited or {}),
+        f"# {_inline(title)}",
+        "",
+        f"{_listed(plan)} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"
+        f" seed {plan.recipe.seed}, by dare.",
+        "",
+        "## Models",
+        "",
+        *_models(plan, report),
+        "",
+        *_warnings(report),
+        "## Recipe",
+        "",
+        *_fenced("toml", _recipe(plan)),
+        "",
+        "## Reproduce",
+        "",
+        *_reproduction(report, title),
+    ]
+    text = "\n".join(lines) + "\n"
+    return text.encode(errors="replace")  # a file's name need not be text
+
+
+def short_name(path: str | os.PathLike[str]) -> str:
+    """The last two parts of a path at most; the name on the hub for a folder of its cache.
+
+    A directory stands for the `model.safetensors` in it.
+
+    >>> short_name("/home/me/models/llama/math"), short_name("~/base.safetensors")
+    ('llama/math', 'base.safetensors')
+    >>> short_name("~/cache/hub/models--org--name/snapshots/0a1b/")
+    'org/name'
+    """
+    text = Path(path).as_posix().removesuffix(f"/{SINGLE_NAME}")
+    cached = _HUB_CACHE.search(text + "/")
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    parts = [part for part in Path(text).parts if part not in ("/", "..", "~")]
+    kept = 1 if _HOME.fullmatch(str(Path(text).parent)) else 2  # a home is called like its owner
+    return "/".join(parts[-kept:])
+
+
+# ---------------------------------------------------------------- the head
+
+
+def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> str:
+    import yaml  # type: ignore[import-untyped]
+
+    paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
+    metadata = {
+        "base_model": list(dict.fromkeys(map(short_name, paths))),
+        "base_model_relation": "merge",
+        "library_name": "transformers",
+        **inherited,
+        "tags": list(TAGS),
+    }
+    text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)
+    return f"---\n{text}---\n"
+
+
+def inherited(directory: Path) -> dict[str, str]:
+    """What is taken over from the card in the base's directory, if it has one that can be read."""
+    import yaml
+
+    card = (read_text(directory, NAME) or b"").decode(errors="replace")
+    front = _FRONT_MATTER.match(card[:MAX_FRONT_MATTER].replace("\r\n", "\n"))
+    try:
+        # BaseLoader is safe and leaves scalars text: a licence may be called "no". The faster one,
+        # libyaml's, crashes the process where lists are nested deeply.
+        metadata = yaml.BaseLoader(front[1]).get_single_data() if front else None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        metadata = None
+    values = metadata if isinstance(metadata, dict) else {}
+    return {
+        key: values[key] for key in INHERITED if values.get(key) and isinstance(values[key], str)
+    }
+
+
+# ---------------------------------------------------------------- the body
+
+
+def _listed(plan: Plan) -> str:
+    *some, last = [_code(name) for name in plan.model_names]
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def _models(plan: Plan, report: Report) -> Iterator[str]:
+    yield "| model | from | weight | seed | dropped | asked | largest change | in |"
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    for entry, model in zip(plan.recipe.models, report.models, strict=True):
+        cells = [
+            _code(model.name),
+            _code(short_name(entry.file)),
+            _weight(model.weight),
+            str(model.seed),
+            *_rates(model),
+            f"{model.largest_delta:.3g}",
+            _code(model.largest_delta_in) if model.largest_delta_in else "–",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _weight(weight: float | Gradient) -> str:
+    """A weight, or those of the layers from the first to the last.
+
+    >>> _weight([0.2, 0.8])
+    '0.2 to 0.8'
+    """
+    values = weight if isinstance(weight, list) else [weight]
+    return " to ".join(f"{value:.6g}" for value in values)
+
+
+def _rates(model: ModelReport) -> tuple[str, str]:
+    realised, asked = model.drop_rate_realised, model.drop_rate_asked
+    if realised is None or asked is None:
+        return "–", "–"
+    return f"{realised:.4%}", f"{asked:.4%}"
+
+
+def _warnings(report: Report) -> Iterator[str]:
+    said = [notice for notice in report.warnings if notice.about is not Concern.OTHER_PARTIAL]
+    if said:
+        yield "## Warnings"
+        yield ""
+        yield from (
+            f"- {notice.about.value}: {_inline(_without_folders(notice.text))}" for notice in said
+        )
+        yield ""
+
+
+def _recipe(plan: Plan) -> str:
+    import tomli_w
+
+    document: dict[str, Any] = {
+        key: _without_folders(value) if isinstance(value, str) else value
+        for key, value in plan.recipe.to_document().items()
+        if key not in MACHINE_KEYS
+    }
+    document["models"] = {key: _shortened(value) for key, value in document["models"].items()}
+    usual = {"method": plan.recipe.method, "seed": plan.recipe.seed}
+    return tomli_w.dumps({**usual, **document})
+
+
+def _shortened(value: Any) -> Any:
+    """The files of a recipe, by their short names."""
+    if isinstance(value, list):
+        return [_shortened(entry) for entry in value]
+    if isinstance(value, dict):
+        return {**value, "file": short_name(value["file"])}
+    return short_name(value)
+
+
+def _without_folders(text: str) -> str:
+    """Text, with the paths in it shortened.
+
+    >>> _without_folders("~me/a/b.jinja: is not in /data/x/y/z, but 1/2")
+    'a/b.jinja: is not in y/z, but 1/2'
+    """
+    return _PATH.sub(lambda path: short_name(path[0]), text)
+
+
+def _fenced(language: str, text: str) -> Iterator[str]:
+    fence = "```" if "```" not in text else "`" * (len(max(re.findall("`+", text))) + 1)
+    yield f"{fence}{language}"
+    yield text.rstrip("\n")
+    yield fence
+
+
+def _reproduction(report: Report, title: str) -> Iterator[str]:
+    yield "```bash"
+    yield f"dare {_word(title)} --output again   # the same bytes, from the same inputs"
+    yield f"dare verify {_word(title)}           # these bytes, to the bit"
+    yield "```"
+    yield ""
+    yield f"Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json says):"
+    yield ""
+    yield "| | digest |"
+    yield "|---|---|"
+    yield f"| base | `{report.digests.base}` |"
+    for model, digest in zip(report.models, report.digests.models, strict=True):
+        yield f"| {_code(model.name)} | `{digest}` |"
+    yield f"| output | `{report.digests.output}` |"
+
+
+def _word(name: str) -> str:
+    return shlex.quote(" ".join(name.split()))
+
+
+def _code(text: str) -> str:
+    """Code in a line or a table's cell."""
+    plain = _one_line(text).replace("`", "'")
+    return f"`{plain}`"
+
+
+def _inline(text: str) -> str:
+    """Text that is no markup, in a line or a table's cell."""
+    return _one_line(text).replace("<", "&lt;").replace("[", "\\[")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

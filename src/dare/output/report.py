@@ -1,0 +1,275 @@
+"""What a merge did, as figures: the object that `merge` returns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dare.errors import Concern, Notice
+from dare.output.writer import Record
+from dare.planning.plan import Plan, TensorPlan
+from dare.recipe.layers import Gradient
+from dare.tensors.digest import model_digest, tensor_digest
+from dare.tensors.header import TensorInfo
+from dare.tensors.json_values import json_ready
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model's part in a merge."""
+
+    name: str
+    seed: int
+    weight: float | Gradient
+    elements: int
+    drop_rate_asked: float | None
+    """Of all dropping stages together, 1 - Π(1 - p), each p the mean over the elements that reach
+    the stage; None without a dropping stage."""
+    drop_rate_realised: float | None
+    """The share that was dropped of the elements that reached the dropping stages."""
+    largest_delta: float
+    largest_delta_in: str
+    over_threshold: int
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One merged tensor: for each model that took part, in order."""
+
+    name: str
+    models: tuple[str, ...]
+    largest_delta: tuple[float, ...]
+    over_threshold: tuple[int, ...]
+    survivors: tuple[tuple[int, ...], ...]
+    """Elements left after each delta stage."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of everything that was read and written."""
+
+    base: str
+    models: tuple[str, ...]
+    output: str
+    base_tensors: dict[str, str]
+    model_tensors: tuple[dict[str, str], ...]
+    output_tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a merge did."""
+
+    method: str
+    output: Path | None
+    models: tuple[ModelReport, ...]
+    tensors: tuple[TensorReport, ...]
+    delta_threshold: float
+    overflowed: int
+    """Results too large for the output type."""
+    nans: int
+    """Results that are not a number."""
+    warnings: tuple[Notice, ...]
+    bytes_read: int
+    bytes_written: int
+    resumed_chunks: int
+    seconds: float
+    digests: Digests
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        plain = asdict(self)
+        plain["output"] = None if self.output is None else str(self.output)
+        return plain
+
+    def to_json(self) -> str:
+        """The report as JSON; a number that is not finite becomes a string."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """The report in a few lines."""
+        lines = [
+            f"{self.method}: {len(self.tensors)} tensors merged in {self.seconds:.1f} s "
+            f"({self.bytes_read / 1e9 / max(self.seconds, 1e-9):.2f} GB/s read)"
+        ]
+        for model in self.models:
+            dropped = ""
+            if model.drop_rate_realised is not None and model.drop_rate_asked is not None:
+                dropped = (
+                    f"dropped {model.drop_rate_realised:.4%} "
+                    f"(asked for {model.drop_rate_asked:.4%}), "
+                )
+            lines.append(
+                f"  {model.name}: {dropped}largest |δ| {model.largest_delta:.3g} "
+                f"in {model.largest_delta_in or '-'}"
+            )
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        if self.output is not None:
+            lines.append(f"  written to {self.output}")
+        return "\n".join(lines)
+
+
+def make_report(
+    plan: Plan,
+    records: Sequence[Record],
+    *,
+    seconds: float,
+    bytes_read: int,
+    resumed_chunks: int,
+    noticed: Sequence[Notice] = (),
+) -> Report:
+    """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
+    by_tensor: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_tensor[record["tensor"]].append(record)
+    for chunks in by_tensor.values():
+        chunks.sort(key=lambda record: record["chunk"])
+
+    tensors = tuple(
+        _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
+    )
+    models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
+    exceptions = [record["exceptions"] for record in records]
+    overflowed = sum(found[0] for found in exceptions)
+    nans = sum(found[1] for found in exceptions)
+    warnings = [*plan.warnings, *noticed, *_warnings(plan, models, overflowed, nans)]
+    return Report(
+        method="+".join(stage.name for stage in plan.stages),
+        output=plan.recipe.output,
+        models=models,
+        tensors=tensors,
+        delta_threshold=plan.recipe.delta_threshold,
+        overflowed=overflowed,
+        nans=nans,
+        warnings=tuple(warnings),
+        bytes_read=bytes_read,
+        bytes_written=plan.bytes_written,
+        resumed_chunks=resumed_chunks,
+        seconds=seconds,
+        digests=_digests(plan, by_tensor),
+    )
+
+
+def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
+    figures = np.array([chunk["models"] for chunk in chunks], np.int64)  # chunk, model, figure
+    figures = figures.reshape(len(chunks), len(tensor.models), 1 + len(plan.stages))
+    peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
+    return TensorReport(
+        tensor.name,
+        tuple(plan.model_names[model] for model in tensor.models),
+        tuple(float(peak) for peak in peaks),
+        tuple(int(count) for count in figures[:, :, 1].sum(axis=0)),
+        tuple(tuple(int(n) for n in model) for model in figures[:, :, 2:].sum(axis=0)),
+    )
+
+
+def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
+    elements = over = 0
+    largest, largest_in = 0.0, ""
+    for tensor, report in zip(plan.merged(), reports, strict=True):
+        if index not in tensor.models:
+            continue
+        place = tensor.models.index(index)
+        elements += tensor.elements
+        over += report.over_threshold[place]
+        peak = report.largest_delta[place]
+        if peak > largest or (math.isnan(peak) and not math.isnan(largest)):  # the first NaN stays
+            largest, largest_in = peak, tensor.name
+    asked, realised = _drop_rates(plan, index, reports)
+    return ModelReport(
+        name=plan.model_names[index],
+        seed=plan.recipe.seeds()[index],
+        weight=plan.recipe.weights()[index],
+        elements=elements,
+        drop_rate_asked=asked,
+        drop_rate_realised=realised,
+        largest_delta=largest,
+        largest_delta_in=largest_in,
+        over_threshold=over,
+    )
+
+
+def _drop_rates(
+    plan: Plan, index: int, reports: Sequence[TensorReport]
+) -> tuple[float | None, float | None]:
+    """What all dropping stages together were asked to drop of one model, and what they did."""
+    asked_kept, realised_kept = Fraction(1), 1.0
+    dropped = False
+    for position, stage in enumerate(plan.stages):
+        if "drop_rate" not in stage.parameters:
+            continue
+        reached = kept = 0
+        expected = Fraction(0)
+        for tensor, report in zip(plan.merged(), reports, strict=True):
+            if index in tensor.models:
+                place = tensor.models.index(index)
+                survivors = (tensor.elements, *report.survivors[place])
+                rate = Fraction(tensor.settings[place][position]["drop_rate"])
+                reached += survivors[position]
+                kept += survivors[position + 1]
+                expected += survivors[position] * (1 - rate)
+        if reached:
+            dropped = True
+            asked_kept *= expected / reached
+            realised_kept *= kept / reached
+    return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
+
+
+def _warnings(
+    plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: int
+) -> Iterator[Notice]:
+    for model in models:
+        if model.over_threshold:
+            yield Notice(
+                Concern.LARGE_DELTAS,
+                f"{model.name}: |δ| exceeds {plan.recipe.delta_threshold:g} in "
+                f"{model.over_threshold:,} of {model.elements:,} elements "
+                f"({model.over_threshold / model.elements:.2%}), and reaches "
+                f"{model.largest_delta:.3g} in {model.largest_delta_in}; "
+                "DARE is at its best where changes are small",
+            )
+    if overflowed:
+        yield Notice(
+            Concern.OVERFLOW,
+            f"{overflowed:,} merged values are infinite or too large for their type; "
+            "lower scale, or store a wider dtype",
+        )
+    if nans:
+        yield Notice(
+            Concern.NOT_A_NUMBER,
+            f"{nans:,} merged values are NaN, because NaN or infinity came in",
+        )
+
+
+def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
+    base: dict[str, str] = {}
+    models: list[dict[str, str]] = [{} for _ in plan.models]
+    output: dict[str, str] = {}
+    for tensor in plan.tensors:
+        chunks = by_tensor[tensor.name]
+        base[tensor.name] = tensor_digest(chunk["inputs"][0] for chunk in chunks)
+        output[tensor.name] = tensor_digest(chunk["output"] for chunk in chunks)
+        for place, model in enumerate(tensor.models, start=1):
+            if tensor.name in plan.models[model].tensors:
+                digest = tensor_digest(chunk["inputs"][place] for chunk in chunks)
+                models[model][tensor.name] = digest
+    written = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
+    return Digests(
+        base=model_digest((plan.base.tensors[name], digest) for name, digest in base.items()),
+        models=tuple(
+            model_digest((source.tensors[name], digest) for name, digest in found.items())
+            for source, found in zip(plan.models, models, strict=True)
+        ),
+        output=model_digest((written[name], digest) for name, digest in output.items()),
+        base_tensors=base,
+        model_tensors=tuple(models),
+        output_tensors=output,
+    )

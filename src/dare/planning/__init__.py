@@ -1,0 +1,1 @@
+"""What will be done, from headers alone: every tensor, byte and cost."""

@@ -1,0 +1,86 @@
+"""Where every tensor of the output will lie, decided before anything is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dare.errors import RecipeError
+from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
+from dare.tensors.header import Described, TensorInfo, build_header
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of an output and the tensors in each, in order."""
+
+    target: Path
+    """The name the finished output gets: a `.safetensors` file, or a directory."""
+    files: Mapping[str, tuple[Described, ...]]
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether the output is a directory with one or more files in it."""
+        return is_directory_target(self.target)
+
+    def build(self, metadata: Mapping[str, str]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
+        """For each file its first bytes and the place of its tensors."""
+        return {name: build_header(tensors, metadata) for name, tensors in self.files.items()}
+
+    def index(self) -> bytes | None:
+        """The shard index, where there is more than one file."""
+        if len(self.files) == 1:
+            return None
+        total = sum(_nbytes(tensor) for tensors in self.files.values() for tensor in tensors)
+        places = {tensor[0]: name for name, tensors in self.files.items() for tensor in tensors}
+        document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+    @property
+    def index_name(self) -> str:
+        """What the shard index is called."""
+        return INDEX_NAME
+
+
+def is_directory_target(target: Path) -> bool:
+    """Say whether an output of this name is a directory."""
+    return target.suffix != ".safetensors"
+
+
+def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) -> Layout:
+    """Order tensors as the safetensors library does, widest type first, and fill shards in turn."""
+    ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
+    if not is_directory_target(target):
+        if shard_size is not None:
+            raise RecipeError(
+                f"shard_size makes several files, and the output {target} is one; "
+                "give a directory (a name without .safetensors)"
+            )
+        return Layout(target, {target.name: tuple(ordered)})
+
+    shards: list[list[Described]] = [[]]
+    room = math.inf if shard_size is None else shard_size
+    for tensor in ordered:
+        size = _nbytes(tensor)
+        if shards[-1] and size > room:
+            shards.append([])
+            room = math.inf if shard_size is None else shard_size
+        shards[-1].append(tensor)
+        room -= size
+    if len(shards) == 1:
+        return Layout(target, {SINGLE_NAME: tuple(shards[0])})
+    count = len(shards)
+    return Layout(
+        target,
+        {
+            f"model-{number:05}-of-{count:05}.safetensors": tuple(shard)
+            for number, shard in enumerate(shards, start=1)
+        },
+    )
+
+
+def _nbytes(tensor: Described) -> int:
+    return math.prod(tensor[2]) * tensor[1].itemsize

@@ -1,0 +1,236 @@
+"""From a recipe and the headers of its files to a plan, and all that does not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from dare.errors import Concern, MismatchError, Notice, RecipeError
+from dare.inputs.sources import Source
+from dare.planning.layout import lay_out
+from dare.planning.plan import Fate, Plan, TensorPlan
+from dare.recipe.layers import find_depths
+from dare.recipe.schema import Recipe
+from dare.stages import Settings, Stage
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import TensorInfo
+
+FINDINGS_SHOWN = 20
+
+
+def make_plan(
+    recipe: Recipe,
+    base: Source,
+    models: Sequence[Source],
+    names: Sequence[str],
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
+    problems: list[str] = []
+    warnings = list(_recipe_warnings(recipe))
+    depths = find_depths(base.tensors)
+    tensors = [
+        _plan_tensor(recipe, info, depths[name], models, names, problems, warnings)
+        for name, info in sorted(base.tensors.items())
+    ]
+    extras = _find_extras(recipe, base, models, names, problems, warnings)
+    if problems:
+        raise MismatchError(_list(problems))
+    for rule in recipe.tensors:
+        if not any(map(rule.matches, base.tensors)):
+            text = f"{rule.told}: there are none, so the rule has no effect"
+            warnings.append(Notice(Concern.UNUSED_RULE, text))
+
+    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    layout = None
+    if recipe.output is not None:
+        layout = lay_out(recipe.output, described, recipe.shard_size)
+        order = {
+            name: number
+            for number, (name, _, _) in enumerate(t for f in layout.files.values() for t in f)
+        }
+        tensors.sort(key=lambda tensor: order[tensor.name])
+    plan = Plan(
+        recipe,
+        base,
+        tuple(models),
+        tuple(names),
+        tuple(tensors),
+        tuple(extras),
+        tuple(warnings),
+        layout,
+        tuple(notes),
+    )
+    needed = plan.workspace_bytes + 2 * plan.matrix_bytes + plan.census_bytes
+    if needed > recipe.max_memory:
+        raise RecipeError(
+            f"max_memory = {recipe.max_memory}: one thread needs {needed} bytes; "
+            f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
+        )
+    return plan
+
+
+def _plan_tensor(
+    recipe: Recipe,
+    base: TensorInfo,
+    depth: Fraction,
+    models: Sequence[Source],
+    names: Sequence[str],
+    problems: list[str],
+    warnings: list[Notice],
+) -> TensorPlan:
+    name = base.name
+    combine = recipe.chain[-1][0]
+    takes_part, mismatched, missing = [], [], []
+    for index, model in enumerate(models):
+        info = model.tensors.get(name)
+        if info is None:
+            if base.dtype.is_weight and not model.is_partial:
+                missing.append(names[index])
+            if combine.models is not None:  # it takes them all, so this one's delta is read as zero
+                takes_part.append(index)
+        elif info.shape != base.shape or (
+            info.dtype != base.dtype and not _both_weights(info, base)
+        ):
+            mismatched.append(
+                f"{name}: base is {_describe(base)}, {names[index]} is {_describe(info)}"
+            )
+        else:
+            takes_part.append(index)
+
+    if missing:
+        line = f"{name}: not in {', '.join(missing)}"
+        if recipe.on_missing == "error":
+            problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
+        else:
+            text = f"{line}; its change there counts as zero"
+            warnings.append(Notice(Concern.MISSING_TENSORS, text))
+    for line in mismatched:
+        if recipe.on_mismatch == "error":
+            problems.append(f'{line}; set on_mismatch = "base" to keep the base\'s')
+        else:
+            warnings.append(Notice(Concern.MISMATCHED_TENSORS, f"{line}; the base's is kept"))
+
+    if mismatched:
+        fate, takes_part = Fate.MISMATCHED, []
+    elif not base.dtype.is_weight:
+        fate = Fate.COPIED
+        takes_part = takes_part if recipe.on_integer_mismatch == "error" else []
+    else:
+        changed = any(name in model.tensors for model in models)
+        fate = Fate.MERGED if changed else Fate.BASE_ONLY
+        takes_part = takes_part if fate is Fate.MERGED else []
+
+    dtype = base.dtype
+    if base.dtype.is_weight and recipe.dtype is not None:
+        dtype = STORAGE_TYPES[recipe.dtype]
+    settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
+    combine_settings = recipe.combine_settings_for(name, depth)
+    _check(combine, combine_settings, f"{name}: ")
+    for index, values_of_stages in zip(takes_part, settings, strict=True):
+        for (stage, _), values in zip(recipe.chain, values_of_stages, strict=False):
+            _check(stage, values, f"{name} of {names[index]}: ")
+    return TensorPlan(
+        name,
+        fate,
+        base.shape,
+        base,
+        dtype,
+        tuple(takes_part),
+        settings,
+        tuple(recipe.weight_for(name, index, depth) for index in takes_part),
+        combine_settings,
+    )
+
+
+def _check(stage: Stage, settings: Settings, where: str) -> None:
+    try:
+        stage.check(settings)
+    except RecipeError as error:
+        raise RecipeError(f"{where}{error}") from None
+
+
+def _find_extras(
+    recipe: Recipe,
+    base: Source,
+    models: Sequence[Source],
+    names: Sequence[str],
+    problems: list[str],
+    warnings: list[Notice],
+) -> list[str]:
+    owners: dict[str, list[str]] = {}
+    for model, model_name in zip(models, names, strict=True):
+        for tensor in model.tensors:
+            if tensor not in base.tensors:
+                owners.setdefault(tensor, []).append(model_name)
+    for tensor, found_in in sorted(owners.items()):
+        line = f"{tensor}: in {', '.join(found_in)}, not in the base"
+        if recipe.on_extra == "error":
+            problems.append(f'{line}; set on_extra = "drop" to leave it out')
+        else:
+            warnings.append(Notice(Concern.EXTRA_TENSORS, f"{line}; left out"))
+    return sorted(owners)
+
+
+def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
+    """What is allowed, and usually a mistake."""
+    seeds = recipe.seeds()
+    drops = any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
+    if drops and len(set(seeds)) < len(seeds):
+        yield Notice(
+            Concern.EQUAL_SEEDS,
+            f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions, "
+            "so nothing is gained over scaling; give each its own",
+        )
+    balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
+    for rate in sorted(drop_rates(recipe)):
+        if rate > 0.95 and not balanced:
+            yield Notice(
+                Concern.HIGH_DROP_RATE,
+                f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
+                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains; the stage "
+                "darex divides by a larger q, or bounds the variance",
+            )
+    if drops and False in _values(recipe, "rescale"):
+        yield Notice(
+            Concern.NO_RESCALE,
+            "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
+            "each change is applied (a tenth at p = 0.9); this is not DARE",
+        )
+
+
+def drop_rates(recipe: Recipe) -> set[float]:
+    """Every drop rate that the recipe names."""
+    rates = _values(recipe, "drop_rate")
+    if recipe.embedding_drop_rate is not None:
+        rates.add(recipe.embedding_drop_rate)
+    return rates
+
+
+def _values(recipe: Recipe, parameter: str) -> set[Any]:
+    places: Iterable[Mapping[str, Any]] = (
+        *(settings for _, settings in recipe.chain),
+        *(entry.settings for entry in recipe.models),
+        *(rule.settings for rule in recipe.tensors),
+    )
+    found = [settings[parameter] for settings in places if parameter in settings]
+    lists = [value if isinstance(value, list) else [value] for value in found]
+    return {value for values in lists for value in values}
+
+
+def _both_weights(left: TensorInfo, right: TensorInfo) -> bool:
+    return left.dtype.is_weight and right.dtype.is_weight
+
+
+def _describe(info: TensorInfo) -> str:
+    shape = "×".join(map(str, info.shape)) or "a scalar"
+    return f"{shape} {info.dtype.name}"
+
+
+def _list(problems: Sequence[str]) -> str:
+    shown = list(problems[:FINDINGS_SHOWN])
+    if len(problems) > FINDINGS_SHOWN:
+        shown.append(f"… and {len(problems) - FINDINGS_SHOWN} more")
+    head = f"{len(problems)} tensor(s) do not fit together:" if len(problems) > 1 else ""
+    return "\n  ".join([head, *shown]) if head else shown[0]

@@ -1,0 +1,84 @@
+"""What a name on the hub looks like, without asking the hub.
+
+A name is `org/name`, or `org/name/inside@revision`, where `inside` is a folder or a file of the
+repository. What exists here is never a name. Otherwise
+
+- with `@revision` a text is a name;
+- without it, only if it has exactly two parts, the second does not end like a file of weights,
+  and there is no folder here that is called like the first: `models/bas` beside a folder `models`
+  is a slip of the pen, and is not sent to a server.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
+"""How files of weights end; `org/model.safetensors` is a path, not a name."""
+
+_PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A model on the hub: repository, folder or file inside it, revision if one is given."""
+
+    repo: str
+    inside: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        """The text that it was read from."""
+        return written_name(self.repo, self.inside, self.revision)
+
+    @property
+    def file(self) -> str | None:
+        """The file of weights that is asked for, if it is a file."""
+        path = PurePosixPath(self.inside)
+        return path.name if path.suffix in WEIGHT_SUFFIXES else None
+
+    @property
+    def folder(self) -> PurePosixPath:
+        """The folder of the repository that holds the model."""
+        path = PurePosixPath(self.inside)
+        return path.parent if self.file else path
+
+
+def looks_like_name(text: str) -> bool:
+    """Say whether a text has the form of a name on the hub; what exists here is not looked at.
+
+    >>> [looks_like_name(t) for t in ("org/name", "org/name@v1", "org/name/sub@main")]
+    [True, True, True]
+    >>> [looks_like_name(t) for t in ("name", "a/b/c", "/org/name", "org/model.safetensors")]
+    [False, False, False, False]
+    """
+    return parse_name(text) is not None
+
+
+def written_name(repo: str, inside: str, revision: str | None) -> str:
+    """A name as text."""
+    return "/".join(filter(None, (repo, inside))) + (f"@{revision}" if revision else "")
+
+
+def parse_name(text: str) -> Name | None:
+    """The name that a text is; None if it is none."""
+    place, at, revision = text.partition("@")
+    org, slash, rest = place.partition("/")
+    name, _, inside = rest.partition("/")
+    is_name = (
+        bool(slash)
+        and all(_PART.fullmatch(part) for part in (org, name))
+        and not re.search(r"--|\.\.|\.git$", f"{org}/{name}")
+        and not text.endswith(WEIGHT_SUFFIXES)
+        and not {"", ".", ".."} & set(inside.split("/") if inside else ())
+        and (_is_revision(revision) if at else not inside)
+    )
+    return Name(f"{org}/{name}", inside, revision or None) if is_name else None
+
+
+def _is_revision(text: str) -> bool:
+    return bool(re.fullmatch(r"[^\s@:?*\[\\^~]+", text)) and not {"", ".", ".."} & set(
+        text.split("/")
+    )

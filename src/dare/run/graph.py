@@ -1,0 +1,177 @@
+"""The work of a plan as a list of steps: plain data, which any thread, process or machine can do.
+
+    look (a tensor, for a stage that asks about all tensors of a model) → conclude
+      → survey (a tensor of one model) → survey all (a tensor of all models) → merge (a chunk)
+    copy (a chunk)
+
+A step names the tensor it is for, and by id the results that it needs. Merges and copies write
+their bytes and return a record; what the others return is passed on. The order of the list only
+serves speed: bytes depend on the plan and the inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dare.planning.plan import CensusPlan, Fate, Plan, TensorPlan
+
+Id = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A piece of work."""
+
+    id: Id
+    needs: tuple[Id, ...]
+    group: int
+    """The place of its tensor in the plan, from 1; 0 for what comes before all merging."""
+
+
+@dataclass(frozen=True)
+class Look(Step):
+    """Look at one tensor for a census."""
+
+    census: int
+    """The place of the census in the plan."""
+    round: int
+    tensor: str
+    conclusions: tuple[tuple[int, Id], ...]
+    """What was concluded for stages before, by their positions in the chain."""
+
+
+@dataclass(frozen=True)
+class Conclude(Step):
+    """Draw the conclusion from the looks of a round."""
+
+    census: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Survey(Step):
+    """Let the surveying stages of one model's chain see one tensor."""
+
+    tensor: str
+    model: int
+    conclusions: tuple[tuple[int, Id], ...]
+
+
+@dataclass(frozen=True)
+class SurveyAll(Step):
+    """Let the combine stage see all models' deltas of one tensor."""
+
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Merge(Step):
+    """Merge one chunk of a tensor."""
+
+    tensor: str
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Copy(Step):
+    """Copy one chunk of a tensor from the base, comparing the models' copies if asked."""
+
+    tensor: str
+    chunk: int
+
+
+def survey_id(tensor: TensorPlan, model: int) -> Id:
+    """What the result of a survey is called."""
+    return "survey", tensor.name, model
+
+
+def survey_all_id(tensor: TensorPlan) -> Id:
+    """What the result of a combine stage's survey is called."""
+    return "survey all", tensor.name
+
+
+def conclusion_id(census: CensusPlan, number: int) -> Id:
+    """What the conclusion of a round is called, in any plan that has this census."""
+    settings = tuple(sorted(census.settings.items()))
+    return "conclude", census.model, census.position, settings, number
+
+
+def list_steps(
+    plan: Plan, done: Collection[tuple[str, int]] = (), known: Collection[Id] = ()
+) -> list[Step]:
+    """All steps but the chunks that are done and the conclusions that are known.
+
+    Comparisons of integers come first, since they may end the merge.
+    """
+    conclusions = _conclusions(plan)
+    copies: list[Step] = []
+    steps: list[Step] = []
+    for group, tensor in enumerate(plan.tensors, start=1):
+        chunks = [c for c in range(tensor.chunks) if (tensor.name, c) not in done]
+        if tensor.fate is Fate.MERGED:
+            steps += _merging(plan, tensor, chunks, conclusions, group)
+        else:
+            copies += [Copy(("copy", tensor.name, c), (), 0, tensor.name, c) for c in chunks]
+    return [*copies, *(list_census_steps(plan, known) if steps else ()), *steps]
+
+
+def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
+    """The looks of all censuses, one after the other, and of each round by round."""
+    before = _conclusions(plan)
+    for place, census in enumerate(plan.censuses):
+        rounds = plan.stages[census.position].rounds(census.settings)
+        if conclusion_id(census, len(rounds) - 1) in known:
+            continue
+        last: tuple[Id, ...] = ()
+        for number in range(len(rounds)):
+            looks = []
+            for tensor in census.tensors:
+                earlier = tuple(
+                    (position, conclusion)
+                    for position, conclusion in before[tensor.name, census.model]
+                    if position < census.position
+                )
+                needs = (*last, *(conclusion for _, conclusion in earlier))
+                looks.append(("look", place, number, tensor.name))
+                yield Look(looks[-1], needs, 0, place, number, tensor.name, earlier)
+            concluded = conclusion_id(census, number)
+            yield Conclude(concluded, (*last, *looks), 0, place, number)
+            last = (concluded,)
+
+
+def _conclusions(plan: Plan) -> dict[tuple[str, int], list[tuple[int, Id]]]:
+    """For a tensor and a model, the last conclusion for each stage that has a census."""
+    conclusions: dict[tuple[str, int], list[tuple[int, Id]]] = defaultdict(list)
+    for census in plan.censuses:
+        last = len(plan.stages[census.position].rounds(census.settings)) - 1
+        for tensor in census.tensors:
+            place = census.position, conclusion_id(census, last)
+            conclusions[tensor.name, census.model].append(place)
+    return conclusions
+
+
+def _merging(
+    plan: Plan,
+    tensor: TensorPlan,
+    chunks: list[int],
+    conclusions: dict[tuple[str, int], list[tuple[int, Id]]],
+    group: int,
+) -> Iterator[Step]:
+    """The steps of one tensor, if it has chunks to be merged."""
+    if not chunks:
+        return
+    surveys: list[Id] = []
+    for model in tensor.models:
+        if tensor.surveyed_stages(plan.stages, model):
+            concluded = tuple(conclusions[tensor.name, model])
+            needs = tuple(conclusion for _, conclusion in concluded)
+            surveys.append(survey_id(tensor, model))
+            yield Survey(surveys[-1], needs, group, tensor.name, model, concluded)
+    if plan.combine.surveys_when(tensor.combine):
+        yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.name)
+        surveys.append(survey_all_id(tensor))
+    for chunk in chunks:
+        yield Merge(("merge", tensor.name, chunk), tuple(surveys), group, tensor.name, chunk)

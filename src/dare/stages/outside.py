@@ -1,0 +1,87 @@
+"""Stages that do not lie in this package: in a file, or in another package that is installed.
+
+A file registers its stages when it is run, as the files here do. A package names the modules that
+register its stages as entry points of the group `dare.stages`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dare.errors import DareWarning, InputError
+from dare.stages.registry import STAGES
+from dare.tensors.digest import bytes_digest
+
+GROUP = "dare.stages"
+
+
+def load_stages(path: str | PathLike[str]) -> tuple[str, ...]:
+    """Run a Python file that registers stages; return their names.
+
+    The file is a program like any other: run only what you trust. A file that was run before is not
+    run again.
+    """
+    file = Path(path).expanduser().resolve()
+    loaded = tuple(name for name, stage in STAGES.items() if stage.file == str(file))
+    if loaded:
+        return loaded
+    try:
+        origin = f"file {bytes_digest(file.read_bytes())}"
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the stage: {error.strerror or error}") from None
+    names = _registered_by(lambda: _run(file), str(path), origin)
+    for name in names:
+        STAGES[name] = replace(STAGES[name], file=str(file))
+    if not names:
+        raise InputError(
+            f"{path}: registers no stage; decorate a function with @delta_stage() or "
+            "@combine_stage() of dare.stages.registry"
+        )
+    return names
+
+
+@cache
+def load_installed_stages() -> None:
+    """Register the stages of installed packages; one that cannot be loaded is warned of."""
+    for entry in entry_points(group=GROUP):
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+        try:
+            _registered_by(entry.load, package, f"package {package}")
+        except InputError as error:
+            warnings.warn(str(error), DareWarning, stacklevel=2)
+
+
+def _run(file: Path) -> None:
+    name = f"dare_stages_in_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise InputError("is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _registered_by(load: Callable[[], Any], where: str, origin: str) -> tuple[str, ...]:
+    """Load something and say which stages it registered; all of them or, if it fails, none."""
+    before = set(STAGES)
+    try:
+        load()
+    except Exception as error:
+        for name in STAGES.keys() - before:
+            del STAGES[name]
+        raise InputError(
+            f"{where}: its stages cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    names = tuple(name for name in STAGES if name not in before)
+    for name in names:
+        STAGES[name] = replace(STAGES[name], origin=origin)
+    return names

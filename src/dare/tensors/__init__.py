@@ -1,0 +1,1 @@
+"""Tensors as bytes: types, headers, files, digests, chunks, masks."""

@@ -1,0 +1,40 @@
+"""Digests of tensors that do not depend on how they are read or laid out.
+
+A tensor is cut into chunks (`chunks`), each chunk is hashed with XXH3-128, and the tensor's
+digest is the hash of its chunks' digests. The digest of a model is the hash of a line for each
+tensor, in order of name. So chunks can be hashed in any order, by any thread, while they pass by,
+and a model has the same digest in one file and in seven.
+
+XXH3 finds accidents (a flipped bit, a truncated copy, the wrong file). It is no protection against
+someone who forges a collision on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+from dare.tensors.header import TensorInfo
+
+DIGEST_LENGTH = 32
+"""Characters of a digest in hexadecimal."""
+
+
+def bytes_digest(data: bytes | memoryview) -> str:
+    """Hash a chunk, a header or a manifest."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def tensor_digest(chunk_digests: Iterable[str]) -> str:
+    """Combine the digests of a tensor's chunks, in order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(digest) for digest in chunk_digests))
+
+
+def model_digest(tensors: Iterable[tuple[TensorInfo, str]]) -> str:
+    """Combine the digests of tensors with their names, types and shapes."""
+    lines = sorted(
+        f"{info.name}\t{info.dtype.name}\t{list(info.shape)}\t{digest}\n"
+        for info, digest in tensors
+    )
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())

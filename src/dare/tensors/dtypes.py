@@ -1,0 +1,111 @@
+"""The storage types of safetensors: one table, used by every reader, writer and kernel.
+
+Weights are decoded to float32 and encoded back with one rounding. The kernels see raw bytes as an
+array of the type's *carrier*, a NumPy dtype that is different for every weight type, so that a
+kernel is chosen by the array it is given and needs no further tag (BF16 travels as uint16, F16 as
+int16, and so on; the carrier says nothing about the values).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dare.errors import RecipeError, did_you_mean
+
+
+@dataclass(frozen=True)
+class StorageType:
+    """How one safetensors type lies in a file.
+
+    >>> kind = STORAGE_TYPES["BF16"]
+    >>> kind.itemsize, kind.torch_name, kind.mantissa_bits
+    (2, 'bfloat16', 7)
+    """
+
+    name: str
+    numpy_type: np.dtype[np.generic]
+    carrier: np.dtype[np.generic]
+    is_weight: bool = False
+    mantissa_bits: int = 0
+    """How many bits a weight's fraction has, the leading one not counted."""
+    overflow_bits: int = 0x7F800000
+    """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.carrier.itemsize
+
+    @property
+    def torch_name(self) -> str:
+        """What torch calls it, and NumPy too."""
+        return self.numpy_type.name
+
+
+def _weight(
+    name: str, numpy_type: DTypeLike, carrier: str, mantissa_bits: int, overflow: int = 0x7F800000
+) -> StorageType:
+    values, carried_as = np.dtype(numpy_type), np.dtype(carrier)
+    return StorageType(name, values, carried_as, True, mantissa_bits, overflow)
+
+
+def _copied(name: str, numpy_type: DTypeLike) -> StorageType:
+    values: np.dtype[np.generic] = np.dtype(numpy_type)
+    return StorageType(name, values, np.dtype(f"u{values.itemsize}"))
+
+
+STORAGE_TYPES: dict[str, StorageType] = {
+    kind.name: kind
+    for kind in (
+        _weight("F64", "float64", "float64", 52),
+        _weight("F32", "float32", "float32", 23),
+        _weight("F16", "float16", "int16", 10, 0x477FF000),  # 65520
+        _weight("BF16", ml_dtypes.bfloat16, "uint16", 7, 0x7F7F8000),  # 3.396e38
+        _weight("F8_E4M3", ml_dtypes.float8_e4m3fn, "uint8", 3, 0x43E80001),  # above 464: NaN
+        _weight("F8_E5M2", ml_dtypes.float8_e5m2, "int8", 2, 0x47700000),  # 61440
+        _copied("BOOL", "bool"),
+        _copied("U8", "uint8"),
+        _copied("I8", "int8"),
+        _copied("U16", "uint16"),
+        _copied("I16", "int16"),
+        _copied("U32", "uint32"),
+        _copied("I32", "int32"),
+        _copied("U64", "uint64"),
+        _copied("I64", "int64"),
+        _copied("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+        _copied("C64", "complex64"),
+    )
+}
+"""Weights take part in merging; all other types are copied from the base."""
+
+WEIGHT_TYPES = tuple(kind for kind in STORAGE_TYPES.values() if kind.is_weight)
+MODEL_TYPES = tuple(kind for kind in WEIGHT_TYPES if kind.itemsize > 1)
+"""Types that a model can have as a whole; transformers cannot build one in float8."""
+BY_TORCH_NAME = {kind.torch_name: kind for kind in STORAGE_TYPES.values()}
+
+_SPELLINGS = {kind.torch_name: kind.name for kind in WEIGHT_TYPES} | {
+    "double": "F64",
+    "float": "F32",
+    "fp32": "F32",
+    "half": "F16",
+    "fp16": "F16",
+}
+
+
+def weight_type(name: object) -> StorageType:
+    """Look a weight type up by any name people use: `BF16`, `bfloat16`, `torch.bfloat16`.
+
+    >>> weight_type("bfloat16").name, weight_type("f16").name
+    ('BF16', 'F16')
+    """
+    word = str(name).removeprefix("torch.")
+    kind = STORAGE_TYPES.get(_SPELLINGS.get(word.lower(), word.upper()))
+    if kind is None or not kind.is_weight:
+        known = [weight.name for weight in WEIGHT_TYPES]
+        hint = did_you_mean(word, [*known, *_SPELLINGS])
+        raise RecipeError(f"dtype {name!s}: not a weight type{hint}; use one of {', '.join(known)}")
+    return kind

@@ -1,0 +1,214 @@
+"""Safetensors headers: read one that may be hostile, build one that is exact.
+
+The format is eight bytes of length N (little endian), N bytes of JSON, then the data. A header is
+believed only after every claim in it has been checked against the others and against the size of
+the file; nothing is allocated on its word.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dare.errors import HeaderError
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+MAX_DIMENSIONS = 64
+"""More than any library has."""
+_LENGTH_BYTES = 8
+_ALIGNMENT = 4096
+"""Our own headers end on a page, so that weights can be written past the page cache (and mapped
+into memory by whoever reads them)."""
+
+
+Described = tuple[str, StorageType, tuple[int, ...]]
+"""Name, type and shape of a tensor."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says about one tensor."""
+
+    name: str
+    dtype: StorageType
+    shape: tuple[int, ...]
+    start: int
+    """Offset of the first byte, from the start of the file."""
+
+    @property
+    def elements(self) -> int:
+        """How many elements the shape has; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data."""
+        return self.elements * self.dtype.itemsize
+
+    def position(self, element: int) -> int:
+        """Offset of an element's first byte, from the start of the file."""
+        return self.start + element * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header."""
+
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+def read_header(file_descriptor: int, where: str) -> Header:
+    """Read and check the header of an open file; `where` names it in errors."""
+    file_size = os.fstat(file_descriptor).st_size
+    prefix = os.pread(file_descriptor, _LENGTH_BYTES, 0)
+    if len(prefix) < _LENGTH_BYTES:
+        raise HeaderError(
+            f"{where}: {file_size} bytes is too short for a safetensors file; "
+            "the download is probably incomplete"
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderError(
+            f"{where}: the header claims {length} bytes, more than the {MAX_HEADER_BYTES} that "
+            "safetensors allows; this is not a safetensors file"
+        )
+    if _LENGTH_BYTES + length > file_size:
+        raise HeaderError(
+            f"{where}: the header claims {length} bytes and the file has only "
+            f"{file_size - _LENGTH_BYTES} after the length; the file is truncated"
+        )
+    text = os.pread(file_descriptor, length, _LENGTH_BYTES)
+    return parse_header(text, file_size - _LENGTH_BYTES - length, where)
+
+
+def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
+    """Check a header's JSON against the number of data bytes that follow it."""
+    entries = _load_json(text, where)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise HeaderError(f"{where}: __metadata__ must map text to text")
+    data_start = _LENGTH_BYTES + len(text)
+    spans = []
+    tensors = {}
+    for name, entry in entries.items():
+        dtype, shape, begin, end = _check_entry(name, entry, where)
+        tensors[name] = TensorInfo(name, dtype, shape, data_start + begin)
+        spans.append((begin, end, name))
+    _check_spans(spans, data_bytes, where)
+    return Header(tensors, metadata, data_start)
+
+
+def _load_json(text: bytes, where: str) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            raise HeaderError(f"{where}: {twice!r} occurs twice in the header")
+        return found
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
+    if not isinstance(entries, dict):
+        raise HeaderError(f"{where}: the header must be a JSON object")
+    for name in entries:
+        if not _is_text(name):
+            raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
+    return entries
+
+
+def _is_text(name: str) -> bool:
+    """JSON can spell halves of characters, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_entry(
+    name: str, entry: object, where: str
+) -> tuple[StorageType, tuple[int, ...], int, int]:
+    place = f"{where}: {name}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise HeaderError(f"{place}: needs exactly dtype, shape and data_offsets")
+    dtype = STORAGE_TYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise HeaderError(
+            f"{place}: unknown dtype {entry['dtype']!r}; known: {', '.join(STORAGE_TYPES)}"
+        )
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise HeaderError(f"{place}: shape {_shown(shape)} is not a list of whole numbers")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise HeaderError(f"{place}: data_offsets {_shown(offsets)} is not a pair of whole numbers")
+    begin, end = offsets
+    expected = math.prod(shape) * dtype.itemsize
+    if end - begin != expected:
+        raise HeaderError(
+            f"{place}: {dtype.name} of shape {shape} takes {expected} bytes, "
+            f"and data_offsets {offsets} span {end - begin}"
+        )
+    return dtype, tuple(shape), begin, end
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+
+
+def _shown(value: object) -> str:
+    text = ascii(value) if not isinstance(value, list) else ascii(value[:8])
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, where: str) -> None:
+    """The tensors must tile the data: no overlap, no hole, nothing left over."""
+    position, previous = 0, "the header"
+    for begin, end, name in sorted(spans):
+        if begin < position:
+            raise HeaderError(f"{where}: {name} overlaps {previous}")
+        if begin > position:
+            raise HeaderError(f"{where}: {begin - position} bytes before {name} belong to nothing")
+        position, previous = end, name
+    if position > data_bytes:
+        raise HeaderError(
+            f"{where}: {previous} ends at byte {position} of the data, and there are only "
+            f"{data_bytes}; the file is truncated"
+        )
+    if position < data_bytes:
+        raise HeaderError(f"{where}: {data_bytes - position} bytes at the end belong to nothing")
+
+
+def build_header(
+    tensors: Iterable[tuple[str, StorageType, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Lay tensors out one after the other; return the file's first bytes and where each begins."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    placed = []
+    for name, dtype, shape in tensors:
+        info = TensorInfo(name, dtype, shape, position)
+        placed.append(info)
+        entries[name] = {
+            "dtype": dtype.name,
+            "shape": list(shape),
+            "data_offsets": [position, position + info.nbytes],
+        }
+        position += info.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    data_start = _LENGTH_BYTES + len(text)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {
+        info.name: TensorInfo(info.name, info.dtype, info.shape, data_start + info.start)
+        for info in placed
+    }

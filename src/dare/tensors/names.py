@@ -1,0 +1,71 @@
+"""Which tensors are embeddings and which are heads, by their names: one list for every reader.
+
+Three questions are asked, and each has its own answer. Which modules have a row for each token
+(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`is_tied_embedding`,
+`is_tied_head`)? Which tensors are embeddings or heads in the wide sense, positions and classifiers
+included (`is_embedding` for `embedding_drop_rate`, the two expressions for an analysis)?
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+INPUT_EMBEDDINGS = (
+    *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "token_embd"),
+    *("token_embedding", "shared", "embeddings", "embedding"),
+)
+HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "decoder", "predictions")
+"""Last part of the names of the modules that have a row for each token, the surest first."""
+
+_TIED_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+_TIED_HEADS = ("lm_head",)
+"""Of those, the ones that are taken for one another where a configuration ties them."""
+
+EMBEDDINGS = (
+    *("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*", "output.weight"),
+    *("shared.weight", "*.shared.weight", "token_embd.weight", "position_embd.weight"),
+    *("head.weight", "head.bias", "*.head.weight", "*.head.bias", "emb.weight", "*.emb.weight"),
+    *("cls.predictions.decoder.*", "cls.predictions.bias"),
+)
+"""Names of embeddings and heads, whose deltas behave unlike those of other layers.
+
+`embedding_drop_rate` is for them, so a change here is a change of output bytes.
+"""
+
+_WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
+ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
+ANY_HEAD = (
+    r"lm_head|output_layer|^output\.|embed_out|pooler|qa_outputs|"
+    r"^(classifier|score|cls|heads?|pre_classifier|classification_head)(\.|$)"
+)
+"""Expressions that are looked for in a name, heads first: `embed_out` is a head."""
+
+
+def is_embedding(tensor: str) -> bool:
+    """Say whether a tensor is an embedding or a head, by its name."""
+    return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in EMBEDDINGS)
+
+
+def is_input_embedding(tensor: str) -> bool:
+    """Say whether a tensor has a row for each token that goes into a model.
+
+    >>> is_input_embedding("model.embed_tokens.weight"), is_input_embedding("lm_head.weight")
+    (True, False)
+    """
+    return _module_of_weight(tensor) in INPUT_EMBEDDINGS
+
+
+def is_tied_embedding(tensor: str) -> bool:
+    """Say whether a tensor can be the head of its model too."""
+    return _module_of_weight(tensor) in _TIED_EMBEDDINGS
+
+
+def is_tied_head(tensor: str) -> bool:
+    """Say whether a tensor can be the embedding of its model too."""
+    return _module_of_weight(tensor) in _TIED_HEADS
+
+
+def _module_of_weight(tensor: str) -> str:
+    """The last name of the module that a weight belongs to; empty for all but weights."""
+    module, _, parameter = tensor.rpartition(".")
+    return module.rpartition(".")[2] if parameter == "weight" else ""

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import sample
+
+from dare.analysis.judge.judgement import Advice, Readiness
+from dare.analysis.page import Outcome, outcome_of_report, write_page
+from dare.analysis.results import Analysis
+
+
+@dataclass(frozen=True)
+class Subject:
+    analysis: Analysis
+    readiness: Readiness
+    advice: Advice
+    outcome: Outcome
+
+
+@pytest.fixture(scope="session")
+def subject() -> Subject:
+    analysis = sample.make_analysis()
+    report = sample.make_report(analysis)
+    outcome = outcome_of_report(report, analysis, sample.make_survival(analysis))
+    return Subject(analysis, sample.make_readiness(), sample.make_advice(), outcome)
+
+
+@pytest.fixture(scope="session")
+def page(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(path, subject.analysis, subject.readiness, subject.advice, subject.outcome)
+    return path

@@ -1,0 +1,246 @@
+"""The page in a real browser: Debian's chromium, offline, driven by playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import sample
+
+from dare.analysis.page import write_page
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+@dataclass
+class Tab:
+    """A page in the browser, and everything that it said and asked for."""
+
+    page: sync_api.Page
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def chart(self, name: str) -> str:
+        return self.page.inner_html(f"#chart-{name} svg")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+def open_tab(browser, path: Path, size=DESKTOP, theme="light", **settings) -> Tab:
+    context = browser.new_context(viewport=size, color_scheme=theme, offline=True, **settings)
+    context.set_default_timeout(20_000)
+    tab = Tab(context.new_page())
+    tab.page.on("console", lambda message: tab.said.append(message.text))
+    tab.page.on("pageerror", lambda error: tab.said.append(str(error)))
+    tab.page.on("request", lambda request: tab.asked.append(request.url))
+    tab.page.goto(path.as_uri())
+    tab.page.wait_for_selector(f"html[data-drawn={theme}]")
+    return tab
+
+
+@pytest.fixture(scope="module")
+def desktop(browser, page) -> Tab:
+    return open_tab(browser, page)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said(request) -> Iterator[None]:
+    yield
+    if "desktop" in request.fixturenames:
+        assert request.getfixturevalue("desktop").said == []
+
+
+def test_the_page_asks_for_nothing_but_itself(desktop, page):
+    fetched = [address for address in desktop.asked if not address.startswith(("data:", "blob:"))]
+    assert fetched == [page.as_uri()]
+
+
+def test_every_figure_is_drawn(desktop):
+    drawings = desktop.page.eval_on_selector_all(
+        ".chart",
+        """charts => charts.map(chart => {
+            const svg = chart.querySelector("svg");
+            const marks = ".mark-rect path, .mark-line path, .mark-symbol path";
+            const { width, height } = svg.getBoundingClientRect();
+            return [width, height, svg.querySelectorAll(marks).length];
+        })""",
+    )
+    assert len(drawings) == 13
+    for width, height, marks in drawings:
+        assert width > 200
+        assert height > 90
+        assert marks >= 3
+
+
+def test_every_drawing_has_a_text_for_those_who_do_not_see_it(desktop):
+    labels = desktop.page.eval_on_selector_all(
+        ".chart", "all => all.map(each => each.getAttribute('aria-label'))"
+    )
+    assert len(labels) == 13
+    assert all(label and label.endswith(".") for label in labels)
+
+
+def test_picking_a_model_brings_it_out_everywhere(desktop):
+    page = desktop.page
+    before = {name: desktop.chart(name) for name in ("magnitudes", "cosines", "predicted-error")}
+    page.select_option("#model", "code")
+    page.wait_for_function("document.getElementById('status').textContent.includes('code')")
+    assert page.is_visible("#figure-change-2")
+    assert not page.is_visible("#figure-change-1")
+    assert page.get_attribute("tr.chosen", "data-model") == "code"
+    assert page.locator(".findings li:visible").count() == 1
+    for name, drawing in before.items():
+        assert desktop.chart(name) != drawing
+    page.select_option("#model", "")
+    page.wait_for_function("document.getElementById('status').textContent.includes('all')")
+    for name, drawing in before.items():
+        assert desktop.chart(name) == drawing
+
+
+def test_tensors_of_one_kind_can_be_looked_at(desktop):
+    before = desktop.chart("magnitudes")
+    desktop.page.select_option("#chart-magnitudes select", "norm")
+    desktop.page.wait_for_timeout(200)
+    assert desktop.chart("magnitudes") != before
+    desktop.page.select_option("#chart-magnitudes select", "all")
+
+
+def test_hovering_shows_the_numbers(desktop):
+    page = desktop.page
+    page.locator("#chart-cancelled .mark-rect path").nth(1).hover()
+    page.wait_for_selector("#vg-tooltip-element.visible")
+    assert page.inner_text("#vg-tooltip-element").split()[:2] == ["layer", "0"]
+    page.mouse.move(0, 0)
+
+
+def test_shift_and_wheel_zoom_and_a_button_undoes_it(desktop):
+    page = desktop.page
+    before = desktop.chart("predicted-error")
+    page.locator("#chart-predicted-error").scroll_into_view_if_needed()
+    box = page.locator("#chart-predicted-error").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.keyboard.down("Shift")
+    page.mouse.wheel(0, -300)
+    page.keyboard.up("Shift")
+    page.wait_for_timeout(300)
+    zoomed = desktop.chart("predicted-error")
+    assert zoomed != before
+    page.mouse.move(0, 0)
+    page.click("#figure-predicted-error [data-resets]")
+    page.wait_for_timeout(500)
+    assert axis_labels(page, "predicted-error") == ["0.0", "0.1", "0.2"]
+
+
+def axis_labels(page, name) -> list[str]:
+    labels = page.locator(f"#chart-{name} .role-axis-label").first.locator("text")
+    return labels.all_text_contents()[:3]
+
+
+def test_a_figure_can_be_saved(desktop, tmp_path):
+    with desktop.page.expect_download() as download:
+        desktop.page.click("[data-figure=cancelled][data-format=svg]")
+    assert download.value.suggested_filename == "cancelled.svg"
+    download.value.save_as(tmp_path / "cancelled.svg")
+    assert (tmp_path / "cancelled.svg").read_text("utf-8").startswith("<svg")
+
+
+def test_dark_colours_are_chosen_and_remembered(browser, page):
+    tab = open_tab(browser, page)
+
+    def background() -> str:
+        return tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light, drawing = background(), tab.chart("cancelled")
+    assert light == "rgb(246, 246, 243)"
+    tab.page.select_option("#theme", "dark")
+    tab.page.wait_for_selector("html[data-drawn=dark]")
+    assert background() == "rgb(18, 20, 23)"
+    assert "#56b4e9" in tab.chart("cancelled") != drawing
+    tab.page.reload()
+    tab.page.wait_for_selector("html[data-drawn=dark]")
+    assert tab.page.input_value("#theme") == "dark"
+    assert tab.said == []
+
+
+def test_the_system_decides_at_first(browser, page):
+    tab = open_tab(browser, page, theme="dark")
+    assert "#56b4e9" in tab.chart("cancelled")
+    tab.page.emulate_media(color_scheme="light")
+    tab.page.wait_for_selector("html[data-drawn=light]")
+    assert "#0072b2" in tab.chart("cancelled")
+    assert tab.said == []
+
+
+def test_the_keyboard_reaches_everything(desktop):
+    page = desktop.page
+    page.focus(".skip")  # which is the first
+    reached = []
+    for _ in range(90):
+        page.keyboard.press("Tab")
+        reached.append(
+            page.evaluate(
+                "(e => e.id || e.dataset.figure || e.dataset.copies || e.tagName)"
+                "(document.activeElement)"
+            )
+        )
+    assert reached[:3] == ["model", "theme", "A"]
+    assert {"SUMMARY", "cosines", "survival", "recipe"} <= set(reached)
+    page.focus("#figure-cosines summary")
+    page.keyboard.press("Enter")
+    assert page.is_visible("#figure-cosines table")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("Enter")
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1600])
+def test_no_width_needs_sideways_scrolling(desktop, width):
+    desktop.page.set_viewport_size({"width": width, "height": 900})
+    desktop.page.wait_for_timeout(400)
+    inner, whole = desktop.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+    assert whole == inner == width
+    for chart in desktop.page.query_selector_all(".chart"):
+        box = chart.query_selector("svg").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+    desktop.page.set_viewport_size(DESKTOP)
+
+
+def test_hostile_names_do_nothing(browser, tmp_path):
+    names = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "${alert(3)}")
+    path = tmp_path / "hostile.html"
+    write_page(
+        path, sample.make_analysis(names), sample.make_readiness(names), sample.make_advice(names)
+    )
+    tab = open_tab(browser, path, PHONE)
+    tab.page.on("dialog", lambda dialog: tab.said.append(dialog.message))
+    tab.page.select_option("#model", names[0])
+    tab.page.locator("#chart-cosines .mark-rect path").first.hover(force=True)
+    tab.page.wait_for_selector("#vg-tooltip-element.visible")
+    assert tab.page.locator("img").count() == 0
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    assert tab.said == []
+    assert tab.asked == [path.as_uri()]
+
+
+def test_without_scripts_the_numbers_are_still_there(browser, page):
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    assert tab.locator("noscript").first.is_visible()
+    tab.locator("#figure-cosines summary").click()
+    assert tab.locator("#figure-cosines table").is_visible()
+    context.close()

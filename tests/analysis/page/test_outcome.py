@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import sample
+from safetensors.numpy import save_file
+
+import dare
+from dare.analysis.page.outcome import outcome_of_manifest, outcome_of_report
+from dare.errors import Concern, InputError, Notice
+
+
+def test_what_stages_leave_is_counted_over_tensors_and_in_each_layer(subject):
+    math = subject.outcome.models[0]
+    tensors = [t for t in subject.analysis.models[0].tensors if t.layer == 0]
+    left = sum(round(t.statistics.elements * (1 - 0.9)) // 2 for t in tensors)
+    assert math.kept_by_layer[0] == left / sum(t.statistics.elements for t in tensors)
+    assert list(math.kept) == ["dare", "trim"]
+    assert math.kept["dare"] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
+    report = sample.make_report(subject.analysis)
+    bare = tuple(replace(t, survivors=tuple(() for _ in t.models)) for t in report.tensors)
+    outcome = outcome_of_report(replace(report, method="linear", tensors=bare), subject.analysis)
+    assert [model.kept for model in outcome.models] == [{}, {}, {}]
+    assert [model.kept_by_layer for model in outcome.models] == [{}, {}, {}]
+
+
+def test_tensors_that_were_not_analysed_do_not_count(subject):
+    report = sample.make_report(subject.analysis)
+    other = replace(report.tensors[0], name="another", survivors=((9**9, 9**9),) * 3)
+    found = outcome_of_report(replace(report, tensors=(*report.tensors, other)), subject.analysis)
+    assert found.models == subject.outcome.models
+
+
+def test_a_manifest_tells_what_the_report_told(tmp_path):
+    base = {"w": np.zeros((8, 64), np.float32)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({"w": base["w"] + 1}, tmp_path / "math.safetensors")
+    recipe = dare.Recipe(
+        base=tmp_path / "base.safetensors",
+        models=[tmp_path / "math.safetensors"],
+        output=tmp_path / "out.safetensors",
+        method="dare+linear",
+        stages={"dare": {"drop_rate": 0.5}},
+        verbose=False,
+    )
+    report = dare.merge(recipe, backend="reference")
+    document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
+    analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
+    outcome = outcome_of_manifest(document, analysis)
+    assert outcome == outcome_of_report(report, analysis)
+    (model,) = outcome.models
+    assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
+    assert model.kept_by_layer == {-1: model.kept["dare"]}
+
+
+def test_a_document_that_is_no_manifest_is_refused(subject):
+    with pytest.raises(InputError, match="has no whole report of a merge"):
+        outcome_of_manifest({"method": "dare+linear", "report": {}}, subject.analysis, where="x")
+
+
+def test_warnings_are_taken_over(subject):
+    report = sample.make_report(subject.analysis)
+    warned = replace(report, warnings=(Notice(Concern.OVERFLOW, "3 values"),))
+    assert outcome_of_report(warned, subject.analysis).warnings == ("3 values",)

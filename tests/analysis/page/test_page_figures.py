@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import sample
+
+from dare.analysis.page import figures, series
+from dare.analysis.page.themes import DARK, LIGHT, vega_config
+from dare.analysis.page.words import cosine, number, share
+from dare.analysis.results import Histogram
+
+
+@pytest.fixture(scope="module")
+def drawn(subject):
+    found = figures.draw_figures(subject.analysis, subject.advice, subject.outcome)
+    return {figure.name: figure for figure in found}
+
+
+def rows_of(figure):
+    """The rows that a chart is drawn from, wherever Altair has put them."""
+    spec = figure.spec
+    (name,) = {spec["data"]["name"]} if "name" in spec["data"] else {None}
+    return spec["datasets"][name] if name else spec["data"]["values"]
+
+
+def test_there_is_a_figure_for_everything_that_was_found(drawn):
+    assert list(drawn) == [
+        "magnitudes",
+        "change-1",
+        "change-2",
+        "change-3",
+        "cosines",
+        "conflicts",
+        "layer-cosines",
+        "cancelled",
+        "spectra",
+        "predicted-error",
+        "kept",
+        "kept-by-layer",
+        "survival",
+    ]
+
+
+def test_one_model_has_no_figures_of_pairs(subject):
+    analysis = sample.make_analysis(("alone",))
+    advice = sample.make_advice(("alone",))
+    names = [figure.name for figure in figures.draw_figures(analysis, advice, None)]
+    assert names == ["magnitudes", "change-1", "spectra", "predicted-error"]
+
+
+def test_without_spectra_there_is_no_figure_of_them(subject):
+    models = tuple(
+        replace(model, tensors=tuple(replace(t, spectrum=None) for t in model.tensors))
+        for model in subject.analysis.models
+    )
+    analysis = replace(subject.analysis, models=models)
+    found = figures.draw_figures(analysis, subject.advice, None)
+    assert "spectra" not in {figure.name for figure in found}
+
+
+def test_a_model_that_is_the_base_has_only_an_empty_map(subject):
+    model = sample.make_analysis(("alone",)).models[0]
+    nothing = replace(model.total, zeros=model.total.elements, norm=0.0, histogram=Histogram(0, ()))
+    model = replace(
+        model,
+        total=nothing,
+        by_kind=dict.fromkeys(model.by_kind, nothing),
+        cells=tuple(replace(cell, statistics=nothing) for cell in model.cells),
+        tensors=(),
+    )
+    analysis = replace(subject.analysis, models=(model,), pairs=())
+    (figure,) = figures.draw_figures(analysis, replace(subject.advice, suggestions=()), None)
+    assert figure.name == "change-1"
+    assert {cell for row in figure.table.rows for cell in row[1:]} == {"0%", "–"}
+
+
+def test_every_figure_says_what_it_shows(drawn):
+    for figure in drawn.values():
+        assert figure.title
+        assert figure.caption.endswith(".")
+        assert figure.description.endswith(".")
+        assert figure.table.rows
+        assert {len(row) for row in figure.table.rows} == {len(figure.table.columns)}
+
+
+def test_every_figure_can_bring_out_a_model(drawn):
+    for figure in drawn.values():
+        assert {"name": "model", "value": ""} in figure.spec["params"]
+
+
+def test_no_figure_has_colours_of_its_own_theme(drawn):
+    for figure in drawn.values():
+        assert "config" not in figure.spec
+
+
+def test_figures_are_small_and_go_to_json(drawn):
+    for figure in drawn.values():
+        assert len(json.dumps(figure.spec, allow_nan=False)) < 100_000
+
+
+def test_the_tables_hold_the_analysis(drawn, subject):
+    analysis = subject.analysis
+    (first, _, _) = analysis.pairs
+    assert drawn["cosines"].table.rows[0] == (
+        "math · code",
+        cosine(first.total.cosine),
+        number(first.ratio),
+    )
+    assert drawn["conflicts"].table.rows[0][1:3] == (
+        share(1 - first.total.agreeing),
+        f"{first.total.both:,}",
+    )
+    assert drawn["cancelled"].table.rows[0] == ("all", share(analysis.together.cancelled))
+    code = drawn["change-2"].table
+    assert code.columns == ("layer", "attention", "mlp", "norm", "embedding")
+    assert code.rows[0] == ("outside", "–", "–", "–", "0%")
+    spectrum = next(t for t in analysis.models[0].tensors if t.spectrum).spectrum
+    assert drawn["spectra"].table.rows[0][3] == number(spectrum.effective_rank)
+
+
+def test_the_advised_rate_is_marked(drawn, subject):
+    marked = [row for row in drawn["predicted-error"].table.rows if row[-1] == "advised"]
+    assert [(row[1], row[0]) for row in marked] == [
+        ("math", "0.9"),
+        ("code", "0.75"),
+        ("chat", "0.8"),
+    ]
+    error = 3 * subject.analysis.models[0].total.relative_norm  # √(0.9 / 0.1)
+    assert marked[0][2:4] == ("300%", share(error))
+
+
+def test_without_advice_no_rate_is_marked(subject):
+    figure = figures.predicted_error(subject.analysis, replace(subject.advice, suggestions=()))
+    assert figure.caption.endswith("No rate is advised.")
+    assert all(row[-1] == "" for row in figure.table.rows)
+
+
+def test_the_chart_of_magnitudes_is_drawn_from_their_rows(drawn, subject):
+    rows = [
+        {key: value for key, value in row.items() if key != "dash"}
+        for row in rows_of(drawn["magnitudes"])
+    ]
+    assert rows == series.magnitude_rows(subject.analysis)
+
+
+def test_names_are_data_and_never_code(subject):
+    hostile = ("');alert(1)//", "</script><script>alert(2)</script>", "datum.x")
+    analysis = sample.make_analysis(hostile)
+    advice = sample.make_advice(hostile)
+    for figure in figures.draw_figures(analysis, advice, None):
+        code = re.findall(r'"(?:expr|signal|test|filter|labelExpr)": "([^"]*)"', str_of(figure))
+        assert not any("alert" in text for text in code)
+
+
+def str_of(figure):
+    return json.dumps(figure.spec)
+
+
+def test_a_wide_range_of_changes_is_coloured_by_its_logarithm(subject):
+    model = subject.analysis.models[0]
+    low = model.cells[0].statistics
+    cells = (
+        replace(model.cells[0], statistics=replace(low, norm=0.001 * low.base_norm)),
+        replace(model.cells[1], statistics=replace(low, norm=0.1 * low.base_norm)),
+    )
+    analysis = replace(subject.analysis, models=(replace(model, cells=cells),))
+    spec = figures.relative_change(analysis, analysis.models[0]).spec
+    assert spec["layer"][1]["encoding"]["color"]["scale"] == {"domain": [0.001, 0.1], "type": "log"}
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_models_stand_out_from_the_panel(theme):
+    # WCAG 2.2, 1.4.11: graphics need a contrast of 3 to 1, 1.4.3: text 4.5 to 1.
+    for colour in theme.models:
+        assert contrast(colour, theme.colours.panel) >= 3
+    for name in ("ink", "muted", "accent"):
+        assert contrast(getattr(theme.colours, name), theme.colours.panel) >= 4.5
+    for name in ("good", "fair", "poor"):
+        tint = getattr(theme.colours, f"{name}_tint")
+        assert contrast(getattr(theme.colours, name), tint) >= 4.5
+
+
+def contrast(one, other):
+    lights = sorted((luminance(one), luminance(other)))
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_amounts_get_steadily_darker_in_the_light_and_lighter_in_the_dark():
+    light = [luminance(colour) for colour in vega_config(LIGHT)["range"]["heatmap"]]
+    dark = [luminance(colour) for colour in vega_config(DARK)["range"]["heatmap"]]
+    assert light == sorted(light, reverse=True)
+    assert dark == sorted(dark)

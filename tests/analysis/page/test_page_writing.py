@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+import sample
+
+from dare.analysis.judge.judgement import Readiness, Verdict
+from dare.analysis.page import assembly, figures, write_figures, write_page, writing
+from dare.analysis.page.words import number, share
+from dare.errors import InputError, OutputError
+
+HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")
+
+
+class Outline(HTMLParser):
+    """The elements of a page, its tables as lists of texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: list[list[list[str]]] = []
+        self._cell: list[str] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self._cell = []
+
+    def handle_data(self, data):
+        if self._cell is not None:
+            self._cell.append(data)
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th") and self._cell is not None:
+            self.tables[-1][-1].append("".join(self._cell))
+            self._cell = None
+
+
+def assemble(analysis, readiness, advice, outcome=None):
+    drawn = figures.draw_figures(analysis, advice, outcome)
+    return assembly.assemble_page(analysis, readiness, advice, outcome, drawn, "/* library */")
+
+
+@pytest.fixture(scope="module")
+def text(subject):
+    return assemble(subject.analysis, subject.readiness, subject.advice, subject.outcome)
+
+
+@pytest.fixture(scope="module")
+def outline(text):
+    return Outline(text)
+
+
+def test_nothing_is_fetched(outline, text):
+    for tag, attributes in outline.elements:
+        for name in ("src", "href", "srcset", "action", "data", "poster"):
+            address = attributes.get(name)
+            assert address is None or address.startswith(("#", "data:")), (tag, address)
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert "url(" not in style
+    assert "@import" not in style
+    (policy,) = (a["content"] for tag, a in outline.elements if "http-equiv" in a)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+
+
+def test_the_real_page_is_one_file_with_its_library(page):
+    text = page.read_text("utf-8")
+    assert 800_000 < len(text) < 1_500_000
+    assert "window.vegaEmbed=" in text
+    assert text.count("</script>") == 5
+
+
+def test_names_cannot_become_elements():
+    text = assemble(
+        sample.make_analysis(HOSTILE), sample.make_readiness(HOSTILE), sample.make_advice(HOSTILE)
+    )
+    outline = Outline(text)
+    assert [tag for tag, _ in outline.elements].count("script") == 5
+    assert "img" not in {tag for tag, _ in outline.elements}
+    assert not any(name.startswith("on") for _, a in outline.elements for name in a)
+    values = [a.get("value") for tag, a in outline.elements if tag == "option"]
+    assert values[1:4] == list(HOSTILE)
+    (data,) = re.findall(r'id="figures">(.*?)</script>', text, re.DOTALL)
+    assert "<" not in data
+    assert HOSTILE[0] in json.dumps(json.loads(data)).replace('\\"', '"')
+
+
+def test_every_figure_has_a_place_a_table_and_buttons(outline, text):
+    (data,) = re.findall(r'id="figures">(.*?)</script>', text, re.DOTALL)
+    names = [figure["name"] for figure in json.loads(data)]
+    identities = [a["id"] for _, a in outline.elements if "id" in a]
+    assert len(identities) == len(set(identities))
+    for name in names:
+        assert f"chart-{name}" in identities
+        buttons = [a for tag, a in outline.elements if a.get("data-figure") == name]
+        assert [button["data-format"] for button in buttons] == ["svg", "png"]
+    assert text.count("<details><summary>Numbers") == len(names) == 13
+
+
+def test_headings_do_not_skip_levels(outline):
+    levels = [int(tag[1]) for tag, _ in outline.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+
+
+def test_header_cells_say_what_they_head(outline):
+    heads = [attributes for tag, attributes in outline.elements if tag == "th"]
+    assert {head["scope"] for head in heads} == {"col", "row"}
+
+
+def test_links_within_the_page_have_ends(outline):
+    identities = {a["id"] for _, a in outline.elements if "id" in a}
+    ends = {a["href"][1:] for tag, a in outline.elements if tag == "a"}
+    assert ends <= identities
+    assert {"content", "findings", "models", "advice"} <= ends
+
+
+def test_the_table_of_models_holds_the_analysis(outline, subject):
+    rows = outline.tables[0]
+    assert rows[0][:3] == ["model", "relative change", "mean |δ|"]
+    for row, model in zip(rows[1:], subject.analysis.models, strict=True):
+        total = model.total
+        assert row[:7] == [
+            model.name,
+            share(total.relative_norm),
+            number(total.mean_magnitude),
+            number(total.quantiles.p99),
+            number(total.largest),
+            share(total.sparsity),
+            number(total.excess_kurtosis),
+        ]
+    assert rows[2][7] == "LoRA, rank 4 (adapter)"
+
+
+def test_findings_say_their_severity_in_words(text):
+    badges = re.findall(r'<span class="badge">(\w+)</span><h3>(.*?)</h3>', unescape(text))
+    assert badges == [
+        ("Change", "<b>chat</b> Its last layers are changed by 13% of the base"),
+        ("Note", "<b>code</b> Its delta has rank 4, as a LoRA's has"),
+    ]
+    assert "1 change to make and 1 note" in text
+
+
+def test_the_merge_is_told_to_three_digits(outline):
+    (table,) = (table for table in outline.tables if "dropped" in table[0])
+    assert table[1] == ["math", "0.333", "42", "90.040%", "90.000%", "0.01", "layers.5.norm"]
+
+
+def test_without_findings_and_merge_the_page_says_so(subject):
+    calm = Readiness(Verdict.READY, {"math": Verdict.READY}, ())
+    text = assemble(subject.analysis, calm, replace(subject.advice, suggestions=(), doubts=()))
+    assert "Ready to merge</h1>" in text
+    assert "nothing was found that speaks against it" in text
+    assert 'id="merge"' not in text
+
+
+def test_no_path_of_a_machine_is_told(subject):
+    analysis = replace(subject.analysis, base="/home/someone/models/base.safetensors")
+    text = assemble(analysis, subject.readiness, subject.advice)
+    assert "someone" not in text
+    assert "models/base.safetensors" in text
+
+
+def test_a_model_of_80_layers_and_7_others_still_fits_in_a_page(subject):
+    model = subject.analysis.models[0]
+    inside = [cell for cell in model.cells if cell.layer == 0]
+    tensors = [tensor for tensor in model.tensors if tensor.layer == 0]
+    large = replace(
+        model,
+        cells=tuple(replace(cell, layer=n) for n in range(80) for cell in inside),
+        tensors=tuple(
+            replace(t, layer=n, name=f"layers.{n}.{t.name}") for n in range(80) for t in tensors
+        ),
+        by_layer=dict.fromkeys(range(80), model.total),
+    )
+    pair = subject.analysis.pairs[0]
+    names = [f"model-{number}" for number in range(8)]
+    analysis = replace(
+        subject.analysis,
+        models=tuple(replace(large, name=name) for name in names),
+        pairs=tuple(
+            replace(pair, first=a, second=b, by_layer=dict.fromkeys(range(80), pair.total))
+            for a in names
+            for b in names
+            if a < b
+        ),
+    )
+    text = assemble(analysis, subject.readiness, subject.advice)
+    assert len(text.encode()) < 3_000_000  # and 0.9 MB of library
+
+
+def test_figures_are_written_one_by_one(subject, tmp_path):
+    analysis = sample.make_analysis(("alone",))
+    advice = sample.make_advice(("alone",))
+    paths = write_figures(tmp_path / "figures", analysis, advice)
+    assert [path.name for path in paths] == [
+        "magnitudes.svg",
+        "change-1.svg",
+        "spectra.svg",
+        "predicted-error.svg",
+    ]
+    drawing = paths[0].read_text("utf-8")
+    assert drawing.startswith("<svg")
+    assert "How large the changes are" in drawing
+    assert "<desc>Line chart of the magnitudes" in drawing
+
+
+def test_a_figure_can_be_a_dark_png(subject, tmp_path):
+    from PIL import Image
+
+    figure = figures.cancelled(subject.analysis)
+    path = tmp_path / "dark.png"
+    path.write_bytes(writing.draw_file(figure, writing.THEMES["dark"], "png"))
+    with Image.open(path) as picture:
+        assert picture.width == writing.WIDTH * writing.SCALE
+        assert picture.convert("RGB").getpixel((1, 1)) == (0x1A, 0x1D, 0x21)
+
+
+def test_an_analysis_without_models_is_refused(subject, tmp_path):
+    empty = replace(subject.analysis, models=(), pairs=())
+    with pytest.raises(InputError, match="has no models"):
+        write_page(tmp_path / "x.html", empty, subject.readiness, subject.advice)
+
+
+def test_what_is_missing_is_named(subject, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "NEEDED", ("altair", "no_such_package"))
+    with pytest.raises(OutputError, match=r"pip install 'dare-merge\[report\]'"):
+        write_figures(tmp_path, subject.analysis, subject.advice)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        writing._write(tmp_path / "file" / "page.html", b"")
+
+
+def test_a_library_cannot_end_its_element(monkeypatch):
+    import vl_convert
+
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda *_, **__: 'x = "</SCRIPT>"')
+    assert writing._library.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'

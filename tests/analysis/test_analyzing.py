@@ -1,0 +1,589 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from dare.analysis.measure import analyzing
+from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
+from dare.analysis.measure.measuring import Subject
+from dare.analysis.measure.tallies import BIN_SHIFT
+from dare.analysis.results import Analysis, Kind, Origin
+from dare.errors import InputError, RecipeError
+from dare.run.progress import Display
+from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import TensorInfo
+from helpers import save, save_shards
+
+SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
+SHAPES = {
+    "model.embed_tokens.weight": (50, 24),
+    "model.layers.0.self_attn.q_proj.weight": (40, 32),
+    "model.layers.0.mlp.up_proj.weight": (33, 64),
+    "model.layers.0.input_layernorm.weight": (37,),
+    "model.layers.1.mlp.up_proj.weight": (64, 33),
+    "lm_head.weight": (50, 24),
+}
+
+
+def weights(seed, shapes=SHAPES, size=0.02):
+    generator = np.random.default_rng(seed)
+    return {
+        name: (size * generator.standard_normal(shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def tuned(base, seed, size=1e-3, zeros=0.2):
+    generator = np.random.default_rng(seed)
+    changes = {
+        name: size
+        * generator.standard_normal(values.shape)
+        * (generator.random(values.shape) > zeros)
+        for name, values in base.items()
+    }
+    return {name: (base[name] + changes[name]).astype(np.float32) for name in base}
+
+
+def deltas(base, model):
+    parts = [
+        np.asarray(model[name]).astype(np.float32) - np.asarray(base[name]).astype(np.float32)
+        for name in sorted(base)
+        if name in model
+    ]
+    return np.concatenate([part.reshape(-1) for part in parts]).astype(np.float64)
+
+
+def timeless(analysis):
+    return dataclasses.replace(analysis, seconds=0.0, bytes_read=0)
+
+
+def check_statistics(found, delta):
+    magnitudes = np.abs(delta)
+    assert found.elements == delta.size
+    assert found.zeros == np.count_nonzero(delta == 0)
+    assert found.not_finite == 0
+    assert found.mean == pytest.approx(delta.mean(), abs=1e-6 * delta.std())
+    assert found.std == pytest.approx(delta.std(), rel=1e-5)
+    assert found.mean_magnitude == pytest.approx(magnitudes.mean(), rel=1e-5)
+    assert found.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
+    assert found.largest == magnitudes.max()
+    assert found.smallest == magnitudes[magnitudes > 0].min()
+    assert found.excess_kurtosis == pytest.approx(scipy.stats.kurtosis(delta), rel=1e-4, abs=1e-4)
+    q = found.quantiles
+    expected = np.quantile(magnitudes, SHARES, method="inverted_cdf")
+    np.testing.assert_allclose((q.p1, q.p5, q.p50, q.p95, q.p99), expected, rtol=0.002)
+    assert found.negligible == pytest.approx(
+        np.mean(magnitudes < 0.01 * magnitudes.max()), abs=3 / math.sqrt(delta.size)
+    )
+    assert sum(found.histogram.counts) == delta.size - found.zeros
+
+
+@pytest.fixture(scope="module")
+def three():
+    base = weights(0)
+    models = {"math": tuned(base, 1), "code": tuned(base, 2, 3e-3), "chat": tuned(base, 3, 2e-4)}
+    return base, models, analyze_arrays(base, models)
+
+
+def test_statistics_are_numpys(three):
+    base, models, found = three
+    for name, model in models.items():
+        check_statistics(found.model(name).total, deltas(base, model))
+        for tensor in found.model(name).tensors:
+            only = {tensor.name: model[tensor.name]}
+            check_statistics(tensor.statistics, deltas({tensor.name: base[tensor.name]}, only))
+            norm = np.linalg.norm(base[tensor.name].astype(np.float64))
+            assert tensor.statistics.base_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_tensors_stand_under_their_kind_and_layer(three):
+    base, models, found = three
+    model = found.model("math")
+    assert [tensor.name for tensor in model.tensors] == sorted(SHAPES)
+    assert set(model.by_kind) == set(Kind) - {Kind.OTHER}
+    assert found.layers == tuple(model.by_layer) == (-1, 0, 1)
+    assert [(cell.layer, cell.kind.value) for cell in model.cells] == [
+        (-1, "embedding"),
+        (-1, "head"),
+        (0, "attention"),
+        (0, "mlp"),
+        (0, "norm"),
+        (1, "mlp"),
+    ]
+    for statistics, part in (
+        (model.by_layer[0], ".layers.0."),
+        (model.by_kind[Kind.MLP], ".mlp."),
+        (model.cells[3].statistics, "layers.0.mlp"),
+    ):
+        names = [name for name in SHAPES if part in name]
+        own = {name: models["math"][name] for name in names}
+        check_statistics(statistics, deltas({name: base[name] for name in names}, own))
+
+
+def top(delta, names, base):
+    """The top 1 % of each tensor, with all magnitudes in the bin of the last of them."""
+    marks, start = [], 0
+    for name in sorted(names):
+        size = base[name].size
+        part = np.abs(delta[start : start + size]).astype(np.float32)
+        least = np.sort(part)[-math.ceil(0.01 * size)]
+        edge = (least.view(np.uint32) >> np.uint32(BIN_SHIFT)) << np.uint32(BIN_SHIFT)
+        marks.append((part.view(np.uint32) >= edge) & (part > 0))
+        start += size
+    return np.concatenate(marks)
+
+
+def test_pairs_are_numpys(three):
+    base, models, found = three
+    assert [(pair.first, pair.second) for pair in found.pairs] == [
+        ("math", "code"),
+        ("math", "chat"),
+        ("code", "chat"),
+    ]
+    for pair in found.pairs:
+        one, other = (deltas(base, models[name]) for name in (pair.first, pair.second))
+        both = (one != 0) & (other != 0)
+        assert pair.total.both == np.count_nonzero(both)
+        assert pair.total.agreeing == np.mean(one[both] * other[both] > 0)
+        assert pair.total.conflict == pytest.approx(np.mean(one[both] * other[both] < 0))
+        cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+        assert pair.total.cosine == pytest.approx(cosine, abs=1e-6)
+        assert pair.ratio == pytest.approx(one @ other / (one @ one), rel=1e-4)
+        tops = [top(delta, SHAPES, base) for delta in (one, other)]
+        shared = tops[0] & tops[1]
+        sizes = np.count_nonzero(tops[0]) + np.count_nonzero(tops[1])
+        assert pair.total.top_overlap == 2 * np.count_nonzero(shared) / sizes
+        opposed = np.count_nonzero(shared & (one * other < 0))
+        assert pair.total.top_conflict == (opposed / shared.sum() if shared.any() else 0)
+        assert set(pair.by_layer) == {-1, 0, 1}
+
+
+def test_interference_is_numpys(three):
+    base, models, found = three
+    all_deltas = np.array([deltas(base, model) for model in models.values()])
+    cancelled = 1 - np.abs(all_deltas.sum(axis=0)).sum() / np.abs(all_deltas).sum()
+    assert found.together.cancelled == pytest.approx(cancelled, rel=1e-5)
+    changed = np.count_nonzero(all_deltas, axis=0) >= 2
+    mixed = (all_deltas > 0).any(axis=0) & (all_deltas < 0).any(axis=0)
+    assert found.together.conflicted == np.count_nonzero(mixed) / np.count_nonzero(changed)
+    names = [name for name in SHAPES if ".layers.1." in name]
+    layer = np.array([deltas({n: base[n] for n in names}, m) for m in models.values()])
+    expected = 1 - np.abs(layer.sum(axis=0)).sum() / np.abs(layer).sum()
+    assert found.together.by_layer[1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_figures_by_hand():
+    base = {"w": np.zeros(4, np.float32)}
+    models = [{"w": np.array(v, np.float32)} for v in ([1, 2, 0, -2], [1, -2, 3, 0], [0, 2, 0, 2])]
+    found = analyze_arrays(base, models)
+    assert found.names == ("model 0", "model 1", "model 2")
+    first, second, third = (pair.total for pair in found.pairs)
+    assert (first.both, first.agreeing, first.cosine) == (2, 0.5, pytest.approx(-3 / 3 / 14**0.5))
+    assert (second.both, second.agreeing) == (2, 0.5)
+    assert second.cosine == pytest.approx(0)
+    assert (third.both, third.agreeing) == (1, 0)
+    assert found.pairs[0].ratio == pytest.approx(-3 / 9)
+    # 2, 2, 3 and 0 are left of 5, 6 and 4
+    assert found.together.cancelled == pytest.approx(1 - 7 / 15)
+    assert found.together.conflicted == pytest.approx(2 / 3)  # elements 1 and 3 of 0, 1 and 3
+
+
+LARGE = {"model.layers.0.mlp.up_proj.weight": (700, 1501)}
+
+
+@pytest.fixture(scope="module")
+def large():
+    base = weights(4, LARGE)
+    models = [tuned(base, 5), tuned(base, 6)]
+    return base, models, analyze_arrays(base, models, threads=1)
+
+
+def test_a_tensor_of_several_chunks(large):
+    base, models, found = large
+    assert next(iter(base.values())).size > 2 * CHUNK
+    for own, model in zip(found.models, models, strict=True):
+        check_statistics(own.total, deltas(base, model))
+    one, other = (deltas(base, model) for model in models)
+    marks = [top(delta, LARGE, base) for delta in (one, other)]
+    overlap = 2 * np.count_nonzero(marks[0] & marks[1]) / sum(map(np.count_nonzero, marks))
+    # 2,627 elements of each top are in the sample
+    assert found.pairs[0].total.top_overlap == pytest.approx(overlap, abs=4 * (0.01 / 2627) ** 0.5)
+
+
+def test_threads_do_not_change_a_figure(large):
+    base, models, found = large
+    assert timeless(analyze_arrays(base, models, threads=3)) == timeless(found)
+
+
+def test_the_top_of_equal_models_is_the_same(large):
+    base, models, _ = large
+    (pair,) = analyze_arrays(base, [models[0], models[0]]).pairs
+    assert (pair.total.top_overlap, pair.total.top_conflict) == (1, 0)
+    assert pair.total.cosine == pytest.approx(1)
+    assert pair.ratio == pytest.approx(1)
+    opposite = {name: 2 * base[name] - models[0][name] for name in base}
+    (pair,) = analyze_arrays(base, [models[0], opposite]).pairs
+    assert pair.total.top_overlap > 0.99
+    assert pair.total.top_conflict == 1
+    assert pair.total.cosine == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        np.float64,
+        np.float16,
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+    ],
+    ids=lambda kind: np.dtype(kind).name,
+)
+def test_storage_types(kind):
+    shape = {"w": (1000,)}
+    base = {"w": weights(7, shape, 1.0)["w"].astype(kind)}
+    model = {"w": (base["w"].astype(np.float32) + weights(8, shape, 0.2)["w"]).astype(kind)}
+    found = analyze_arrays(base, [model]).models[0]
+    check_statistics(found.total, deltas(base, model))
+    assert list(found.dtypes.values()) == [1000]
+
+
+def test_models_of_different_storage_types():
+    base = weights(0)
+    narrow = {name: v.astype(ml_dtypes.bfloat16) for name, v in tuned(base, 1).items()}
+    models = [narrow, tuned(base, 2)]
+    found = analyze_arrays(base, models)
+    for own, model in zip(found.models, models, strict=True):
+        check_statistics(own.total, deltas(base, model))
+    one, other = (deltas(base, model) for model in models)
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=1e-6)
+    assert (found.models[0].dtypes, found.base_dtypes) == ({"BF16": 7941}, {"F32": 7941})
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-18, 1e15, 1e30])
+def test_sizes_far_from_the_usual(size):
+    base = {"w": np.zeros(500, np.float32)}
+    models = [{"w": weights(seed, {"w": (500,)}, size)["w"]} for seed in (1, 2)]
+    found = analyze_arrays(base, models)
+    one, other = (deltas(base, model) for model in models)
+    check_statistics(found.models[0].total, one)
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=1e-6)
+    both = np.abs(one + other).sum() / (np.abs(one).sum() + np.abs(other).sum())
+    assert found.together.cancelled == pytest.approx(1 - both, rel=1e-5)
+
+
+def test_what_is_not_finite_is_counted_and_left_out():
+    base = {"w": np.array([0, 0, 0, np.nan, 0, 2], np.float32)}
+    model = {"w": np.array([3, np.nan, -np.inf, 0, -4, 2], np.float32)}
+    other = {"w": np.array([3, 1, 1, 1, 1, 2], np.float32)}
+    found = analyze_arrays(base, [model, other])
+    total = found.models[0].total
+    assert (total.elements, total.not_finite, total.zeros) == (6, 3, 1)
+    assert (total.norm, total.mean, total.largest) == (5, pytest.approx(-1 / 3), 4)
+    assert total.base_norm == 2
+    pair = found.pairs[0].total
+    assert (pair.both, pair.agreeing) == (2, 0.5)
+    assert found.models[1].total.not_finite == 1
+
+
+def test_empty_and_scalar_tensors():
+    base = {"none": np.zeros((0, 5), np.float32), "one": np.float32(2), "w": np.ones(3, np.float32)}
+    model = {**base, "one": np.float32(5)}
+    found = analyze_arrays(base, [model, model])
+    shapes = {tensor.name: tensor.shape for tensor in found.models[0].tensors}
+    assert shapes == {"none": (0, 5), "one": (), "w": (3,)}
+    total = found.models[0].total
+    assert (total.elements, total.zeros, total.largest, total.norm) == (4, 3, 3, 3)
+    assert found.pairs[0].total.both == 1
+
+
+def test_a_model_that_is_the_base():
+    base = weights(0)
+    found = analyze_arrays(base, {"same": base, "other": tuned(base, 1)})
+    same = found.model("same")
+    assert (same.origin, same.likely_rank) == (Origin.UNCHANGED, None)
+    assert (same.total.sparsity, same.total.norm, same.total.std) == (1, 0, 0)
+    assert all(tensor.spectrum is None for tensor in same.tensors)
+    pair = found.pairs[0]
+    assert (pair.total.cosine, pair.total.both, pair.total.agreeing, pair.ratio) == (0, 0, 0, 0)
+    assert (pair.total.conflict, pair.total.top_overlap) == (0, 0)
+    assert found.together.cancelled == 0
+
+
+def test_one_model_alone():
+    base = weights(0)
+    found = analyze_arrays(base, [tuned(base, 1)])
+    assert found.pairs == ()
+    assert (found.together.cancelled, found.together.conflicted) == (0, 0)
+
+
+def test_what_does_not_fit_is_left_out():
+    base = {
+        "a": np.ones(3, np.float32),
+        "b": np.ones((2, 3), np.float32),
+        "ids": np.arange(4),
+        "kept": np.ones(2, np.float32),
+        "lost": np.ones(2, np.float32),
+    }
+    math_model = {**base, "a": np.ones(4, np.float32), "new": np.ones(1, np.float32)}
+    code_model = {**base, "b": np.ones((2, 3), np.int32), "a": 2 * base["a"]}
+    del math_model["lost"], code_model["lost"]
+    found = analyze_arrays(base, {"math": math_model, "code": code_model})
+    assert found.left_out == (
+        "a: base is 3 F32, math is 4 F32",
+        "b: base is 2×3 F32, code is 2×3 I32",
+        "ids: I64 is no type of weights",
+        "new: in math, not in the base",
+    )
+    assert [t.name for t in found.model("math").tensors] == ["b", "kept"]
+    assert [t.name for t in found.model("code").tensors] == ["a", "kept"]
+    assert found.model("math").missing == found.model("code").missing == ("lost",)
+    assert found.base_dtypes == {"F32": 13, "I64": 4}
+
+
+def test_nothing_in_common_is_an_error():
+    with pytest.raises(InputError, match="no weights in common: y: in model 0, not in the base"):
+        analyze_arrays({"x": np.ones(1, np.float32)}, [{"y": np.ones(1, np.float32)}])
+    with pytest.raises(RecipeError, match="no models"):
+        analyze_arrays({"x": np.ones(1, np.float32)}, [])
+
+
+def test_settings_that_make_no_sense():
+    base = {"w": np.ones(1, np.float32)}
+    with pytest.raises(RecipeError, match="spectra = 'some': must be auto, all or none"):
+        analyze_arrays(base, [base], spectra="some")
+    with pytest.raises(RecipeError, match="max_memory = 1000000: one thread needs"):
+        analyze_arrays(base, [base], max_memory="1MB")
+    with pytest.raises(RecipeError, match="threads"):
+        analyze_arrays(base, [base], threads=0)
+
+
+# ---------------------------------------------------------------- properties
+
+values = st.floats(-4, 4, width=32, allow_subnormal=False)
+vectors = st.integers(1, 40).flatmap(
+    lambda size: st.lists(arrays(np.float32, size, elements=values), min_size=2, max_size=3)
+)
+
+
+def of_vectors(models):
+    base = {"h.0.mlp.w": np.zeros_like(models[0])}
+    return analyze_arrays(base, [{"h.0.mlp.w": model} for model in models], spectra="none")
+
+
+@settings(max_examples=30)
+@given(vectors, st.integers(0, 40))
+def test_a_tensor_cut_in_two(models, cut):
+    whole = of_vectors(models)
+    base = {
+        "h.0.mlp.a": np.zeros_like(models[0][:cut]),
+        "h.0.mlp.b": np.zeros_like(models[0][cut:]),
+    }
+    halves = [{"h.0.mlp.a": model[:cut], "h.0.mlp.b": model[cut:]} for model in models]
+    parts = analyze_arrays(base, halves, spectra="none")
+    for one, other in zip(whole.models, parts.models, strict=True):
+        assert one.total.quantiles == other.total.quantiles
+        assert one.total.histogram == other.total.histogram
+        assert one.by_layer[0].norm == pytest.approx(other.by_layer[0].norm, rel=1e-5)
+    for one, other in zip(whole.pairs, parts.pairs, strict=True):
+        assert one.total.both == other.total.both
+        assert one.total.agreeing == other.total.agreeing
+        assert one.total.cosine == pytest.approx(other.total.cosine, abs=1e-5)
+    assert whole.together.cancelled == pytest.approx(parts.together.cancelled, abs=1e-5)
+    assert whole.together.conflicted == parts.together.conflicted
+
+
+@settings(max_examples=30)
+@given(vectors)
+def test_deltas_of_twice_the_size(models):
+    one, two = of_vectors(models), of_vectors([2 * model for model in models])
+    for single, double in zip(one.models, two.models, strict=True):
+        assert double.total.norm == pytest.approx(2 * single.total.norm)
+        assert double.total.quantiles.p50 == 2 * single.total.quantiles.p50
+        assert double.total.zeros == single.total.zeros
+    assert [dataclasses.replace(pair, ratio=0) for pair in two.pairs] == [
+        dataclasses.replace(pair, ratio=0) for pair in one.pairs
+    ]
+    assert two.together == one.together
+
+
+@settings(max_examples=30)
+@given(vectors)
+def test_the_order_of_models_changes_their_order_alone(models):
+    forth, back = of_vectors(models), of_vectors(models[::-1])
+    assert [model.total for model in back.models] == [m.total for m in forth.models[::-1]]
+    for one, other in zip(forth.pairs, back.pairs[::-1], strict=True):
+        assert one.total.both == other.total.both
+        assert one.total.agreeing == other.total.agreeing
+        assert one.total.cosine == pytest.approx(other.total.cosine, abs=1e-5)
+        assert one.total.top_overlap == other.total.top_overlap
+    assert back.together.conflicted == forth.together.conflicted
+
+
+# ---------------------------------------------------------------- spectra
+
+
+def subject(name, rows, columns, kind=Kind.MLP, layer=0):
+    info = TensorInfo(name, STORAGE_TYPES["BF16"], (rows, columns), 0)
+    return Subject(info, kind, layer, (0, 1))
+
+
+def test_cheap_matrices_are_taken_whole():
+    subjects = [
+        subject("a", 384, 1536),
+        subject("thin", 31, 400),
+        subject("e", 30000, 384, Kind.EMBEDDING),
+    ]
+    assert choose_matrices(subjects, "auto", 1 << 30) == {"a": True}
+    assert choose_matrices(subjects, "all", 1 << 30) == {"a": True, "e": True}
+    assert choose_matrices(subjects, "all", 1 << 20) == {"a": False, "e": False}
+    assert choose_matrices(subjects, "none", 1 << 30) == {}
+    assert choose_matrices(subjects[1:2], "auto", 1 << 30) == {}
+    assert choose_matrices(subjects[2:], "auto", 1 << 30) == {"e": True}
+
+
+def test_of_many_large_matrices_a_few_windows_are_taken():
+    subjects = [
+        subject(f"h.{layer}.{part}", 4096, 4096, layer=layer)
+        for layer in range(80)
+        for part in ("k", "o", "q", "v")
+    ]
+    chosen = choose_matrices(subjects, "auto", 1 << 30)
+    assert set(chosen.values()) == {False}
+    assert 20 < len(chosen) < 100
+    layers = sorted(int(name.split(".")[1]) for name in chosen)
+    assert max(np.diff([-1, *layers, 80])) <= 4
+    assert {name[-1] for name in chosen} == {"k", "o", "q", "v"}
+
+
+def test_a_window_sees_the_rank_of_a_large_matrix():
+    generator = np.random.default_rng(0)
+    base = {"h.0.attn.w": (0.02 * generator.standard_normal((1100, 600))).astype(np.float32)}
+    left, right = generator.standard_normal((1100, 5)), generator.standard_normal((5, 600))
+    model = {"h.0.attn.w": (base["h.0.attn.w"] + 1e-3 * left @ right).astype(np.float32)}
+    found = [
+        analyze_arrays(base, [model], spectra="all", max_memory=memory).models[0]
+        for memory in (1 << 30, 20_000_000)
+    ]
+    shapes = [(t.spectrum.rows, t.spectrum.columns) for m in found for t in m.tensors]
+    assert shapes == [(1100, 600), (1024, 256)]
+    assert [(model.origin, model.likely_rank) for model in found] == [(Origin.LORA, 5)] * 2
+
+
+def test_a_full_change_and_a_model_too_small_to_tell():
+    base = weights(0)
+    assert analyze_arrays(base, [tuned(base, 1)]).models[0].origin is Origin.FULL
+    small = {"w": np.zeros((8, 8), np.float32)}
+    changed = {"w": np.ones((8, 8), np.float32)}
+    assert analyze_arrays(small, [changed]).models[0].origin is Origin.UNKNOWN
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_files_shards_and_arrays_give_the_same(tmp_path, three):
+    base, models, found = three
+    shards = save_shards(tmp_path / "base", base, 3)
+    files = [save(tmp_path / f"{name}.safetensors", model) for name, model in models.items()]
+    analysis = analyze(shards, files, verbose=False)
+    assert analysis.names == found.names
+    assert analysis.base == str(shards)
+    assert [model.file for model in analysis.models] == list(map(str, files))
+    assert analysis.bytes_read > 4 * 4 * 7941
+    assert analysis.seconds > 0
+    strip = {"base": "", "models": ()}
+    assert dataclasses.replace(timeless(analysis), **strip) == dataclasses.replace(
+        timeless(found), **strip
+    )
+    for one, other in zip(analysis.models, found.models, strict=True):
+        assert dataclasses.replace(one, file="") == dataclasses.replace(other, file="")
+    assert Analysis.from_json(analysis.to_json()) == analysis
+
+
+@pytest.mark.parametrize("spectra", ["none", "auto"])
+def test_progress_ends_at_what_was_promised(three, monkeypatch, spectra):
+    base, models, _ = three
+    promised, seen = [], []
+
+    @contextmanager
+    def watched(total, verb, *, visible):
+        promised.append((total, verb, visible))
+        yield Display(seen.append, print)
+
+    monkeypatch.setattr(analyzing, "show_progress", watched)
+    found = analyze_arrays(base, models, spectra=spectra)
+    assert promised == [(found.bytes_read, "analyzing", False)]
+    assert sum(seen) == found.bytes_read
+    once = 4 * 4 * 7941
+    assert found.bytes_read == once if spectra == "none" else found.bytes_read > once
+
+
+def test_an_adapter_changes_what_it_names(tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shapes = {name: (64, 48), "model.norm.weight": (48,)}
+    base = weights(0, shapes)
+    generator = np.random.default_rng(1)
+    a, b = (generator.standard_normal(s).astype(np.float32) for s in ((4, 48), (64, 4)))
+    folder = tmp_path / "adapter"
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    save(
+        folder / "adapter_model.safetensors",
+        {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b},
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    full = tuned(base, 2)
+    files = [save(tmp_path / "base.safetensors", base), save(tmp_path / "full.safetensors", full)]
+    found = analyze(files[0], [folder, files[1]], verbose=False)
+    adapter = found.model("adapter")
+    assert (adapter.origin, adapter.likely_rank, adapter.is_adapter) == (Origin.LORA, 4, True)
+    assert adapter.missing == ("model.norm.weight",)
+    delta = 2.0 * (b.astype(np.float64) @ a)
+    assert adapter.total.elements == delta.size
+    assert adapter.total.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
+    norm = np.linalg.norm(base[name].astype(np.float64))
+    assert adapter.total.base_norm == pytest.approx(norm, rel=1e-5)
+    other = deltas({name: base[name]}, full)
+    dot = delta.reshape(-1) @ other
+    lengths = np.linalg.norm(delta) * np.linalg.norm(deltas(base, full))
+    assert found.pairs[0].total.cosine == pytest.approx(dot / lengths, abs=1e-6)
+    assert found.model("full").is_adapter is False
+
+
+@pytest.mark.parametrize(("config", "tied"), [(True, ("model.embed_tokens.weight",)), (False, ())])
+def test_tied_embeddings_are_named(tmp_path, config, tied):
+    base = {name: values for name, values in weights(0).items() if name != "lm_head.weight"}
+    save(tmp_path / "base" / "model.safetensors", base)
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"tie_word_embeddings": config}))
+    model = save(tmp_path / "m.safetensors", tuned(base, 1))
+    assert analyze(tmp_path / "base", [model], verbose=False).tied == tied
+
+
+def test_a_missing_file_is_named(tmp_path):
+    base = save(tmp_path / "base.safetensors", {"w": np.ones(1, np.float32)})
+    with pytest.raises(InputError, match=r"absent\.safetensors"):
+        analyze(base, [tmp_path / "absent.safetensors"], verbose=False)
+
+
+def test_an_analysis_is_told_in_a_few_lines():
+    base = {"w": np.zeros(4, np.float32), "v": np.full(4, 10, np.float32)}
+    one, other = (dict(base, w=np.array(w, np.float32)) for w in ([3, 0, 0, -4], [3, 0, 0, 4]))
+    told = str(analyze_arrays(base, {"one": one, "other": other})).splitlines()
+    assert told[1] == (
+        "  one: unknown, change 25.00% of the base, mean |δ| 0.88, largest 4, 75.0% unchanged"
+    )
+    assert told[3] == "  one and other: cosine -0.280, 50% of common changes opposed"
+    assert told[4] == "  added up, 57% of all change cancels out"

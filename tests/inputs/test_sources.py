@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dare.api import merge
+from dare.errors import HeaderError, InputError
+from dare.inputs.sources import INDEX_NAME, FileSource, open_source
+from dare.output.writer import PartialOutput
+from helpers import (
+    entry,
+    file_bytes,
+    flip_bit,
+    read_elements,
+    read_tensor,
+    save,
+    save_shards,
+    write_index,
+    write_recipe,
+)
+
+W = np.arange(6, dtype=np.float32).reshape(2, 3)
+N = np.array([7, -7], np.int64)
+
+
+def contents(path) -> dict[str, bytes]:
+    with open_source(path) as source:
+        return {name: read_tensor(source, name) for name in source.tensors}
+
+
+# ---------------------------------------------------------------- what a path may be
+
+
+def test_a_file_is_a_source(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W, "n": N})
+    source = open_source(path)
+    assert source.files == (path,)
+    assert source.tensors["w"].shape == (2, 3)
+    assert contents(str(path)) == {"w": W.tobytes(), "n": N.tobytes()}
+
+
+def test_a_directory_with_model_safetensors_is_a_source(tmp_path):
+    path = save(tmp_path / "model.safetensors", {"w": W})
+    save(tmp_path / "training_args.safetensors", {"other": N})
+    assert open_source(tmp_path).files == (path,)
+    assert contents(tmp_path) == {"w": W.tobytes()}
+
+
+def test_a_directory_with_one_file_of_any_name_is_a_source(tmp_path):
+    path = save(tmp_path / "consolidated.safetensors", {"w": W})
+    (tmp_path / "config.json").write_text("{}")
+    assert open_source(tmp_path).files == (path,)
+
+
+def test_a_sharded_directory_is_a_source(tmp_path):
+    arrays = {name: np.full(3, number, np.float32) for number, name in enumerate("abcde")}
+    save_shards(tmp_path, arrays, 3)
+    assert len(open_source(tmp_path).files) == 3
+    assert contents(tmp_path) == {name: array.tobytes() for name, array in arrays.items()}
+
+
+def test_an_index_wins_over_a_single_file(tmp_path):
+    save_shards(tmp_path, {"w": W}, 1)
+    save(tmp_path / "model.safetensors", {"stale": N})
+    assert set(open_source(tmp_path).tensors) == {"w"}
+
+
+def test_a_shard_may_be_a_link_to_a_file_elsewhere(tmp_path):
+    # The Hugging Face cache looks like this.
+    blob = save(tmp_path / "blobs" / "0f1e", {"w": W})
+    write_index(tmp_path / "snapshot", {"w": "a.safetensors"})
+    (tmp_path / "snapshot" / "a.safetensors").symlink_to(blob)
+    assert contents(tmp_path / "snapshot") == {"w": W.tobytes()}
+
+
+def test_a_part_of_a_tensor_is_read_from_an_element_on(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    with open_source(path) as source:
+        assert read_elements(source, "w", 2, 2).tolist() == [2.0, 3.0]
+
+
+def test_nothing_is_read_into_an_empty_buffer(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"e": np.empty((0, 2), np.float32)})
+    assert contents(path) == {"e": b""}
+
+
+# ---------------------------------------------------------------- paths that lead nowhere
+
+
+def test_a_missing_path_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"absent.safetensors: no such file"):
+        open_source(tmp_path / "absent.safetensors")
+
+
+def test_a_path_with_a_null_is_refused(tmp_path):
+    with pytest.raises(InputError):
+        open_source(f"{tmp_path}/a\0b.safetensors")
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=f"has no safetensors file and no {INDEX_NAME}"):
+        open_source(tmp_path)
+
+
+def test_several_files_without_an_index_are_refused(tmp_path):
+    save(tmp_path / "a.safetensors", {"w": W})
+    save(tmp_path / "b.safetensors", {"n": N})
+    with pytest.raises(InputError, match=f"has 2 safetensors files and no {INDEX_NAME} .*name one"):
+        open_source(tmp_path)
+
+
+OPEN_AS_NOBODY = """
+import os, sys
+from dare.errors import InputError
+from dare.inputs.sources import open_source
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setuid(65534)
+try:
+    open_source(sys.argv[1])
+except InputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("closed", "message"),
+    [
+        ("folder", "folder: cannot be listed: Permission denied"),
+        ("folder/model.safetensors", "model.safetensors: cannot be opened: Permission denied"),
+    ],
+)
+def test_what_may_not_be_read_is_refused(tmp_path, closed, message):
+    save(tmp_path / "folder" / "model.safetensors", {"w": W})
+    tmp_path.chmod(0o755)
+    (tmp_path / closed).chmod(0)
+    try:
+        found = subprocess.run(
+            [sys.executable, "-c", OPEN_AS_NOBODY, "folder"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        (tmp_path / closed).chmod(0o755)
+    assert found.stdout.strip().endswith(message)
+
+
+# ---------------------------------------------------------------- hostile and broken indexes
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", ".", "..", "a/", 5, None, ["a"], {}],
+)
+def test_a_shard_that_is_not_a_file_in_the_folder_is_refused(tmp_path, shard):
+    save(tmp_path / "x.safetensors", {"w": W})
+    save(tmp_path / "model" / "a.safetensors", {"n": N})
+    write_index(tmp_path / "model", {"n": "a.safetensors", "w": shard})
+    with pytest.raises(HeaderError, match=r"w is said to be in .*must be a file in the same fold"):
+        open_source(tmp_path / "model")
+
+
+@pytest.mark.parametrize("shard", ["a\0.safetensors", "\ud800.safetensors", "a" * 5000])
+def test_a_shard_whose_name_no_file_can_have_is_refused(tmp_path, shard):
+    write_index(tmp_path, {"w": shard})
+    with pytest.raises(InputError):
+        open_source(tmp_path)
+
+
+def test_a_shard_that_is_a_directory_is_refused(tmp_path):
+    (tmp_path / "a.safetensors").mkdir()
+    write_index(tmp_path, {"w": "a.safetensors"})
+    with pytest.raises(InputError, match=r"a.safetensors: is not an ordinary file"):
+        open_source(tmp_path)
+
+
+def test_a_missing_shard_is_refused(tmp_path):
+    save(tmp_path / "a.safetensors", {"w": W})
+    write_index(tmp_path, {"w": "a.safetensors", "n": "b.safetensors"})
+    with pytest.raises(InputError, match=r"b.safetensors: no such file"):
+        open_source(tmp_path)
+
+
+def test_a_shard_that_lacks_a_promised_tensor_is_refused(tmp_path):
+    save(tmp_path / "a.safetensors", {"w": W})
+    write_index(tmp_path, {"w": "a.safetensors", "n": "a.safetensors", "z": "a.safetensors"})
+    with pytest.raises(
+        HeaderError, match=r"a.safetensors lacks n and 1 more; the index and the sh"
+    ):
+        open_source(tmp_path)
+
+
+def test_a_shard_with_a_tensor_the_index_does_not_know_is_refused(tmp_path):
+    save(tmp_path / "a.safetensors", {"w": W, "n": N})
+    write_index(tmp_path, {"w": "a.safetensors"})
+    with pytest.raises(HeaderError, match=r"a.safetensors also holds n; the index and the shards"):
+        open_source(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    save(tmp_path / "a.safetensors", {"w": W})
+    save(tmp_path / "b.safetensors", {"n": N, "w": W})
+    write_index(tmp_path, {"w": "a.safetensors", "n": "b.safetensors"})
+    with pytest.raises(HeaderError, match=r"b.safetensors also holds w"):
+        open_source(tmp_path)
+
+
+def test_a_source_never_holds_a_tensor_twice(tmp_path):
+    a = open_source(save(tmp_path / "a.safetensors", {"w": W}))
+    b = open_source(save(tmp_path / "b.safetensors", {"w": W}))
+    with pytest.raises(HeaderError, match=r"w is in both a.safetensors and b.safetensors"):
+        FileSource(tmp_path, {**a.headers, **b.headers}, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b"5",
+        b"{}",
+        b'{"weight_map"}',
+        b"[" * 100_000,
+        b'{"x":' + b"9" * 5000,
+    ],
+)
+def test_an_index_that_is_no_json_with_a_weight_map_is_refused(tmp_path, text):
+    (tmp_path / INDEX_NAME).write_bytes(text)
+    with pytest.raises(HeaderError, match=f"{INDEX_NAME}: not JSON with a weight_map"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [{}, [], ["w"], "w", None, 5])
+def test_a_weight_map_that_maps_nothing_is_refused(tmp_path, weight_map):
+    write_index(tmp_path, weight_map)
+    with pytest.raises(HeaderError, match="weight_map must map tensors to files"):
+        open_source(tmp_path)
+
+
+def test_an_index_of_absurd_size_is_refused_without_being_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("dare.inputs.sources.MAX_INDEX_BYTES", 1000)
+    write_index(tmp_path, {"w" * 1000: "a.safetensors"})
+    with pytest.raises(HeaderError, match="larger than 1000 bytes"):
+        open_source(tmp_path)
+
+
+def test_an_index_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / INDEX_NAME).mkdir()
+    with pytest.raises(InputError, match=f"{INDEX_NAME}: cannot be read: Is a directory"):
+        open_source(tmp_path)
+
+
+def test_a_hostile_shard_is_named(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(file_bytes({"w": entry("F33", [1], 0, 1)}, b"a"))
+    write_index(tmp_path, {"w": "a.safetensors"})
+    with pytest.raises(HeaderError, match=r"a.safetensors: w: unknown dtype 'F33'"):
+        open_source(tmp_path)
+
+
+# ---------------------------------------------------------------- files that change
+
+
+def test_a_file_of_another_size_than_planned_is_refused(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    source = open_source(path)
+    save(path, {"w": W, "n": N})
+    with pytest.raises(InputError, match=r"m.safetensors: changed since the merge was planned"):
+        source.__enter__()
+
+
+def test_a_file_written_again_since_it_was_planned_is_refused(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    source = open_source(path)
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000))
+    with pytest.raises(InputError, match=r"m.safetensors: changed since the merge was planned"):
+        source.__enter__()
+
+
+def test_a_file_removed_since_it_was_planned_is_refused(tmp_path):
+    save_shards(tmp_path, {"w": W, "n": N}, 2)
+    source = open_source(tmp_path)
+    source.files[1].unlink()
+    with pytest.raises(InputError, match=r"model-00002-of-00002.safetensors: no such file"):
+        source.__enter__()
+
+
+def test_a_refused_source_leaves_no_file_open(tmp_path):
+    save_shards(tmp_path, {"w": W, "n": N}, 2)
+    source = open_source(tmp_path)
+    source.files[1].unlink()
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(InputError):
+        source.__enter__()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_file_cut_while_it_is_open_is_noticed(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    with open_source(path) as source:
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(InputError, match=r"m.safetensors: ends inside w; it was cut while"):
+            read_tensor(source, "w")
+
+
+def test_a_file_written_to_while_it_is_merged_is_refused(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, {"v": W, "w": W}, [{"v": W + 1, "w": W + 1}], method="sum")
+    original = PartialOutput.record
+
+    def record(self, line):
+        flip_bit(recipe.base, 8 * recipe.base.stat().st_size - 1)
+        os.utime(recipe.base, ns=(0, 0))
+        original(self, line)
+
+    monkeypatch.setattr(PartialOutput, "record", record)
+    with pytest.raises(InputError, match=r"base.safetensors: .*changed"):
+        merge(recipe)
+    assert not recipe.output.exists()
+
+
+def test_the_fingerprint_knows_the_path_size_and_time(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    status = path.stat()
+    found = open_source(path).fingerprint()
+    assert found == [[str(path.resolve()), status.st_size, status.st_mtime_ns]]
+    assert json.loads(json.dumps(found)) == found

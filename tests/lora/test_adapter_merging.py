@@ -1,0 +1,551 @@
+"""Merged adapters stand for the merged deltas, and are written whole or not at all."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft_models import pair, product, read_adapter, write_adapter
+from safetensors.numpy import load_file, save_file
+
+from dare import ModelEntry, Recipe, TensorRule, dare_drop, keep_mask, merge, merge_arrays
+from dare.errors import InputError, MismatchError, OutputError, RecipeError
+from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
+from dare.inputs.reading import read_floats
+from dare.lora import merge_adapters, plan_adapters
+
+Q, V = "m.q_proj", "m.v_proj"
+
+
+def eighths(*shape, seed=0):
+    return np.random.default_rng(seed).integers(-8, 8, shape).astype(np.float32) / 8
+
+
+@pytest.fixture
+def two(tmp_path):
+    first = write_adapter(tmp_path / "first", pair(Q, 4, 2, 3))
+    second = write_adapter(tmp_path / "second", pair(Q, 4, 1, 3, 1) | pair(V, 5, 1, 3, 2), r=1)
+    return [first, second]
+
+
+def delta(folder, module):
+    """What an adapter stands for, by its own configuration."""
+    source = open_adapter(folder)
+    name = f"{module}.weight"
+    if name not in source.tensors:
+        return 0.0
+    with source:
+        values = read_floats(source, name, 0, source.tensors[name].elements)
+    return values.reshape(source.tensors[name].shape).astype(np.float64)
+
+
+# ---------------------------------------------------------------- concatenation
+
+
+def test_concatenation_by_hand(two, tmp_path):
+    report = merge_adapters(two, tmp_path / "out", weights=[0.5, 0.25])
+    tensors, config = read_adapter(tmp_path / "out")
+    first, second = pair(Q, 4, 2, 3), pair(Q, 4, 1, 3, 1)
+    down, up = "m.q_proj.lora_A.weight", "m.q_proj.lora_B.weight"
+    assert tensors[down].tolist() == [*first[down].tolist(), *second[down].tolist()]
+    stacked = np.hstack([first[up] * 0.5 * 2, second[up] * 0.25 * 4])  # weight · alpha / rank
+    assert tensors[up].tolist() == stacked.tolist()
+    assert tensors["m.v_proj.lora_A.weight"].shape == (1, 3)
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 3, False)
+    assert config["rank_pattern"] == config["alpha_pattern"] == {r"^m\.v_proj": 1}
+    assert config["target_modules"] == [Q, V]
+    assert (report.error, report.energy, report.rank) == (0, 1, 3)
+    assert [(module.name, module.ranks, module.rank) for module in report.modules] == [
+        (Q, (2, 1), 3),
+        (V, (1,), 1),
+    ]
+    exact = 0.5 * 2 * product(first, Q) + 0.25 * 4 * product(second, Q)
+    assert delta(tmp_path / "out", Q).tolist() == exact.tolist()
+    assert report.modules[0].norm == pytest.approx(np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(("method", "weights"), [("linear", [0.5, 0.5]), ("sum", [1, 1])])
+def test_weights_that_are_not_given(two, tmp_path, method, weights):
+    report = merge_adapters(two, tmp_path / "out", method=method, scale=0.5)
+    assert report.weights == tuple(weights)
+    for module in (Q, V):
+        parts = zip(two, weights, strict=True)
+        expected = sum(0.5 * weight * delta(path, module) for path, weight in parts)
+        assert delta(tmp_path / "out", module).tolist() == expected.tolist()
+
+
+specification = st.tuples(
+    st.integers(1, 4),  # rank
+    st.sampled_from([1, 2, 8, 0.5]),  # alpha
+    st.booleans(),  # rslora
+    st.sampled_from([(Q,), (V,), (Q, V)]),
+    st.sampled_from([1, 0.5, -0.25, 2]),  # weight
+)
+
+
+def write_specified(folder, specifications):
+    return [
+        write_adapter(
+            folder / str(number),
+            {k: v for place, m in enumerate(modules)
+             for k, v in pair(m, 4, rank, 3, 9 * number + place).items()},
+            r=rank,
+            lora_alpha=alpha,
+            use_rslora=rslora,
+            alpha_pattern={"v_proj": 3},
+        )
+        for number, (rank, alpha, rslora, modules, _) in enumerate(specifications)
+    ]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(specification, min_size=1, max_size=4), st.randoms())
+def test_concatenation_is_the_weighted_sum_in_any_order(tmp_path_factory, specifications, random):
+    folder = tmp_path_factory.mktemp("sum")
+    paths = write_specified(folder, specifications)
+    weights = [specification[-1] for specification in specifications]
+    order = list(range(len(paths)))
+    random.shuffle(order)
+    report = merge_adapters(paths, folder / "out", weights=weights)
+    shuffled = [paths[i] for i in order], folder / "shuffled"
+    merge_adapters(*shuffled, weights=[weights[i] for i in order])
+    for module in report.modules:
+        parts = zip(paths, weights, strict=True)
+        expected = sum(weight * delta(path, module.name) for path, weight in parts)
+        size = sum(
+            np.abs(w * delta(p, module.name)).max() for p, w in zip(paths, weights, strict=True)
+        )
+        assert module.rank == sum(module.ranks)
+        for out in ("out", "shuffled"):
+            found = delta(folder / out, module.name)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * size)
+
+
+def test_a_weight_of_zero_takes_no_part(two, tmp_path):
+    report = merge_adapters(two, tmp_path / "out", weights=[1, 0])
+    assert [(module.name, module.rank) for module in report.modules] == [(Q, 2)]
+    with pytest.raises(InputError, match="no LoRA modules of a weight other than 0"):
+        merge_adapters(two, tmp_path / "none", weights=[0, 0])
+
+
+# ---------------------------------------------------------------- SVD
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 9])
+def test_the_error_is_the_tail_of_the_singular_values(two, tmp_path, rank):
+    report = merge_adapters(two, tmp_path / "out", rank=rank)
+    lost = total = 0.0
+    for module in report.modules:
+        whole = 0.5 * delta(two[0], module.name) + 0.5 * delta(two[1], module.name)
+        values = np.linalg.svd(whole, compute_uv=False)
+        assert module.rank == min(rank, int((values > 1e-9).sum()))
+        tail = np.linalg.norm(values[rank:])
+        assert module.error == pytest.approx(tail / np.linalg.norm(values), abs=1e-7)
+        difference = np.linalg.norm(delta(tmp_path / "out", module.name) - whole)
+        assert difference == pytest.approx(tail, abs=1e-6)
+        lost, total = lost + tail**2, total + (values**2).sum()
+    assert report.error == pytest.approx((lost / total) ** 0.5, abs=1e-7)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.floats(0.05, 1), min_size=2, max_size=4))
+def test_more_energy_is_never_less(tmp_path_factory, energies):
+    folder = tmp_path_factory.mktemp("energy")
+    paths = [write_adapter(folder / str(i), pair(Q, 8, 3, 7, i), r=3) for i in range(2)]
+    reports = [
+        merge_adapters(paths, folder / f"out{i}", energy=energy)
+        for i, energy in enumerate(sorted(energies))
+    ]
+    assert [r.rank for r in reports] == sorted(r.rank for r in reports)
+    for report, energy in zip(reports, sorted(energies), strict=True):
+        assert 1 <= report.rank <= 6
+        assert report.energy >= energy - 1e-9
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+@pytest.mark.parametrize("method", ["dare+linear", "dare+sum"])
+def test_dropping_uses_the_masks_of_the_base_tensors(two, tmp_path, method, fan_in_fan_out):
+    for path in two:
+        config = json.loads((path / CONFIG_NAME).read_text())
+        (path / CONFIG_NAME).write_text(json.dumps(config | {"fan_in_fan_out": fan_in_fan_out}))
+    settings = {"method": method, "drop_rate": 0.5, "seed": 7, "weights": [0.75, 0.5]}
+    report = merge_adapters(two, tmp_path / "out", rank=9, **settings)
+    assert report.seeds == (7, 8)
+    expected = 0.0
+    for place, weight in enumerate([0.75, 0.5]):
+        change = delta(two[place], Q)
+        keep = keep_mask(f"{Q}.weight", change.size, 0.5, seed=7 + place).reshape(change.shape)
+        expected = expected + weight * np.where(keep, 2 * change, 0)
+        dropped = dare_drop({f"{Q}.weight": change.astype(np.float32)}, 0.5, seed=7 + place)
+        assert dropped[f"{Q}.weight"].tolist() == np.where(keep, 2 * change, 0).tolist()
+    np.testing.assert_allclose(delta(tmp_path / "out", Q), expected, atol=1e-6)
+
+
+def test_ties_is_that_of_any_merge(two, tmp_path):
+    stages = {"ties": {"keep_ratio": 0.5}}
+    merge_adapters(two, tmp_path / "out", method="ties", stages=stages, rank=9)
+    arrays = [{"w": delta(path, Q).astype(np.float32)} for path in two]
+    zeros = {"w": np.zeros_like(arrays[0]["w"])}
+    merged, _ = merge_arrays(zeros, arrays, method="ties", stages=stages, verbose=False)
+    np.testing.assert_allclose(delta(tmp_path / "out", Q), merged["w"], atol=1e-6)
+
+
+def test_a_module_of_which_all_is_dropped_is_left_out(tmp_path):
+    alone = np.zeros((2, 3), np.float32)
+    alone[0, 0] = 1
+    up = {f"{V}.lora_B.weight": np.array([[1, 0]], np.float32)}
+    path = write_adapter(tmp_path / "a", pair(Q, 40, 2, 30) | {f"{V}.lora_A.weight": alone} | up)
+    seed = next(s for s in range(99) if not keep_mask(f"{V}.weight", 1, 0.5, seed=s)[0])
+    settings = {"method": "dare+sum", "drop_rate": 0.5, "seed": seed, "rank": 2}
+    report = merge_adapters([path], tmp_path / "out", **settings)
+    assert [module.name for module in report.modules] == [Q]
+    assert "1 modules are left out: their merged change is zero" in report.notes
+    assert set(read_adapter(tmp_path / "out")[1]["target_modules"]) == {Q}
+
+
+def test_a_merge_to_nothing_is_refused(two, tmp_path):
+    twice = [two[0], two[0]]
+    with pytest.raises(InputError, match="the merged change is zero in every module"):
+        merge_adapters(twice, tmp_path / "out", weights=[1, -1], rank=2, method="ties")
+    assert not (tmp_path / "out").exists()
+    untrained = pair(Q, 4, 2, 3) | {f"{V}.lora_A.weight": eighths(2, 3)}
+    untrained[f"{V}.lora_B.weight"] = np.zeros((4, 2), np.float32)
+    path = write_adapter(tmp_path / "untrained", untrained)
+    report = merge_adapters([path], tmp_path / "out", rank=2)
+    assert [module.name for module in report.modules] == [Q]
+
+
+# ---------------------------------------------------------------- other kinds of tensors
+
+
+def test_embeddings_and_convolutions_keep_their_form(tmp_path):
+    def tensors(rank, seed):
+        return {
+            "m.embed.lora_embedding_A": eighths(rank, 7, seed=seed),
+            "m.embed.lora_embedding_B": eighths(3, rank, seed=seed + 1),
+            "conv.lora_A.weight": eighths(rank, 3, 2, 2, seed=seed + 2),
+            "conv.lora_B.weight": eighths(4, rank, 1, 1, seed=seed + 3),
+        }
+
+    paths = [write_adapter(tmp_path / str(n), tensors(n, 5 * n), r=n) for n in (1, 2)]
+    for asked in ({}, {"rank": 9}, {"rank": 9, "method": "dare+linear", "drop_rate": 0.0}):
+        merge_adapters(paths, tmp_path / "out", overwrite=True, **asked)
+        stored, _ = read_adapter(tmp_path / "out")
+        assert stored["m.embed.lora_embedding_A"].shape == (3, 7)
+        assert stored["conv.lora_A.weight"].shape == (3, 3, 2, 2)
+        assert stored["conv.lora_B.weight"].shape == (4, 3, 1, 1)
+        for module in ("m.embed", "conv"):
+            expected = 0.5 * delta(paths[0], module) + 0.5 * delta(paths[1], module)
+            np.testing.assert_allclose(delta(tmp_path / "out", module), expected, atol=2e-6)
+
+
+def test_what_is_stored_in_full_is_averaged_by_weight(tmp_path):
+    heads = [eighths(3, 2, seed=n) for n in range(2)]
+    biases = [eighths(4, seed=n + 5) for n in range(2)]
+    paths = [
+        write_adapter(
+            tmp_path / str(n),
+            pair([Q, V][n], 4, 2, 3, n)
+            | {"lm_head.weight": heads[n]}
+            | {f"{Q}{'.base_layer' if n == 0 else ''}.bias": biases[n]},
+            modules_to_save=["lm_head"],
+            bias="all",
+        )
+        for n in range(2)
+    ]
+    report = merge_adapters(paths, tmp_path / "out", weights=[3, 1], method="sum")
+    stored, config = read_adapter(tmp_path / "out")
+    assert stored["lm_head.weight"].tolist() == (0.75 * heads[0] + 0.25 * heads[1]).tolist()
+    expected = (0.75 * biases[0] + 0.25 * biases[1]).tolist()
+    assert stored[f"{Q}.base_layer.bias"].tolist() == expected
+    assert (config["modules_to_save"], config["bias"]) == (["lm_head"], "all")
+    assert sorted(report.averaged) == ["lm_head.weight", f"{Q}.bias"]
+    assert any("averaged by the weights divided by their sum 4.0" in note for note in report.notes)
+    with pytest.raises(RecipeError, match="they sum to 0"):
+        merge_adapters(paths, tmp_path / "none", weights=[1, -1])
+
+
+def test_biases_of_factors_are_summed(tmp_path):
+    paths = [
+        write_adapter(
+            tmp_path / str(n),
+            pair(Q, 4, 2, 3, n) | ({f"{Q}.lora_B.bias": eighths(4, seed=n)} if n else {}),
+            lora_bias=bool(n),
+        )
+        for n in range(2)
+    ]
+    for asked in ({}, {"rank": 3, "method": "dare+linear", "drop_rate": 0.0}):
+        merge_adapters(paths, tmp_path / "out", overwrite=True, weights=[1, 0.5], **asked)
+        stored, config = read_adapter(tmp_path / "out")
+        assert config["lora_bias"] is True
+        assert stored[f"{Q}.lora_B.bias"].tolist() == (0.5 * 2 * eighths(4, seed=1)).tolist()
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_what_only_some_store_in_full_is_refused_with_advice(two, tmp_path):
+    head = write_adapter(tmp_path / "head", pair(Q, 4, 2, 3) | {"lm_head.weight": eighths(3, 3)})
+    with pytest.raises(
+        MismatchError, match=r"lm_head\.weight: stored in full .* not by first"
+    ) as e:
+        merge_adapters([head, two[0]], tmp_path / "out")
+    assert "dare --base BASE --merge" in str(e.value)
+    other = write_adapter(tmp_path / "other", pair(Q, 4, 2, 3) | {"lm_head.weight": eighths(4, 3)})
+    with pytest.raises(MismatchError, match="different shapes \\(3×3, 4×3\\)"):
+        merge_adapters([head, other], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_other_bases_are_refused(two, tmp_path):
+    wide = write_adapter(tmp_path / "wide", pair(Q, 4, 2, 9))
+    with pytest.raises(MismatchError, match=r"m\.q_proj: first changes a layer of 4×3, wide a lay"):
+        plan_adapters([two[0], wide])
+    body = write_adapter(tmp_path / "body", pair("q_proj", 4, 2, 3))
+    with pytest.raises(MismatchError, match=r"first calls m\.q_proj what body calls q_proj"):
+        plan_adapters([two[0], body])
+    turned = write_adapter(tmp_path / "turned", pair(V, 4, 2, 3), fan_in_fan_out=True)
+    with pytest.raises(MismatchError, match="fan_in_fan_out is true for some"):
+        plan_adapters([two[0], turned])
+    biased = pair(V, 4, 2, 3) | {f"{V}.lora_B.bias": eighths(4)}
+    with pytest.raises(MismatchError, match=r"m\.v_proj has a lora_bias and m\.q_proj has none"):
+        plan_adapters([two[0], write_adapter(tmp_path / "biased", biased, lora_bias=True)])
+    other = write_adapter(tmp_path / "b2", pair(Q, 4, 2, 3), base_model_name_or_path="that")
+    assert "name different bases (None, that)" in plan_adapters([two[0], other]).notes[0]
+
+
+def test_many_findings_are_cut_short(tmp_path):
+    paths = []
+    for n in range(2):
+        pairs = [pair(f"m.{i}", 4, 1, 3 + n) for i in range(12)]
+        tensors = {key: value for found in pairs for key, value in found.items()}
+        paths.append(write_adapter(tmp_path / str(n), tensors, r=1))
+    with pytest.raises(MismatchError, match=r"12 things do not fit together:[\s\S]*… and 2 more"):
+        plan_adapters(paths)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "dare+linear"}, "say what to keep of it: rank = 16, or energy"),
+        ({"method": "dare+slerp", "rank": 4}, "slerp cannot be done without the base"),
+        ({"drop_rate": 0.5}, "would have no effect: method 'linear'"),
+        ({"weights": [1]}, "weights: 1 given for 2 adapters"),
+        ({"weights": [[0.1, 0.2], 1]}, "one number for each adapter"),
+        ({"rank": 0}, "rank = 0"),
+        ({"method": "dare+tise", "rank": 2}, "did you mean 'ties'"),
+        ({"dtype": "F99"}, "dtype F99"),
+    ],
+)
+def test_wrong_settings_are_refused(two, settings, message):
+    with pytest.raises(RecipeError, match=message):
+        plan_adapters(two, **settings)
+
+
+def test_what_is_no_adapter_is_refused(two, tmp_path):
+    with pytest.raises(InputError, match=r"has no adapter_config\.json"):
+        merge_adapters([tmp_path], tmp_path / "out")
+    with pytest.raises(RecipeError, match="must be a list of directories"):
+        merge_adapters(str(two[0]), tmp_path / "out")
+    config = {"peft_type": "LORA", "lora_alpha": 1, "use_dora": True}
+    (two[0] / CONFIG_NAME).write_text(json.dumps(config))
+    with pytest.raises(InputError, match="use_dora is set"):
+        merge_adapters(two, tmp_path / "out")
+
+
+# ---------------------------------------------------------------- the directory
+
+
+def test_the_directory_says_how_it_was_made(two, tmp_path):
+    merge_adapters(two, tmp_path / "out", method="dare+sum", rank=2, drop_rate=0.25, seed=3)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {CONFIG_NAME, WEIGHTS_NAME, "README.md", "dare-manifest.json"}
+    manifest = json.loads((tmp_path / "out" / "dare-manifest.json").read_text())
+    assert manifest["method"] == "dare+sum"
+    assert manifest["stages"][0]["drop_rate"] == 0.25
+    assert [entry["seed"] for entry in manifest["adapters"]] == [3, 4]
+    assert (manifest["rank"], manifest["mask"]) == (2, 1)
+    assert "dare+sum of 2 adapters" in (tmp_path / "out" / "README.md").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "out", "second"]
+
+
+def test_the_weights_are_the_same_bytes_every_time(two, tmp_path):
+    for asked in ({}, {"rank": 2}, {"rank": 2, "method": "dare+ties", "drop_rate": 0.5}):
+        for out in ("a", "b"):
+            merge_adapters(two, tmp_path / out, overwrite=True, **asked)
+        a, b = ((tmp_path / out / WEIGHTS_NAME).read_bytes() for out in ("a", "b"))
+        assert a == b
+
+
+def test_nothing_is_overwritten_unless_told(two, tmp_path):
+    merge_adapters(two, tmp_path / "out")
+    with pytest.raises(OutputError, match="exists already"):
+        merge_adapters(two, tmp_path / "out")
+    merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
+    assert read_adapter(tmp_path / "out")[1]["r"] == 1
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        merge_adapters(two, two[0], overwrite=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(OutputError, match="not made by dare"):
+        merge_adapters(two, tmp_path / "mine", overwrite=True)
+    with pytest.raises(OutputError, match=r"an adapter is a directory"):
+        merge_adapters(two, tmp_path / "out.safetensors")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        merge_adapters(two, tmp_path / "file" / "out")
+
+
+def test_a_failure_leaves_the_old_output_in_place(two, tmp_path, monkeypatch):
+    merge_adapters(two, tmp_path / "out")
+    before = (tmp_path / "out" / WEIGHTS_NAME).read_bytes()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dare.lora.writing.os.fsync", fail)
+    with pytest.raises(OutputError, match="No space left"):
+        merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
+    monkeypatch.undo()
+    assert (tmp_path / "out" / WEIGHTS_NAME).read_bytes() == before
+    monkeypatch.setattr("dare.lora.writing.tempfile.TemporaryFile", lambda **_: Full())
+    with pytest.raises(OutputError, match="No space left"):
+        merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
+    monkeypatch.undo()
+    merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "out", "second"]
+
+
+class Full:
+    """A file on a full disk."""
+
+    def tell(self):
+        return 0
+
+    def close(self):
+        pass
+
+    def write(self, _):
+        raise OSError(28, "No space left on device")
+
+
+def test_narrower_types_and_their_limits(two, tmp_path):
+    merge_adapters(two, tmp_path / "out", dtype="bfloat16")
+    assert {
+        info.dtype.name for info in open_adapter(tmp_path / "out")._stored.tensors.values()
+    } == {"BF16"}
+    np.testing.assert_allclose(
+        delta(tmp_path / "out", Q), 0.5 * delta(two[0], Q) + 0.5 * delta(two[1], Q), atol=0.02
+    )
+    with pytest.raises(InputError, match=r"too large for F16; store a wider dtype"):
+        merge_adapters(two, tmp_path / "big", dtype="F16", scale=1e6)
+    assert not (tmp_path / "big").exists()
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_plans_and_reports_say_what_matters(two, tmp_path):
+    plan = plan_adapters(two, method="dare+linear", rank=2, drop_rate=0.99)
+    assert "by SVD of whole matrices" in str(plan)
+    assert "one module at a time, about" in str(plan)
+    assert "1 of 2 modules are not in every adapter" in str(plan)
+    assert "above 0.95" in str(plan)
+    assert "dropping adds noise of full rank" in str(plan)
+    assert plan_adapters(two).working_bytes == 2 * 3 * (4 + 3) * 4
+    assert plan.to_dict()["modules"][0] == {
+        "name": Q,
+        "adapters": ["first", "second"],
+        "ranks": [2, 1],
+    }
+    report = merge_adapters(two, tmp_path / "out", rank=1)
+    text = str(report)
+    assert text.startswith("linear of 2 adapters (first, second): 2 modules, rank 1, by SVD of")
+    assert f"relative error {report.error:.3g} in total" in text
+    plain = json.loads(report.to_json())
+    assert plain["error"] == report.error
+    assert plain["modules"][1]["energy"] == 1
+    assert "relative error" not in str(merge_adapters(two, tmp_path / "cat"))
+
+
+# ---------------------------------------------------------------- the same as with the base
+
+
+MODULES = [f"model.layers.{layer}.{name}" for layer in range(3) for name in ("q", "up")]
+
+
+def some_adapters(folder):
+    """Two adapters whose changes differ in size from module to module; each lacks one."""
+    generator = np.random.default_rng(5)
+    paths = []
+    for number in range(2):
+        tensors = {}
+        for place, module in enumerate(MODULES):
+            if place == 5 * number:
+                continue
+            size = np.float32(0.1 * 2**place)
+            tensors[f"{module}.lora_A.weight"] = generator.standard_normal((3, 16), np.float32)
+            up = size * generator.standard_normal((24, 3), np.float32)
+            tensors[f"{module}.lora_B.weight"] = up
+        paths.append(write_adapter(folder / "ab"[number], tensors, r=3))
+    return paths
+
+
+RULES = [
+    TensorRule(match="*.0.*", settings={"keep_ratio": 0.4}),
+    TensorRule(contains="up", model="b", settings={"keep_ratio": 0.7}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "own", "rules"),
+    [
+        ("linear", {}, {}, [TensorRule(match="*.up.*", weight=0.25)]),
+        ("sum", {}, {}, [TensorRule(match="*.1.*", model="b", weight=0.0)]),
+        ("dare+linear", {"dare": {"drop_rate": 0.5}}, {"drop_rate": 0.25},
+         [TensorRule(match="*.up.*", weight=0.25, settings={"drop_rate": 0.75})]),
+        ("trim+ties", {"trim": {"keep_ratio": 0.3}}, {"keep_ratio": 0.6}, RULES),
+        ("trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}, {}, []),
+        ("trim+ties", {"trim": {"keep_ratio": 0.3, "scope": "model"}}, {"keep_ratio": 0.6}, RULES),
+        ("trim+sum", {"trim": {"keep_ratio": 0.3}}, {"scope": "model"}, []),
+        ("dare+trim+sum", {"trim": {"keep_ratio": 0.2, "scope": "model"}}, {"drop_rate": 0.5}, []),
+        ("della+linear", {}, {"drop_rate": 0.5},
+         [TensorRule(match="*.q.*", settings={"drop_rate": 0.2})]),
+        ("breadcrumbs+sum", {}, {}, []),
+        ("nm+linear", {"nm": {"n": 1, "m": 4}}, {"n": 2}, []),
+        ("star+sum", {}, {}, []),
+        ("dare+linear", {"dare": {"drop_rate": [0.2, 0.8]}}, {}, []),
+    ],
+)  # fmt: skip
+def test_adapters_alone_give_what_they_give_with_their_base(tmp_path, method, stages, own, rules):
+    first, second = some_adapters(tmp_path)
+    models = [ModelEntry(file=first, weight=0.75, seed=3, settings=own), ModelEntry(file=second)]
+    given = {"method": method, "stages": stages, "tensors": rules, "scale": 0.5}
+    zeros = {f"{module}.weight": np.zeros((24, 16), np.float32) for module in MODULES}
+    save_file(zeros | {"other": np.ones(3, np.float32)}, tmp_path / "base.safetensors")
+    merged = tmp_path / "merged.safetensors"
+    recipe = {"base": tmp_path / "base.safetensors", "output": merged, "verbose": False}
+    merge(Recipe(**recipe, models=models, **given))
+    merge_adapters(models, tmp_path / "out", rank=16, **given)
+    expected = load_file(merged)
+    for module in MODULES:
+        found, wanted = delta(tmp_path / "out", module), expected[f"{module}.weight"]
+        np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max() + 1e-12)
+
+
+def test_a_trim_over_the_model_keeps_the_largest_of_all_modules(tmp_path):
+    tensors = pair(Q, 8, 2, 8) | {k: v / 100 for k, v in pair(V, 8, 2, 8, 1).items()}
+    path = write_adapter(tmp_path / "a", tensors)
+    stages = {"trim": {"keep_ratio": 0.4, "scope": "model"}}
+    report = merge_adapters([path], tmp_path / "out", method="trim+sum", stages=stages, rank=8)
+    assert [module.name for module in report.modules] == [Q]
+    assert "1 modules are left out: their merged change is zero" in report.notes
+
+
+def test_what_changes_over_the_layers_is_said_to_end_at_the_last_one_changed(two):
+    stages = {"dare": {"drop_rate": [0.2, 0.8]}}
+    plan = plan_adapters(two, method="dare+sum", stages=stages, rank=2)
+    assert any("the last layer is the last one that an adapter changes" in n for n in plan.notes)
+    with pytest.raises(RecipeError, match="the same for all layers"):
+        plan_adapters(two, tensors=[TensorRule(match="*", weight=[0.1, 1.0])])

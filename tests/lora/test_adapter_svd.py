@@ -1,0 +1,197 @@
+"""Low-rank forms have the error that NumPy's SVD says is the least possible."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dare.errors import InputError, RecipeError
+from dare.lora import svd
+from dare.lora.svd import Wanted, relative_error, truncate_matrix, truncate_product
+
+
+def gaussian(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def least_error(matrix, rank):
+    values = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
+    return float(np.sqrt((values[rank:] ** 2).sum() / (values**2).sum()))
+
+
+def true_error(matrix, found):
+    difference = matrix.astype(np.float64) - found.left.astype(np.float64) @ found.right
+    return float(np.linalg.norm(difference) / np.linalg.norm(matrix.astype(np.float64)))
+
+
+def decaying(rows, columns, power):
+    left, _, right = np.linalg.svd(gaussian(rows, columns), full_matrices=False)
+    return ((left / np.arange(1, min(rows, columns) + 1) ** power) @ right).astype(np.float32)
+
+
+def test_a_matrix_by_hand():
+    matrix = np.array([[0, 3, 0], [4, 0, 0]], np.float32)
+    found = truncate_matrix(matrix, Wanted(rank=1), "w")
+    assert found.left.tolist() == [[0], [2]]
+    np.testing.assert_allclose(found.right, [[2, 0, 0]])
+    assert (found.squared, found.lost) == (25, 9)
+    assert relative_error(found.lost, found.squared) == 0.6
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (40, 90), (90, 40), (1, 6), (6, 1), (1, 1)])
+@pytest.mark.parametrize("rank", [1, 3, 100])
+def test_small_matrices_are_exact(shape, rank):
+    matrix = gaussian(*shape)
+    found = truncate_matrix(matrix, Wanted(rank=rank), "w")
+    assert found.rank == min(rank, *shape)
+    assert relative_error(found.lost, found.squared) == pytest.approx(
+        least_error(matrix, rank), abs=1e-6
+    )
+    assert relative_error(found.lost, found.squared) == pytest.approx(
+        true_error(matrix, found), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("matrix", "margin"),
+    [
+        (gaussian(180, 220), 1.01),  # flat: the hardest
+        (decaying(220, 180, 0.7), 1.0001),
+        (decaying(180, 220, 2), 1.0001),
+        (gaussian(180, 3) @ gaussian(3, 220, seed=1) + 0.05 * gaussian(180, 220), 1.01),
+    ],
+    ids=["flat", "tall", "steep", "spiked"],
+)
+def test_a_sketch_is_all_but_the_best(matrix, margin, monkeypatch):
+    assert svd._sketches(min(matrix.shape), 4)
+    monkeypatch.setattr(svd, "gram", watch := Watch(svd.gram))
+    found = truncate_matrix(matrix, Wanted(rank=4), "w")
+    assert watch.sizes == [svd._basis_width(4)]  # and not the side of the matrix
+    least = least_error(matrix, 4)
+    error = true_error(matrix, found)
+    assert least * (1 - 1e-6) <= error <= least * margin
+    assert relative_error(found.lost, found.squared) == pytest.approx(error, rel=1e-5)
+
+
+class Watch:
+    def __init__(self, function):
+        self.function = function
+        self.sizes = []
+
+    def __call__(self, wide):
+        self.sizes.append(wide.shape[0])
+        return self.function(wide)
+
+
+@pytest.mark.parametrize("shape", [(60, 80), (225, 240)])
+def test_a_matrix_of_low_rank_is_recovered(shape):
+    matrix = gaussian(shape[0], 5) @ gaussian(5, shape[1], seed=1)
+    found = truncate_matrix(matrix, Wanted(rank=9), "w")
+    assert found.rank == 5
+    assert true_error(matrix, found) < 1e-6
+
+
+@pytest.mark.parametrize("energy", [0.3, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("matrix", [gaussian(180, 200), decaying(220, 190, 1)], ids=["flat", "1/i"])
+def test_as_few_directions_as_hold_the_energy(matrix, energy, monkeypatch):
+    monkeypatch.setattr(svd, "FIRST_WIDTH", 4)  # so that there is a sketch before it is exact
+    found = truncate_matrix(matrix, Wanted(energy=energy), "w")
+    energies = np.linalg.svd(matrix.astype(np.float64), compute_uv=False) ** 2
+    fewest = int(np.searchsorted(np.cumsum(energies) / energies.sum(), energy - 1e-9)) + 1
+    assert fewest <= found.rank <= fewest + 1
+    assert found.lost <= (1 - energy) * found.squared + 1e-10 * found.squared
+    capped = truncate_matrix(matrix, Wanted(rank=4, energy=energy), "w")
+    assert capped.rank == min(4, found.rank)
+
+
+sizes = st.integers(1, 12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes, sizes, sizes, st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_factors_and_their_product_give_the_same(rows, inner, columns, rank, seed):
+    left, right = gaussian(rows, inner, seed=seed), gaussian(inner, columns, seed=seed + 1)
+    wanted = Wanted(rank=rank)
+    from_factors = truncate_product(left, right, wanted, "w")
+    matrix = left.astype(np.float64) @ right
+    assert from_factors.rank <= min(rows, inner, columns, rank)
+    error = relative_error(from_factors.lost, from_factors.squared)
+    assert error == pytest.approx(true_error(matrix, from_factors), abs=1e-6)
+    assert error == pytest.approx(least_error(matrix, rank), abs=1e-6)
+    from_matrix = truncate_matrix(matrix.astype(np.float32), wanted, "w")
+    assert relative_error(from_matrix.lost, from_matrix.squared) == pytest.approx(error, abs=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes, sizes, st.lists(st.floats(0.01, 1), min_size=2, max_size=5), st.integers(0, 99))
+def test_more_energy_never_takes_fewer_directions(rows, columns, energies, seed):
+    matrix = gaussian(rows, columns, seed=seed)
+    found = [truncate_matrix(matrix, Wanted(energy=e), "w") for e in sorted(energies)]
+    ranks = [low_rank.rank for low_rank in found]
+    assert ranks == sorted(ranks)
+    losses = [low_rank.lost for low_rank in found]
+    assert all(after <= before + 1e-9 for before, after in pairwise(losses))
+
+
+def test_nothing_has_rank_zero():
+    nothing = np.zeros((4, 6), np.float32)
+    assert truncate_matrix(nothing, Wanted(rank=2), "w").rank == 0
+    assert truncate_product(nothing[:, :2], nothing[:2], Wanted(energy=0.5), "w").rank == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_refused(value):
+    matrix = np.full((3, 3), value, np.float32)
+    for found in (
+        lambda: truncate_matrix(matrix, Wanted(rank=1), "q_proj"),
+        lambda: truncate_product(matrix, matrix, Wanted(rank=1), "q_proj"),
+    ):
+        with pytest.raises(InputError, match="q_proj: the change has NaN or infinite values"):
+            found()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "neither is given"),
+        ({"rank": 0}, "rank = 0: must be at least 1"),
+        ({"energy": 1.5}, "energy = 1.5: must be above 0 and at most 1"),
+        ({"energy": 0}, "energy = 0: must be above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked, message):
+    with pytest.raises(RecipeError, match=message):
+        Wanted(**asked)
+
+
+def test_the_forecast_grows_with_the_matrix():
+    sketch = svd.working_bytes((4096, 11008), Wanted(rank=16))
+    assert 4096 * 11008 * 4 < sketch < 1.3 * 4096 * 11008 * 4
+    assert svd.working_bytes((4096, 11008), Wanted(energy=0.9)) > 4096 * 4096 * 8
+
+
+def test_threads_change_rounding_only():
+    """One process with a single BLAS thread, and one with two."""
+    code = (
+        "import sys, numpy as np; from dare.lora.svd import Wanted, truncate_matrix\n"
+        "m = np.random.default_rng(0).standard_normal((225, 300), np.float32)\n"
+        "f = truncate_matrix(m, Wanted(rank=8), 'w')\n"
+        "sys.stdout.buffer.write((f.left @ f.right).tobytes())"
+    )
+    one, two = (
+        np.frombuffer(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                capture_output=True,
+                check=True,
+                env={"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads},
+            ).stdout,
+            np.float32,
+        )
+        for threads in ("1", "2")
+    )
+    assert np.linalg.norm(one - two) < 1e-5 * np.linalg.norm(one)

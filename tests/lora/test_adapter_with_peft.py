@@ -1,0 +1,180 @@
+"""PEFT loads what is written, and agrees with it."""
+
+import json
+
+import numpy as np
+import pytest
+from peft_models import convolution, deltas, gpt2, llama, quiet, train, weights
+from safetensors.numpy import save_file
+
+from dare.lora import extract_adapter, merge_adapters
+
+with quiet():
+    peft = pytest.importorskip("peft")
+
+CASES = {
+    "ranks, alphas and modules differ": (
+        llama,
+        {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6},
+        {
+            "target_modules": "all-linear",
+            "r": 3,
+            "rank_pattern": {"v_proj": 5},
+            "alpha_pattern": {"v_proj": 9, "layers.0.mlp.up_proj": 2},
+            "use_rslora": True,
+        },
+    ),
+    "embeddings": (
+        llama,
+        {"target_modules": ["embed_tokens", "o_proj"], "r": 2},
+        {"target_modules": ["embed_tokens", "q_proj"], "r": 3},
+    ),
+    "inputs first": (
+        gpt2,
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "r": 2},
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 3, "lora_alpha": 5},
+    ),
+    "biases of factors": (
+        gpt2,
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True},
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 3},
+    ),
+    "convolutions": (
+        convolution,
+        {"target_modules": ["0", "1"], "r": 2},
+        {"target_modules": ["0"], "r": 3, "lora_alpha": 2},
+    ),
+}
+
+
+def train_both(tmp_path, case):
+    build, *configs = CASES[case]
+    paths = [
+        train(tmp_path / str(n), build(), n, **config) for n, config in enumerate(configs, start=1)
+    ]
+    return build, paths
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_concatenation_merges_to_the_sum_of_what_the_adapters_merge_to(tmp_path, case):
+    build, paths = train_both(tmp_path, case)
+    merge_adapters(paths, tmp_path / "out", method="sum", weights=[1, -0.5])
+    found = deltas(build(), tmp_path / "out")
+    first, second = (deltas(build(), path) for path in paths)
+    for name in found:
+        expected = first[name] - 0.5 * second[name]
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6, err_msg=name)
+    assert any(value.any() for value in found.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "settings", [{}, {"method": "dare+linear", "drop_rate": 0.0}], ids=["factors", "matrices"]
+)
+def test_a_truncation_has_the_error_that_is_reported(tmp_path, case, settings):
+    build, paths = train_both(tmp_path, case)
+    report = merge_adapters(paths, tmp_path / "out", rank=2, **settings)
+    found = deltas(build(), tmp_path / "out")
+    first, second = (deltas(build(), path) for path in paths)
+    lost = total = 0.0
+    for module in report.modules:
+        name = f"{module.name}.weight"
+        expected = 0.5 * first[name] + 0.5 * second[name]
+        lost += np.sum((found[name] - expected) ** 2)
+        total += np.sum(expected**2)
+    assert report.error > 0.01
+    assert (lost / total) ** 0.5 == pytest.approx(report.error, rel=1e-4)
+
+
+def test_saved_modules_and_biases_are_loaded(tmp_path):
+    config = {"modules_to_save": ["lm_head"], "r": 2}
+    paths = [
+        train(tmp_path / str(n), llama(), n, target_modules=[module], **config)
+        for n, module in enumerate(["q_proj", "o_proj"])
+    ]
+    merge_adapters(paths, tmp_path / "out")
+    found, first, second = (deltas(llama(), path) for path in (tmp_path / "out", *paths))
+    for name, value in found.items():
+        expected = 0.5 * first[name] + 0.5 * second[name]
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6, err_msg=name)
+    assert found["lm_head.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        ({}, {"combination_type": "cat"}),
+        ({"rank": 3}, {"combination_type": "svd", "svd_rank": 3}),
+        (
+            {
+                "rank": 3,
+                "method": "ties",
+                "stages": {"ties": {"keep_ratio": 0.5, "divide_by": "count"}},
+            },
+            {"combination_type": "ties_svd", "svd_rank": 3, "density": 0.5},
+        ),
+    ],
+    ids=["cat", "svd", "ties_svd"],
+)
+def test_peft_combines_to_the_same(tmp_path, settings, theirs):
+    config = {"target_modules": ["q_proj", "up_proj"], "lora_alpha": 6}
+    paths = [train(tmp_path / str(n), llama(), n, r=n + 2, **config) for n in range(2)]
+    merge_adapters(paths, tmp_path / "out", weights=[1.0, 1.0], **settings)
+    plain = weights(llama())
+    with quiet():
+        model = peft.PeftModel.from_pretrained(llama(), paths[0], adapter_name="a")
+        model.load_adapter(paths[1], adapter_name="b")
+        model.add_weighted_adapter(["a", "b"], [1.0, 1.0], "both", **theirs)
+        model.set_adapter("both")
+        merged = weights(model.merge_and_unload())
+    found = deltas(llama(), tmp_path / "out")
+    for name, value in found.items():
+        np.testing.assert_allclose(value, merged[name] - plain[name], atol=2e-6, err_msg=name)
+
+
+# ---------------------------------------------------------------- extraction
+
+
+def save_model(folder, model):
+    folder.mkdir()
+    tensors = {n: v.numpy().copy() for n, v in model.state_dict().items() if "rotary" not in n}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    return folder
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_an_extracted_adapter_turns_the_base_into_the_model(tmp_path, build):
+    """At full rank and with the rest in full, all of the change is there."""
+    import torch
+
+    base = save_model(tmp_path / "base", build())
+    tuned = build()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "wte" not in name:  # tied to the head
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model = save_model(tmp_path / "model", tuned)
+    report = extract_adapter(base, model, tmp_path / "out", rank=99, save_others=True)
+    assert report.left_out == ()
+    assert report.error < 1e-5
+    found, plain, wanted = deltas(build(), tmp_path / "out"), weights(build()), weights(tuned)
+    for name, value in found.items():
+        np.testing.assert_allclose(plain[name] + value, wanted[name], atol=2e-6, err_msg=name)
+
+
+def test_a_merged_adapter_is_extracted_again(tmp_path):
+    """PEFT merges a LoRA of rank 3 into the base; extraction finds it."""
+    adapter = train(tmp_path / "lora", llama(), 1, target_modules="all-linear", r=3)
+    base = save_model(tmp_path / "base", llama())
+    with quiet():
+        merged = peft.PeftModel.from_pretrained(llama(), adapter).merge_and_unload()
+    report = extract_adapter(base, save_model(tmp_path / "tuned", merged), tmp_path / "out", rank=3)
+    assert len(report.modules) == 14
+    assert report.error < 1e-5
+    found, expected = deltas(llama(), tmp_path / "out"), deltas(llama(), adapter)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=2e-6, err_msg=name)

@@ -1,0 +1,237 @@
+"""The model card: valid front matter, every figure, no secrets, the same text each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from dare import merge, plan
+from dare.errors import Concern, InputError, Notice
+from dare.output.card import MAX_FRONT_MATTER, inherited, model_card, short_name
+from dare.output.report import Report
+from dare.planning.plan import Plan
+from dare.recipe.schema import ModelEntry, Recipe
+from helpers import save
+
+CARD = """---
+language: en
+license: llama3  # as it says
+license_link: "https://example.org/a#b"
+pipeline_tag: 'text-generation'
+library_name: [not, a, scalar]
+tags:
+- license: nested
+---
+# Base
+license: mit
+"""
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> tuple[Plan, Report]:
+    return merge_in(tmp_path / "home" / "somebody" / "work")
+
+
+def merge_in(folder: Path, **settings: Any) -> tuple[Plan, Report]:
+    weights = np.linspace(-1, 1, 64, dtype=np.float32)
+    given: dict[str, Any] = {
+        "base": save(folder / "llama" / "model.safetensors", {"w": weights}).parent,
+        "models": [
+            ModelEntry(
+                file=save(folder / "math.safetensors", {"w": weights + np.float32(0.01)}),
+                weight=0.7,
+                seed=9,
+                settings={"drop_rate": 0.5},
+            ),
+            save(folder / "b" / "co|de" / "model.safetensors", {"w": weights - np.float32(0.001)}),
+        ],
+        "output": folder / "out" / "merged",
+        "verbose": False,
+        "threads": 1,
+        **settings,
+    }
+    planned = plan(Recipe(**given))
+    return planned, merge(planned)
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    _, front, _ = card.split("---\n", 2)
+    metadata = yaml.safe_load(front)
+    assert isinstance(metadata, dict)
+    return metadata
+
+
+def test_the_front_matter_is_what_the_hub_expects(merged: tuple[Plan, Report]) -> None:
+    assert front_matter(model_card(*merged).decode()) == {
+        "base_model": ["work/llama", "work/math.safetensors", "b/co|de"],
+        "base_model_relation": "merge",
+        "library_name": "transformers",
+        "tags": ["merge", "dare-merge"],
+    }
+
+
+def test_what_holds_for_the_base_holds_for_the_output(
+    merged: tuple[Plan, Report], tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(CARD)
+    metadata = front_matter(model_card(*merged, inherited(tmp_path)).decode())
+    assert metadata["license"] == "llama3"
+    assert metadata["license_link"] == "https://example.org/a#b"
+    assert metadata["pipeline_tag"] == "text-generation"
+    assert metadata["library_name"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"\xff no front matter\nlicense: mit\n",
+        b"---\nlicense: mit\n",
+        b"---\n- license: mit\n---\n",
+        b"---\nlicense: 'mit\n---\n",
+        b"---\nlicense: &a [*a]\n---\n",
+        b"---\nlicense:\n---\n",
+        b"---\nlicense: !!python/object/apply:os.getcwd []\n---\n",
+        b"---\nlicense: " + b"[" * 1_000 + b"\n---\n",
+        b"---\nlicense: mit\n#" + b"x" * MAX_FRONT_MATTER + b"\n---\n",
+    ],
+)
+def test_a_card_of_the_base_that_says_nothing_of_use_is_passed_over(
+    card: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_bytes(card)
+    assert inherited(tmp_path) == {}
+
+
+def test_what_is_taken_over_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: no\nlicense_name: 1.0\n---")
+    assert inherited(tmp_path) == {"license": "no", "license_name": "1.0"}
+
+
+@pytest.mark.parametrize("name", ["no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"])
+def test_any_name_is_valid_in_the_front_matter(name: str, tmp_path: Path) -> None:
+    planned, report = merge_in(tmp_path, output=tmp_path / "out")
+    entry = planned.recipe.models[0].model_copy(update={"file": Path(name)})
+    recipe = planned.recipe.model_copy(update={"models": (entry, planned.recipe.models[1])})
+    card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
+    assert name in front_matter(card)["base_model"]
+
+
+def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
+    planned, report = merged
+    card = model_card(planned, report).decode()
+    assert "# merged\n\n`math` and `co\\|de` merged onto `work/llama` with `dare+linear`, " in card
+    first, second = report.models
+    assert (
+        f"| `math` | `work/math.safetensors` | 0.7 | 9 | {first.drop_rate_realised:.4%} | "
+        "50.0000% | 0.01 | `w` |" in card
+    )
+    assert f"| 0.5 | 43 | {second.drop_rate_realised:.4%} | 90.0000% | 0.001 | `w` |" in card
+    for digest in (report.digests.base, *report.digests.models, report.digests.output):
+        assert f"`{digest}` |" in card
+    assert "- large deltas: math: |δ| exceeds".replace("|", "\\|") in card
+    assert "Mask version 1." in card
+    assert "dare merged --output again" in card
+
+
+def test_a_weight_that_changes_over_the_layers_is_told(tmp_path: Path) -> None:
+    file = save(tmp_path / "math.safetensors", {"w": np.ones(64, np.float32)})
+    merge_in(tmp_path, models=[ModelEntry(file=file, weight=[0.2, 1, 0.5])])
+    card = (tmp_path / "out" / "merged" / "README.md").read_text()
+    assert "math.safetensors` | 0.2 to 1 to 0.5 | 42 |" in card
+
+
+def test_a_card_of_the_base_that_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "README.md").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match=r"README\.md"):
+        merge_in(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_whose_name_is_no_text_can_be_merged(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.safetensors", {"w": np.ones(64, np.float32)})
+    file = file.rename(tmp_path / os.fsdecode(b"m\xff.safetensors"))
+    merge_in(tmp_path, models=[file])
+    assert "`m?`" in (tmp_path / "out" / "merged" / "README.md").read_text()
+
+
+def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:
+    card = model_card(*merged).decode()
+    document = tomllib.loads(card.split("```toml\n")[1].split("```")[0])
+    assert document == {
+        "method": "dare+linear",
+        "seed": 42,
+        "models": {
+            "base_file": "work/llama",
+            "merge_files": [
+                {"file": "work/math.safetensors", "weight": 0.7, "seed": 9, "drop_rate": 0.5},
+                "b/co|de",
+            ],
+            "output_file": "out/merged",
+        },
+    }
+
+
+def test_no_folder_is_told(merged: tuple[Plan, Report], tmp_path: Path) -> None:
+    planned, report = merged
+    noticed = Notice(Concern.MISSING_TENSORS, f"{tmp_path}/some/x.json: [is](not) <b>\nhere")
+    leftover = Notice(Concern.OTHER_PARTIAL, "left by another merge")
+    report = dataclasses.replace(report, warnings=(noticed, leftover))
+    card = model_card(planned, report).decode()
+    assert "somebody" not in card
+    assert str(tmp_path) not in card
+    assert "- missing tensors: some/x.json: \\[is](not) &lt;b> here\n" in card
+    assert "another merge" not in card
+
+
+def test_the_text_does_not_depend_on_place_or_time(tmp_path: Path) -> None:
+    cards = [model_card(*merge_in(tmp_path / place / "work")) for place in ("a", "b/c")]
+    assert cards[0] == cards[1]
+    again = merge_in(tmp_path / "d" / "work", threads=2, max_memory=1 << 28)
+    assert model_card(*again) == cards[0]
+
+
+def test_a_recipe_cannot_end_its_own_block(merged: tuple[Plan, Report]) -> None:
+    planned, report = merged
+    recipe = planned.recipe.model_copy(update={"output": Path("a```b")})
+    card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
+    assert "\n````toml\n" in card
+
+
+def test_a_method_that_drops_nothing(tmp_path: Path) -> None:
+    card = model_card(
+        *merge_in(
+            tmp_path,
+            method="linear",
+            models=[tmp_path / "math.safetensors"],
+            base=save(tmp_path / "math.safetensors", {"w": np.ones(3, np.float32)}),
+        )
+    ).decode()
+    assert "/math.safetensors` | 1 | 42 | – | – | 0 | – |" in card
+    assert "## Warnings" not in card
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("base", "base"),
+        ("org/base", "org/base"),
+        ("/data/models/org/base/", "org/base"),
+        ("/home/somebody/base", "base"),
+        ("/Users/somebody/base", "base"),
+        ("~/base", "base"),
+        ("~somebody/base", "base"),
+        ("../../base", "base"),
+        ("./base.safetensors", "base.safetensors"),
+        ("/c/hub/models--a--b/snapshots/1f/model.safetensors", "a/b"),
+    ],
+)
+def test_short_names(path: str, expected: str) -> None:
+    assert short_name(path) == expected

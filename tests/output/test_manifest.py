@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import dare as package
+from dare.api import load_recipe, merge
+from dare.errors import DareError, InputError
+from dare.output.manifest import find_manifest, read_manifest
+from dare.output.writer import manifest_path
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from helpers import listing, save, save_shards, sha256, write_recipe
+
+BASE = {
+    "embed": np.arange(8, dtype=np.float32).reshape(4, 2),
+    "w": np.arange(300, dtype=np.float32),
+    "n": np.array([5], np.int64),
+}
+MATH = {**BASE, "w": BASE["w"] + 1, "embed": BASE["embed"] * 2}
+CODE = {**BASE, "w": BASE["w"] - 2}
+
+
+def write(folder: Path, **settings) -> Recipe:
+    return write_recipe(folder, BASE, [MATH, CODE], **settings)
+
+
+def to(recipe: Recipe, output: Path) -> Recipe:
+    return recipe.model_copy(update={"output": output})
+
+
+def embedded(path: Path) -> dict[str, object]:
+    with safe_open(path, "np") as file:
+        return json.loads(file.metadata()["dare"])
+
+
+def test_a_source_tree_without_package_metadata_merges(tmp_path):
+    recipe = write(tmp_path)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "dare").symlink_to(Path(package.__file__).parent)
+    code = f"""
+import importlib.metadata, sys
+def missing(name): raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.version = missing
+sys.path.insert(0, {str(tmp_path / "tree")!r})
+from dare.api import merge
+from dare.recipe.schema import Recipe
+merge(Recipe(base={str(recipe.base)!r}, models={[str(m.file) for m in recipe.models]!r},
+             output={str(recipe.output)!r}, verbose=False), backend="reference")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    versions = read_manifest(manifest_path(recipe.output))["versions"]
+    assert (versions["dare"], versions["numpy"]) == (package.__version__, np.__version__)
+    assert versions["numba"] == "unknown"
+
+
+# ---------------------------------------------------------------- what is embedded
+
+
+def test_the_embedded_manifest_says_what_was_done(tmp_path):
+    recipe = write(
+        tmp_path,
+        method="dare+ties",
+        stages={"dare": {"drop_rate": 0.5}},
+        models=[
+            ModelEntry(file=save(tmp_path / "math.safetensors", MATH), weight=2.0),
+            ModelEntry(file=save(tmp_path / "code.safetensors", CODE), settings={"rescale": "l1"}),
+        ],
+        tensors=[TensorRule(match="w*", settings={"drop_rate": 0.25})],
+        embedding_drop_rate=0.0,
+        seed=7,
+        scale=0.5,
+    )
+    digests = merge(recipe).digests
+    found = embedded(recipe.output)
+    check = found.pop("check")
+    assert len(check) == 32
+    assert found == {
+        "format": 1,
+        "mask": 1,
+        "method": "dare+ties",
+        "stages": [
+            {"drop_rate": 0.5, "rescale": True},
+            {"keep_ratio": None, "divide_by": "weights"},
+        ],
+        "embedding_drop_rate": 0.0,
+        "tensors": [[["w*"], {"drop_rate": 0.25}]],
+        "scale": 0.5,
+        "dtype": None,
+        "base": digests.base,
+        "models": [
+            {"digest": digests.models[0], "weight": 2.0, "seed": 7, "settings": {}},
+            {"digest": digests.models[1], "weight": 1.0, "seed": 8, "settings": {"rescale": "l1"}},
+        ],
+        "output": digests.output,
+    }
+
+
+def test_the_embedded_manifest_names_no_path_version_or_time(tmp_path):
+    recipe = write(tmp_path / "a-telling-name")
+    merge(recipe)
+    content = recipe.output.read_bytes()
+    for telling in (
+        b"a-telling-name",
+        b"base.safetensors",
+        b"model0",
+        package.__version__.encode(),
+    ):
+        assert telling not in content
+    assert b"/" not in json.dumps(embedded(recipe.output)).encode()
+
+
+def test_the_bytes_depend_on_nothing_but_recipe_and_weights(tmp_path):
+    first = write(tmp_path)
+    merge(first)
+    save_shards(tmp_path / "shards", BASE, 3)
+    second = Recipe(
+        base=tmp_path / "shards",
+        models=[save_shards(tmp_path / "math", MATH, 2), first.models[1].file],
+        output=tmp_path / "elsewhere" / "other.safetensors",
+        verbose=False,
+        threads=2,
+        max_memory="64MiB",
+    )
+    merge(second)
+    assert sha256(second.output) == sha256(first.output)
+
+
+def test_a_header_is_as_long_whatever_the_digests(tmp_path):
+    first = write(tmp_path / "a")
+    second = write_recipe(tmp_path / "b", CODE, [BASE, MATH])
+    merge(first)
+    merge(second)
+    assert first.output.stat().st_size == second.output.stat().st_size
+    assert sha256(first.output) != sha256(second.output)
+
+
+# ---------------------------------------------------------------- what lies beside
+
+
+def test_the_manifest_beside_adds_paths_versions_and_figures(tmp_path):
+    recipe = write(tmp_path)
+    report = merge(recipe)
+    found = read_manifest(manifest_path(recipe.output))
+    inside = embedded(recipe.output)
+    del inside["check"]
+    assert {key: found[key] for key in inside} == inside
+    assert found["recipe"] == {
+        "threads": 1,
+        "verbose": False,
+        "models": {
+            "base_file": str(recipe.base),
+            "merge_files": [str(entry.file) for entry in recipe.models],
+            "output_file": str(recipe.output),
+        },
+    }
+    assert found["versions"]["dare"] == package.__version__
+    assert set(found["versions"]) == {"dare", "python", "numpy", "numba"}
+    assert found["digests"] == {
+        "base": report.digests.base_tensors,
+        "models": list(report.digests.model_tensors),
+        "output": report.digests.output_tensors,
+    }
+    assert set(found["digests"]["output"]) == {"embed", "w", "n"}
+    assert found["report"]["bytes_written"] == 32 + 1200 + 8
+
+
+def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe(
+        base="base.safetensors", models=["model0.safetensors"], output="out", verbose=False
+    )
+    merge(recipe)
+    monkeypatch.chdir("/")
+    found = load_recipe(tmp_path / "out")
+    assert found.base == tmp_path / "base.safetensors"
+    assert found.models[0].file == tmp_path / "model0.safetensors"
+    assert found.output == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("path", "manifest"),
+    [
+        ("out.safetensors", "out.safetensors.manifest.json"),
+        ("out.safetensors.manifest.json", "out.safetensors.manifest.json"),
+        ("any.json", "any.json"),
+        ("recipe.toml", None),
+    ],
+)
+def test_a_path_stands_for_its_manifest(path, manifest):
+    assert find_manifest(Path(path)) == (manifest and Path(manifest))
+
+
+def test_a_directory_stands_for_the_manifest_in_it(tmp_path):
+    assert find_manifest(tmp_path) == tmp_path / "dare-manifest.json"
+
+
+# ---------------------------------------------------------------- doing it again
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"method": "dare+ties", "stages": {"ties": {"keep_ratio": 0.5}}, "dtype": "F16"},
+        {"method": "slerp", "stages": {"slerp": {"t": 0.25}}, "scale": 0.5},
+        {"embedding_drop_rate": 0.0, "seed": 0, "stages": {"dare": {"rescale": "l1"}}},
+    ],
+)
+def test_a_merge_is_repeated_from_its_output_or_its_manifest(tmp_path, settings):
+    recipe = write(tmp_path, **settings)
+    merge(recipe)
+    for number, stands_for in enumerate((recipe.output, manifest_path(recipe.output))):
+        again = to(load_recipe(stands_for), tmp_path / f"again{number}.safetensors")
+        merge(again)
+        assert sha256(again.output) == sha256(recipe.output)
+
+
+def test_a_repeated_merge_can_be_repeated(tmp_path):
+    recipe = write(tmp_path)
+    merge(recipe)
+    second = to(load_recipe(recipe.output), tmp_path / "second.safetensors")
+    merge(second)
+    third = to(load_recipe(second.output), tmp_path / "third.safetensors")
+    merge(third)
+    assert sha256(third.output) == sha256(recipe.output)
+
+
+def test_a_sharded_merge_is_repeated(tmp_path):
+    recipe = write(tmp_path, output=tmp_path / "out", shard_size=32)
+    merge(recipe)
+    again = to(load_recipe(recipe.output), tmp_path / "again")
+    merge(again)
+    names = [name for name in listing(recipe.output) if name.startswith("model")]
+    assert len(names) == 4  # three shards and the index
+    assert [sha256(again.output / name) for name in names] == [
+        sha256(recipe.output / name) for name in names
+    ]
+
+
+@pytest.mark.parametrize("changed", ["base", "model1"])
+def test_a_changed_input_is_refused_when_repeating(tmp_path, changed):
+    recipe = write(tmp_path)
+    merge(recipe)
+    save(tmp_path / f"{changed}.safetensors", {**BASE, "w": BASE["w"] + 5})
+    again = to(load_recipe(recipe.output), tmp_path / "again.safetensors")
+    with pytest.raises(InputError, match=f"{changed}.safetensors: is not what it was when the man"):
+        merge(again)
+    assert not again.output.exists()
+
+
+def test_a_changed_input_is_merged_if_its_digest_is_not_demanded(tmp_path):
+    recipe = write(tmp_path)
+    merge(recipe)
+    save(recipe.base, {**BASE, "w": BASE["w"] + 5})
+    again = load_recipe(recipe.output).model_copy(
+        update={"output": tmp_path / "again.safetensors", "input_digests": None}
+    )
+    merge(again)
+    assert sha256(again.output) != sha256(recipe.output)
+
+
+# ---------------------------------------------------------------- manifests that are none
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "{}", "[" * 100_000, '{"weight_map":{}}'])
+def test_what_is_no_manifest_is_refused(tmp_path, text):
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    with pytest.raises(
+        InputError, match=r"some.json: (the manifest is not valid|is not a manifest)"
+    ):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda manifest: manifest.pop("base"),
+        lambda manifest: manifest.pop("models"),
+        lambda manifest: manifest["models"][0].pop("digest"),
+        lambda manifest: manifest.update(models=5),
+        lambda manifest: manifest.update(models=[5]),
+        lambda manifest: manifest.update(base=5),
+        lambda manifest: manifest.update(recipe=5),
+        lambda manifest: manifest["models"].pop(),
+        lambda manifest: manifest["recipe"].pop("models"),
+    ],
+    ids=[
+        "no base",
+        "no models",
+        "no digest",
+        "models no list",
+        "model no table",
+        "base no digest",
+        "recipe no table",
+        "a model less",
+        "no files",
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path, edit):
+    recipe = write(tmp_path)
+    merge(recipe)
+    manifest = read_manifest(manifest_path(recipe.output))
+    edit(manifest)
+    manifest_path(recipe.output).write_text(json.dumps(manifest))
+    with pytest.raises(DareError, match=r"out.safetensors.manifest.json: "):
+        load_recipe(recipe.output)
+
+
+def test_a_chain_of_random_stages_says_how_the_later_ones_draw(tmp_path):
+    two = write(tmp_path, method="dare+darex+linear", stages={"darex": {"drop_rate": [0.5, 0.6]}})
+    merge(two)
+    path = manifest_path(two.output)
+    manifest = read_manifest(path)
+    assert manifest["mask"] == manifest["later_draws"] == 1
+    assert load_recipe(two.output).method == "dare+darex+linear"
+    del manifest["later_draws"]  # as it was when both stages dropped the same elements
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"random stages of dare.darex.linear dropped the same"):
+        load_recipe(two.output)
+
+
+def test_one_random_stage_says_nothing_of_later_ones(tmp_path):
+    recipe = write(tmp_path, method="dare+darex+linear", stages={"darex": {"drop_rate": 0.0}})
+    merge(recipe)
+    assert "later_draws" not in read_manifest(manifest_path(recipe.output))
+
+
+def test_an_output_without_its_manifest_is_no_recipe(tmp_path):
+    recipe = write(tmp_path)
+    merge(recipe)
+    manifest_path(recipe.output).unlink()
+    with pytest.raises(InputError, match=r"out.safetensors: is no recipe, and .*manifest.json\)"):
+        load_recipe(recipe.output)
+
+
+def test_a_path_that_is_not_utf8_does_not_waste_a_merge(tmp_path):
+    odd = os.fsencode(tmp_path) + b"/b\xff.safetensors"
+    try:
+        Path(os.fsdecode(odd)).write_bytes(save(tmp_path / "b.safetensors", BASE).read_bytes())
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    recipe = write(tmp_path).model_copy(update={"base": Path(os.fsdecode(odd))})
+    try:
+        merge(recipe)
+    except DareError:
+        assert not (tmp_path / "out.safetensors.partial").exists()
+    else:
+        assert recipe.output.exists()

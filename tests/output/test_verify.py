@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dare.api import merge
+from dare.errors import DareError, InputError, VerificationError
+from dare.output.verification import verify
+from dare.output.writer import MANIFEST_NAME, manifest_path
+from dare.tensors.header import read_header
+from helpers import flip_bit, save, write_recipe
+
+BASE = {
+    "w": np.arange(4, dtype=np.float32),
+    "h": np.ones(3, np.float16),
+    "n": np.array([5], np.int64),
+    "s": np.array(2, np.float32),
+}
+MODEL = {**BASE, "w": np.array([0, 2, 4, 6], np.float32)}
+DATA_BYTES = 16 + 6 + 8 + 4
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory) -> Path:
+    """A small finished merge: one file."""
+    recipe = write_recipe(tmp_path_factory.mktemp("merged"), BASE, [MODEL], method="sum")
+    merge(recipe)
+    return recipe.output
+
+
+@pytest.fixture
+def output(merged, tmp_path) -> Path:
+    """A copy to damage, with its manifest."""
+    shutil.copy(manifest_path(merged), manifest_path(tmp_path / merged.name))
+    return Path(shutil.copy(merged, tmp_path))
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    recipe = write_recipe(
+        tmp_path, BASE, [MODEL], method="sum", output=tmp_path / "out", shard_size=16
+    )
+    merge(recipe)
+    return recipe.output
+
+
+def is_refused(path: Path) -> bool:
+    try:
+        return not verify(path).ok
+    except DareError:
+        return True
+
+
+def data_start(path: Path) -> int:
+    with path.open("rb") as file:
+        return read_header(file.fileno(), str(path)).data_start
+
+
+# ---------------------------------------------------------------- intact
+
+
+def test_a_merge_is_intact(output):
+    found = verify(output)
+    assert found.ok
+    assert found.problems == ()
+    assert (found.tensors, found.bytes_checked) == (4, DATA_BYTES)
+    assert str(found) == f"{output}: 4 tensors, 34 bytes, intact"
+
+
+def test_a_merge_is_intact_without_the_manifest_beside_it(output):
+    manifest_path(output).unlink()
+    assert verify(str(output)).ok
+
+
+def test_a_sharded_merge_is_intact(sharded):
+    found = verify(sharded)
+    assert found.ok
+    assert (found.tensors, found.bytes_checked) == (4, DATA_BYTES)
+
+
+def test_a_merge_with_an_empty_tensor_is_intact(tmp_path):
+    base = {**BASE, "e": np.empty((0, 2), np.float32)}
+    recipe = write_recipe(tmp_path, base, [base], method="sum")
+    merge(recipe)
+    assert (verify(recipe.output).ok, verify(recipe.output).tensors) == (True, 5)
+
+
+def test_a_renamed_and_moved_merge_is_intact(output, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    moved = output.rename(tmp_path / "elsewhere" / "other.safetensors")
+    assert verify(moved).ok
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_every_flipped_bit_is_found(output):
+    manifest_path(output).unlink()  # the file must do without help
+    content = output.read_bytes()
+    start = data_start(output)
+    text = len(content[:start].rstrip(b" "))
+    bits = [
+        *range(8 * text),
+        *(8 * byte + byte % 8 for byte in range(text, start)),  # one in each byte of padding
+        *range(8 * start, 8 * len(content)),
+    ]
+    unnoticed = []
+    for bit in bits:
+        flip_bit(output, bit)
+        if not is_refused(output):
+            unnoticed.append(bit)
+        flip_bit(output, bit)
+    assert unnoticed == []
+    assert output.read_bytes() == content
+    assert verify(output).ok
+
+
+def test_every_cut_is_found(output):
+    content = output.read_bytes()
+    start = data_start(output)
+    for length in (0, 7, 8, 9, 100, start - 1, *range(start, len(content))):
+        output.write_bytes(content[:length])
+        assert is_refused(output)
+
+
+def test_anything_added_is_found(output):
+    with output.open("ab") as file:
+        file.write(b"\0")
+    assert is_refused(output)
+
+
+@pytest.mark.parametrize("name", ["w", "h", "n", "s"])
+def test_one_flipped_bit_names_the_tensor(output, name):
+    with output.open("rb") as file:
+        info = read_header(file.fileno(), "out").tensors[name]
+    flip_bit(output, 8 * info.start)
+    found = verify(output)
+    assert f"{name}: is not as it was written" in found.problems
+    assert [problem for problem in found.problems if "is not as" in problem] == [
+        f"{name}: is not as it was written"
+    ]
+    assert str(found).startswith(f"{output}: NOT what was written\n  ")
+
+
+def test_a_changed_header_is_told_from_changed_weights(output):
+    manifest_path(output).unlink()
+    content = output.read_bytes()
+    changed = content.replace(rb"\"scale\":1.0", rb"\"scale\":2.0")
+    assert changed != content
+    output.write_bytes(changed)
+    assert verify(output).problems == (f"{output}: the header has been changed",)
+
+
+def test_a_damaged_manifest_in_the_header_is_told(output):
+    content = output.read_bytes()
+    output.write_bytes(content.replace(b'"dare":"{', b'"dare":"['))
+    assert f"{output}: the manifest in the header is damaged" in verify(output).problems
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "null", "{}", '{\\"check\\":5}', "\\ud800", ""])
+def test_any_text_in_place_of_the_manifest_is_reported(tmp_path, text):
+    header = b'{"__metadata__":{"dare":"%s"}}' % text.encode()
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert not verify(path).ok
+
+
+def test_a_file_that_dare_did_not_make_is_refused(tmp_path):
+    path = save(tmp_path / "f.safetensors", BASE)
+    with pytest.raises(VerificationError, match=r"f.safetensors: was not made by dare"):
+        verify(path)
+
+
+def test_a_missing_output_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"absent.safetensors: no such file"):
+        verify(tmp_path / "absent.safetensors")
+
+
+# ---------------------------------------------------------------- shards
+
+
+def test_one_flipped_bit_in_a_shard_names_the_tensor(sharded):
+    last = sharded / "model-00003-of-00003.safetensors"
+    flip_bit(last, 8 * last.stat().st_size - 1)
+    assert "h: is not as it was written" in verify(sharded).problems
+
+
+def test_a_missing_shard_is_found(sharded):
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model-00002-of-00003.safetensors: no such file"):
+        verify(sharded)
+
+
+def test_a_shard_of_another_merge_is_found(sharded, tmp_path):
+    other = write_recipe(
+        tmp_path / "b",
+        BASE,
+        [MODEL],
+        method="sum",
+        output=tmp_path / "other",
+        shard_size=16,
+        scale=2,
+    )
+    merge(other)
+    name = next(
+        path.name
+        for path in sorted(sharded.glob("*.safetensors"))
+        if b'"w":' in path.read_bytes()[:4096].split(b'"__metadata__"')[1]
+    )
+    shutil.copy(other.output / name, sharded / name)
+    problems = verify(sharded).problems
+    assert "w: is not as it was written" in problems
+
+
+# ---------------------------------------------------------------- the manifest beside the weights
+
+
+def edit_beside(output: Path, edit) -> None:
+    beside = manifest_path(output)
+    manifest = json.loads(beside.read_text())
+    edit(manifest)
+    beside.write_text(json.dumps(manifest))
+
+
+def test_a_tensors_digest_changed_beside_is_found(output):
+    edit_beside(output, lambda manifest: manifest["digests"]["output"].update(w="0" * 32))
+    assert verify(output).problems == ("w: is not as it was written",)
+
+
+def test_a_tensor_added_beside_is_found(output):
+    edit_beside(output, lambda manifest: manifest["digests"]["output"].update(x="0" * 32))
+    assert verify(output).problems == ("x: is missing",)
+
+
+def test_a_tensor_removed_beside_is_found(output):
+    edit_beside(output, lambda manifest: manifest["digests"]["output"].pop("w"))
+    assert verify(output).problems == ("w: was not written",)
+
+
+@pytest.mark.parametrize(
+    ("key", "edit"),
+    [
+        ("output", lambda manifest: manifest.update(output="0" * 32)),
+        ("base", lambda manifest: manifest.update(base="0" * 32)),
+        ("method", lambda manifest: manifest.update(method="linear")),
+        ("scale", lambda manifest: manifest.update(scale=2.0)),
+        ("models", lambda manifest: manifest["models"][0].update(digest="0" * 32)),
+        ("models", lambda manifest: manifest["models"][0].update(seed=1)),
+        ("mask", lambda manifest: manifest.pop("mask")),
+    ],
+)
+def test_a_manifest_beside_that_contradicts_the_header_is_found(output, key, edit):
+    edit_beside(output, edit)
+    assert verify(output).problems == (
+        f"{manifest_path(output)}: {key} is not what the header of the output says",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"recipe":{}}',
+        '{"recipe":{},"digests":5}',
+        '{"recipe":{},"digests":{"output":5}}',
+        '{"recipe":{},"digests":{"output":[]}}',
+        '{"recipe":{},"digests":{"output":null}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_manifest_beside_that_cannot_be_used_is_found(output, text):
+    manifest_path(output).write_text(text)
+    (problem,) = verify(output).problems
+    assert problem.startswith(f"{manifest_path(output)}: cannot be used: ")
+
+
+def test_the_manifest_of_a_directory_lies_in_it(sharded):
+    (sharded / MANIFEST_NAME).write_text("{}")
+    (problem,) = verify(sharded).problems
+    assert problem.startswith(f"{sharded / MANIFEST_NAME}: cannot be used")

@@ -1,0 +1,614 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dare.api import merge
+from dare.errors import MismatchError, OutputError
+from dare.inputs.sources import INDEX_NAME
+from dare.output.verification import verify
+from dare.output.writer import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    ArraySink,
+    PartialOutput,
+    check_target,
+    manifest_path,
+)
+from dare.planning.layout import lay_out
+from dare.tensors.digest import bytes_digest
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import ALIGNMENT, aligned_bytes
+from dare.tensors.header import TensorInfo
+from helpers import listing, save, sha256, write_recipe
+
+F32, U8 = STORAGE_TYPES["F32"], STORAGE_TYPES["U8"]
+TENSORS = [("a", F32, (2,)), ("b", U8, (3,))]
+A, B = np.array([1, 2], np.float32).view(np.uint8), np.array([7, 8, 9], np.uint8)
+METADATA = {"format": "pt"}
+
+
+def begin(target: Path, fingerprint: str = "f", shard_size: int | None = None, **more):
+    return PartialOutput(lay_out(target, TENSORS, shard_size), METADATA, fingerprint, **more)
+
+
+def record_of(name: str, data: np.ndarray) -> dict[str, object]:
+    return {"tensor": name, "chunk": 0, "output": bytes_digest(data.tobytes())}
+
+
+def write_chunk(output: PartialOutput, name: str, data: np.ndarray) -> None:
+    output.write(name, 0, data)
+    output.record(record_of(name, data))
+
+
+def finish(output: PartialOutput) -> None:
+    output.finish(dict.fromkeys(output.layout.files, METADATA), b"{}\n")
+
+
+def interrupted_after_a(target: Path) -> PartialOutput:
+    with begin(target) as output:
+        write_chunk(output, "a", A)
+    return output
+
+
+def resumed(target: Path, **more) -> list[str]:
+    with begin(target, **more) as output:
+        return [record["tensor"] for record in output.resumed]
+
+
+# ---------------------------------------------------------------- a merge that goes well
+
+
+def test_the_target_does_not_exist_before_finish(tmp_path):
+    target = tmp_path / "out.safetensors"
+    with begin(target) as output:
+        write_chunk(output, "b", B)
+        write_chunk(output, "a", A)
+        assert listing(tmp_path) == ["out.safetensors.partial"]
+        finish(output)
+    assert listing(tmp_path) == ["out.safetensors", "out.safetensors.manifest.json"]
+    found = load_file(target)
+    assert found["a"].tolist() == [1.0, 2.0]
+    assert found["b"].tolist() == [7, 8, 9]
+    assert manifest_path(target).read_bytes() == b"{}\n"
+
+
+def test_a_directory_is_published_whole(tmp_path):
+    target = tmp_path / "deep" / "out"
+    with begin(target, shard_size=8) as output:
+        write_chunk(output, "a", A)
+        write_chunk(output, "b", B)
+        assert listing(target.parent) == ["out.partial"]
+        finish(output)
+    assert listing(target.parent) == ["out"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert listing(target) == [MANIFEST_NAME, *shards, INDEX_NAME]
+    assert load_file(target / shards[0])["a"].tolist() == [1.0, 2.0]
+    assert load_file(target / shards[1])["b"].tolist() == [7, 8, 9]
+    index = json.loads((target / INDEX_NAME).read_text())
+    assert index["weight_map"] == {"a": shards[0], "b": shards[1]}
+
+
+def test_blocks_may_come_in_any_order(tmp_path):
+    with begin(tmp_path / "out.safetensors") as output:
+        output.write("a", 4, A[4:])
+        output.write("b", 0, B)
+        output.write("a", 0, A[:4])
+        assert output.read("a", 0, 8) == A.tobytes()
+        assert output.read("b", 1, 2) == b"\x08\x09"
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 20_000), (1, 9_000), (4_000, 8_192), (5_000, 7)])
+def test_a_block_lands_where_it_belongs_whatever_pages_it_covers(tmp_path, start, size):
+    layout = lay_out(tmp_path / "out.safetensors", [("x", U8, (20_000,))], None)
+    with PartialOutput(layout, METADATA, "f") as output:
+        shift = output.position("x", start) % ALIGNMENT
+        block = aligned_bytes(size + ALIGNMENT)[shift : shift + size]
+        block[:] = np.arange(size) % 251 + 1
+        output.write("x", start, block)
+        expected = bytes(start) + block.tobytes() + bytes(20_000 - start - size)
+        assert output.read("x", 0, 20_000) == expected
+
+
+def test_an_output_without_tensors_can_be_written(tmp_path):
+    target = tmp_path / "out.safetensors"
+    with PartialOutput(lay_out(target, [], None), METADATA, "f") as output:
+        finish(output)
+    assert load_file(target) == {}
+
+
+def test_the_final_metadata_replaces_the_first(tmp_path):
+    target = tmp_path / "out.safetensors"
+    with begin(target) as output:
+        output.finish({"out.safetensors": {"format": "np"}}, b"{}\n")
+    assert b'"__metadata__":{"format":"np"}' in target.read_bytes()
+
+
+def test_the_array_sink_keeps_what_is_written():
+    sink = ArraySink([TensorInfo("a", F32, (2,), 0), TensorInfo("b", U8, (0,), 0)])
+    sink.write("a", 4, A[4:])
+    sink.write("a", 0, A[:4])
+    assert sink.arrays["a"].tobytes() == A.tobytes()
+    assert sink.arrays["b"].size == 0
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def test_a_finished_chunk_is_resumed(tmp_path):
+    target = tmp_path / "out.safetensors"
+    output = interrupted_after_a(target)
+    assert output.resumed == []
+    assert not target.exists()
+    with begin(target) as output:
+        assert output.resumed == [record_of("a", A)]
+        assert not output.started_over
+        write_chunk(output, "b", B)
+        finish(output)
+    assert load_file(target)["a"].tolist() == [1.0, 2.0]
+
+
+def test_a_chunk_that_was_written_but_not_recorded_is_not_resumed(tmp_path):
+    with begin(tmp_path / "out.safetensors") as output:
+        output.write("a", 0, A)
+    assert resumed(tmp_path / "out.safetensors") == []
+
+
+def test_a_torn_last_line_is_not_trusted(tmp_path):
+    output = interrupted_after_a(tmp_path / "out.safetensors")
+    with (output.folder / JOURNAL_NAME).open("ab") as journal:
+        journal.write(b'{"tensor":"b","chu')
+    assert resumed(tmp_path / "out.safetensors") == ["a"]
+
+
+def test_what_is_recorded_after_a_torn_line_is_resumed_too(tmp_path):
+    target = tmp_path / "out.safetensors"
+    output = interrupted_after_a(target)
+    with (output.folder / JOURNAL_NAME).open("ab") as journal:
+        journal.write(b'{"tensor":"b","chu')
+    with begin(target) as output:
+        write_chunk(output, "b", B)
+    assert resumed(target) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\0\0\0\0",
+        b"\xff\xfe",
+        b"5",
+        b"[]",
+        b"{}",
+        b'{"tensor":"unknown","chunk":0,"output":""}',
+        b'{"tensor":"a","chunk":7,"output":""}',
+        b'{"tensor":"a","chunk":null,"output":""}',
+    ],
+)
+def test_a_line_that_makes_no_sense_is_not_trusted(tmp_path, line):
+    output = interrupted_after_a(tmp_path / "out.safetensors")
+    with (output.folder / JOURNAL_NAME).open("ab") as journal:
+        journal.write(line + b"\n")
+    assert resumed(tmp_path / "out.safetensors") == ["a"]
+
+
+def test_a_chunk_that_is_not_on_disk_as_recorded_is_not_trusted(tmp_path):
+    target = tmp_path / "out.safetensors"
+    with begin(target) as output:
+        write_chunk(output, "a", A)
+        write_chunk(output, "b", B)
+        output.write("a", 3, np.array([255], np.uint8))
+    assert resumed(target) == ["b"]
+
+
+def test_a_chunk_that_was_done_twice_counts_once(tmp_path):
+    target = tmp_path / "out.safetensors"
+    with begin(target) as output:
+        write_chunk(output, "a", A)
+        output.write("a", 0, np.zeros(8, np.uint8))  # the power fails before this page is synced
+    with begin(target) as output:
+        assert output.resumed == []
+        write_chunk(output, "a", A)
+    assert resumed(target) == ["a"]
+
+
+def test_a_file_that_is_gone_is_not_trusted(tmp_path):
+    output = interrupted_after_a(tmp_path / "out.safetensors")
+    (output.folder / "out.safetensors").unlink()
+    assert resumed(tmp_path / "out.safetensors") == []
+
+
+def test_another_merge_starts_over(tmp_path):
+    target = tmp_path / "out.safetensors"
+    interrupted_after_a(target)
+    with begin(target, "another fingerprint") as output:
+        assert output.resumed == []
+        assert output.started_over
+        assert output.read("a", 0, 8) == bytes(8)
+
+
+def test_resume_false_starts_over(tmp_path):
+    interrupted_after_a(tmp_path / "out.safetensors")
+    assert resumed(tmp_path / "out.safetensors", resume=False) == []
+
+
+def test_what_was_started_over_can_be_resumed(tmp_path):
+    target = tmp_path / "out.safetensors"
+    interrupted_after_a(target)
+    with begin(target, "another fingerprint") as output:
+        write_chunk(output, "b", B)
+    assert resumed(target, fingerprint="another fingerprint") == ["b"]
+
+
+def test_a_folder_that_only_looks_like_a_partial_output_is_left_alone(tmp_path):
+    mine = tmp_path / "out.safetensors.partial" / "thesis.txt"
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    with pytest.raises(OutputError, match=r"out.safetensors.partial"):
+        begin(tmp_path / "out.safetensors").__enter__()
+    assert mine.read_text() == "years of work"
+
+
+class PowerFailureError(Exception):
+    pass
+
+
+BASE = {"n": np.array([1, 2], np.int64), **{name: np.ones(4, np.float32) for name in "vwx"}}
+MODEL = {**BASE, **{name: np.arange(4, dtype=np.float32) for name in "vwx"}}
+
+
+def fail_after(monkeypatch, records: int) -> None:
+    """Let that many chunks of a merge be recorded, then fail."""
+    original = PartialOutput.record
+    done = []
+
+    def record(self, line):
+        if len(done) == records:
+            raise PowerFailureError
+        done.append(line)
+        original(self, line)
+
+    monkeypatch.setattr(PartialOutput, "record", record)
+
+
+@pytest.mark.parametrize("records", [0, 1, 2, 3])
+def test_an_interrupted_merge_goes_on_to_the_same_bytes(tmp_path, monkeypatch, records):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum")
+    with monkeypatch.context() as patch:
+        fail_after(patch, records)
+        with pytest.raises(PowerFailureError):
+            merge(recipe)
+    assert not recipe.output.exists()
+    assert merge(recipe).resumed_chunks == records
+
+    other = recipe.model_copy(update={"output": tmp_path / "other.safetensors"})
+    assert merge(other).resumed_chunks == 0
+    assert sha256(other.output) == sha256(recipe.output)
+    assert listing(tmp_path) == [
+        "base.safetensors",
+        "model0.safetensors",
+        "other.safetensors",
+        "other.safetensors.manifest.json",
+        "out.safetensors",
+        "out.safetensors.manifest.json",
+    ]
+
+
+def merge_interrupted(monkeypatch, recipe) -> None:
+    with monkeypatch.context() as patch:
+        fail_after(patch, 2)
+        with pytest.raises(PowerFailureError):
+            merge(recipe)
+
+
+def test_shards_of_another_size_are_not_left_in_the_output(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / "out")
+    merge_interrupted(monkeypatch, recipe.model_copy(update={"shard_size": 16}))
+    merge(recipe)
+    assert listing(tmp_path / "out") == [MANIFEST_NAME, "model.safetensors"]
+
+
+def test_integers_that_may_not_differ_are_compared_when_resuming(tmp_path, monkeypatch):
+    model = {**MODEL, "n": np.array([1, 3], np.int64)}
+    recipe = write_recipe(tmp_path, BASE, [model], method="sum")
+    merge_interrupted(monkeypatch, recipe.model_copy(update={"on_integer_mismatch": "base"}))
+    with pytest.raises(MismatchError, match="n: the I64 values of model0 differ from the base's"):
+        merge(recipe)
+
+
+def test_a_new_delta_threshold_counts_for_resumed_chunks(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum")
+    merge_interrupted(monkeypatch, recipe.model_copy(update={"delta_threshold": 100.0}))
+    report = merge(recipe)
+    assert report.models[0].over_threshold == 9  # |δ| is 1, 0, 1, 2 in each of three tensors
+
+
+# ---------------------------------------------------------------- two processes
+
+OPEN_THE_SAME = """
+import sys
+from pathlib import Path
+from dare.errors import OutputError
+from dare.planning.layout import lay_out
+from dare.output.writer import PartialOutput
+try:
+    with PartialOutput(lay_out(Path(sys.argv[1]), [], None), {}, "another", resume=False):
+        print("opened")
+except OutputError as error:
+    print(error)
+"""
+
+
+def open_elsewhere(target: Path) -> str:
+    command = [sys.executable, "-c", OPEN_THE_SAME, target]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_second_process_is_refused_while_the_first_is_writing(tmp_path):
+    target = tmp_path / "out.safetensors"
+    with begin(target) as output:
+        write_chunk(output, "a", A)
+        assert open_elsewhere(target).endswith("another process is writing this output")
+        assert output.read("a", 0, 8) == A.tobytes()
+        finish(output)
+    assert load_file(target)["a"].tolist() == [1.0, 2.0]
+
+
+def test_a_second_process_may_go_on_when_the_first_is_gone(tmp_path):
+    interrupted_after_a(tmp_path / "out.safetensors")
+    assert open_elsewhere(tmp_path / "out.safetensors") == "opened"
+
+
+# ---------------------------------------------------------------- what is never overwritten
+
+
+def check(target: Path, *inputs: Path, overwrite: bool = True) -> None:
+    check_target(lay_out(target, TENSORS, None), inputs, overwrite=overwrite)
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    return save(tmp_path / "model" / "in.safetensors", {"a": np.ones(2, np.float32)})
+
+
+def test_the_output_may_not_be_an_input(weights):
+    with pytest.raises(OutputError, match=r"would overwrite the input .*in.safetensors"):
+        check(weights, weights)
+
+
+def test_the_output_may_not_be_an_input_under_another_spelling(weights):
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        check(weights.parent / ".." / "model" / "in.safetensors", weights)
+
+
+def test_the_output_may_not_be_a_link_to_an_input(weights, tmp_path):
+    (tmp_path / "link.safetensors").symlink_to(weights)
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        check(tmp_path / "link.safetensors", weights)
+
+
+def test_the_output_may_not_be_what_an_input_links_to(weights, tmp_path):
+    (tmp_path / "link.safetensors").symlink_to(weights)
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        check(weights, tmp_path / "link.safetensors")
+
+
+def test_the_output_may_not_be_a_hard_link_to_an_input(weights, tmp_path):
+    (tmp_path / "same.safetensors").hardlink_to(weights)
+    with pytest.raises(OutputError, match="is the same file as the input"):
+        check(tmp_path / "same.safetensors", weights)
+
+
+@pytest.mark.parametrize("target", ["model", "."])
+def test_the_output_may_not_be_a_directory_that_holds_an_input(weights, tmp_path, target):
+    (tmp_path / target / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        check(tmp_path / target, weights)
+
+
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_an_input_may_not_lie_where_the_output_is_prepared(tmp_path, output):
+    source = save(tmp_path / f"{output}.partial" / "in.safetensors", {"a": np.ones(2, np.float32)})
+    with pytest.raises(OutputError, match=r"the input .*in.safetensors"):
+        check(tmp_path / output, source)
+
+
+def test_a_merge_never_destroys_an_input(tmp_path):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum")
+    before = sha256(recipe.base)
+    for output in (recipe.base, recipe.models[0].file):
+        with pytest.raises(OutputError, match="would overwrite the input"):
+            merge(recipe.model_copy(update={"output": output}), overwrite=True)
+    assert sha256(recipe.base) == before
+
+
+def test_an_existing_output_is_refused_unless_told(weights, tmp_path):
+    target = tmp_path / "out.safetensors"
+    target.write_bytes(b"old")
+    with pytest.raises(OutputError, match=r"out.safetensors: exists already; choose another outp"):
+        check(target, weights, overwrite=False)
+    check(target, weights, overwrite=True)
+
+
+def test_a_new_output_needs_no_permission(weights, tmp_path):
+    check(tmp_path / "out.safetensors", weights, overwrite=False)
+    check(tmp_path / "out", weights, overwrite=False)
+
+
+def test_a_directory_not_made_by_dare_is_not_replaced(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
+    with pytest.raises(OutputError, match=f"not made by dare .it has no {MANIFEST_NAME}"):
+        check(tmp_path / "photos")
+
+
+def test_an_empty_directory_may_be_replaced_if_told(tmp_path):
+    (tmp_path / "out").mkdir()
+    check(tmp_path / "out", overwrite=True)
+
+
+def test_a_file_is_not_replaced_by_a_directory_nor_a_directory_by_a_file(tmp_path):
+    (tmp_path / "out").write_bytes(b"")
+    (tmp_path / "out.safetensors").mkdir()
+    with pytest.raises(OutputError, match="out: is a file"):
+        check(tmp_path / "out")
+    with pytest.raises(OutputError, match=r"out.safetensors: is a directory"):
+        check(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_an_output_is_replaced_if_told(tmp_path, output):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / output)
+    merge(recipe)
+    halved = recipe.model_copy(update={"scale": 0.5})
+    with pytest.raises(OutputError, match="exists already"):
+        merge(halved)
+    merge(halved, overwrite=True)
+    assert verify(recipe.output).ok
+    file = recipe.output / "model.safetensors" if output == "out" else recipe.output
+    assert load_file(file)["w"].tolist() == [0.5, 1.0, 1.5, 2.0]
+    assert not [name for name in listing(tmp_path) if "partial" in name or "replaced" in name]
+
+
+def test_a_linked_output_directory_is_replaced_if_told(tmp_path):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / "out")
+    merge(recipe)
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    merge(recipe.model_copy(update={"scale": 0.5}), overwrite=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["w"].tolist() == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_the_working_directory_is_no_output(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=".")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(OutputError):
+        merge(recipe, overwrite=True)
+
+
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch, output):
+    recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / output)
+    theirs = recipe.output / "theirs" if output == "out" else recipe.output
+    original = PartialOutput.finish
+
+    def finish_late(self, *arguments, **keywords):
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_bytes(b"theirs")
+        original(self, *arguments, **keywords)
+
+    monkeypatch.setattr(PartialOutput, "finish", finish_late)
+    with pytest.raises(OutputError):
+        merge(recipe)
+    assert theirs.read_bytes() == b"theirs"
+
+
+# ---------------------------------------------------------------- disks that fail
+
+
+def raise_no_space(*_arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("call", "step"),
+    [
+        ("pwrite", lambda output: output.write("b", 0, B)),
+        ("write", lambda output: output.record(record_of("b", B))),
+        ("pwrite", finish),
+        ("fsync", finish),
+    ],
+    ids=["a block", "the journal", "the header", "syncing"],
+)
+def test_a_full_disk_is_an_output_error_and_what_was_done_is_kept(
+    tmp_path, monkeypatch, call, step
+):
+    target = tmp_path / "out.safetensors"
+    with begin(target) as output, monkeypatch.context() as patch:
+        write_chunk(output, "a", A)
+        patch.setattr(os, call, raise_no_space)
+        with pytest.raises(OutputError, match="the disk is full; make room and run the same merge"):
+            step(output)
+    assert not target.exists()
+    assert resumed(target) == ["a"]
+
+
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
+    def fail(*_arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with begin(tmp_path / "out.safetensors") as output, monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(OutputError, match=r"out.safetensors: cannot be written: Input/output"):
+            output.write("a", 0, A)
+
+
+def test_a_short_write_is_continued(tmp_path, monkeypatch):
+    original = os.pwrite
+    with begin(tmp_path / "out.safetensors") as output:
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: original(fd, data[:3], at))
+        output.write("a", 0, A)
+        assert output.read("a", 0, 8) == A.tobytes()
+
+
+def test_an_output_whose_folder_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"):
+        begin(tmp_path / "file" / "out.safetensors").__enter__()
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A real file system with a megabyte of room."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_an_output_larger_than_the_disk_is_refused_at_once(tmp_path, small_disk):
+    target = small_disk / "out.safetensors"
+    layout = lay_out(target, [("big", U8, (2 << 20,))], None)
+    with pytest.raises(OutputError, match=r"needs .* more and the disk has .* free; make room"):
+        PartialOutput(layout, METADATA, "f").__enter__()
+    assert not target.exists()
+
+
+def test_a_merge_goes_on_when_a_full_disk_has_room_again(small_disk):
+    target = small_disk / "out.safetensors"
+    layout = lay_out(target, [("x", U8, (300_000,)), ("y", U8, (300_000,))], None)
+    data = np.full(300_000, 7, np.uint8)
+    ballast = small_disk / "ballast"
+    with PartialOutput(layout, METADATA, "f") as output:
+        write_chunk(output, "x", data)
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(bytes(2 << 20))
+        with pytest.raises(OutputError, match="the disk is full"):
+            output.write("y", 0, data)
+    assert not target.exists()
+    ballast.unlink()
+    with PartialOutput(layout, METADATA, "f") as output:
+        assert output.resumed == [record_of("x", data)]
+        write_chunk(output, "y", data)
+        finish(output)
+    assert load_file(target)["x"].tobytes() == data.tobytes()
+    assert load_file(target)["y"].tobytes() == data.tobytes()

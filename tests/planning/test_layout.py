@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dare.errors import RecipeError
+from dare.inputs.sources import open_source
+from dare.planning.layout import lay_out
+from dare.tensors.dtypes import STORAGE_TYPES
+from helpers import save
+
+F32, F16, I64, U8 = (STORAGE_TYPES[name] for name in ("F32", "F16", "I64", "U8"))
+FILE = Path("out.safetensors")
+FOLDER = Path("out")
+
+
+def names(layout) -> dict[str, list[str]]:
+    return {file: [name for name, _, _ in tensors] for file, tensors in layout.files.items()}
+
+
+def test_wider_types_come_first_and_then_names_in_order():
+    tensors = [
+        ("b", F16, (2,)),
+        ("d", F32, (1,)),
+        ("a", F16, (2,)),
+        ("c", I64, ()),
+        ("e", U8, (3,)),
+    ]
+    layout = lay_out(FILE, tensors, None)
+    assert names(layout) == {"out.safetensors": ["c", "d", "a", "b", "e"]}
+    assert not layout.is_directory
+
+
+def test_the_order_does_not_depend_on_the_order_given():
+    tensors = [("b", F16, (2,)), ("a", F32, (1,)), ("c", F16, (0,))]
+    assert lay_out(FILE, tensors, None) == lay_out(FILE, tensors[::-1], None)
+
+
+def test_the_safetensors_library_orders_tensors_the_same(tmp_path):
+    arrays = {
+        "b": np.zeros(2, np.float16),
+        "d": np.zeros(1, np.float32),
+        "a": np.zeros(2, np.float16),
+        "c": np.zeros((), np.int64),
+    }
+    found = open_source(save(tmp_path / "f.safetensors", arrays)).tensors
+    by_place = sorted(found.values(), key=lambda info: info.start)
+    described = [(info.name, info.dtype, info.shape) for info in found.values()]
+    assert names(lay_out(FILE, described, None)) == {FILE.name: [info.name for info in by_place]}
+
+
+def test_a_directory_without_a_shard_size_holds_one_file():
+    layout = lay_out(FOLDER, [("a", F32, (9,)), ("b", F32, (9,))], None)
+    assert names(layout) == {"model.safetensors": ["a", "b"]}
+    assert layout.is_directory
+    assert layout.index() is None
+
+
+def test_shards_are_filled_in_turn():
+    tensors = [(name, F32, (2,)) for name in "abcde"]  # 8 bytes each
+    assert names(lay_out(FOLDER, tensors, 16)) == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c", "d"],
+        "model-00003-of-00003.safetensors": ["e"],
+    }
+
+
+def test_a_shard_is_never_a_byte_larger_than_asked():
+    tensors = [(name, F32, (2,)) for name in "abc"]
+    assert list(names(lay_out(FOLDER, tensors, 15)).values()) == [["a"], ["b"], ["c"]]
+
+
+def test_a_tensor_larger_than_a_shard_gets_one_of_its_own():
+    tensors = [("a", F32, (1,)), ("b", F32, (100,)), ("c", F32, (1,))]
+    assert list(names(lay_out(FOLDER, tensors, 8)).values()) == [["a"], ["b"], ["c"]]
+
+
+def test_shards_that_all_fit_in_one_are_one_file():
+    assert list(names(lay_out(FOLDER, [("a", F32, (2,))], 8))) == ["model.safetensors"]
+
+
+def test_empty_tensors_take_no_room():
+    tensors = [("a", F32, (2,)), ("b", F32, (0,)), ("c", F32, (3, 0))]
+    assert names(lay_out(FOLDER, tensors, 8)) == {"model.safetensors": ["a", "b", "c"]}
+
+
+def test_no_tensors_make_one_empty_file():
+    assert names(lay_out(FOLDER, [], 8)) == {"model.safetensors": []}
+    assert names(lay_out(FILE, [], None)) == {"out.safetensors": []}
+
+
+def test_a_file_cannot_be_sharded():
+    with pytest.raises(
+        RecipeError, match=r"shard_size makes several files.*out.safetensors is one"
+    ):
+        lay_out(FILE, [("a", F32, (2,))], 8)
+
+
+def test_the_index_says_where_every_tensor_is():
+    layout = lay_out(FOLDER, [("b", F32, (2,)), ("a", F32, (2,)), ("é", F16, (1,))], 8)
+    assert json.loads(layout.index()) == {
+        "metadata": {"total_size": 18},
+        "weight_map": {
+            "a": "model-00001-of-00003.safetensors",
+            "b": "model-00002-of-00003.safetensors",
+            "é": "model-00003-of-00003.safetensors",
+        },
+    }
+    assert layout.index_name == "model.safetensors.index.json"
+
+
+def test_every_file_is_built_with_its_own_header():
+    layout = lay_out(FOLDER, [("a", F32, (2,)), ("b", F32, (3,))], 8)
+    built = layout.build({"k": "v"})
+    assert [list(placed) for _, placed in built.values()] == [["a"], ["b"]]
+    for header, placed in built.values():
+        (info,) = placed.values()
+        assert info.start == len(header)
+        assert b'"__metadata__":{"k":"v"}' in header
+
+
+@pytest.mark.parametrize("name", ["out", "out.v1.5", "safetensors", "out.safetensors.d"])
+def test_a_name_without_the_suffix_is_a_directory(name):
+    assert lay_out(Path(name), [], None).is_directory

@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from dare.api import merge_arrays, plan
+from dare.errors import Concern, MismatchError, RecipeError
+from dare.inputs.arrays import array_source
+from dare.planning.make import make_plan
+from dare.planning.plan import INTERPRETER_BYTES, Fate, Plan
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.run.execute import Job, Worker
+from dare.tensors.chunks import CHUNK
+from helpers import save, write_recipe
+
+BASE = {
+    "w": np.zeros(4, np.float32),  # 16 bytes
+    "e": np.zeros((2, 3), np.float16),  # 12 bytes
+    "n": np.zeros(2, np.int64),  # 16 bytes
+}
+
+
+def plan_of(base, *models, **settings) -> Plan:
+    names = ["math", "code", "chat"][: len(models)]
+    recipe = Recipe(**{"base": "base", "models": names, **settings})
+    sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
+    return make_plan(recipe, array_source(base, "base"), sources, names)
+
+
+def fates(made: Plan) -> dict[str, Fate]:
+    return {tensor.name: tensor.fate for tensor in made.tensors}
+
+
+# ---------------------------------------------------------------- fates
+
+
+def test_weights_are_merged_and_other_types_are_copied():
+    made = plan_of(BASE, BASE, BASE)
+    assert fates(made) == {"w": Fate.MERGED, "e": Fate.MERGED, "n": Fate.COPIED}
+    assert {tensor.name: tensor.models for tensor in made.tensors} == dict.fromkeys("wen", (0, 1))
+    assert made.left_out == ()
+    assert made.warnings == ()
+
+
+def test_every_fate_is_told():
+    base = {
+        "merged": np.zeros(2, np.float32),
+        "copied": np.zeros(2, np.bool_),
+        "base only": np.zeros(2, np.float32),
+        "mismatched": np.zeros(2, np.float32),
+    }
+    model = {
+        "merged": np.zeros(2, np.float16),
+        "copied": np.zeros(2, np.bool_),
+        "mismatched": np.zeros(3, np.float32),
+        "left out": np.zeros(2, np.float32),
+    }
+    made = plan_of(base, model, on_missing="base", on_mismatch="base", on_extra="drop")
+    assert fates(made) == {
+        "merged": Fate.MERGED,
+        "copied": Fate.COPIED,
+        "base only": Fate.BASE_ONLY,
+        "mismatched": Fate.MISMATCHED,
+    }
+    assert made.left_out == ("left out",)
+    assert tuple(map(str, made.warnings)) == (
+        "base only: not in math; its change there counts as zero",
+        "mismatched: base is 2 F32, math is 3 F32; the base's is kept",
+        "left out: in math, not in the base; left out",
+    )
+
+
+def test_integers_need_not_agree_if_the_recipe_says_so():
+    assert {t.name: t.models for t in plan_of(BASE, BASE).tensors}["n"] == (0,)
+    free = plan_of(BASE, BASE, on_integer_mismatch="base")
+    assert {t.name: t.models for t in free.tensors}["n"] == ()
+
+
+def test_a_tensor_that_one_model_lacks_is_merged_from_the_others():
+    (tensor,) = plan_of({"w": BASE["w"]}, {}, {"w": BASE["w"]}, on_missing="base").tensors
+    assert tensor.fate is Fate.MERGED
+    assert tensor.models == (1,)
+
+
+def test_weight_types_mix_freely():
+    kinds = (np.float64, np.float16, np.float32)
+    made = plan_of({"w": np.zeros(4, np.float32)}, *({"w": np.zeros(4, kind)} for kind in kinds))
+    assert fates(made) == {"w": Fate.MERGED}
+
+
+def test_the_output_type_is_the_bases_unless_asked():
+    assert {t.name: t.dtype.name for t in plan_of(BASE, BASE).tensors} == {
+        "w": "F32",
+        "e": "F16",
+        "n": "I64",
+    }
+    assert {t.name: t.dtype.name for t in plan_of(BASE, BASE, dtype="bfloat16").tensors} == {
+        "w": "BF16",
+        "e": "BF16",
+        "n": "I64",
+    }
+
+
+def test_settings_of_models_and_tensors_reach_the_plan():
+    models = [ModelEntry(file="math", settings={"drop_rate": 0.5}), "code"]
+    rules = [TensorRule(match="e", settings={"drop_rate": 0.25, "t": 0.75})]
+    made = plan_of(BASE, BASE, BASE, method="dare+slerp", models=models, tensors=rules)
+    found = {
+        t.name: ([s[0]["drop_rate"] for s in t.settings], t.combine["t"]) for t in made.tensors
+    }
+    assert found["w"] == ([0.5, 0.9], 0.5)
+    assert found["e"] == ([0.25, 0.25], 0.75)
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_everything_that_does_not_fit_is_found_at_once():
+    base = {
+        "a.missing": np.zeros(2, np.float32),
+        "b.shape": np.zeros((2, 3), np.float32),
+        "c.kind": np.zeros(2, np.int64),
+        "d.integers": np.zeros(2, np.int64),
+        "e.scalar": np.zeros((), np.float32),
+        "f.fits": np.zeros(2, np.float32),
+    }
+    math = {
+        "b.shape": np.zeros((3, 2), np.float32),
+        "c.kind": np.zeros(2, np.float32),
+        "d.integers": np.zeros(2, np.int32),
+        "e.scalar": np.zeros((), np.float32),
+        "f.fits": np.zeros(2, np.float32),
+        "g.extra": np.zeros(2, np.float32),
+    }
+    code = {**base, "e.scalar": np.zeros(1, np.float32), "g.extra": np.zeros(2, np.float32)}
+    with pytest.raises(MismatchError) as caught:
+        plan_of(base, math, code)
+    keep = 'set on_mismatch = "base" to keep the base\'s'
+    assert str(caught.value).splitlines() == [
+        "6 tensor(s) do not fit together:",
+        '  a.missing: not in math; set on_missing = "base" to count its change there as zero',
+        f"  b.shape: base is 2×3 F32, math is 3×2 F32; {keep}",
+        f"  c.kind: base is 2 I64, math is 2 F32; {keep}",
+        f"  d.integers: base is 2 I64, math is 2 I32; {keep}",
+        f"  e.scalar: base is a scalar F32, code is 1 F32; {keep}",
+        '  g.extra: in math, code, not in the base; set on_extra = "drop" to leave it out',
+    ]
+
+
+def test_a_single_finding_is_a_single_line():
+    with pytest.raises(MismatchError, match=r"^w: not in math; set on_missing = \"base\" to cou"):
+        plan_of({"w": BASE["w"]}, {})
+
+
+def test_a_long_list_of_findings_is_cut():
+    base = {f"t{number:03}": np.zeros(1, np.float32) for number in range(100)}
+    with pytest.raises(MismatchError) as caught:
+        plan_of(base, {})
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "100 tensor(s) do not fit together:"
+    assert lines[-1] == "  … and 80 more"
+    assert len(lines) == 22
+
+
+@pytest.mark.parametrize(
+    ("policy", "model"),
+    [
+        ({"on_missing": "base"}, {}),
+        ({"on_mismatch": "base"}, {"w": np.zeros(3, np.float32)}),
+        ({"on_extra": "drop"}, {"w": np.zeros(4, np.float32), "x": np.zeros(1, np.float32)}),
+    ],
+)
+def test_each_policy_allows_what_it_names_and_nothing_else(policy, model):
+    assert len(plan_of({"w": BASE["w"]}, model, **policy).warnings) == 1
+    others = {"on_missing": "base", "on_mismatch": "base", "on_extra": "drop"}
+    for name in policy:
+        del others[name]
+    with pytest.raises(MismatchError):
+        plan_of({"w": BASE["w"]}, model, **others)
+
+
+def test_slerp_counts_a_tensor_that_a_model_lacks_as_unchanged():
+    base = {"w": np.array([0, 1], np.float32)}
+    turned = {"w": np.array([1, 0], np.float32)}
+    settings = {"method": "slerp", "on_missing": "base", "verbose": False}
+    merged, _ = merge_arrays(base, [turned, {}], **settings)
+    assert merged["w"].tolist() == pytest.approx([0.5**0.5, 0.5**0.5], abs=1e-6)
+
+
+# ---------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes", "bytes_read"),
+    [
+        # Base and two models: 3 · 16 for w, 3 · 12 for e, 3 · 16 for n.
+        ({"method": "sum"}, 1, 48 + 36 + 48),
+        ({"method": "dare+linear"}, 1, 48 + 36 + 48),
+        ({"method": "sum", "on_integer_mismatch": "base"}, 1, 48 + 36 + 16),
+        # A survey of a delta reads the base and that model once more.
+        ({"method": "trim+sum"}, 2, 48 + 2 * 32 + 36 + 2 * 24 + 48),
+        ({"method": "trim+sum", "stages": {"trim": {"keep_ratio": 1.0}}}, 1, 48 + 36 + 48),
+        # Two surveys, one after the other.
+        (
+            {"method": "dare+trim+sum", "stages": {"dare": {"rescale": "l1"}}},
+            3,
+            48 + 4 * 32 + 36 + 4 * 24 + 48,
+        ),
+        # A survey of all deltas together reads everything once more.
+        ({"method": "slerp"}, 2, 96 + 72 + 48),
+        ({"method": "trim+slerp"}, 3, 96 + 2 * 32 + 72 + 2 * 24 + 48),
+        # Only what a rule or a model asks to be surveyed is.
+        (
+            {
+                "method": "trim+sum",
+                "stages": {"trim": {"keep_ratio": 1.0}},
+                "tensors": [TensorRule(match="e", settings={"keep_ratio": 0.5})],
+            },
+            2,
+            48 + 36 + 2 * 24 + 48,
+        ),
+        (
+            {
+                "method": "trim+sum",
+                "stages": {"trim": {"keep_ratio": 1.0}},
+                "models": [ModelEntry(file="math", settings={"keep_ratio": 0.5}), "code"],
+            },
+            2,
+            48 + 32 + 36 + 24 + 48,
+        ),
+    ],
+)
+def test_passes_and_bytes_read(settings, passes, bytes_read):
+    made = plan_of(BASE, BASE, BASE, **settings)
+    assert made.passes == passes
+    assert made.bytes_read == bytes_read
+
+
+def test_bytes_written():
+    assert plan_of(BASE, BASE).bytes_written == 16 + 12 + 16
+    assert plan_of(BASE, BASE, dtype="F64").bytes_written == 32 + 48 + 16
+    assert plan_of({}, {}).bytes_written == 0
+
+
+def test_models_of_other_types_cost_what_they_are():
+    narrow = {**BASE, "w": np.zeros(4, np.float16)}
+    assert plan_of(BASE, narrow).bytes_read == (16 + 8) + (12 + 12) + (16 + 16)
+
+
+def allocated_bytes(made: Plan) -> int:
+    """What a thread's private state really holds in arrays."""
+    worker = Worker(Job(made, None, None, print, []), threading.Event())
+    found, left = {}, [vars(worker)]
+    while left:
+        value = left.pop()
+        if isinstance(value, np.ndarray):
+            found[id(value)] = value.nbytes
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif type(value).__module__.startswith("dare.stages"):
+            left.append(vars(value))
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "dare+ties", "slerp"])
+def test_a_thread_takes_no_more_memory_than_planned(method):
+    base = {"w": np.zeros(4, np.float16), "v": np.zeros(4, np.float16)}
+    model = {**base, "v": np.zeros(1, np.float64), "x": np.zeros(1, np.float64)}
+    made = plan_of(base, model, base, method=method, on_extra="drop", on_mismatch="base")
+    assert CHUNK * 4 < allocated_bytes(made) <= made.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ({"w": np.zeros(4, np.float16)}, {"method": "trim+sum"}),
+        ({"w": np.zeros(4, np.float16)}, {"weights": [1.0, 0.0]}),
+        ({"w": np.zeros(4, np.float64)}, {}),
+    ],
+)
+def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(model, settings):
+    base = {"w": np.zeros(4, np.float16)}
+    weights = settings.pop("weights", [None, None])
+    entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]
+    usual = plan_of(base, base, base)
+    made = plan_of(base, base, model, models=entries, **settings)
+    assert (usual.is_fused, made.is_fused) == (True, False)
+    wider = 4 * CHUNK * (made.widest - usual.widest)  # base, two models, output
+    assert made.workspace_bytes - usual.workspace_bytes == 4 * CHUNK * (2 + 4 + 1) + wider
+
+
+def test_a_thread_takes_memory_for_the_widest_type():
+    narrow = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float16)})
+    wide = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float64)})
+    assert wide.workspace_bytes - narrow.workspace_bytes == 3 * 6 * CHUNK  # base, model, output
+
+
+def test_the_forecast_of_memory_is_the_interpreter_and_every_threads_share():
+    made = plan_of(BASE, BASE, method="sum", threads=3)
+    assert made.peak_memory == INTERPRETER_BYTES + 3 * made.workspace_bytes
+    surveyed = plan_of(BASE, BASE, method="trim+sum", threads=2, max_memory=100_000_000)
+    left = 100_000_000 - 2 * surveyed.workspace_bytes
+    assert surveyed.spare_bytes == left // 2 // 2
+    each = surveyed.workspace_bytes + surveyed.spare_bytes
+    assert surveyed.peak_memory == INTERPRETER_BYTES + 2 * each
+    assert surveyed.buffer_bytes == surveyed.threads * each <= 100_000_000
+
+
+def test_threads_are_as_many_as_memory_allows():
+    need = plan_of(BASE, BASE, threads=1).workspace_bytes
+    assert plan_of(BASE, BASE, threads=8, max_memory=8 * need).threads == 8
+    assert plan_of(BASE, BASE, threads=8, max_memory=4 * need - 1).threads == 3
+    assert plan_of(BASE, BASE, threads=8, max_memory=need).threads == 1
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "dare+ties"])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_too_little_memory_is_refused_with_an_amount_that_is_enough(method, kind):
+    base = {"w": np.zeros(4, kind)}
+    need = plan_of(base, base, method=method).workspace_bytes
+    match = f"max_memory = {need - 1}: one thread needs {need} bytes; allow at least"
+    with pytest.raises(RecipeError, match=match) as caught:
+        plan_of(base, base, method=method, max_memory=need - 1)
+    advice = str(caught.value).split("allow at least ")[1]
+    assert plan_of(base, base, method=method, max_memory=advice).threads == 1
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def test_models_that_share_a_seed_are_warned_of():
+    models = [ModelEntry(file="math", seed=1), ModelEntry(file="code", seed=1)]
+    (warning,) = plan_of(BASE, BASE, BASE, models=models).warnings
+    assert warning.about is Concern.EQUAL_SEEDS
+    assert warning.text.startswith("models share a seed (1, 1): they drop the same positions")
+    assert plan_of(BASE, BASE, BASE, models=models, method="sum").warnings == ()
+
+
+def test_a_drop_rate_above_095_is_warned_of():
+    (warning,) = plan_of(BASE, BASE, stages={"dare": {"drop_rate": 0.99}}).warnings
+    assert warning.about is Concern.HIGH_DROP_RATE
+    start = "drop_rate = 0.99: above 0.95 the variance of what is kept, 99·δ²"
+    assert warning.text.startswith(start)
+    assert plan_of(BASE, BASE, stages={"dare": {"drop_rate": 0.95}}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"models": [ModelEntry(file="math", settings={"drop_rate": 0.99})]},
+        {"tensors": [TensorRule(match="w", settings={"drop_rate": 0.99})]},
+        {"embedding_drop_rate": 0.99},
+    ],
+)
+def test_a_drop_rate_above_095_is_warned_of_wherever_it_stands(settings):
+    (warning,) = plan_of(BASE, BASE, **settings).warnings
+    assert "drop_rate = 0.99" in warning.text
+
+
+def test_rescale_false_is_warned_of():
+    (warning,) = plan_of(BASE, BASE, stages={"dare": {"rescale": False}}).warnings
+    assert warning.about is Concern.NO_RESCALE
+    assert warning.text.startswith("rescale = false: dropped deltas are not made up for")
+    assert plan_of(BASE, BASE, stages={"dare": {"rescale": "l1"}}).warnings == ()
+
+
+# ---------------------------------------------------------------- the plan told
+
+
+def test_the_plan_is_json(tmp_path):
+    base, model = {"w": BASE["w"], "n": BASE["n"]}, {"w": BASE["w"], "n": BASE["n"], "x": BASE["w"]}
+    made = plan(write_recipe(tmp_path, base, [model], method="trim+sum", on_extra="drop"))
+    assert json.loads(made.to_json()) == {
+        "method": "trim+sum",
+        "models": [{"name": "model0", "weight": 1.0, "seed": 42}],
+        "passes": 2,
+        "threads": 1,
+        "peak_memory_bytes": made.peak_memory,
+        "buffer_bytes": made.peak_memory - INTERPRETER_BYTES,
+        "max_memory_bytes": 1 << 30,
+        "bytes_read": 16 + 16 + 32 + 16 + 16,
+        "bytes_written": 32,
+        "notes": [],
+        "files_beside": [],
+        "warnings": [{"about": "extra tensors", "text": "x: in model0, not in the base; left out"}],
+        "tensors": [
+            {
+                "name": "n",
+                "fate": "copied from base (not a weight type)",
+                "shape": [2],
+                "dtype": "I64",
+                "models": ["model0"],
+                "place": {"file": "out.safetensors", "data_offsets": [0, 16]},
+            },
+            {
+                "name": "w",
+                "fate": "merged",
+                "shape": [4],
+                "dtype": "F32",
+                "models": ["model0"],
+                "place": {"file": "out.safetensors", "data_offsets": [16, 32]},
+            },
+        ],
+        "left_out": ["x"],
+    }
+
+
+def test_the_plan_says_in_which_shard_a_tensor_will_lie(tmp_path):
+    base = {name: np.zeros(4, np.float32) for name in "ab"}
+    recipe = write_recipe(tmp_path, base, [base], output=tmp_path / "out", shard_size=16)
+    found = {t["name"]: t["place"] for t in plan(recipe).to_dict()["tensors"]}
+    assert found == {
+        "a": {"file": "model-00001-of-00002.safetensors", "data_offsets": [0, 16]},
+        "b": {"file": "model-00002-of-00002.safetensors", "data_offsets": [0, 16]},
+    }
+
+
+def test_the_plan_tells_its_facts():
+    model = {**BASE, "x": BASE["w"]}
+    settings = {"method": "trim+sum", "on_extra": "drop", "threads": 2, "output": "out"}
+    text = str(plan_of(BASE, model, model, **settings)).splitlines()
+    assert text[:4] == [
+        "trim+sum of 2 models (math, code): 3 tensors, 12 elements",
+        "       2 merged",
+        "       1 copied from base (not a weight type)",
+        "       1 left out (only in a model)",
+    ]
+    assert text[4] == "  reads 244 bytes in 2 pass(es), writes 44 bytes, 2 threads"
+    size = r"\d+(\.\d\d G|\.\d M)B"
+    assert re.fullmatch(
+        rf"  buffers {size} of at most 1\.07 GB \(max_memory\); the process about {size}", text[5]
+    )
+    assert text[6:] == [
+        "  to out (1 file(s))",
+        "  warning: x: in math, code, not in the base; left out",
+    ]
+
+
+def test_models_of_one_name_are_told_apart(tmp_path):
+    for folder in ("a", "b"):
+        save(tmp_path / folder / "same.safetensors", BASE)
+    models = [tmp_path / folder / "same.safetensors" for folder in ("a", "b")]
+    made = plan(Recipe(base=models[0], models=models))
+    assert made.model_names == ("same (1)", "same (2)")
+
+
+def test_a_plan_reads_no_weights_and_writes_nothing(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, BASE, [BASE])
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("dare.inputs.sources.FileSource.read", None)
+    plan(recipe)
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,563 @@
+"""What a mergekit configuration becomes; tests/peers/test_yaml.py runs both programs."""
+
+from __future__ import annotations
+
+import tomllib
+
+import numpy as np
+import pytest
+
+from dare.api import load_recipe
+from dare.errors import InputError, RecipeError
+from dare.inputs.mergekit import convert_yaml, recipe_from_yaml
+from dare.recipe.schema import recipe_from_document
+from helpers import save
+
+TWO = """
+models:
+  - {model: math, parameters: {weight: 0.7}}
+  - {model: code, parameters: {weight: 0.3}}
+"""
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def converted(text):
+        (tmp_path / "m.yaml").write_text(text)
+        return convert_yaml("m.yaml")
+
+    return converted
+
+
+def document(conversion):
+    return conversion.recipe.to_document()
+
+
+def head(method, base="base", **more):
+    lines = [f"merge_method: {method}", f"base_model: {base}", "dtype: float32"]
+    return "\n".join([*lines, *(f"{key}: {value}" for key, value in more.items())]) + "\n"
+
+
+# ---------------------------------------------------------------- methods
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "expected"),
+    [
+        ("task_arithmetic", "{}", {"method": "sum"}),
+        ("task_arithmetic", "{lambda: 0.5}", {"method": "sum", "scale": 0.5}),
+        ("dare_linear", "{}", {"method": "dare+sum", "dare": {"drop_rate": 0.0, "rescale": "l1"}}),
+        (
+            "dare_linear",
+            "{density: 0.3, rescale: false}",
+            {"method": "dare+sum", "dare": {"drop_rate": 0.7, "rescale": False}},
+        ),
+        (
+            "dare_ties",
+            "{density: [0.1, 0.4], normalize: 1}",
+            {"method": "dare+ties", "dare": {"drop_rate": [0.9, 0.6], "rescale": "l1"}},
+        ),
+        ("ties", "{}", {"method": "ties"}),
+        ("ties", "{density: 0.2}", {"method": "ties", "ties": {"keep_ratio": 0.2}}),
+        (
+            "breadcrumbs",
+            "{density: 0.4}",
+            {
+                "method": "breadcrumbs+sum",
+                "breadcrumbs": {"keep_middle": 0.4, "drop_largest": 0.01},
+            },
+        ),
+        (
+            "breadcrumbs_ties",
+            "{density: [0.4, 0.5], gamma: 0.2}",
+            {
+                "method": "breadcrumbs+ties",
+                "breadcrumbs": {"keep_middle": [0.4, 0.5], "drop_largest": 0.2},
+                "ties": {"divide_by": "nothing"},
+            },
+        ),
+        (
+            "della",
+            "{density: 0.4}",
+            {
+                "method": "della+ties",
+                "della": {"drop_rate": 0.6, "window": 0.3, "rescale": "l1"},
+            },
+        ),
+        (
+            "della",
+            "{density: 0.4, epsilon: 0.1, normalize: false, rescale: false}",
+            {
+                "method": "della+ties",
+                "della": {"drop_rate": 0.6, "window": 0.2, "rescale": False},
+                "ties": {"divide_by": "nothing"},
+            },
+        ),
+        (
+            "della_linear",
+            "{density: 0.4, epsilon: [0.1, 0.05], lambda: 2}",
+            {
+                "method": "della+sum",
+                "scale": 2.0,
+                "della": {"drop_rate": 0.6, "window": [0.2, 0.1], "rescale": "l1"},
+            },
+        ),
+        ("nuslerp", "{}", {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "tensor"}}),
+        (
+            "nuslerp",
+            "{nuslerp_flatten: false}",
+            {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "row"}},
+        ),
+        (
+            "nuslerp",
+            "{nuslerp_flatten: false, nuslerp_row_wise: true}",
+            {"method": "nuslerp", "nuslerp": {"on": "deltas", "each": "column"}},
+        ),
+    ],
+)
+def test_methods_with_two_models(convert, method, parameters, expected):
+    found = document(convert(head(method, parameters=parameters) + TWO))
+    files = {
+        "base_file": "base",
+        "merge_files": [{"file": "math", "weight": 0.7}, {"file": "code", "weight": 0.3}],
+    }
+    assert found == {"dtype": "F32", "models": files, **expected}
+
+
+def test_normalize_divides_weights_by_their_sum(convert):
+    models = "models: [{model: a, parameters: {weight: 3}}, {model: b, parameters: {weight: 1}}]"
+    found = convert(head("task_arithmetic", parameters="{normalize: true}") + models)
+    assert [entry.weight for entry in found.recipe.models] == [0.75, 0.25]
+    assert any("divided by their sum" in text for text in found.differences)
+    opposed = models.replace("weight: 1", "weight: -3")
+    kept = convert(head("task_arithmetic", parameters="{normalize: true}") + opposed)
+    assert [entry.weight for entry in kept.recipe.models] == [3, -3], "a sum of 0 divides nothing"
+
+
+def test_a_mean_of_weights_has_its_first_model_as_base(convert):
+    text = "merge_method: linear\n" + TWO
+    found = convert(text)
+    assert document(found)["models"] == {
+        "base_file": "math",
+        "merge_files": [{"file": "code", "weight": 0.3}],
+    }
+    assert found.recipe.method == "linear"
+    assert any("math is the base" in text for text in found.differences)
+    listed = TWO + "  - {model: base, parameters: {weight: 1}}\n"
+    with_base = convert(head("linear") + listed).recipe
+    assert str(with_base.base) == "base"
+    assert [entry.weight for entry in with_base.models] == [0.35, 0.15]
+
+
+def test_slerp_goes_from_the_base_to_the_other(convert):
+    found = convert(
+        head("slerp", "code", parameters="{t: [{filter: mlp, value: [0, 1]}, {value: 0.25}]}")
+        + "models: [{model: math}]\n"
+    )
+    assert document(found) == {
+        "method": "slerp",
+        "dtype": "F32",
+        "slerp": {"t": 0.25},
+        "models": {"base_file": "code", "merge_files": ["code", "math"]},
+        "tensors": [{"contains": ["mlp"], "t": [0.0, 1.0]}],
+    }
+
+
+def test_nuslerp_without_a_base_interpolates_the_models_themselves(convert):
+    found = document(convert("merge_method: nuslerp\n" + TWO))
+    assert found["nuslerp"] == {"on": "weights", "each": "tensor"}
+    assert found["models"] == {
+        "base_file": "math",
+        "merge_files": [{"file": "math", "weight": 0.7}, {"file": "code", "weight": 0.3}],
+    }
+
+
+def test_nuslerp_of_flat_tensors_has_no_rows(convert):
+    found = convert(head("nuslerp", parameters="{nuslerp_row_wise: true}") + TWO)
+    assert document(found)["nuslerp"]["each"] == "tensor"
+    assert any("nuslerp_row_wise: has no effect" in note for note in found.notes)
+
+
+UNWEIGHTED = "models: [{model: math}, {model: code}]\n"
+
+
+def test_a_mean_on_the_sphere_takes_the_base_in(convert):
+    found = convert(head("karcher", parameters="{max_iter: 7}") + UNWEIGHTED)
+    assert document(found)["models"] == {
+        "base_file": "base",
+        "merge_files": ["math", "code", "base"],
+    }
+    assert found.recipe.method == "karcher"
+    assert any("stops after 7 steps" in text for text in found.differences)
+    without = convert("merge_method: karcher\n" + UNWEIGHTED)
+    assert document(without)["models"] == {"base_file": "math", "merge_files": ["math", "code"]}
+
+
+def test_model_stock_has_no_weights(convert):
+    found = convert(head("model_stock") + TWO)
+    assert document(found) == {
+        "dtype": "F32",
+        "method": "model_stock",
+        "models": {"base_file": "base", "merge_files": ["math", "code"]},
+    }
+    assert [note.split()[2] for note in found.notes] == ["weight", "weight"]
+
+
+def test_parameters_of_a_delta_may_be_a_models_own(convert):
+    models = """
+models:
+  - {model: math, parameters: {weight: 1, density: 0.5, gamma: 0.1}}
+  - {model: code, parameters: {weight: 1, density: [{filter: mlp, value: 0.7}, {value: 1}]}}
+"""
+    found = convert(head("breadcrumbs") + models).recipe
+    settings = [found.settings_for("mlp.up", model)[0] for model in range(2)]
+    assert [(s["keep_middle"], s["drop_largest"]) for s in settings] == [(0.5, 0.1), (0.7, 0.01)]
+    assert found.settings_for("norm", 1)[0]["keep_middle"] == 1
+
+
+def test_what_drops_nothing_differs_in_nothing(convert):
+    for method in ("breadcrumbs", "della_linear"):
+        assert convert(head(method) + TWO).differences == ()
+        assert convert(head(method, parameters="{density: 0.5}") + TWO).differences
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("dare_ties", "{}"), ("ties", "{normalize: false}")]
+)
+def test_without_normalize_the_models_that_agree_are_added_up(convert, method, parameters):
+    found = document(convert(head(method, parameters=parameters) + TWO))
+    assert found["method"].endswith("ties")
+    assert found["ties"] == {"divide_by": "nothing"}
+
+
+# ---------------------------------------------------------------- parameters
+
+FILTERS = """
+models:
+  - model: math
+    parameters:
+      weight: 1
+      density:
+        - filter: mlp.up
+          value: 0.5
+        - filter: mlp
+          value: [0.2, 0.3]
+  - model: code
+    parameters:
+      weight: [{filter: norm, value: 0}, {filter: "*", value: 2}, {filter: never, value: 3}]
+parameters:
+  density: [{filter: attn, value: 0.75}, {value: 0.9}]
+"""
+
+
+def test_the_first_filter_that_matches_counts_and_a_model_comes_before_all(convert):
+    found = convert(head("dare_linear") + FILTERS).recipe
+
+    def rates(tensor):
+        return [found.settings_for(tensor, model)[0]["drop_rate"] for model in range(2)]
+
+    assert rates("mlp.up") == [0.5, 0.1]
+    assert rates("mlp.down") == [0.8, 0.1]
+    assert rates("attn") == [0.25, 0.25]
+    assert rates("other") == [0.1, 0.1]
+    assert [found.weight_for("norm", model) for model in range(2)] == [1, 0]
+    assert [found.weight_for("never", model) for model in range(2)] == [1, 2]
+
+
+def test_what_all_models_share_stands_in_the_stages_table(convert):
+    text = "parameters: {density: [{filter: mlp, value: 0.5}, {value: 0.1}]}\n"
+    found = document(convert(head("dare_linear") + TWO + text))
+    assert found["dare"]["drop_rate"] == 0.9
+    assert found["tensors"] == [{"contains": ["mlp"], "drop_rate": 0.5}]
+
+
+def test_what_has_no_effect_is_noted_with_its_line(convert):
+    text = """merge_method: task_arithmetic
+base_model: base
+models:
+  - model: base
+    parameters: {weight: 5}
+  - model: math
+    parameters:
+      weight: 1
+      density: 0.5
+      normalize: true
+parameters:
+  int8_mask: true
+  epsilon: 0.1
+"""
+    notes = convert(text).notes
+    found = [(note.partition(":")[0], note.split()[2]) for note in notes]
+    assert found == [
+        ("line 5", "weight"),
+        ("line 9", "density"),
+        ("line 10", "normalize"),
+        ("line 12", "int8_mask"),
+        ("line 13", "epsilon"),
+    ]
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers(convert):
+    found = convert(head("task_arithmetic") + TWO.replace("0.3", "1e-3"))
+    assert found.recipe.models[1].weight == 0.001
+
+
+def test_weights_that_change_but_add_up_to_the_same_can_be_divided(convert):
+    models = """
+models:
+  - {model: a, parameters: {weight: [0.5, 2]}}
+  - {model: b, parameters: {weight: [2, 0.5]}}
+"""
+    found = convert(head("dare_linear", parameters="{normalize: true}") + models)
+    assert [entry.weight for entry in found.recipe.models] == [[0.2, 0.8], [0.8, 0.2]]
+
+
+# ---------------------------------------------------------------- the rest of a configuration
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("", None),
+        ("dtype: bfloat16", "BF16"),
+        ("dtype: float32\nout_dtype: torch.float16", "F16"),
+        ("out_dtype: float64", "F64"),
+    ],
+)
+def test_types(convert, lines, dtype):
+    found = convert(f"merge_method: task_arithmetic\nbase_model: b\n{lines}\n" + TWO)
+    assert found.recipe.dtype == dtype
+    assert any("float32" in text for text in found.differences) == ("dtype: float32" not in lines)
+
+
+def test_tokenizer_and_template_are_carried_over(convert):
+    found = convert(head("ties", tokenizer_source="union", chat_template="'{{ x }}'") + TWO).recipe
+    assert (found.vocabulary, found.chat_template) == ("union", "{{ x }}")
+    chosen = convert(head("ties", tokenizer="{source: math}") + TWO).recipe
+    assert (chosen.vocabulary, chosen.copy_from) == ("error", "math")
+    assert convert(head("ties", tokenizer="{}") + TWO).recipe.vocabulary == "union"
+    assert convert(head("ties") + TWO).recipe.vocabulary == "error"
+
+
+def test_an_adapter_of_the_base_is_a_model(convert):
+    found = convert(head("task_arithmetic") + TWO.replace("code", "base+lora"))
+    assert str(found.recipe.models[1].file) == "lora"
+    assert any("adapter is merged as it is" in note for note in found.notes)
+
+
+def test_models_may_be_tables(convert):
+    models = """
+models:
+  - model: {model: {path: org/math, revision: v2}}
+    parameters: {weight: 1}
+  - model: {model: base, lora: org/adapter, override_architecture: X}
+    parameters: {weight: 1}
+"""
+    found = convert(head("task_arithmetic") + models).recipe
+    assert [str(entry.file) for entry in found.models] == ["org/math@v2", "org/adapter"]
+
+
+def test_aliases_and_merge_keys_are_followed(convert):
+    text = """
+models:
+  - {model: a, parameters: &usual {weight: 0.5, density: 0.2}}
+  - {model: b, parameters: *usual}
+  - {model: c, parameters: {<<: *usual, weight: 2}}
+"""
+    found = document(convert(head("ties") + text))
+    assert found["ties"] == {"keep_ratio": 0.2}
+    assert [entry["weight"] for entry in found["models"]["merge_files"]] == [0.5, 0.5, 2.0]
+
+
+def test_the_toml_says_what_is_different_and_gives_the_same_recipe(convert):
+    found = convert(head("dare_linear") + FILTERS + "  int8_mask: true\n")
+    text = found.to_toml()
+    assert text.startswith("# Converted from m.yaml")
+    assert all(f"# - {line}" in text for line in (*found.differences, *found.notes))
+    assert recipe_from_document(tomllib.loads(text), "toml") == found.recipe
+
+
+def test_yaml_is_told_by_the_name(convert, tmp_path):
+    whole = convert(head("ties") + TWO)
+    other = tmp_path / "other.YML"
+    other.write_bytes((tmp_path / "m.yaml").read_bytes())
+    assert load_recipe(other) == whole.recipe
+
+
+def test_a_recipe_alone_can_be_had(convert, tmp_path):
+    whole = convert(head("ties") + TWO)
+    assert recipe_from_yaml(tmp_path / "m.yaml") == whole.recipe
+    assert whole.recipe.output is None
+
+
+# ---------------------------------------------------------------- slices
+
+SLICES = """slices:
+  - sources:
+      - {model: base, layer_range: [0, 2]}
+      - {model: math, layer_range: [0, 2], parameters: {weight: 1}}
+  - sources:
+      - {model: base, layer_range: [2, 3]}
+      - {model: math, layer_range: [2, 3], parameters: {weight: 1}}
+"""
+
+
+def test_slices_that_tile_the_model_are_the_model(convert, tmp_path):
+    found = convert(head("task_arithmetic") + SLICES)
+    assert document(found)["models"]["merge_files"] == [{"file": "math", "weight": 1.0}]
+    assert any("3 layers" in note for note in found.notes), "base is not here to be counted"
+
+    weights = {f"layers.{layer}.w": np.ones(2, np.float32) for layer in range(3)}
+    save(tmp_path / "base" / "model.safetensors", weights)
+    assert convert(head("task_arithmetic") + SLICES).notes == ()
+
+
+def test_slices_that_are_not_the_whole_model_are_refused(convert, tmp_path):
+    weights = {f"layers.{layer}.w": np.ones(2, np.float32) for layer in range(4)}
+    save(tmp_path / "base" / "model.safetensors", weights)
+    with pytest.raises(RecipeError, match=r"m.yaml, line 5: slices end .* 4 in layers"):
+        convert(head("task_arithmetic") + SLICES)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("{model: math, layer_range: [2, 3]", "{model: math, layer_range: [1, 2]", "line 8: .* 2 "),
+        ("{model: math, layer_range: [0, 2]", "{model: math, layer_range: [0, 1]", "line 5: .* 0 "),
+        ("[2, 3], parameters: {weight: 1}", "[2, 3], parameters: {weight: 2}", "line 8: .*first"),
+        ("weight: 1", "weight: [1, 2]", "line 5: lists of values run over each slice"),
+        ("[2, 3]", "[3, 2]", r"line 9: layer_range: \[3, 2\] holds no layers"),
+        ("[2, 3]", "[2, x]", "line 9: layer_range: must be two whole numbers"),
+        ("layer_range: [0, 2], ", "", "line 7: layer_range: must be"),
+    ],
+)
+def test_slices_that_cannot_be_converted(convert, old, new, message):
+    with pytest.raises(RecipeError, match=rf"m.yaml, {message}"):
+        convert(head("task_arithmetic") + SLICES.replace(old, new))
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r": is empty"),
+        ("a: [", r"line 1: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", r"line 2: not valid YAML"),
+        ("a: !!python/object:os.system x", r"line 1: not valid YAML"),
+        ("- a\n", r"line 1: a configuration: must be a table"),
+        ("? [a]\n: 1\n", r"line 1: a key must be a word"),
+        ("models: &a [*a]\n", r"line 1: contains itself"),
+        ("merge_method: ties\nmerge_method: sum\n", r"line 2: merge_method stands on line 1"),
+        ("base_model: b\n" + TWO, r"merge_method is missing"),
+        ("merge_methd: ties\n" + TWO, r"line 1: merge_methd: .*did you mean 'merge_method'"),
+        (head("dare_lineer") + TWO, r"line 1: .*did you mean 'dare_linear'.*task_arithmetic"),
+        (head("passthrough") + TWO, r"line 1: merge_method 'passthrough' cannot be converted"),
+        (head("ties", name="x") + TWO, r"line 4: name: means nothing to mergekit"),
+        (head("ties", random_seed="0") + TWO, r"line 4: random_seed: is a flag .* set seed"),
+        (head("ties", modules="{}") + TWO, r"line 4: modules"),
+        (head("ties"), r"either models or slices"),
+        (head("ties", models="[]"), r"line 4: models: must be a list"),
+        (head("ties", models="[{modle: a}]"), r"line 4: modle: .*did you mean 'model'"),
+        (head("ties", models="[{parameters: {}}]"), r"line 4: model is missing"),
+        (head("ties", models="[{model: 5}]"), r"line 4: model: must be text, and is 5"),
+        (head("ties", models="[{model: a+b+c}]"), r"line 4: 'a\+b\+c' is not MODEL"),
+        (head("ties", models="[{model: a+b}]"), r"line 4: a\+b: an adapter .* which is base"),
+        (head("ties", "a+b") + TWO, r"line 2: base_model: an adapter"),
+        (head("ties") + TWO.replace("code", "math"), r"line 7: math: is given on line 6 already"),
+        (head("ties") + TWO.replace("weight: 0.3", "wieght: 1"), r"line 7: wieght: .*'weight'"),
+        (head("ties") + TWO.replace("0.3", "x"), r"line 7: weight: must be a number, and is 'x'"),
+        (head("ties") + TWO.replace("0.3", "true"), r"line 7: weight: must be a number"),
+        (head("ties") + TWO.replace("0.3", ".inf"), r"line 7: weight: must be a number"),
+        (head("ties") + TWO.replace("0.3", "[]"), r"line 7: weight is missing for code"),
+        (head("ties") + TWO.replace("0.3", "[1, {value: 2}]"), r"line 7: weight: must be numbers"),
+        (head("ties") + TWO.replace("0.3", "{value: []}"), r"line 7: weight: a value must be"),
+        (head("ties") + TWO.replace("0.3", "{filter: a}"), r"line 7: weight: value is missing"),
+        (
+            head("ties") + TWO.replace("0.3", "{filter: a, value: 1}"),
+            r"line 7: weight is missing for tensors that no filter matches",
+        ),
+        (head("ties") + TWO.replace("0.3", "{filtr: a, value: 1}"), r"line 7: filtr: .*'filter'"),
+        (head("ties") + TWO.replace("0.3", "-1"), r"line 7: weight: is negative, and ties"),
+        (head("ties", models="[{model: base}]"), r"line 1: only the base is given"),
+        ("merge_method: ties\n" + TWO, r"line 1: base_model is missing; ties needs one"),
+        (head("ties", parameters="{density: 0}") + TWO, r"line 4: density = 0: must be above 0"),
+        (head("dare_linear", parameters="{density: 2}") + TWO, r"line 4: density = 2: must be"),
+        (head("ties", parameters="{normalize: maybe}") + TWO, r"line 4: normalize: must be true"),
+        (head("ties", parameters="{lambda: [1, 2]}") + TWO, r"line 4: lambda: must be one value"),
+        (
+            head("ties", parameters="{rescale: true, density: 0.5}") + TWO,
+            r"line 4: rescale: what ties leaves",
+        ),
+        (
+            head("breadcrumbs", parameters="{rescale: true, density: 0.5}") + TWO,
+            r"line 4: rescale: what breadcrumbs leaves",
+        ),
+        (
+            head("breadcrumbs", parameters="{gamma: 1.5}") + TWO,
+            r"line 4: drop_largest = 1.5: .*less than 1",
+        ),
+        (
+            head("della", parameters="{density: 0.1}") + TWO,
+            r"epsilon = 0.15 at density = 0.1: .*lower epsilon",
+        ),
+        (
+            head("della", parameters="{density: 0.5, epsilon: 0.5}") + TWO,
+            r"line 4: epsilon = 0.5 at density = 0.5",
+        ),
+        (head("linear", models="[{model: base}]"), r"a mean needs two models"),
+        ("merge_method: linear\nparameters: {normalize: false}\n" + TWO.replace("7", "6"), "to 1"),
+        ("merge_method: linear\n" + TWO.replace("0.7", "-0.3"), r"line 4: .*add up to 0"),
+        (
+            "merge_method: linear\n" + TWO.replace("0.7", "[1, 2]"),
+            r"line 4: weight: the sum",
+        ),
+        (
+            "merge_method: linear\n"
+            + TWO.replace("0.7", "[{filter: a, value: 1}, {value: 2}]").replace(
+                "0.3", "[{filter: b, value: 1}, {value: 2}]"
+            ),
+            r"line 5: weight: .*filters must be the same",
+        ),
+        (head("slerp") + TWO, r"line 1: slerp goes from the base to one other model, and 2"),
+        (head("slerp", models="[{model: a}]"), r"line 1: t is missing"),
+        (
+            head("slerp", models="[{model: a}]", parameters="{t: 1.5}"),
+            r"line 5: t = 1.5: .*less than or equal to 1",
+        ),
+        (head("nuslerp", "math") + TWO, r"line 1: nuslerp merges two models"),
+        (head("karcher", "a", models="[{model: a}]"), r"line 1: a mean needs two models"),
+        (head("model_stock", models="[{model: a}]"), r"line 1: model_stock needs two models"),
+        ("merge_method: model_stock\n" + TWO, r"line 1: base_model is missing; model_stock"),
+        (
+            head("model_stock", parameters="{filter_wise: true}") + TWO,
+            r"line 4: filter_wise: true: the angle",
+        ),
+        (head("sce") + TWO, r"line 1: merge_method 'sce' cannot be converted: it weighs .*these"),
+        (head("ties").replace("float32", "float23") + TWO, r"line 3: 'float23' .*'float32'"),
+        (head("ties", models="[{model: {lora: a}}]"), r"line 4: model is missing"),
+        (head("ties", models="[{model: {model: {revision: a}}}]"), r"line 4: path is missing"),
+        (head("ties", slices="[{parameters: {}}]"), r"line 4: sources is missing"),
+        (
+            head("ties", slices="[{sources: [{layer_range: [0, 1]}]}]"),
+            r"line 4: model is missing",
+        ),
+        (head("ties", tokenizer_source="a", tokenizer="{}") + TWO, r"line 5: give either"),
+        (head("ties", tokenizer="{pad_to_multiple_of: 8}") + TWO, r"line 4: pad_to_multiple_of"),
+        (
+            head("ties", slices="[{sources: [], residual_weight: 1}]"),
+            r"line 4: residual_weight",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_its_line(convert, text, message):
+    with pytest.raises(RecipeError, match=rf"^m\.yaml.*{message}"):
+        convert(text)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"absent.yaml: cannot read the configuration"):
+        convert_yaml(tmp_path / "absent.yaml")

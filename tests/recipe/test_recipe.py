@@ -1,0 +1,688 @@
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.api import load_recipe
+from dare.errors import InputError, RecipeError
+from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.schema import recipe_from_document as from_document
+from dare.stages import ALIASES, STAGES
+from dare.tensors.names import is_embedding
+
+FILES = """
+[models]
+base_file = "base.safetensors"
+merge_files = ["math.safetensors", "code.safetensors"]
+"""
+
+
+def load(folder: Path, text: str, files: str = FILES) -> Recipe:
+    path = folder / "recipe.toml"
+    path.write_text(text + files)
+    return load_recipe(path)
+
+
+def recipe(**settings) -> Recipe:
+    return Recipe(
+        **{"base": "b.safetensors", "models": ["m.safetensors", "n.safetensors"], **settings}
+    )
+
+
+def chain(given: Recipe) -> list[tuple[str, dict[str, object]]]:
+    return [(stage.name, settings) for stage, settings in given.chain]
+
+
+# ---------------------------------------------------------------- TOML
+
+
+def test_the_two_tables_of_the_seed_are_a_recipe(tmp_path):
+    text = """
+[dare]
+drop_rate = 0.9
+delta_threshold = 0.002
+verbose = true
+
+[models]
+base_file = "models/base_model.safetensors"
+merge_files = [
+    "models/math_tuned_model.safetensors",
+    "models/code_tuned_model.safetensors"
+]
+output_file = "merged_model.safetensors"
+"""
+    found = load(tmp_path, text, files="")
+    assert found == Recipe(
+        base="models/base_model.safetensors",
+        models=["models/math_tuned_model.safetensors", "models/code_tuned_model.safetensors"],
+        output="merged_model.safetensors",
+        stages={"dare": {"drop_rate": 0.9}},
+    )
+    assert chain(found) == [("dare", {"drop_rate": 0.9, "rescale": True}), ("linear", {})]
+    assert found.delta_threshold == 0.002
+    assert found.verbose is True
+    assert found.seeds() == (42, 43)
+    assert found.weights() == (0.5, 0.5)
+
+
+def test_everything_but_the_files_has_a_default(tmp_path):
+    found = load(tmp_path, "")
+    assert found == recipe(base="base.safetensors", models=["math.safetensors", "code.safetensors"])
+    assert (found.method, found.seed, found.scale, found.dtype) == ("dare+linear", 42, 1.0, None)
+    assert (found.on_missing, found.on_extra) == ("error", "error")
+    assert (found.on_mismatch, found.on_integer_mismatch) == ("error", "error")
+    assert found.max_memory == 1_073_741_824
+    assert found.output is None
+
+
+def test_delta_threshold_verbose_and_embedding_drop_rate_may_stand_in_dare(tmp_path):
+    text = "[dare]\ndelta_threshold = 0.5\nverbose = false\nembedding_drop_rate = 0.25\n"
+    found = load(tmp_path, text)
+    assert found.delta_threshold == 0.5
+    assert found.verbose is False
+    assert found.embedding_drop_rate == 0.25
+    assert found.stages == {}
+
+
+def test_a_full_recipe_is_read(tmp_path):
+    text = """
+method = "dare+ties"
+seed = 7
+scale = 0.5
+dtype = "bfloat16"
+on_missing = "base"
+max_memory = "512MiB"
+shard_size = "5GB"
+threads = 3
+[dare]
+drop_rate = 0.5
+rescale = "l1"
+[ties]
+divide_by = "count"
+[[tensors]]
+match = "*norm*"
+drop_rate = 0.0
+[[tensors]]
+match = ["*.q", "*.k"]
+divide_by = "weights"
+"""
+    files = """
+[models]
+base_file = "base"
+merge_files = [{file = "a", weight = 2.0, seed = 0, drop_rate = 0.25}, "b"]
+"""
+    assert load(tmp_path, text, files) == Recipe(
+        base="base",
+        models=[ModelEntry(file="a", weight=2.0, seed=0, settings={"drop_rate": 0.25}), "b"],
+        method="dare+ties",
+        seed=7,
+        scale=0.5,
+        dtype="BF16",
+        on_missing="base",
+        max_memory=536_870_912,
+        shard_size=5_000_000_000,
+        threads=3,
+        stages={
+            "dare": {"drop_rate": 0.5, "rescale": "l1"},
+            "ties": {"divide_by": "count"},
+        },
+        tensors=[
+            TensorRule(match="*norm*", settings={"drop_rate": 0.0}),
+            TensorRule(match=("*.q", "*.k"), settings={"divide_by": "weights"}),
+        ],
+    )
+
+
+def test_one_model_may_be_given_without_a_list():
+    assert recipe(models="m.safetensors").models == (ModelEntry(file="m.safetensors"),)
+    assert recipe(models=Path("m.safetensors")).models == (ModelEntry(file="m.safetensors"),)
+
+
+def test_a_home_directory_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert recipe(base="~/b.safetensors").base == Path("/home/me/b.safetensors")
+
+
+def test_a_recipe_that_is_no_toml_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"recipe.toml: not valid TOML: .*line 1"):
+        load(tmp_path, "drop_rate = = 1\n")
+
+
+def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "latin1.toml").write_bytes(b"# caf\xe9")
+    with pytest.raises(
+        InputError, match=r"latin1.toml: a recipe must be text in UTF-8, and byte 5 is not"
+    ):
+        load_recipe(tmp_path / "latin1.toml")
+    with pytest.raises(
+        InputError, match=r"absent.toml: cannot read the recipe: No such file or directory$"
+    ):
+        load_recipe(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("missing", ["base_file", "merge_files"])
+def test_a_recipe_without_its_files_is_refused(tmp_path, missing):
+    lines = [line for line in FILES.splitlines() if not line.startswith(missing)]
+    with pytest.raises(RecipeError, match=rf"recipe.toml: \[models\] {missing} is missing"):
+        load(tmp_path, "\n".join(lines), files="")
+
+
+# ---------------------------------------------------------------- there and back
+
+rates = st.floats(0, 0.999)
+settings_of_dare = st.fixed_dictionaries(
+    {}, optional={"drop_rate": rates, "rescale": st.sampled_from([True, False, "l1"])}
+)
+settings_of_trim = st.fixed_dictionaries({}, optional={"keep_ratio": st.floats(0.001, 1)})
+settings_of_ties = st.fixed_dictionaries(
+    {},
+    optional={
+        "keep_ratio": st.floats(0.001, 1),
+        "divide_by": st.sampled_from(["weights", "count"]),
+    },
+)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+paths = st.text("aé ./'\"\\\n\t#=[]", min_size=1, max_size=8)
+
+
+@st.composite
+def recipes(draw):
+    method = draw(st.sampled_from(["dare+linear", "dare_linear", "dare+ties", "trim+sum", "ties"]))
+    tables = {"dare": settings_of_dare, "trim": settings_of_trim, "ties": settings_of_ties}
+    stages = {
+        name: draw(tables[name].filter(bool))
+        for name in ALIASES.get(method, method).split("+")
+        if name in tables and draw(st.booleans())
+    }
+    overrides = st.just({})
+    if "dare" in method:
+        overrides = settings_of_dare
+    elif "trim" in method:
+        overrides = settings_of_trim
+    entry = st.builds(
+        ModelEntry,
+        file=paths,
+        weight=st.none() | finite,
+        seed=st.none() | st.integers(0, 2**70),
+        settings=overrides,
+    )
+    rule = st.builds(
+        TensorRule,
+        match=st.text(max_size=5) | st.lists(st.text(max_size=5), max_size=2),
+        settings=overrides,
+    )
+    given = {
+        "output": paths,
+        "seed": st.integers(0, 2**70),
+        "scale": finite,
+        "dtype": st.sampled_from([None, "F16", "BF16"]),
+        "on_missing": st.sampled_from(["error", "base"]),
+        "on_extra": st.sampled_from(["error", "drop"]),
+        "on_mismatch": st.sampled_from(["error", "base"]),
+        "on_integer_mismatch": st.sampled_from(["error", "base"]),
+        "delta_threshold": st.floats(0, 1e30),
+        "verbose": st.booleans(),
+        "shard_size": st.none() | st.integers(1, 2**40),
+        "max_memory": st.integers(1, 2**40),
+        "threads": st.none() | st.integers(1, 99),
+    }
+    if "dare" in method:
+        given["embedding_drop_rate"] = st.none() | rates
+    return Recipe(
+        base=draw(paths),
+        models=draw(st.lists(entry, min_size=1, max_size=3)),
+        method=method,
+        stages=stages,
+        tensors=draw(st.lists(rule, max_size=2)),
+        **draw(st.fixed_dictionaries({}, optional=given)),
+    )
+
+
+@given(recipes())
+def test_a_recipe_survives_toml(asked):
+    found = from_document(tomllib.loads(asked.to_toml()), "recipe")
+    assert found == asked
+    assert chain(found) == chain(asked)
+    assert found.seeds() == asked.seeds()
+    assert found.weights() == asked.weights()
+
+
+def test_an_empty_stage_table_survives_toml():
+    asked = recipe(stages={"dare": {}})
+    assert from_document(tomllib.loads(asked.to_toml()), "recipe") == asked
+
+
+def test_a_parameter_that_is_none_survives_toml():
+    asked = recipe(method="ties", stages={"ties": {"keep_ratio": None}})
+    assert chain(from_document(tomllib.loads(asked.to_toml()), "recipe")) == chain(asked)
+
+
+def test_toml_holds_only_what_is_not_a_default():
+    assert recipe(output="o.safetensors", seed=42).to_document() == {
+        "models": {
+            "base_file": "b.safetensors",
+            "merge_files": ["m.safetensors", "n.safetensors"],
+            "output_file": "o.safetensors",
+        }
+    }
+
+
+def test_a_copy_with_other_stages_has_their_chain():
+    asked = recipe(stages={"dare": {"drop_rate": 0.5}})
+    assert chain(asked)[0][1]["drop_rate"] == 0.5
+    copy = asked.model_copy(update={"stages": {"dare": {"drop_rate": 0.25}}})
+    assert chain(copy)[0][1]["drop_rate"] == 0.25
+
+
+# ---------------------------------------------------------------- unknown names
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("sede = 1\n", "sede", "seed"),
+        ("max_memroy = '1GiB'\n", "max_memroy", "max_memory"),
+        ("[dare]\ndrop_rat = 0.9\n", "drop_rat", "drop_rate"),
+        ("[dare]\ndelta_treshold = 0.9\n", "delta_treshold", "delta_threshold"),
+        ("[dare]\nverbos = true\n", "verbos", "verbose"),
+        ("[dair]\ndrop_rate = 0.9\n", "dair", "dare"),
+        ("[[tensor]]\nmatch = '*'\n", "tensor", "tensors"),
+        ("[[tensors]]\nmatch = '*'\ndrop_rat = 0.9\n", "drop_rat", "drop_rate"),
+        ("[[tensors]]\nmatsch = '*'\ndrop_rate = 0.9\n", "matsch", "match"),
+        ("method = 'dare+tise'\n", "tise", "ties"),
+        ("method = 'dare_lineer'\n", "dare_lineer", "dare_linear"),
+        ("dtype = 'bfloat61'\n", "bfloat61", "bfloat16"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_known_one(tmp_path, text, key, nearest):
+    with pytest.raises(RecipeError, match=rf"recipe.toml: .*{key}.*did you mean '{nearest}'\?"):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("files", "key", "nearest"),
+    [
+        ("bas_file = 'b'\nmerge_files = ['m']\n", "bas_file", "base_file"),
+        ("base_file = 'b'\nmerge_file = ['m']\n", "merge_file", "merge_files"),
+        ("base_file = 'b'\nmerge_files = [{file='m', drop_rat=0.5}]\n", "drop_rat", "drop_rate"),
+        ("base_file = 'b'\nmerge_files = [{file='m', wieght=0.5}]\n", "wieght", "weight"),
+        ("base_file = 'b'\nmerge_files = [{fiel='m', weight=0.5}]\n", "fiel", "file"),
+    ],
+)
+def test_an_unknown_key_of_a_model_gets_the_nearest_known_one(tmp_path, files, key, nearest):
+    with pytest.raises(RecipeError, match=rf"{key}.*did you mean '{nearest}'\?"):
+        load(tmp_path, "[models]\n" + files, files="")
+
+
+def test_an_unknown_argument_gets_the_nearest_known_one():
+    with pytest.raises(RecipeError, match=r"^outptu: not known \(did you mean 'output'\?\)$"):
+        recipe(outptu="o")
+    with pytest.raises(RecipeError, match=r"^wieght: not known \(did you mean 'weight'\?\)$"):
+        ModelEntry(file="m", wieght=1.0)
+
+
+def test_a_stage_parameter_among_the_recipes_own_is_sent_to_its_stage():
+    with pytest.raises(RecipeError, match=r"drop_rate.*\bdare\b") as caught:
+        recipe(drop_rate=0.5)
+    assert "embedding_drop_rate" not in str(caught.value)
+
+
+def test_an_unknown_key_with_nothing_near_lists_what_is_known():
+    with pytest.raises(RecipeError, match=r"xyzzy: dare has no such parameter; it has: drop_rate"):
+        recipe(stages={"dare": {"xyzzy": 1}})
+
+
+# ---------------------------------------------------------------- values out of range
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"models": []}, "^no models: name at least one"),
+        ({"models": 5}, "models = 5"),
+        ({"models": [5]}, "models.0 = 5"),
+        ({"seed": -1}, "seed = -1: .*greater than or equal to 0"),
+        ({"seed": 1.5}, "seed = 1.5"),
+        ({"seed": True}, "seed = True"),
+        ({"scale": math.inf}, "scale = inf"),
+        ({"scale": math.nan}, "scale = nan"),
+        ({"scale": "1"}, "scale = '1'"),
+        ({"dtype": "I64"}, "dtype I64: not a weight type.*use one of F64, F32, F16, BF16"),
+        ({"dtype": 16}, "dtype 16: not a weight type"),
+        ({"on_missing": "skip"}, "on_missing = 'skip': .*'error' or 'base'"),
+        ({"on_extra": "base"}, "on_extra = 'base': .*'error' or 'drop'"),
+        ({"on_mismatch": "drop"}, "on_mismatch = 'drop': .*'error' or 'base'"),
+        ({"on_integer_mismatch": None}, "on_integer_mismatch = None: .*'error' or 'base'"),
+        ({"delta_threshold": -0.1}, "delta_threshold = -0.1: .*greater than or equal to 0"),
+        ({"verbose": "yes"}, "verbose = 'yes': .*boolean"),
+        ({"verbose": 1}, "verbose = 1: .*boolean"),
+        ({"shard_size": 0}, "shard_size = 0: .*greater than 0"),
+        ({"shard_size": "0GB"}, "shard_size = .*greater than 0"),
+        ({"max_memory": -1}, "max_memory = -1: .*greater than 0"),
+        ({"max_memory": "1 lot"}, "max_memory = '1 lot': not a size; write .*'1GiB'"),
+        ({"max_memory": "9" * 400}, "max_memory = "),
+        ({"max_memory": 1e9}, "max_memory = 1000000000.0"),
+        ({"threads": 0}, "threads = 0: .*greater than 0"),
+        (
+            {"embedding_drop_rate": 1.5},
+            "^embedding_drop_rate = 1.5: must be at least 0 and below 1",
+        ),
+        ({"base": 5}, "base"),
+        ({"base": None}, "base"),
+        ({"base": "~no-such-user/b"}, "base"),
+        ({"output": 5}, "output"),
+        ({"method": 5}, "method = 5"),
+        ({"tensors": 5}, "tensors = 5"),
+        (
+            {"stages": {"dare": {"drop_rate": -0.1}}},
+            r"\[dare\] drop_rate = -0.1: must be at least 0",
+        ),
+        ({"stages": {"dare": {"drop_rate": 1.1}}}, r"\[dare\] drop_rate = 1.1: must be .*below 1"),
+        ({"stages": {"dare": {"drop_rate": math.nan}}}, r"\[dare\] drop_rate = nan"),
+        ({"stages": {"dare": {"drop_rate": "0.9"}}}, r"\[dare\] drop_rate = '0.9'"),
+        ({"stages": {"dare": {"drop_rate": True}}}, r"\[dare\] drop_rate = True"),
+        ({"stages": {"dare": {"rescale": "l2"}}}, r"\[dare\] rescale = 'l2'"),
+        ({"stages": {"dare": 0.9}}, "stages.dare = 0.9"),
+        ({"models": [ModelEntry(file="a", settings={"drop_rate": 2})]}, "model a: drop_rate = 2"),
+        (
+            {"tensors": [TensorRule(match="*.bias", settings={"drop_rate": -1})]},
+            r"tensors matching '\*.bias': drop_rate = -1",
+        ),
+    ],
+)
+def test_a_value_out_of_range_is_refused(settings, match):
+    with pytest.raises(RecipeError, match=match):
+        recipe(**settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "table", "match"),
+    [
+        ("trim+linear", {"trim": {"keep_ratio": 0}}, r"\[trim\] keep_ratio = 0: .*greater than 0"),
+        (
+            "trim+linear",
+            {"trim": {"keep_ratio": 1.1}},
+            r"\[trim\] keep_ratio = 1.1: .*or equal to 1",
+        ),
+        ("ties", {"ties": {"keep_ratio": -1}}, r"\[ties\] keep_ratio = -1: .*greater than 0"),
+        (
+            "ties",
+            {"ties": {"divide_by": "n"}},
+            r"\[ties\] divide_by = 'n': .*'weights', 'count' or 'nothing'",
+        ),
+        ("slerp", {"slerp": {"t": -0.1}}, r"\[slerp\] t = -0.1: .*greater than or equal to 0"),
+        ("slerp", {"slerp": {"t": 1.1}}, r"\[slerp\] t = 1.1: .*less than or equal to 1"),
+        ("slerp", {"slerp": {"t": math.nan}}, r"\[slerp\] t = nan"),
+        ("slerp", {"slerp": {"on": "models"}}, r"\[slerp\] on = 'models': .*'weights' or 'deltas'"),
+    ],
+)
+def test_a_stage_parameter_out_of_range_is_refused(method, table, match):
+    with pytest.raises(RecipeError, match=match):
+        recipe(method=method, stages=table)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"weight": math.inf}, "weight = inf"),
+        ({"weight": "1"}, "weight = '1'"),
+        ({"seed": -1}, "seed = -1: .*greater than or equal to 0"),
+        ({"file": 5}, "file"),
+    ],
+)
+def test_a_value_of_a_model_out_of_range_is_refused(settings, match):
+    with pytest.raises(RecipeError, match=match):
+        ModelEntry(**{"file": "m", **settings})
+
+
+@pytest.mark.parametrize(
+    ("document", "match"),
+    [
+        ({"models": 5}, r"models: must be a table"),
+        ({"tensors": 5}, "tensors"),
+        ({"tensors": [5]}, r"\[\[tensors\]\]"),
+        ({"tensors": {"match": "*"}}, r"\[\[tensors\]\]"),
+        ({"tensors": [{"match": 5}]}, "match"),
+        ({"tensors": [{"match": [5]}]}, "match"),
+        ({"tensors": [{"drop_rate": 0.5}]}, "match is missing"),
+        ({"stages": {"dare": {"drop_rate": 0.5}}}, "stages"),
+        ({"dare": 5}, "dare"),
+    ],
+)
+def test_a_document_of_the_wrong_form_is_refused(document, match):
+    files = {"models": {"base_file": "b", "merge_files": ["m"]}}
+    with pytest.raises(RecipeError, match=f"^recipe: .*{match}"):
+        from_document({**files, **document}, "recipe")
+
+
+def test_digests_must_be_one_for_each_input():
+    with pytest.raises(RecipeError, match="input_digests"):
+        recipe(input_digests=("0" * 32,))
+
+
+def test_a_drop_rate_of_one_is_refused_with_the_reason():
+    reason = "would drop every change and leave nothing to rescale; use a rate below 1"
+    entry = ModelEntry(file="m", settings={"drop_rate": 1})
+    rule = TensorRule(match="*", settings={"drop_rate": 1.0})
+    for settings in (
+        {"stages": {"dare": {"drop_rate": 1.0}}},
+        {"stages": {"dare": {"drop_rate": 1}}},
+        {"models": [entry]},
+        {"tensors": [rule]},
+        {"embedding_drop_rate": 1.0},
+    ):
+        with pytest.raises(RecipeError, match=f"drop_rate = 1 {reason}"):
+            recipe(**settings)
+
+
+# ---------------------------------------------------------------- methods
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("dare_linear", ["dare", "linear"]),
+        ("dare_ties", ["dare", "ties"]),
+        ("dare_slerp", ["dare", "slerp"]),
+        ("dare_task_arithmetic", ["dare", "sum"]),
+        ("task_arithmetic", ["sum"]),
+        ("average", ["linear"]),
+        ("dare", ["dare", "linear"]),
+        ("trim", ["trim", "linear"]),
+        ("ties", ["ties"]),
+        ("slerp", ["slerp"]),
+        ("dare+trim+ties", ["dare", "trim", "ties"]),
+    ],
+)
+def test_methods_are_known_by_the_names_people_use(method, stages):
+    assert [name for name, _ in chain(recipe(method=method))] == stages
+
+
+def test_every_alias_is_a_valid_method():
+    for alias in ALIASES:
+        assert chain(recipe(method=alias))
+
+
+@pytest.mark.parametrize("method", ["", "magic", "dare+", "+linear", "dare linear", "DARE"])
+def test_an_unknown_method_lists_the_known_ones(method):
+    with pytest.raises(ValueError, match=f"there is no stage .*{', '.join(STAGES)}.*dare_linear"):
+        recipe(method=method)
+
+
+@pytest.mark.parametrize("method", ["linear+dare", "linear+ties", "dare+trim", "dare+linear+trim"])
+def test_a_method_ends_with_its_one_combine_stage(method):
+    with pytest.raises(RecipeError, match="any delta stages and then one combine stage"):
+        recipe(method=method)
+
+
+def test_a_stage_stands_in_a_method_once():
+    # Twice the same mask: nothing more is dropped, and what is kept is rescaled twice.
+    with pytest.raises(RecipeError, match="dare"):
+        recipe(method="dare+dare+linear")
+
+
+def test_a_stage_table_without_effect_is_refused():
+    match = r"\[ties\] would have no effect: method 'dare\+linear' has the stages dare, linear"
+    with pytest.raises(RecipeError, match=match):
+        recipe(stages={"ties": {"divide_by": "count"}})
+
+
+def test_an_embedding_drop_rate_without_effect_is_refused():
+    with pytest.raises(RecipeError, match="embedding_drop_rate would have no effect"):
+        recipe(method="ties", embedding_drop_rate=0.5)
+
+
+def test_keep_ratio_puts_trim_before_ties():
+    assert chain(recipe(method="dare+ties", stages={"ties": {"keep_ratio": 0.2}})) == [
+        ("dare", {"drop_rate": 0.9, "rescale": True}),
+        ("trim", {"keep_ratio": 0.2, "scope": "tensor"}),
+        ("ties", {"keep_ratio": 0.2, "divide_by": "weights", "vote": "sum", "weighted": True}),
+    ]
+
+
+def test_keep_ratio_of_one_model_trims_only_that_one():
+    models = [ModelEntry(file="a", settings={"keep_ratio": 0.5}), "b"]
+    found = recipe(method="ties", models=models)
+    assert [name for name, _ in chain(found)] == ["trim", "ties"]
+    assert found.settings_for("w", 0)[0] == {"keep_ratio": 0.5, "scope": "tensor"}
+    assert found.settings_for("w", 1)[0] == {"keep_ratio": 1.0, "scope": "tensor"}
+
+
+def test_keep_ratio_of_ties_may_not_contradict_trim():
+    with pytest.raises(RecipeError, match="keep_ratio"):
+        recipe(method="trim+ties", stages={"ties": {"keep_ratio": 0.5}})
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_slerp_takes_two_models(count):
+    with pytest.raises(RecipeError, match=f"^slerp merges 2 models, and {count} are given$"):
+        recipe(method="dare+slerp", models=["m"] * count)
+
+
+def test_slerp_takes_no_weights():
+    with pytest.raises(
+        RecipeError, match="model a: slerp takes no weights; its parameters are t, on"
+    ):
+        recipe(method="slerp", models=[ModelEntry(file="a", weight=0.5), "b"])
+
+
+# ---------------------------------------------------------------- models and tensors
+
+
+def test_model_i_uses_seed_plus_i_unless_it_has_its_own():
+    models = ["a", ModelEntry(file="b", seed=0), "c"]
+    assert recipe(models=models, seed=7).seeds() == (7, 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [
+        ("linear", (0.25, 2.0, 0.25, 0.25)),
+        ("sum", (1.0, 2.0, 1.0, 1.0)),
+        ("ties", (1.0, 2.0, 1.0, 1.0)),
+    ],
+)
+def test_a_weight_that_is_not_given_is_the_methods_own(method, weights):
+    models = ["a", ModelEntry(file="b", weight=2.0), "c", "d"]
+    assert recipe(models=models, method=method).weights() == weights
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("math.safetensors", "math"),
+        ("models/math/model.safetensors", "math"),
+        ("models/math/adapter_model.safetensors", "math"),
+        ("models/math", "math"),
+        ("model.safetensors", "model"),
+        ("models/qwen-2.5", "qwen-2.5"),
+    ],
+)
+def test_a_model_is_called_by_its_file_or_directory(file, name):
+    assert ModelEntry(file=file).name == name
+
+
+def drop_rates(found: Recipe, tensor: str) -> list[float]:
+    return [found.settings_for(tensor, model)[0]["drop_rate"] for model in range(len(found.models))]
+
+
+def test_a_rule_wins_over_the_embedding_rate_over_the_model_over_the_stage():
+    found = recipe(
+        stages={"dare": {"drop_rate": 0.1}},
+        models=["a", ModelEntry(file="b", settings={"drop_rate": 0.2})],
+        embedding_drop_rate=0.3,
+        tensors=[
+            TensorRule(match="*.bias", settings={"drop_rate": 0.4}),
+            TensorRule(match=["embed.*", "x.bias"], settings={"drop_rate": 0.5}),
+        ],
+    )
+    assert drop_rates(found, "w") == [0.1, 0.2]
+    assert drop_rates(found, "lm_head.weight") == [0.3, 0.3]
+    assert drop_rates(found, "y.bias") == [0.4, 0.4]
+    assert drop_rates(found, "lm_head.bias") == [0.4, 0.4]
+    assert drop_rates(found, "embed.weight") == [0.5, 0.5]
+    assert drop_rates(found, "x.bias") == [0.5, 0.5]
+
+
+def test_a_rule_leaves_other_parameters_as_they_are():
+    found = recipe(
+        models=[ModelEntry(file="a", settings={"rescale": False})],
+        tensors=[TensorRule(match="w", settings={"drop_rate": 0.5})],
+    )
+    assert found.settings_for("w", 0)[0] == {"drop_rate": 0.5, "rescale": False}
+
+
+def test_a_rule_may_set_parameters_of_the_combine_stage_and_a_model_may_not():
+    rule = TensorRule(match="w", settings={"divide_by": "count"})
+    found = recipe(method="dare+ties", tensors=[rule])
+    assert found.combine_settings_for("w")["divide_by"] == "count"
+    assert found.combine_settings_for("v")["divide_by"] == "weights"
+    entry = ModelEntry(file="a", settings={"divide_by": "count"})
+    with pytest.raises(RecipeError, match=r"model a: divide_by is not a parameter here.*drop_rate"):
+        recipe(method="dare+ties", models=[entry, "b"])
+
+
+def test_patterns_match_whole_names_and_case():
+    rule = TensorRule(match="layers.*.weight", settings={})
+    assert rule.matches("layers.0.attn.weight")
+    assert not rule.matches("model.layers.0.weight")
+    assert not rule.matches("layers.0.weight.scale")
+    assert not rule.matches("LAYERS.0.weight")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        ("model.embed_tokens.weight", True),
+        ("transformer.wte.weight", True),
+        ("transformer.wpe.weight", True),
+        ("lm_head.weight", True),
+        ("output.weight", True),
+        ("transformer.output_layer.weight", True),
+        ("shared.weight", True),  # T5
+        ("encoder.shared.weight", True),
+        ("token_embd.weight", True),  # GGUF
+        ("head.weight", True),  # RWKV, image models
+        ("cls.predictions.decoder.weight", True),  # BERT
+        ("cls.predictions.bias", True),
+        ("emb.weight", True),
+        ("cls.predictions.transform.dense.weight", False),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", False),
+        ("model.layers.0.mlp.shared.gate_proj.weight", False),
+        ("layers.0.head_norm.weight", False),
+        ("model.layers.0.self_attn.q_proj.weight", False),
+        ("encoder.layer.0.output.weight", False),
+    ],
+)
+def test_embeddings_and_heads_are_known_by_name(tensor, expected):
+    assert is_embedding(tensor) is expected
+
+
+def test_a_recipe_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        recipe().seed = 1

@@ -1,0 +1,113 @@
+"""A plan and its steps are plain data: another process can do any of them."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dare
+from dare.output.writer import ArraySink
+from dare.run.execute import draw_conclusions, execute
+from dare.run.graph import Conclude, Copy, Look, Merge, Survey, SurveyAll, list_steps
+from dare.tensors.header import TensorInfo
+from helpers import write_recipe
+
+METHODS = {
+    "dare+linear": {},
+    "trim+ties": {"trim": {"scope": "model"}},
+    "della+slerp": {},
+    "star+tsv": {},
+}
+
+
+@pytest.fixture
+def models():
+    generator = np.random.default_rng(3)
+    base = {
+        "a.weight": generator.standard_normal((40, 30), np.float32),
+        "b.weight": generator.standard_normal((17,), np.float32),
+        "ids": np.arange(5),
+    }
+    tuned = [
+        {
+            n: (
+                v + generator.standard_normal(v.shape, np.float32) / 50
+                if v.dtype == np.float32
+                else v
+            )
+            for n, v in base.items()
+        }
+        for _ in range(2)
+    ]
+    return base, tuned
+
+
+def merged(plan, **options):
+    sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+    execute(plan, sink, **options)
+    return {name: array.tobytes() for name, array in sink.arrays.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plan_that_was_pickled_merges_the_same_bytes(tmp_path, models, method):
+    plan = dare.plan(write_recipe(tmp_path, *models, method=method, stages=METHODS[method]))
+    again = pickle.loads(pickle.dumps(plan))
+    assert merged(again) == merged(plan)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_survive_pickling(tmp_path, models, method):
+    plan = dare.plan(write_recipe(tmp_path, *models, method=method, stages=METHODS[method]))
+    steps = list_steps(plan)
+    assert pickle.loads(pickle.dumps(steps)) == steps
+
+
+def test_every_kind_of_step_stands_behind_what_it_needs(tmp_path, models):
+    settings = {"method": "trim+slerp", "stages": METHODS["trim+ties"]}
+    steps = list_steps(dare.plan(write_recipe(tmp_path, *models, **settings)))
+    assert {type(step) for step in steps} == {Look, Conclude, Survey, SurveyAll, Merge, Copy}
+    ids = [step.id for step in steps]
+    assert len(set(ids)) == len(ids)
+    for place, step in enumerate(steps):
+        assert set(step.needs) <= set(ids[:place])
+    groups = [step.group for step in steps]
+    assert groups == sorted(groups)
+
+
+def test_what_is_done_or_known_is_no_step_any_more(tmp_path, models):
+    settings = {"method": "trim+linear", "stages": METHODS["trim+ties"]}
+    plan = dare.plan(write_recipe(tmp_path, *models, **settings))
+    known = draw_conclusions(plan)
+    left = list_steps(plan, {("a.weight", 0), ("ids", 0)}, known)
+    assert [type(step) for step in left] == [Survey, Survey, Merge]
+    assert merged(plan, known=known) == merged(plan)
+
+
+ELSEWHERE = """
+import pickle, sys
+from dare.output.writer import ArraySink
+from dare.run.execute import execute
+from dare.tensors.header import TensorInfo
+plan = pickle.load(open(sys.argv[1], "rb"))
+sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+records = execute(plan, sink)
+found = {n: a.tobytes() for n, a in sink.arrays.items()}
+pickle.dump((found, len(records)), open(sys.argv[2], "wb"))
+"""
+
+
+def test_another_process_merges_the_same_bytes_from_the_pickle(tmp_path, models):
+    recipe = write_recipe(tmp_path, *models, method="dare+ties")
+    plan = dare.plan(recipe)
+    (tmp_path / "plan").write_bytes(pickle.dumps(plan))
+    command = [sys.executable, "-c", ELSEWHERE, tmp_path / "plan", tmp_path / "result"]
+    subprocess.run(command, check=True)
+    found, records = pickle.loads((tmp_path / "result").read_bytes())
+    assert records == 3
+    dare.merge(recipe)
+    assert {n: a.tobytes() for n, a in load_file(recipe.output).items()} == found

@@ -1,0 +1,217 @@
+"""Tasks on threads: all of them, in order, and errors come out."""
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+import pytest
+
+from dare.run.threads import READ_AHEAD, run_steps, run_tasks
+
+
+class Task:
+    def __init__(self, work, log=None):
+        self.work = work
+        self.log = log
+
+    def prefetch(self):
+        if self.log is not None:
+            self.log.append(self)
+
+    def run(self, worker):
+        self.work(worker)
+
+
+def make_list(_stop):
+    return []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_every_task_runs_once(threads):
+    done = []
+    run_tasks([Task(lambda _w, n=n: done.append(n)) for n in range(100)], make_list, threads)
+    assert sorted(done) == list(range(100))
+
+
+def test_one_thread_keeps_the_order():
+    done = []
+    run_tasks([Task(lambda _w, n=n: done.append(n)) for n in range(100)], make_list, 1)
+    assert done == list(range(100))
+
+
+def test_what_comes_later_is_prefetched_once():
+    log = []
+    tasks = [Task(lambda _w: None, log) for _ in range(20)]
+    run_tasks(tasks, make_list, 2)
+    assert sorted(map(tasks.index, log)) == list(range(2 * READ_AHEAD, 20))
+
+
+def test_the_first_error_stops_the_rest_and_is_raised():
+    done = []
+
+    def fail(_worker):
+        raise OSError("injected")
+
+    tasks = [Task(fail)] + [Task(lambda _w, n=n: done.append(n)) for n in range(1000)]
+    with pytest.raises(OSError, match="injected"):
+        run_tasks(tasks, make_list, 1)
+    assert done == []
+
+
+def test_an_error_in_a_thread_tells_the_others_to_stop():
+    seen = threading.Event()
+
+    def wait_for_stop(stop):
+        seen.set()
+        assert stop.wait(10)
+
+    def fail(_stop):
+        assert seen.wait(10)
+        raise ValueError("injected")
+
+    with pytest.raises(ValueError, match="injected"):
+        run_tasks([Task(wait_for_stop), Task(fail)], lambda stop: stop, 2)
+
+
+def test_a_prefetch_that_fails_leaves_nobody_waiting():
+    """The first task is waited for by the second, and its thread also asks for a third's bytes."""
+    done = threading.Event()
+
+    class Failing(Task):
+        def prefetch(self):
+            raise OSError("injected")
+
+    def wait(_worker):
+        assert done.wait(10), "waited in vain"
+
+    tasks = [Task(lambda _worker: done.set()), Task(wait)]
+    tasks += [Failing(lambda _worker: None) for _ in range(3 * READ_AHEAD)]
+    with pytest.raises(OSError, match="injected"):
+        run_tasks(tasks, make_list, 2)
+    assert done.is_set()
+
+
+def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from dare.run.threads import run_tasks\n"
+        "class Task:\n"
+        "    def prefetch(self): pass\n"
+        "    def run(self, stop):\n"
+        "        print('started', flush=True)\n"
+        "        assert stop.wait(20)\n"
+        "        print('stopped', flush=True)\n"
+        "try:\n"
+        "    run_tasks([Task()], lambda stop: stop, 1)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[0] == "stopped\ninterrupted\n"
+
+
+# ---------------------------------------------------------------- steps that need each other
+
+
+@dataclass(frozen=True)
+class Step:
+    id: str
+    needs: tuple[str, ...] = ()
+    group: int = 0
+
+
+class Adder:
+    """The result of a step: its id, and in brackets what it was given."""
+
+    def prefetch(self, step):
+        pass
+
+    def run(self, step, results):
+        return f"{step.id}({''.join(results[need] for need in step.needs)})"
+
+
+def results_of(steps, threads, **options):
+    collected = {}
+    run_steps(
+        steps,
+        lambda _stop: Adder(),
+        threads,
+        collect=lambda step, result: collected.__setitem__(step.id, result),
+        **options,
+    )
+    return collected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("ahead", [None, 0, 3])
+def test_results_are_passed_on_to_the_steps_that_need_them(threads, ahead):
+    steps = [Step("a"), Step("b", ("a",)), Step("c", ("a",), 1), Step("d", ("b", "c"), 2)]
+    found = results_of(steps, threads, groups_ahead=ahead)
+    assert found == {"a": "a()", "b": "b(a())", "c": "c(a())", "d": "d(b(a())c(a()))"}
+
+
+def test_a_result_that_is_known_is_not_waited_for():
+    assert results_of([Step("b", ("a",))], 2, known={"a": "known"}) == {"b": "b(known)"}
+
+
+def test_a_step_that_waits_lets_later_ones_pass():
+    """The second needs the first, which ends when the third has been done."""
+    third_done = threading.Event()
+
+    class Worker(Adder):
+        def run(self, step, results):
+            if step.id == "first":
+                assert third_done.wait(10), "the third step was not handed out"
+            if step.id == "third":
+                third_done.set()
+
+    run_steps([Step("first"), Step("second", ("first",)), Step("third")], lambda _stop: Worker(), 2)
+
+
+def test_no_step_is_too_far_ahead():
+    """Of groups 0 to 9, none is begun that is more than two ahead of the first that is not done."""
+    lock, begun, done, gaps = threading.Lock(), set(), set(), []
+
+    class Worker(Adder):
+        def run(self, step, results):
+            with lock:
+                begun.add(step.group)
+                undone = min(set(range(10)) - done)
+                gaps.append(step.group - undone)
+            time.sleep(0.002 * (step.group % 3))
+            with lock:
+                done.add(step.group)
+
+    run_steps([Step(str(i), (), i) for i in range(10)], lambda _stop: Worker(), 4, groups_ahead=2)
+    assert begun == set(range(10))
+    assert max(gaps) <= 2
+
+
+def test_results_are_let_go_of_when_nobody_needs_them_any_more():
+    class Result:
+        pass
+
+    alive = []
+
+    class Worker(Adder):
+        def run(self, step, results):
+            del results
+            gc.collect()
+            alive.append(sum(reference() is not None for reference in references))
+            result = Result()
+            references.append(weakref.ref(result))
+            return result
+
+    references = []
+    steps = [Step("0"), *(Step(str(i), (str(i - 1),)) for i in range(1, 6))]
+    run_steps(steps, lambda _stop: Worker(), 1)
+    assert max(alive) <= 2  # that of the step before, and of the one before that until handed in

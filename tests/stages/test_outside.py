@@ -1,0 +1,170 @@
+"""Stages in a file or in another package are used like any other."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dare
+from dare.cli import main
+from dare.errors import InputError, RecipeError
+from dare.output.manifest import read_manifest
+from dare.output.writer import manifest_path
+from dare.stages import STAGES, outside
+from helpers import save
+
+HALVE = '''
+"""Half of every change."""
+from typing import Annotated
+from pydantic import Field
+from dare.stages.blocks import Block
+from dare.stages.registry import delta_stage
+
+Share = Annotated[float, Field(gt=0, le=1, description="What is left of a change.")]
+
+@delta_stage()
+def shrink(block: Block, *, share: Share = 0.5) -> None:
+    """Leave a share of every change."""
+    block.factor *= share
+'''
+TOP = '''
+import numpy as np
+from dare.stages.blocks import Deltas, Floats
+from dare.stages.registry import combine_stage
+
+@combine_stage()
+def farthest(deltas: Deltas) -> Floats:
+    """Take the change that is largest in magnitude."""
+    values = np.stack([block.values * np.float32(block.factor) for block in deltas.blocks])
+    return np.take_along_axis(values, np.abs(values).argmax(0)[np.newaxis], 0)[0]
+'''
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """What a test registers is gone after it."""
+    before = dict(STAGES)
+    yield
+    STAGES.clear()
+    STAGES.update(before)
+    outside.load_installed_stages.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save(tmp_path / "base.safetensors", {"w": np.zeros(4, np.float32)})
+    save(tmp_path / "a.safetensors", {"w": np.array([1, 2, -3, 4], np.float32)})
+    save(tmp_path / "b.safetensors", {"w": np.array([2, -1, 1, 8], np.float32)})
+    (tmp_path / "shrink.py").write_text(HALVE)
+    (tmp_path / "farthest.py").write_text(TOP)
+    return tmp_path
+
+
+def command(folder, *more):
+    files = [folder / f"{name}.safetensors" for name in "ab"]
+    return [
+        *map(str, ["--base", folder / "base.safetensors", "--merge", *files]),
+        *map(str, ["--output", folder / "out.safetensors", "--quiet", *more]),
+    ]
+
+
+def test_stages_in_files_are_used_from_the_command_line(folder):
+    stages = ["--stage", folder / "shrink.py", f"--stage={folder / 'farthest.py'}"]
+    asked = ["--method", "shrink+farthest", "--share", 0.25]
+    assert main(command(folder, *stages, *asked)) == 0
+    assert load_file(folder / "out.safetensors")["w"].tolist() == [0.5, 0.5, -0.75, 2]
+    origins = read_manifest(manifest_path(folder / "out.safetensors"))["stages_from"]
+    assert origins.keys() == {"shrink", "farthest"}
+
+
+def test_help_and_the_list_of_methods_have_them(folder, capsys):
+    assert main(["methods", "shrink", "--stage", str(folder / "shrink.py")]) == 0
+    assert "Leave a share of every change." in capsys.readouterr().out
+    assert main(["merge", "--stage", str(folder / "shrink.py"), "--help"]) == 0
+    assert "--share" in capsys.readouterr().out
+
+
+def test_from_python(folder):
+    assert dare.load_stages(folder / "shrink.py") == ("shrink",)
+    assert dare.load_stages(folder / "shrink.py") == ("shrink",)  # and is not run again
+    base, tuned = {"w": np.zeros(2, np.float32)}, {"w": np.ones(2, np.float32)}
+    merged, _ = dare.merge_arrays(base, [tuned], method="shrink+sum", verbose=False)
+    assert merged["w"].tolist() == [0.5, 0.5]
+
+
+def test_a_plan_takes_its_stages_along_to_another_process(folder):
+    dare.load_stages(folder / "shrink.py")
+    files = [folder / "a.safetensors"]
+    recipe = dare.Recipe(base=folder / "base.safetensors", models=files, method="shrink+sum")
+    (folder / "plan").write_bytes(pickle.dumps(dare.plan(recipe)))
+    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).stages[0].name)"
+    found = subprocess.run(
+        [sys.executable, "-c", code, folder / "plan"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "shrink\n"
+
+
+def test_without_its_file_a_stage_is_not_known(folder, capsys):
+    assert main(command(folder, "--method", "shrink+sum")) == 1
+    said = capsys.readouterr().err
+    assert "there is no stage 'shrink'" in said
+    assert "--stage FILE" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "registers no stage"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("def (", "SyntaxError"),
+        (HALVE + "\n1 / 0", "ZeroDivisionError"),
+        (HALVE.replace("def shrink", "def dare"), "there is a stage 'dare' already"),
+    ],
+)
+def test_a_file_that_is_no_good_is_refused_and_leaves_nothing_behind(folder, text, message):
+    (folder / "bad.py").write_text(text)
+    before = dict(STAGES)
+    with pytest.raises(InputError, match=message):
+        dare.load_stages(folder / "bad.py")
+    assert before == STAGES
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"none.py: cannot read the stage: No such file"):
+        dare.load_stages(tmp_path / "none.py")
+
+
+def test_stages_of_an_installed_package(folder):
+    """An entry point, as the metadata of an installed package has it."""
+    site = folder / "site"
+    (site / "shrinking-1.2.dist-info").mkdir(parents=True)
+    (site / "shrinking.py").write_text(HALVE)
+    (site / "shrinking-1.2.dist-info" / "METADATA").write_text("Name: shrinking\nVersion: 1.2\n")
+    entries = "[dare.stages]\nshrink = shrinking\n"
+    (site / "shrinking-1.2.dist-info" / "entry_points.txt").write_text(entries)
+    code = (
+        "import json, dare\n"
+        "from dare.stages.methods import parse_method\n"
+        "stage = parse_method('shrink+sum')[0]\n"
+        "print(json.dumps([stage.name, stage.origin]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(found.stdout) == ["shrink", "package shrinking 1.2"]
+
+
+def test_a_stage_may_not_take_the_name_of_another(folder):
+    dare.load_stages(folder / "shrink.py")
+    (folder / "again.py").write_text(HALVE)
+    with pytest.raises((InputError, RecipeError), match="already"):
+        dare.load_stages(folder / "again.py")

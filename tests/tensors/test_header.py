@@ -1,0 +1,450 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from dare.errors import HeaderError
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import Header, TensorInfo, build_header, parse_header, read_header
+from helpers import entry, file_bytes, save
+
+U8, F32, I64 = STORAGE_TYPES["U8"], STORAGE_TYPES["F32"], STORAGE_TYPES["I64"]
+
+
+def read(folder: Path, content: bytes) -> Header:
+    path = folder / "f.safetensors"
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return read_header(descriptor, "f.safetensors")
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def refused(match: str) -> Iterator[None]:
+    """HeaderError with this message, within a second of the processor and a few megabytes."""
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(HeaderError, match=match):
+            yield
+        assert time.process_time() - started < 1
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# ---------------------------------------------------------------- files that are cut
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with refused("^f.safetensors: 0 bytes is too short for a safetensors file"):
+        read(tmp_path, b"")
+
+
+def test_a_file_cut_inside_the_length_is_refused(tmp_path):
+    with refused("7 bytes is too short for a safetensors file; the download is probably incompl"):
+        read(tmp_path, file_bytes({})[:7])
+
+
+def test_a_file_cut_inside_the_header_is_refused(tmp_path):
+    content = file_bytes({"w": entry("U8", [2], 0, 2)}, b"ab")
+    length = len(content) - 10
+    with refused(f"claims {length} bytes and the file has only {length - 1} .*is truncated"):
+        read(tmp_path, content[:-3])
+
+
+def test_a_file_cut_inside_the_data_is_refused(tmp_path):
+    content = file_bytes({"w": entry("F32", [2], 0, 8)}, b"1234567")
+    with refused("w ends at byte 8 of the data, and there are only 7; the file is truncated"):
+        read(tmp_path, content)
+
+
+@pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1])
+def test_a_length_that_no_header_may_have_is_refused(tmp_path, length):
+    with refused(f"the header claims {length} bytes, more than the 100000000"):
+        read(tmp_path, file_bytes({}, length=length))
+
+
+def test_a_header_longer_than_the_file_is_refused(tmp_path):
+    with refused("claims 99999999 bytes and the file has only 2 after the length"):
+        read(tmp_path, file_bytes({}, length=99_999_999))
+
+
+# ---------------------------------------------------------------- offsets
+
+
+@pytest.mark.parametrize(
+    ("spans", "match"),
+    [
+        ({"a": (0, 8), "b": (4, 12)}, "b overlaps a"),
+        ({"a": (0, 8), "b": (0, 8)}, "b overlaps a"),
+        ({"a": (0, 12), "b": (2, 4)}, "b overlaps a"),
+        ({"a": (0, 8), "z": (4, 4)}, "z overlaps a"),
+        ({"a": (0, 4), "b": (8, 12)}, "4 bytes before b belong to nothing"),
+        ({"a": (4, 12)}, "4 bytes before a belong to nothing"),
+        ({"a": (10**15, 10**15 + 4)}, "1000000000000000 bytes before a belong to nothing"),
+        ({"a": (0, 10**15)}, "a ends at byte 1000000000000000 of the data, and there are only 12"),
+        ({"a": (0, 9)}, "3 bytes at the end belong to nothing"),
+        ({}, "12 bytes at the end belong to nothing"),
+    ],
+)
+def test_tensors_that_do_not_tile_the_data_are_refused(tmp_path, spans, match):
+    header = {name: entry("U8", [end - begin], begin, end) for name, (begin, end) in spans.items()}
+    with refused(match):
+        read(tmp_path, file_bytes(header, bytes(12)))
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        [0],
+        [0, 4, 8],
+        [-4, 0],
+        [0.0, 4.0],
+        [False, 4],
+        ["0", "4"],
+        [None, 4],
+        4,
+        "04",
+        {"0": 4},
+        None,
+    ],
+)
+def test_offsets_that_are_not_two_whole_numbers_are_refused(tmp_path, offsets):
+    header = {"w": {"dtype": "U8", "shape": [4], "data_offsets": offsets}}
+    with refused(r"w: data_offsets .* is not a pair of whole numbers"):
+        read(tmp_path, file_bytes(header, bytes(4)))
+
+
+@pytest.mark.parametrize(("offsets", "span"), [((0, 4), 4), ((0, 12), 12), ((8, 0), -8)])
+def test_a_span_that_does_not_fit_the_shape_is_refused(tmp_path, offsets, span):
+    header = {"w": entry("F32", [2, 1], *offsets)}
+    match = rf"w: F32 of shape \[2, 1\] takes 8 bytes, and data_offsets .* span {span}$"
+    with refused(match):
+        read(tmp_path, file_bytes(header, bytes(12)))
+
+
+# ---------------------------------------------------------------- shapes and types
+
+
+@pytest.mark.parametrize(
+    "shape", [[-2], [2.0], [True, 2], ["2"], [None], [[2]], 2, None, "2", {"2": 2}, [float("nan")]]
+)
+def test_a_shape_that_is_not_a_list_of_whole_numbers_is_refused(tmp_path, shape):
+    with refused("w: shape .* is not a list of whole numbers"):
+        read(tmp_path, file_bytes({"w": entry("U8", shape, 0, 2)}, b"ab"))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[2**63], [2**62, 2**62], [10**400] * 20, [9] * 100_000],
+    ids=["2**63", "2**124", "a product of 8000 digits", "100000 dimensions"],
+)
+def test_a_shape_beyond_any_file_is_refused(tmp_path, shape):
+    content = file_bytes({"w": entry("U8", shape, 0, 2)}, b"ab")
+    with refused("^f.safetensors: w: "):
+        read(tmp_path, content)
+
+
+@pytest.mark.parametrize("digits", [4_000, 5_000])
+def test_a_number_of_thousands_of_digits_is_refused(tmp_path, digits):
+    text = b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,2]}}' % (b"9" * digits)
+    with refused("^f.safetensors: "):
+        read(tmp_path, file_bytes(text, b"ab"))
+
+
+@pytest.mark.parametrize("dtype", ["F33", "f32", "", 32, None, ["F32"], {"F32": 1}])
+def test_an_unknown_dtype_is_refused_with_the_known_ones(tmp_path, dtype):
+    with refused(r"w: unknown dtype .*; known: F64, F32, .*BOOL"):
+        read(tmp_path, file_bytes({"w": entry(dtype, [2], 0, 2)}, b"ab"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"dtype": "U8", "shape": [2]},
+        {**entry("U8", [2], 0, 2), "strides": [1]},
+        [],
+        "U8",
+        None,
+    ],
+)
+def test_an_entry_without_exactly_its_three_keys_is_refused(tmp_path, body):
+    with refused("w: needs exactly dtype, shape and data_offsets"):
+        read(tmp_path, file_bytes({"w": body}, b"ab"))
+
+
+# ---------------------------------------------------------------- names and JSON
+
+
+def test_a_tensor_that_occurs_twice_is_refused(tmp_path):
+    body = json.dumps(entry("U8", [2], 0, 2))
+    with refused("'w' occurs twice in the header"):
+        read(tmp_path, file_bytes(f'{{"w":{body},"w":{body}}}'.encode(), b"ab"))
+
+
+def test_a_key_that_occurs_twice_is_refused(tmp_path):
+    text = b'{"w":{"dtype":"U8","shape":[9],"shape":[2],"data_offsets":[0,2]}}'
+    with refused("'shape' occurs twice in the header"):
+        read(tmp_path, file_bytes(text, b"ab"))
+
+
+def test_a_metadata_key_that_occurs_twice_is_refused(tmp_path):
+    with refused("'k' occurs twice in the header"):
+        read(tmp_path, file_bytes(b'{"__metadata__":{"k":"1","k":"2"}}'))
+
+
+def test_a_duplicate_among_many_names_is_found_quickly(tmp_path):
+    names = [*range(10_000), 9_999]
+    text = "{" + ",".join(f'"{name}":0' for name in names) + "}"
+    with refused("'9999' occurs twice in the header"):
+        read(tmp_path, file_bytes(text.encode()))
+
+
+def test_a_name_that_is_not_text_is_refused(tmp_path):
+    # Half of a surrogate pair: it can be hashed, shown or written by nobody.
+    text = rb'{"\ud800":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    with refused("^f.safetensors: "):
+        read(tmp_path, file_bytes(text, b"ab"))
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_deeply_nested_json_is_refused(tmp_path, opening):
+    with refused("the header is not valid JSON"):
+        read(tmp_path, file_bytes(opening * 100_000))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"{}x", b"\x00\x00", b"{'w':1}", b"\x80PK"])
+def test_a_header_that_is_not_json_is_refused(tmp_path, text):
+    with refused("the header is not valid JSON"):
+        read(tmp_path, file_bytes(text))
+
+
+@pytest.mark.parametrize("text", [b'{"\xff":1}', b'{"\xc0\xaf":1}', '{"w":1}'.encode("utf-16")])
+def test_a_header_that_is_not_utf8_is_refused(tmp_path, text):
+    with refused("the header is not valid JSON"):
+        read(tmp_path, file_bytes(text))
+
+
+@pytest.mark.parametrize("header", [[], 5, "w", None, True])
+def test_a_header_that_is_not_an_object_is_refused(tmp_path, header):
+    with refused("the header must be a JSON object"):
+        read(tmp_path, file_bytes(header))
+
+
+@pytest.mark.parametrize("metadata", [[], "text", None, {"k": 1}, {"k": None}, {"k": {"a": "b"}}])
+def test_metadata_that_is_not_text_to_text_is_refused(tmp_path, metadata):
+    with refused("__metadata__ must map text to text"):
+        read(tmp_path, file_bytes({"__metadata__": metadata}))
+
+
+# ---------------------------------------------------------------- what is accepted
+
+
+def test_a_header_says_where_every_tensor_lies(tmp_path):
+    header = {
+        "__metadata__": {"format": "pt"},
+        "b": entry("F32", [2], 1, 9),
+        "a": entry("U8", [1, 1], 0, 1),
+    }
+    found = read(tmp_path, file_bytes(header, bytes(9)))
+    start = 8 + len(json.dumps(header))
+    assert found.data_start == start
+    assert found.metadata == {"format": "pt"}
+    assert found.tensors == {
+        "b": TensorInfo("b", F32, (2,), start + 1),
+        "a": TensorInfo("a", U8, (1, 1), start),
+    }
+
+
+def test_scalars_and_empty_tensors_are_accepted(tmp_path):
+    header = {
+        "empty at the start": entry("F32", [0], 0, 0),
+        "scalar": entry("F32", [], 0, 4),
+        "empty between": entry("F32", [2, 0, 3], 4, 4),
+        "one": entry("I64", [1], 4, 12),
+        "empty at the end": entry("F32", [0, 2**40], 12, 12),
+    }
+    found = read(tmp_path, file_bytes(header, bytes(12))).tensors
+    assert {name: (info.shape, info.elements, info.nbytes) for name, info in found.items()} == {
+        "empty at the start": ((0,), 0, 0),
+        "scalar": ((), 1, 4),
+        "empty between": ((2, 0, 3), 0, 0),
+        "one": ((1,), 1, 8),
+        "empty at the end": ((0, 2**40), 0, 0),
+    }
+
+
+def test_a_file_without_tensors_is_accepted(tmp_path):
+    assert read(tmp_path, file_bytes({})) == Header({}, {}, 10)
+
+
+def test_a_header_may_be_padded_with_spaces(tmp_path):
+    assert read(tmp_path, file_bytes(b"{}      ")) == Header({}, {}, 16)
+
+
+def test_names_may_be_any_text(tmp_path):
+    header = {name: entry("U8", [0], 0, 0) for name in ("", "a/../b", "ü\n", "\0", "🙂")}
+    assert set(read(tmp_path, file_bytes(header)).tensors) == set(header)
+
+
+# ---------------------------------------------------------------- there and back
+
+
+def test_a_built_header_is_these_bytes():
+    first, placed = build_header([("w", F32, (2, 3)), ("n", I64, ())], {"k": "v"})
+    text = (
+        b'{"__metadata__":{"k":"v"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+        b'"n":{"dtype":"I64","shape":[],"data_offsets":[24,32]}}'
+    )
+    assert first[:8] == (len(first) - 8).to_bytes(8, "little")
+    assert first[8:].rstrip(b" ") == text
+    assert len(first) == 4096  # the data begins on a page
+    assert placed == {
+        "w": TensorInfo("w", F32, (2, 3), len(first)),
+        "n": TensorInfo("n", I64, (), len(first) + 24),
+    }
+
+
+def test_the_safetensors_library_reads_a_built_header(tmp_path):
+    arrays = {
+        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "ü": np.array([], np.int64),
+        "s": np.array(7, np.float16),
+    }
+    described = [("w", F32, (2, 3)), ("ü", I64, (0,)), ("s", STORAGE_TYPES["F16"], ())]
+    first, _ = build_header(described, {"format": "pt"})
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(first + b"".join(array.tobytes() for array in arrays.values()))
+    found = load_file(path)
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == {
+        name: (a.dtype, a.shape, a.tobytes()) for name, a in arrays.items()
+    }
+
+
+def test_the_safetensors_library_knows_every_type_of_the_table():
+    first, placed = build_header([(name, kind, (2,)) for name, kind in STORAGE_TYPES.items()], {})
+    size = sum(info.nbytes for info in placed.values())
+    found = dict(safetensors.deserialize(first + bytes(size)))
+    assert {name: (body["dtype"], body["shape"]) for name, body in found.items()} == {
+        name: (name, [2]) for name in STORAGE_TYPES
+    }
+
+
+def test_a_file_of_the_safetensors_library_is_read(tmp_path):
+    arrays = {
+        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "n": np.array([-1, 2], np.int64),
+        "s": np.array(0.5, np.float16),
+        "e": np.empty((0, 4), np.bool_),
+    }
+    content = save(tmp_path / "g.safetensors", arrays).read_bytes()
+    found = read(tmp_path, content).tensors
+    assert {
+        name: (info.dtype.name, info.shape, content[info.start : info.start + info.nbytes])
+        for name, info in found.items()
+    } == {
+        "w": ("F32", (2, 3), arrays["w"].tobytes()),
+        "n": ("I64", (2,), arrays["n"].tobytes()),
+        "s": ("F16", (), arrays["s"].tobytes()),
+        "e": ("BOOL", (0, 4), b""),
+    }
+
+
+described_tensors = st.lists(
+    st.tuples(
+        st.text(max_size=5).filter(lambda name: name != "__metadata__"),
+        st.sampled_from(list(STORAGE_TYPES.values())),
+        st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    ),
+    max_size=6,
+    unique_by=lambda tensor: tensor[0],
+)
+
+
+@given(described_tensors, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
+def test_a_built_header_parses_to_what_it_was_built_from(tensors, metadata):
+    first, placed = build_header(tensors, metadata)
+    size = sum(info.nbytes for info in placed.values())
+    assert parse_header(first[8:], size, "f") == Header(placed, metadata, len(first))
+
+
+# ---------------------------------------------------------------- fuzz
+
+
+def check_is_read_or_refused(text: bytes, data_bytes: int) -> None:
+    try:
+        header = parse_header(text, data_bytes, "f")
+    except HeaderError as error:
+        assert str(error).startswith("f: ")  # noqa: PT017 (either outcome is fine)
+    else:
+        assert sum(info.nbytes for info in header.tensors.values()) == data_bytes
+
+
+VALID = build_header([("a", F32, (2, 3)), ("b", U8, ()), ("c", I64, (0,))], {"format": "pt"})[0][8:]
+VALID_DATA_BYTES = 25
+
+
+@given(st.binary(max_size=200), st.integers(0, 100))
+def test_any_bytes_are_read_or_refused(text, data_bytes):
+    check_is_read_or_refused(text, data_bytes)
+
+
+edits = st.lists(
+    st.tuples(
+        st.integers(0, len(VALID)),
+        st.integers(0, 3),
+        st.sampled_from(
+            [b"", b'"', b"{", b"}", b"[", b"]", b",", b":", b"0", b"-", b"9", b".", b"e"]
+        )
+        | st.binary(max_size=3),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(edits, st.sampled_from([0, 24, VALID_DATA_BYTES, 26]))
+def test_any_damage_to_a_valid_header_is_read_or_refused(changes, data_bytes):
+    text = VALID
+    for position, removed, inserted in changes:
+        text = text[:position] + inserted + text[position + removed :]
+    check_is_read_or_refused(text, data_bytes)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+numbers = st.integers(-1, 9) | st.sampled_from([2**31, 2**63, 10**3000])
+any_entry = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*STORAGE_TYPES, "F4"]) | json_values,
+        "shape": st.lists(numbers, max_size=12) | json_values,
+        "data_offsets": st.lists(numbers, min_size=2, max_size=2) | json_values,
+    }
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), any_entry | json_values),
+    st.integers(0, 9),
+)
+def test_any_json_is_read_or_refused(header, data_bytes):
+    check_is_read_or_refused(json.dumps(header).encode(), data_bytes)
