@@ -29,7 +29,8 @@ from dare.output.writer import ArraySink, PartialOutput, Record, check_target
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.schema import ModelEntry, Recipe, read_toml, recipe_from_document
+from dare.recipe.document import read_toml, recipe_from_document
+from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute
 from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_span

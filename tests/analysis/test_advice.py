@@ -19,7 +19,7 @@ from dare.analysis.measure.analyzing import analyze, analyze_arrays
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
-from dare.recipe.schema import read_toml, recipe_from_document
+from dare.recipe.document import read_toml, recipe_from_document
 from helpers import save
 
 ROOT = make_base()

@@ -37,7 +37,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from dare.recipe.schema import recipe_from_document
+from dare.recipe.document import recipe_from_document
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120

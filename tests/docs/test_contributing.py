@@ -25,7 +25,7 @@ WITH_NO_OTHER_EDIT = """
 import importlib.util
 
 from dare.cli import main
-from dare.recipe.schema import recipe_from_document
+from dare.recipe.document import recipe_from_document
 from dare.stages import STAGES
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import dare
 from dare import ModelEntry, Recipe, RecipeError, TensorRule
+from dare.recipe.document import recipe_from_document
 from dare.recipe.layers import count_layers, find_depths, stack_and_layer, value_at
-from dare.recipe.schema import recipe_from_document
 from helpers import sha256, write_recipe
 
 LAYERS = 4

@@ -10,7 +10,7 @@ import pytest
 from dare.api import load_recipe
 from dare.errors import InputError, RecipeError
 from dare.inputs.mergekit import convert_yaml, recipe_from_yaml
-from dare.recipe.schema import recipe_from_document
+from dare.recipe.document import recipe_from_document
 from helpers import save
 
 TWO = """

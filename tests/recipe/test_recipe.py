@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dare.api import load_recipe
 from dare.errors import InputError, RecipeError
+from dare.recipe.document import recipe_from_document as from_document
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.recipe.schema import recipe_from_document as from_document
 from dare.stages import ALIASES, STAGES
 from dare.tensors.names import is_embedding
 

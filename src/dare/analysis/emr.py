@@ -30,7 +30,7 @@ from dare.inputs.sources import Source, open_source
 from dare.output.manifest import find_manifest, repeating_document
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan, TensorPlan
-from dare.recipe.schema import recipe_from_document
+from dare.recipe.document import recipe_from_document
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import OutputFile

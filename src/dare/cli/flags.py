@@ -19,7 +19,8 @@ from cyclopts import Group, Parameter
 from dare.api import load_document
 from dare.cli import UsageError
 from dare.errors import RecipeError
-from dare.recipe.schema import FILE_KEYS, LIFTED, Recipe, recipe_from_document
+from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
+from dare.recipe.schema import Recipe
 from dare.stages import STAGES, Stage, parse_method
 from dare.stages.outside import load_installed_stages
 

@@ -1,32 +1,11 @@
 """The stages: importing this package registers all of them.
 
-To add one, write its function in a file here, decorate it and import the file below.
+To add one, write its function in a file here and decorate it. Every file of the folder is imported.
 """
 
-from dare.stages import (
-    breadcrumbs,
-    cabs,
-    consensus,
-    dare,
-    darex,
-    della,
-    emr,
-    fourier,
-    iso,
-    karcher,
-    knots,
-    linear,
-    model_stock,
-    nm,
-    nuslerp,
-    pcb,
-    slerp,
-    star,
-    ties,
-    trim,
-    tsv,
-    wudi,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
 from dare.stages.methods import ALIASES, parse_method
 from dare.stages.registry import STAGES, Parameter, Round, Settings, Stage
@@ -43,27 +22,8 @@ __all__ = [
     "Settings",
     "Stage",
     "Walk",
-    "breadcrumbs",
-    "cabs",
-    "consensus",
-    "dare",
-    "darex",
-    "della",
-    "emr",
-    "fourier",
-    "iso",
-    "karcher",
-    "knots",
-    "linear",
-    "model_stock",
-    "nm",
-    "nuslerp",
     "parse_method",
-    "pcb",
-    "slerp",
-    "star",
-    "ties",
-    "trim",
-    "tsv",
-    "wudi",
 ]
+
+for module in iter_modules(__path__):
+    import_module(f"{__name__}.{module.name}")

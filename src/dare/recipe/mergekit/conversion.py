@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dare.recipe.document import recipe_from_document
 from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
 from dare.recipe.mergekit.draft import Draft, storage_type
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 from dare.recipe.mergekit.nodes import Table, read_yaml
-from dare.recipe.schema import ModelEntry, Recipe, recipe_from_document
+from dare.recipe.schema import ModelEntry, Recipe
 
 
 @dataclass(frozen=True)
