@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from calling import TO, TWO, Outcome, base_arrays, contents, dare, dare_succeeds, tuned_arrays
 
+from dare import stages
 from dare.cli import FAILED, WRONG_USAGE
 from dare.output.manifest import FORMAT
-from dare.stages import registry
 from dare.tensors.mask import MASK_VERSION
 from helpers import entry, file_bytes, save
 
@@ -37,9 +37,10 @@ output_file = "merged.safetensors"
 
 RULE = "[[tensors]]\nmatch = '*norm*'\ndrop_rate = 0.5\n"
 
-STAGES = f"stages: {', '.join(registry.STAGES)}"
-ALIASES = f"other names: {', '.join(a for a in registry.ALIASES if a not in registry.STAGES)}"
-COMBINES = ", ".join(s.name for s in registry.STAGES.values() if s.kind == "combine")
+STAGES = f"stages: {', '.join(stages.STAGES)}"
+ALIASES = f"other names: {', '.join(a for a in stages.ALIASES if a not in stages.STAGES)}"
+OWN = "a stage of your own is given with --stage FILE"
+COMBINES = ", ".join(s.name for s in stages.STAGES.values() if s.kind == "combine")
 
 
 def assert_refused(outcome: Outcome, message: str, status: int = FAILED) -> None:
@@ -85,7 +86,7 @@ RECIPES = {
     ),
     "an unknown method": (
         "method = 'dare+tie'\n" + MODELS,
-        f"method 'dare+tie': there is no stage 'tie' (did you mean 'ties'?); {STAGES}; {ALIASES}",
+        f"method 'dare+tie': there is no stage 'tie' (did you mean 'ties'?); {STAGES}; {ALIASES}; {OWN}",
     ),
     "a method in the wrong order": (
         "method = 'ties+dare'\n" + MODELS,
@@ -332,7 +333,7 @@ FLAGS = {
     "a stage that there is not": (
         "methods tie",
         "tie: no such stage or method (did you mean 'ties'?); there are "
-        + ", ".join(dict.fromkeys([*registry.STAGES, *registry.ALIASES])),
+        + ", ".join(dict.fromkeys([*stages.STAGES, *stages.ALIASES])),
     ),
 }
 

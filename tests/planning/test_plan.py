@@ -13,7 +13,7 @@ from dare.inputs.arrays import array_source
 from dare.planning.make import make_plan
 from dare.planning.plan import INTERPRETER_BYTES, Fate, Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.run.execute import Job, Worker
+from dare.run.worker import Worker
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
 
@@ -253,7 +253,7 @@ def test_models_of_other_types_cost_what_they_are():
 
 def allocated_bytes(made: Plan) -> int:
     """What a thread's private state really holds in arrays."""
-    worker = Worker(Job(made, None, None, print, []), threading.Event())
+    worker = Worker(made, None, None, print, threading.Event())
     found, left = {}, [vars(worker)]
     while left:
         value = left.pop()
