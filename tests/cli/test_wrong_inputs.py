@@ -86,7 +86,8 @@ RECIPES = {
     ),
     "an unknown method": (
         "method = 'dare+tie'\n" + MODELS,
-        f"method 'dare+tie': there is no stage 'tie' (did you mean 'ties'?); {STAGES}; {ALIASES}; {OWN}",
+        "method 'dare+tie': there is no stage 'tie' (did you mean 'ties'?); "
+        f"{STAGES}; {ALIASES}; {OWN}",
     ),
     "a method in the wrong order": (
         "method = 'ties+dare'\n" + MODELS,
