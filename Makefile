@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 BENCH := .venv-bench
 
-.PHONY: help demo test lint types unit coverage docs test-real test-peers bench clean
+.PHONY: help demo test lint types unit coverage docs test-real test-peers bench pre-commit \
+	check-workflows clean
 
 help:
 	@echo "make demo        merge three small language models and see what becomes of them"
@@ -15,6 +16,8 @@ help:
 	@echo "make docs        build the documentation into site/"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
+	@echo "make pre-commit  check all files, and from now on what each commit changes"
+	@echo "make check-workflows  look for weak spots in .github/"
 	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
 
 $(VENV)/ready: pyproject.toml
@@ -72,6 +75,13 @@ test-peers: $(PEERS)/ready
 bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
 	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
+
+pre-commit: $(VENV)/dev-ready
+	$(BIN)/pre-commit install
+	$(BIN)/pre-commit run --all-files
+
+check-workflows: $(VENV)/dev-ready
+	$(BIN)/zizmor --offline .github
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
