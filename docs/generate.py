@@ -235,7 +235,7 @@ def _plural(word: str) -> str:
 def analysis() -> str:
     """Every data class of an analysis with its fields, as the source describes them."""
     parts = []
-    for module in ("results", "judgement"):
+    for module in ("results", "judge/judgement"):
         tree = ast.parse((ROOT / f"src/dare/analysis/{module}.py").read_text("utf-8"))
         for node in tree.body:
             if isinstance(node, ast.ClassDef):

@@ -74,20 +74,25 @@ def command(folder, *more):
     ]
 
 
+def run_dare(*arguments):
+    """In a process of its own: flags are made once, and a stage brings its flags along."""
+    command = [sys.executable, "-m", "dare", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_stages_in_files_are_used_from_the_command_line(folder):
     stages = ["--stage", folder / "shrink.py", f"--stage={folder / 'farthest.py'}"]
     asked = ["--method", "shrink+farthest", "--share", 0.25]
-    assert main(command(folder, *stages, *asked)) == 0
+    run_dare(*command(folder, *stages, *asked))
     assert load_file(folder / "out.safetensors")["w"].tolist() == [0.5, 0.5, -0.75, 2]
     origins = read_manifest(manifest_path(folder / "out.safetensors"))["stages_from"]
     assert origins.keys() == {"shrink", "farthest"}
 
 
-def test_help_and_the_list_of_methods_have_them(folder, capsys):
-    assert main(["methods", "shrink", "--stage", str(folder / "shrink.py")]) == 0
-    assert "Leave a share of every change." in capsys.readouterr().out
-    assert main(["merge", "--stage", str(folder / "shrink.py"), "--help"]) == 0
-    assert "--share" in capsys.readouterr().out
+def test_help_and_the_list_of_methods_have_them(folder):
+    stage = "--stage", folder / "shrink.py"
+    assert "Leave a share of every change." in run_dare("methods", "shrink", *stage)
+    assert "--share" in run_dare("merge", *stage, "--help")
 
 
 def test_from_python(folder):

@@ -20,6 +20,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,8 +112,7 @@ def _run(given: Sequence[str]) -> int:
 
 def _load_stages(arguments: Sequence[str]) -> None:
     """Load what --stage names before the flags are made, since stages bring theirs along."""
-    following = [*arguments[1:], ""]
-    files = [after for word, after in zip(arguments, following, strict=True) if word == "--stage"]
+    files = [after for word, after in pairwise(arguments) if word == "--stage"]
     files += [word.partition("=")[2] for word in arguments if word.startswith("--stage=")]
     if files:
         from dare.stages.outside import load_stages
