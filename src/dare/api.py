@@ -66,12 +66,17 @@ AnyRecipe = Recipe | str | PathLike[str]
 """A recipe, or where to load one from."""
 
 
-def plan(recipe: AnyRecipe) -> Plan:
-    """Read the headers and say what a merge would do, without reading or writing weights."""
+def plan(recipe: AnyRecipe, *, backend: str = "cpu") -> Plan:
+    """Read the headers and say what a merge would do, without reading or writing weights.
+
+    `backend` says what will compute: `cpu`, or `reference`, which defines the results and is slow.
+    """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
     recipe, inputs = open_inputs(recipe)
-    planned = make_plan(recipe, inputs.base, inputs.models, inputs.names, notes=inputs.notes)
+    planned = make_plan(
+        recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
+    )
     return with_sidecars(planned, inputs)
 
 
@@ -81,10 +86,11 @@ def merge(
     """Carry out a recipe or a plan: write the merged model and say what was done.
 
     A merge that was interrupted goes on where it stopped, unless `resume` is false. An existing
-    output is only replaced with `overwrite`; an input never is.
+    output is only replaced with `overwrite`; an input never is. `backend` is as in `plan`, whose
+    own holds for a plan.
     """
     started = time.perf_counter()
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
     recipe = planned.recipe
     layout = checked_layout(planned, overwrite=overwrite)
     noticed = glance(planned)
@@ -95,7 +101,7 @@ def merge(
     metadata = metadata_of(embedded_manifest(planned))
     with (
         PartialOutput(layout, metadata, _fingerprint(planned), resume=resume) as output,
-        show_progress(planned.bytes_read, "merging", visible=recipe.verbose) as display,
+        show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
         if output.started_over:
             text = f"{output.folder}: was left by another merge, and is not used"
@@ -112,7 +118,6 @@ def merge(
         records = execute(
             planned,
             output,
-            backend=backend,
             done=output.resumed,
             progress=advance,
             announce=lambda: display.announce(COMPILING),
@@ -184,16 +189,16 @@ def merge_arrays(
     ]
     recipe = Recipe(base="base", models=entries, **settings)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
-    planned = make_plan(recipe, array_source(base, "base"), sources, names)
+    planned = make_plan(recipe, array_source(base, "base"), sources, names, backend=backend)
     _warn(recipe, planned.warnings)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
-    records = execute(planned, sink, backend=backend)
+    records = execute(planned, sink)
     report = make_report(
         planned,
         records,
         seconds=time.perf_counter() - started,
-        bytes_read=planned.bytes_read,
+        bytes_read=planned.cost.bytes_read,
         resumed_chunks=0,
     )
     _warn(recipe, report.warnings[len(planned.warnings) :])
@@ -213,7 +218,7 @@ def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
     """What an interrupted run has read already, as far as the progress bar is concerned."""
     elements = {tensor.name: tensor.elements for tensor in planned.tensors}
     done = sum(chunk_span(record["chunk"], elements[record["tensor"]])[1] for record in resumed)
-    return planned.bytes_read * done // max(sum(elements.values()), 1)
+    return planned.cost.bytes_read * done // max(sum(elements.values()), 1)
 
 
 def _fingerprint(planned: Plan) -> str:

@@ -30,9 +30,9 @@ def deltas_source(deltas):
 def merged(base, sources, backend="cpu", **settings):
     names = [f"model{index}" for index in range(len(sources))]
     recipe = Recipe(base="base", models=names, **settings)
-    plan = make_plan(recipe, array_source(base, "base"), sources, names)
+    plan = make_plan(recipe, array_source(base, "base"), sources, names, backend=backend)
     sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
-    records = execute(plan, sink, backend=backend)
+    records = execute(plan, sink)
     report = make_report(plan, records, seconds=1.0, bytes_read=0, resumed_chunks=0)
     return plan, {name: found.tobytes() for name, found in sink.arrays.items()}, report
 
@@ -98,4 +98,4 @@ def test_deltas_of_any_size(size):
 def test_memory_is_planned_for_what_one_kernel_cannot_combine():
     plan, _, _ = merged(BASE, [deltas_source(DELTAS[0])], method="dare+linear")
     assert plan.has_deltas
-    assert not plan.is_fused
+    assert not plan.cost.is_fused

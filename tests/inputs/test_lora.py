@@ -215,13 +215,13 @@ def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
     enough = str(refusal.value).split("allow at least ")[1]
     for threads, memory in ((1, enough), (2, "150MB")):
         planned = plan(Recipe(**given, max_memory=memory, threads=threads))
-        assert planned.threads == threads
+        assert planned.cost.threads == threads
         tracemalloc.start()
         merge(planned, overwrite=True)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < planned.threads * planned.workspace_bytes + (2 << 20)
-        assert planned.threads * planned.workspace_bytes <= planned.recipe.max_memory
+        assert peak < planned.cost.threads * planned.cost.workspace_bytes + (2 << 20)
+        assert planned.cost.threads * planned.cost.workspace_bytes <= planned.recipe.max_memory
 
 
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])

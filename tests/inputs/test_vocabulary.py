@@ -597,14 +597,16 @@ def test_new_rows_come_through_a_merge_to_the_bit(tmp_path: Path, method: str) -
     base, model = source(matrix), source(tuned[[*np.roll(range(1100), 7), 1100, 1101]])
     found = aligned("union", (base, base_folder), (model, folder))
     recipe = Recipe(base="base", models=["math"], method=method, verbose=False)
-    plan = make_plan(recipe, found.base, found.models, ["math"])
+    plan = make_plan(recipe, found.base, found.models, ["math"], backend="reference")
     sink = ArraySink([found.base.tensors[EMBEDDING]])
-    execute(plan, sink, backend="reference")
+    execute(plan, sink)
     out = sink.arrays[EMBEDDING].view(np.float32).reshape(1102, 1000)
     np.testing.assert_array_equal(out[1100:], tuned[1100:])
-    same = make_plan(recipe, base, [source(tuned[:1100])], ["math"])  # as if nothing had moved
+    same = make_plan(
+        recipe, base, [source(tuned[:1100])], ["math"], backend="reference"
+    )  # as if nothing had moved
     plain = ArraySink([base.tensors[EMBEDDING]])
-    execute(same, plain, backend="reference")
+    execute(same, plain)
     np.testing.assert_array_equal(out[:1100].ravel(), plain.arrays[EMBEDDING].view(np.float32))
 
 

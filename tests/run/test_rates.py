@@ -277,4 +277,4 @@ def test_without_any_place_to_write_there_is_no_estimate(cache, monkeypatch):
     cache.write_text("a file where the folder should be")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(cache))
     assert measure_disk() is None
-    assert estimate(plan_of(), backend="reference") is None
+    assert estimate(plan_of()) is None

@@ -185,7 +185,7 @@ def test_buffers_stay_within_the_plan(chain):
     sources = [array_source(array, "") for array in arrays]
     recipe = dare.Recipe(base="b", models=names, method="+".join(chain), threads=1, verbose=False)
     plan = make_plan(recipe, sources[0], sources[1:], names)
-    least = plan.workspace_bytes + 2 * plan.matrix_bytes + plan.census_bytes
+    least = plan.cost.least_memory
     recipe = recipe.model_copy(update={"max_memory": least})
     plan = make_plan(recipe, sources[0], sources[1:], names)
     sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
@@ -197,7 +197,7 @@ def test_buffers_stay_within_the_plan(chain):
     finally:
         tracemalloc.stop()
     python_objects = 1 << 18
-    assert peak <= plan.peak_memory - INTERPRETER_BYTES + python_objects
+    assert peak <= plan.cost.peak_memory - INTERPRETER_BYTES + python_objects
 
 
 # ---------------------------------------------------------------- settings of one model, of tensors

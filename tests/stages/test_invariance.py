@@ -112,7 +112,7 @@ def merged_bytes(made):
 def least_memory(made):
     """What one thread needs, and no byte to remember anything in."""
     plan = dare.plan(made)
-    return plan.workspace_bytes + 2 * plan.matrix_bytes + plan.census_bytes
+    return plan.cost.least_memory
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ for document in json.loads(sys.argv[1]):
     dare.merge(plan)
 with open("/proc/self/status") as file:  # getrusage would begin with what the tests have taken
     (peak,) = (line.split()[1] for line in file if line.startswith("VmHWM:"))
-print(json.dumps([plan.peak_memory, int(peak) * 1024]))
+print(json.dumps([plan.cost.peak_memory, int(peak) * 1024]))
 """
 
 

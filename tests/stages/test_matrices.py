@@ -319,9 +319,9 @@ def test_iso_cts_takes_no_more_than_it_says():
 @pytest.mark.parametrize("method", METHODS)
 def test_the_plan_knows_the_memory_and_refuses_too_little(method):
     planned = plan(method, [(1000, 2000), (64,)], models=3)
-    assert planned.matrix_bytes >= 3 * 1000 * 2000 * 4
-    assert planned.peak_memory > (planned.threads + 1) * planned.matrix_bytes
-    enough = planned.workspace_bytes + 2 * planned.matrix_bytes
+    assert planned.cost.matrix_bytes >= 3 * 1000 * 2000 * 4
+    assert planned.cost.peak_memory > (planned.cost.threads + 1) * planned.cost.matrix_bytes
+    enough = planned.cost.least_memory
     assert plan(method, [(1000, 2000)], models=3, max_memory=enough).threads == 1
     with pytest.raises(RecipeError, match=f"one thread needs {enough} bytes"):
         plan(method, [(1000, 2000)], models=3, max_memory=enough - 1)

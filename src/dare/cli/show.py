@@ -51,16 +51,16 @@ def plan_summary(
     console: Console, plan: Plan, estimate: Estimate | None, *, detailed: bool = False
 ) -> None:
     """What will be merged, how and at what cost."""
-    elements = sum(tensor.elements for tensor in plan.tensors)
+    cost, elements = plan.cost, sum(tensor.elements for tensor in plan.tensors)
     rows = {
         "method": _method(plan),
         "base": str(plan.recipe.base),
         "tensors": _fates(plan),
         "weights": f"{elements:,} elements, {_types(plan)}",
-        "reads": f"{show_size(plan.bytes_read)} in {_times(plan.passes, 'pass', 'passes')}",
+        "reads": f"{show_size(cost.bytes_read)} in {_times(cost.passes, 'pass', 'passes')}",
         "writes": _written(plan),
-        "with": _times(plan.threads, "thread"),
-        "memory": plan.memory_line,
+        "with": _times(cost.threads, "thread"),
+        "memory": cost.memory_line,
     }
     if estimate is not None:
         rows["takes"] = str(estimate)
@@ -102,9 +102,9 @@ def _types(plan: Plan) -> str:
 
 def _written(plan: Plan) -> str:
     if plan.layout is None:
-        return f"{show_size(plan.bytes_written)} (no output is named yet)"
+        return f"{show_size(plan.cost.bytes_written)} (no output is named yet)"
     files = _times(len(plan.layout.files), "file")
-    place = f"{show_size(plan.bytes_written)} to {plan.layout.target} ({files})"
+    place = f"{show_size(plan.cost.bytes_written)} to {plan.layout.target} ({files})"
     return f"{place}, which exists already" if plan.layout.target.exists() else place
 
 

@@ -33,9 +33,14 @@ class Part(NamedTuple):
     """What the model adds to the divisor of its side, when signs are elected."""
 
 
-def load(backend: str) -> Any:
-    """Import a backend by name; Numba is only imported when it is asked for."""
+def check_backend(backend: str) -> str:
+    """Refuse a name that stands for none."""
     if backend not in BACKENDS:
         hint = did_you_mean(backend, BACKENDS)
         raise RecipeError(f"backend {backend!r}: not known{hint}; use one of {', '.join(BACKENDS)}")
-    return importlib.import_module(f"dare.kernels.{backend}")
+    return backend
+
+
+def load(backend: str) -> Any:
+    """Import a backend's kernels; Numba is only imported when it is asked for."""
+    return importlib.import_module(f"dare.kernels.{check_backend(backend)}")

@@ -151,7 +151,7 @@ def make_report(
         nans=nans,
         warnings=tuple(warnings),
         bytes_read=bytes_read,
-        bytes_written=plan.bytes_written,
+        bytes_written=plan.cost.bytes_written,
         resumed_chunks=resumed_chunks,
         seconds=seconds,
         digests=_digests(plan, by_tensor),

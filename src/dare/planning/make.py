@@ -8,6 +8,7 @@ from typing import Any
 
 from dare.errors import Concern, MismatchError, Notice, RecipeError
 from dare.inputs.sources import Source
+from dare.kernels import check_backend
 from dare.planning.layout import lay_out
 from dare.planning.plan import Fate, Plan, TensorPlan
 from dare.recipe.layers import find_depths
@@ -25,6 +26,7 @@ def make_plan(
     models: Sequence[Source],
     names: Sequence[str],
     notes: Sequence[str] = (),
+    backend: str = "cpu",
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     problems: list[str] = []
@@ -61,9 +63,9 @@ def make_plan(
         tuple(warnings),
         layout,
         tuple(notes),
+        backend=check_backend(backend),
     )
-    needed = plan.workspace_bytes + 2 * plan.matrix_bytes + plan.census_bytes
-    if needed > recipe.max_memory:
+    if (needed := plan.cost.least_memory) > recipe.max_memory:
         raise RecipeError(
             f"max_memory = {recipe.max_memory}: one thread needs {needed} bytes; "
             f"allow at least {-(-needed // 1000) / 1000:.3f} MB"

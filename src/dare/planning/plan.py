@@ -16,18 +16,14 @@ from typing import Any
 from dare.errors import Notice
 from dare.inputs.directory import Sidecars
 from dare.inputs.sources import Source
+from dare.planning.cost import Cost
 from dare.planning.layout import Layout
-from dare.planning.machine import available_cores
 from dare.recipe.schema import Recipe
 from dare.stages import Settings, Stage
-from dare.tensors.chunks import CHUNK, chunk_count
+from dare.tensors.chunks import chunk_count
 from dare.tensors.dtypes import StorageType
-from dare.tensors.files import ALIGNMENT
 from dare.tensors.header import TensorInfo
 from dare.tensors.sizes import show_size
-
-INTERPRETER_BYTES = 200 << 20
-"""About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
 
 
 class Fate(StrEnum):
@@ -68,6 +64,19 @@ class TensorPlan:
         """How many pieces of work it is cut into."""
         return chunk_count(self.elements)
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether it is more than a copy."""
+        return self.fate is Fate.MERGED
+
+    def is_lazy(self, chain: Sequence[Stage]) -> bool:
+        """Whether every stage leaves the models' values to the backend."""
+        return chain[-1].is_lazy(self.combine) and all(
+            stage.is_lazy(settings)
+            for settings_of_stages in self.settings
+            for stage, settings in zip(chain, settings_of_stages, strict=False)
+        )
+
     def settings_of(self, model: int) -> tuple[Settings, ...]:
         """The settings of each delta stage for one model."""
         return self.settings[self.models.index(model)]
@@ -85,7 +94,7 @@ class TensorPlan:
         return [
             position
             for position, settings in enumerate(self.settings_of(model))
-            if chain[position].surveys_when(settings)
+            if chain[position].surveys(settings)
         ]
 
     def survey_reads(self, chain: Sequence[Stage], model: int) -> int:
@@ -111,7 +120,7 @@ class CensusPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a merge will do, and what it will cost."""
+    """What a merge will do."""
 
     recipe: Recipe
     base: Source
@@ -129,6 +138,8 @@ class Plan:
     """What goes beside the weights in an output directory."""
     base_card: Mapping[str, str] | None = None
     """What an output directory's card takes over from the base's."""
+    backend: str = "cpu"
+    """What computes; see `kernels`."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -139,15 +150,6 @@ class Plan:
     def combine(self) -> Stage:
         """The combine stage."""
         return self.stages[-1]
-
-    @cached_property
-    def passes(self) -> int:
-        """How often a tensor is read at the most, if surveys can remember what they see."""
-        most = 0
-        for tensor in self.merged():
-            deltas = max((tensor.survey_reads(self.stages, m) for m in tensor.models), default=0)
-            most = max(most, deltas + self.combine.surveys_when(tensor.combine))
-        return most + 1
 
     @cached_property
     def has_later_draws(self) -> bool:
@@ -163,76 +165,18 @@ class Plan:
         source = self.models[model]
         return source if tensor.name in source.tensors else self.base
 
+    def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
+        """The models that take part in a tensor, and what is said of their copies."""
+        return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]
+
     def merged(self) -> Iterator[TensorPlan]:
         """The tensors that are merged."""
-        return (tensor for tensor in self.tensors if tensor.fate is Fate.MERGED)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Buffers of one thread."""
-        inputs_and_output = 2 + len(self.models)
-        floats = 2  # base and merged delta
-        if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
-            floats += len(self.models) + 4 + 1 + self.has_deltas
-        lanes = 2
-        buffers = CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
-        return buffers + self.reading_bytes
-
-    @cached_property
-    def reading_bytes(self) -> int:
-        """What the sources keep for one thread: factors of LoRAs."""
-        return sum(source.reading_bytes for source in (self.base, *self.models))
+        return (tensor for tensor in self.tensors if tensor.is_merged)
 
     @cached_property
     def has_deltas(self) -> bool:
         """Whether models are given by deltas, not only by weights."""
         return any(model.holds_delta(name) for model in self.models for name in model.tensors)
-
-    @cached_property
-    def is_fused(self) -> bool:
-        """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
-        if self.passes > 1 or any(0 in tensor.weights for tensor in self.merged()):
-            return False
-        if self.has_deltas or not all(self._is_lazy(tensor) for tensor in self.merged()):
-            return False
-        if self.has_later_draws:  # a kernel draws one mask for each model
-            return False
-        return all(
-            len({self.source_of(tensor, m).tensors[tensor.name].dtype for m in tensor.models}) == 1
-            for tensor in self.merged()
-        )
-
-    def _is_lazy(self, tensor: TensorPlan) -> bool:
-        chains = (zip(self.stages, settings, strict=False) for settings in tensor.settings)
-        return self.combine.is_lazy(tensor.combine) and all(
-            stage.is_lazy(settings) for chain in chains for stage, settings in chain
-        )
-
-    @cached_property
-    def widest(self) -> int:
-        """Bytes per element of the widest storage type in inputs and output."""
-        widest = 1
-        for tensor in self.tensors:
-            models = (self.source_of(tensor, m).tensors[tensor.name] for m in tensor.models)
-            kinds = (tensor.dtype, tensor.base.dtype, *(info.dtype for info in models))
-            widest = max(widest, *(kind.itemsize for kind in kinds))
-        return widest
-
-    @cached_property
-    def matrix_bytes(self) -> int:
-        """What stages that need whole matrices hold for one tensor, of all models."""
-        most = 0
-        for tensor in self.merged():
-            held = 0
-            for model in tensor.models:
-                for position in tensor.surveyed_stages(self.stages, model):
-                    if (survey_bytes := self.stages[position].survey_bytes) is not None:
-                        held += survey_bytes(tensor.shape, 1)
-            combine_bytes = self.combine.survey_bytes
-            if combine_bytes is not None and self.combine.surveys_when(tensor.combine):
-                held += combine_bytes(tensor.shape, len(tensor.models))
-            most = max(most, held)
-        return most
 
     @cached_property
     def censuses(self) -> tuple[CensusPlan, ...]:
@@ -252,76 +196,9 @@ class Plan:
         )
 
     @cached_property
-    def census_bytes(self) -> int:
-        """What the looks at the tensors of one census take; there is one at a time."""
-        most = 0
-        for found in self.censuses:
-            census = self.stages[found.position].census
-            assert census is not None  # it has rounds
-            most = max(most, census.look_bytes * len(found.tensors))
-        return most
-
-    @property
-    def threads(self) -> int:
-        """Worker threads, as many as the recipe or the machine says and the memory allows."""
-        wanted = self.recipe.threads or available_cores()
-        each = self.workspace_bytes + self.matrix_bytes
-        left = self.recipe.max_memory - self.matrix_bytes - self.census_bytes
-        return max(1, min(wanted, left // each))
-
-    @property
-    def held_bytes(self) -> int:
-        """What whole matrices take, of a tensor for each thread and of the one before; censuses."""
-        return (self.threads + 1) * self.matrix_bytes + self.census_bytes
-
-    @property
-    def spare_bytes(self) -> int:
-        """What one thread's survey may remember: half of what the buffers leave."""
-        left = self.recipe.max_memory - self.held_bytes - self.threads * self.workspace_bytes
-        return max(0, left // 2 // self.threads) if self.passes > 1 else 0
-
-    @property
-    def buffer_bytes(self) -> int:
-        """What buffers take at the most, which is what `max_memory` bounds."""
-        return self.held_bytes + self.threads * (self.workspace_bytes + self.spare_bytes)
-
-    @property
-    def peak_memory(self) -> int:
-        """Forecast of the most memory the process takes: buffers, and Python with its packages."""
-        return INTERPRETER_BYTES + self.buffer_bytes
-
-    @property
-    def memory_line(self) -> str:
-        """Both figures of memory, in a line."""
-        return (
-            f"buffers {show_size(self.buffer_bytes)} of at most "
-            f"{show_size(self.recipe.max_memory)} (max_memory); "
-            f"the process about {show_size(self.peak_memory)}"
-        )
-
-    @cached_property
-    def bytes_read(self) -> int:
-        """Bytes that are read at least (a survey that cannot remember reads more than once)."""
-        total = 0
-        for tensor in self.tensors:
-            base = tensor.base.nbytes
-            models = {
-                m: self.source_of(tensor, m).tensors[tensor.name].nbytes for m in tensor.models
-            }
-            total += base + sum(models.values())
-            if tensor.fate is Fate.MERGED:
-                total += sum(
-                    tensor.survey_reads(self.stages, m) * (base + size)
-                    for m, size in models.items()
-                )
-                if self.combine.surveys_when(tensor.combine):
-                    total += base + sum(models.values())
-        return total
-
-    @cached_property
-    def bytes_written(self) -> int:
-        """Bytes of weights in the output."""
-        return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.tensors)
+    def cost(self) -> Cost:
+        """What it reads, writes, holds in memory and runs on."""
+        return Cost(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
@@ -333,13 +210,13 @@ class Plan:
                     self.model_names, self.recipe.weights(), self.recipe.seeds(), strict=True
                 )
             ],
-            "passes": self.passes,
-            "threads": self.threads,
-            "peak_memory_bytes": self.peak_memory,
-            "buffer_bytes": self.buffer_bytes,
+            "passes": self.cost.passes,
+            "threads": self.cost.threads,
+            "peak_memory_bytes": self.cost.peak_memory,
+            "buffer_bytes": self.cost.buffer_bytes,
             "max_memory_bytes": self.recipe.max_memory,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
+            "bytes_read": self.cost.bytes_read,
+            "bytes_written": self.cost.bytes_written,
             "notes": list(self.notes),
             "files_beside": sorted(self.sidecars.files) if self.sidecars else [],
             "warnings": [asdict(notice) for notice in self.warnings],
@@ -379,14 +256,14 @@ class Plan:
         for tensor in self.tensors:
             fates[tensor.fate] += 1
         fates[Fate.LEFT_OUT] = len(self.left_out)
-        elements = sum(tensor.elements for tensor in self.tensors)
+        cost, elements = self.cost, sum(tensor.elements for tensor in self.tensors)
         lines = [
             f"{'+'.join(stage.name for stage in self.stages)} of {len(self.models)} models "
             f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
             *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
-            f"  reads {show_size(self.bytes_read)} in {self.passes} pass(es), "
-            f"writes {show_size(self.bytes_written)}, {self.threads} threads",
-            f"  {self.memory_line}",
+            f"  reads {show_size(cost.bytes_read)} in {cost.passes} pass(es), "
+            f"writes {show_size(cost.bytes_written)}, {cost.threads} threads",
+            f"  {cost.memory_line}",
         ]
         if self.layout is not None:
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")

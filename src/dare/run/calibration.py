@@ -70,27 +70,26 @@ class Speed:
 def measure_speed(
     plan: Plan,
     tensor: TensorPlan,
-    backend: str = "cpu",
     announce: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.process_time,
 ) -> Speed:
     """Merge a small matrix as this tensor, and larger ones if the time grows faster than they."""
-    is_loaded = f"dare.kernels.{backend}" in sys.modules
+    is_loaded = f"dare.kernels.{plan.backend}" in sys.modules
     started = clock()
-    kernels.load(backend)
+    kernels.load(plan.backend)
     loading = LOADING_SECONDS if is_loaded else clock() - started
-    first = SIDES[0 if plan.matrix_bytes else -1]
-    execute(*_sample(plan, tensor, first, first), backend=backend, announce=announce)
+    first = SIDES[0 if plan.cost.matrix_bytes else -1]
+    execute(*_sample(plan, tensor, first, first), announce=announce)
 
     def seconds(rows: int, columns: int) -> float:
         sample, sink = _sample(plan, tensor, rows, columns)
         times, passed, started = 0, 0.0, clock()
         while passed < ENOUGH_SECONDS:
-            execute(sample, sink, backend=backend)
+            execute(sample, sink)
             times, passed = times + 1, clock() - started
         return passed / times
 
-    if not plan.matrix_bytes:
+    if not plan.cost.matrix_bytes:
         return Speed(first, seconds(first, first), 1.0, 1.0, loading)
     half, side = SIDES[:2]
     before, now = seconds(half, half), seconds(side, side)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from dare import kernels as kernel_backends
+from dare import kernels
 from dare.kernels.linalg import one_blas_thread
 from dare.output.writer import ArraySink, Record, Sink
 from dare.planning.plan import Plan
+from dare.run.backend import CpuBackend
 from dare.run.graph import Conclude, Copy, Id, Merge, Step, list_census_steps, list_steps
 from dare.run.threads import run_steps
 from dare.run.worker import Progress, Worker
@@ -23,7 +24,6 @@ def execute(
     plan: Plan,
     sink: Sink,
     *,
-    backend: str = "cpu",
     done: Sequence[Record] = (),
     progress: Progress = lambda _nbytes: None,
     announce: Callable[[], None] = lambda: None,
@@ -43,11 +43,11 @@ def execute(
 
     finished = {(record["tensor"], record["chunk"]) for record in done}
     steps = list_steps(plan, finished, known or ())
-    _run(plan, steps, sink, backend, progress, announce, known or {}, collect)
+    _run(plan, steps, sink, progress, announce, known or {}, collect)
     return records
 
 
-def draw_conclusions(plan: Plan, *, backend: str = "cpu") -> Conclusions:
+def draw_conclusions(plan: Plan) -> Conclusions:
     """Look at all tensors for the stages that ask for it, so that parts of the plan can be run."""
     conclusions: dict[Id, Any] = {}
 
@@ -56,7 +56,7 @@ def draw_conclusions(plan: Plan, *, backend: str = "cpu") -> Conclusions:
             conclusions[step.id] = result
 
     steps = list_census_steps(plan)
-    _run(plan, steps, ArraySink(()), backend, lambda _n: None, lambda: None, {}, collect)
+    _run(plan, steps, ArraySink(()), lambda _n: None, lambda: None, {}, collect)
     return conclusions
 
 
@@ -64,28 +64,26 @@ def _run(
     plan: Plan,
     steps: Iterable[Step],
     sink: Sink,
-    backend: str,
     progress: Progress,
     announce: Callable[[], None],
     known: Conclusions,
     collect: Callable[[Step, Any], None],
 ) -> None:
-    kernels = kernel_backends.load(backend)
-    holds_matrices = plan.matrix_bytes > 0
+    holds_matrices = plan.cost.matrix_bytes > 0
     with ExitStack() as stack:
         stack.enter_context(_collector_paused())
         if holds_matrices:
             stack.enter_context(one_blas_thread())
         for source in (plan.base, *plan.models):
             stack.enter_context(source)
-        stack.enter_context(kernels.announcing(announce))
+        stack.enter_context(kernels.load(plan.backend).announcing(announce))
         run_steps(
             list(steps),
-            lambda stop: Worker(plan, kernels, sink, progress, stop),
-            plan.threads,
+            lambda stop: Worker(plan, CpuBackend(plan), sink, progress, stop),
+            plan.cost.threads,
             known=known,
             collect=collect,
-            groups_ahead=plan.threads if holds_matrices else None,
+            groups_ahead=plan.cost.threads if holds_matrices else None,
         )
         for source in (plan.base, *plan.models):
             source.check_unchanged()

@@ -170,7 +170,7 @@ def _merging(
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
             yield Survey(surveys[-1], needs, group, tensor.name, model, concluded)
-    if plan.combine.surveys_when(tensor.combine):
+    if plan.combine.surveys(tensor.combine):
         yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.name)
         surveys.append(survey_all_id(tensor))
     for chunk in chunks:

@@ -81,11 +81,11 @@ def predict(plan: Plan, speed: Speed | None, disk: Disk, load: float = 0.0) -> E
     """How long a plan takes at these rates, beside so many other busy processes at the most."""
     loading = speed.loading_seconds if speed else LOADING_SECONDS
     least, most = _thread_seconds(plan, speed) if speed else (0.0, 0.0)
-    crowd = max(1.0, (load + plan.threads) / max(available_cores(), plan.threads))
-    computing = SLOWER * most / plan.threads**SCALING
-    writing = plan.bytes_written / disk.written_bytes_per_second
-    reading = plan.bytes_read / disk.read_bytes_per_second
-    low = loading + max(least / plan.threads, writing)
+    crowd = max(1.0, (load + plan.cost.threads) / max(available_cores(), plan.cost.threads))
+    computing = SLOWER * most / plan.cost.threads**SCALING
+    writing = plan.cost.bytes_written / disk.written_bytes_per_second
+    reading = plan.cost.bytes_read / disk.read_bytes_per_second
+    low = loading + max(least / plan.cost.threads, writing)
     high = crowd * (STARTS * loading + computing) + reading + writing
     return Estimate(low, high, speed, disk)
 
@@ -98,7 +98,7 @@ def _thread_seconds(plan: Plan, speed: Speed) -> tuple[float, float]:
         short, long = (length / speed.side for length in sides(tensor.shape))
         inputs = (1 + len(tensor.models)) / (1 + len(plan.models))
         squares = inputs * short**speed.short_power * long**speed.long_power
-        forgets = 4 * tensor.elements > plan.spare_bytes > 0
+        forgets = 4 * tensor.elements > plan.cost.spare_bytes > 0
         low += speed.seconds * squares
         high += speed.seconds * squares * max(1, long) ** extra * (REREADS if forgets else 1)
     return low, high
@@ -108,7 +108,6 @@ def estimate(
     plan: Plan,
     *,
     measure: bool = True,
-    backend: str = "cpu",
     announce: Callable[[], None] = lambda: None,
 ) -> Estimate | None:
     """Say how long a plan will take on this machine.
@@ -120,13 +119,13 @@ def estimate(
     machine = [__version__, platform.node(), platform.machine(), platform.python_version()]
     tensor = _typical(plan)
     disk_key = _key(machine, str(cache_folder()))
-    speed_key = _key(machine, backend, available_cores(), tensor and _described(plan, tensor))
+    speed_key = _key(machine, plan.backend, available_cores(), tensor and _described(plan, tensor))
     disk = _as(Disk, kept.get(disk_key))
     speed = _as(Speed, kept.get(speed_key))
     if measure and (disk is None or (speed is None and tensor is not None)):
         disk = disk or measure_disk()
         if tensor is not None:
-            speed = speed or measure_speed(plan, tensor, backend, announce)
+            speed = speed or measure_speed(plan, tensor, announce)
         new = {disk_key: disk, speed_key: speed}
         _keep(kept | {key: asdict(rate) for key, rate in new.items() if rate is not None})
     if disk is None or (speed is None and tensor is not None):

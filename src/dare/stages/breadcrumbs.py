@@ -52,6 +52,7 @@ def survey_middle(
 
 @delta_stage(
     paper="arXiv:2312.06795",
+    sees="tensor",
     survey=survey_middle,
     surveys_when=lambda settings: settings["keep_middle"] < 1,
 )

@@ -42,6 +42,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
 
 @delta_stage(
     paper="arXiv:2311.03099",
+    sees="tensor",
     survey=survey_l1,
     surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
     is_lazy=lambda _settings: True,

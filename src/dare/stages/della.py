@@ -65,6 +65,7 @@ def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
 
 @delta_stage(
     paper="arXiv:2406.11617",
+    sees="tensor",
     survey=survey_ranks,
     surveys_when=drops,
     survey_bytes=_survey_bytes,

@@ -83,7 +83,10 @@ def _unit(
 
 
 @combine_stage(
-    paper="arXiv:2603.04972", survey=survey_mean, default_weight=lambda models: 1 / models
+    paper="arXiv:2603.04972",
+    sees="tensor",
+    survey=survey_mean,
+    default_weight=lambda models: 1 / models,
 )
 def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
     """Average the directions of the models' tensors on the sphere, and their lengths.

@@ -112,6 +112,7 @@ def matrix_delta_stage(
                 _take_chunk(block)
 
         delta_stage(
+            sees="matrix",
             paper=paper,
             survey=survey,
             surveys_when=acts_when,
@@ -139,7 +140,9 @@ def matrix_combine_stage(
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
             return _average(deltas) if deltas.summary is None else _chunk_of(deltas)
 
-        combine_stage(paper=paper, survey=survey, survey_bytes=_of_matrices(work_bytes))(apply)
+        combine_stage(
+            sees="matrix", paper=paper, survey=survey, survey_bytes=_of_matrices(work_bytes)
+        )(apply)
         return function
 
     return register

@@ -26,7 +26,7 @@ def survey_cosines(walk: Walk) -> float:
     return count * cosine / (1 + (count - 1) * cosine)
 
 
-@combine_stage(paper="arXiv:2403.19522", survey=survey_cosines, default_weight=None)
+@combine_stage(paper="arXiv:2403.19522", sees="tensor", survey=survey_cosines, default_weight=None)
 def model_stock(deltas: Deltas) -> Floats:
     """Go from the base towards the mean of the models, the farther the more they agree.
 

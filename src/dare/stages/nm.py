@@ -58,6 +58,7 @@ def survey_groups(
 
 @delta_stage(
     paper="arXiv:2503.01874",
+    sees="tensor",
     survey=survey_groups,
     surveys_when=lambda settings: settings["n"] < settings["m"],
     check=_check_turn,

@@ -63,7 +63,9 @@ def _fraction(weights: Sequence[float]) -> float:
     return weights[1] / whole if whole else 0.5
 
 
-@combine_stage(survey=survey_lines, default_weight=lambda models: 1 / models, models=2)
+@combine_stage(
+    sees="tensor", survey=survey_lines, default_weight=lambda models: 1 / models, models=2
+)
 def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> Floats:
     """Interpolate along the arc between two models' deltas, at the second's share of the weights.
 

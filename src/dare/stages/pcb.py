@@ -107,7 +107,7 @@ class _Scores:
             self._remembered = seen
 
 
-@combine_stage(paper="arXiv:2410.02396", survey=survey_scores)
+@combine_stage(paper="arXiv:2410.02396", sees="tensor", survey=survey_scores)
 def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: ARG001
     """Let the models compete for each element, and average the winners by their scores.
 

@@ -8,12 +8,13 @@ ranges are the recipe's schema; its docstring is its documentation. There are tw
 - a *combine stage* turns the deltas of all models over a chunk into one:
   `linear(deltas)`
 
-A stage sees one chunk at a time. One that must know something of the whole tensor first has a
-*survey*: a function of the same parameters that walks over the tensor's chunks and returns
-whatever the stage wants to find in `summary` later. `surveys_when` says for which parameters.
-One that must have the whole matrix at once gathers it in its survey and leaves the result as its
-summary; `survey_bytes` says how much memory that takes. One that must know something of all
-tensors of a model has a *census* before its surveys.
+A stage says what it must have seen before it can work on a chunk:
+
+- `element`: nothing; any chunk will do
+- `tensor`: something of the whole tensor. It has a *survey*: a function of the same parameters
+  that walks over the tensor's chunks and returns whatever the stage wants to find in `summary`
+  later. One that must know something of all tensors of a model has a *census* before its surveys.
+- `matrix`: the whole matrix at once. It is registered by `matrices`, as a function of matrices.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dare.errors import RecipeError, did_you_mean
-from dare.stages.blocks import Floats
 
 Settings = Mapping[str, Any]
 """Parameter values of one stage, complete and checked."""
@@ -141,40 +141,65 @@ class Census:
     """The most memory that a look at one tensor leaves behind."""
 
 
+Predicate = Callable[[Settings], bool]
+
+
+def _always(_settings: Settings) -> bool:
+    return True
+
+
+def _never(_settings: Settings) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A registered stage."""
+    """A registered stage. The fields from `paper` on are what a decorator may be given."""
 
     name: str
     kind: Literal["delta", "combine"]
     apply: Callable[..., Any]
     parameters: Mapping[str, Parameter]
-    paper: str
-    survey: Callable[..., Any] | None
-    surveys_when: Callable[[Settings], bool]
-    census: Census | None
-    check: Check
-    """Refuses parameters that do not go together."""
-    is_random: Callable[[Settings], bool]
-    """Whether it draws from the mask, for these parameters; it then has `block.key`."""
-    is_lazy: Callable[[Settings], bool]
-    """Whether it leaves models' values to the kernel that combines them, for these parameters."""
-    survey_bytes: SurveyBytes | None
+    paper: str = ""
+    sees: Literal["element", "tensor", "matrix"] = "element"
+    survey: Callable[..., Any] | None = None
+    surveys_when: Predicate = _always
+    survey_bytes: SurveyBytes = lambda _shape, _models: 0
     """What a survey takes and leaves behind, if more than it may remember in its spare bytes."""
-    default_weight: Callable[[int], float] | None
+    census: Census | None = None
+    check: Check = lambda _settings: None
+    """Refuses parameters that do not go together."""
+    is_random: Predicate = _never
+    """Whether it draws from the mask, for these parameters; it then has `block.key`."""
+    is_lazy: Predicate = _never
+    """Whether it leaves values to the backend, for these parameters; else it computes on arrays."""
+    default_weight: Callable[[int], float] | None = lambda _models: 1.0
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
-    models: int | None
+    models: int | None = None
     """How many models a combine stage takes, if not any number."""
-    preceded_by: Mapping[str, str]
+    preceded_by: Mapping[str, str] = MappingProxyType({})
     """Parameters that, when given, put the delta stage named here before this one."""
     origin: str = ""
     """Where it is from, if not from this package: a file's digest, or a package and its version."""
     file: str = ""
     """The file that registers it, if that lies outside of all packages."""
 
+    def surveys(self, settings: Settings) -> bool:
+        """Whether it must see the whole tensor first, for these parameters."""
+        return self.survey is not None and self.surveys_when(settings)
+
+    def held_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
+        """What its survey of a tensor takes and leaves behind."""
+        return self.survey_bytes(shape, models) if self.surveys(settings) else 0
+
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
         """The rounds of the census that these settings ask for; none, if they ask for none."""
         return self.census.rounds if self.census and self.census.when(settings) else ()
+
+    @property
+    def look_bytes(self) -> int:
+        """The most memory that a look at one tensor leaves behind."""
+        return self.census.look_bytes if self.census else 0
 
     @property
     def documentation(self) -> str:
@@ -202,115 +227,36 @@ class Stage:
 
 
 STAGES: dict[str, Stage] = {}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def delta_stage(
-    *,
-    paper: str = "",
-    survey: Callable[..., Any] | None = None,
-    surveys_when: Callable[[Settings], bool] = lambda _settings: True,
-    survey_bytes: SurveyBytes | None = None,
-    census: Census | None = None,
-    check: Check = lambda _settings: None,
-    is_lazy: Callable[[Settings], bool] = lambda _settings: False,
-    is_random: Callable[[Settings], bool] = lambda _settings: False,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function of one block as a delta stage."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        _register(
-            function,
-            "delta",
-            paper,
-            survey,
-            surveys_when,
-            survey_bytes,
-            check,
-            is_lazy,
-            census=census,
-            is_random=is_random,
-        )
-        return function
-
-    return register
+def delta_stage(**declared: Any) -> Callable[[Function], Function]:
+    """Register a function of one block as a delta stage; `Stage` says what can be declared."""
+    return partial(_register, "delta", declared)
 
 
-def combine_stage(
-    *,
-    paper: str = "",
-    survey: Callable[..., Any] | None = None,
-    surveys_when: Callable[[Settings], bool] = lambda _settings: True,
-    survey_bytes: SurveyBytes | None = None,
-    check: Check = lambda _settings: None,
-    is_lazy: Callable[[Settings], bool] = lambda _settings: False,
-    default_weight: Callable[[int], float] | None = lambda _models: 1.0,
-    models: int | None = None,
-    preceded_by: Mapping[str, str] | None = None,
-) -> Callable[[Callable[..., Floats]], Callable[..., Floats]]:
-    """Register a function of all models' deltas as a combine stage."""
-
-    def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        _register(
-            function,
-            "combine",
-            paper,
-            survey,
-            surveys_when,
-            survey_bytes,
-            check,
-            is_lazy,
-            default_weight=default_weight,
-            models=models,
-            preceded_by=preceded_by or {},
-        )
-        return function
-
-    return register
+def combine_stage(**declared: Any) -> Callable[[Function], Function]:
+    """Register a function of all models' deltas as a combine stage, likewise."""
+    return partial(_register, "combine", declared)
 
 
 def _register(
-    function: Callable[..., Any],
-    kind: Literal["delta", "combine"],
-    paper: str,
-    survey: Callable[..., Any] | None,
-    surveys_when: Callable[[Settings], bool],
-    survey_bytes: SurveyBytes | None,
-    check: Check,
-    is_lazy: Callable[[Settings], bool],
-    *,
-    census: Census | None = None,
-    is_random: Callable[[Settings], bool] = lambda _settings: False,
-    default_weight: Callable[[int], float] | None = lambda _models: 1.0,
-    models: int | None = None,
-    preceded_by: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    hints = get_type_hints(function, include_extras=True)
-    parameters = {
-        name: Parameter(
-            name,
-            parameter.default,
-            TypeAdapter(hints[name], config=ConfigDict(strict=True)),
-        )
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
+    kind: Literal["delta", "combine"], declared: Mapping[str, Any], function: Function
+) -> Function:
     name = function.__name__
     if name in STAGES:
         raise RecipeError(f"there is a stage {name!r} already; give the new one another name")
-    STAGES[name] = Stage(
-        name,
-        kind,
-        function,
-        parameters,
-        paper,
-        survey,
-        surveys_when if survey else lambda _settings: False,
-        census,
-        check,
-        is_random,
-        is_lazy,
-        survey_bytes,
-        default_weight,
-        models,
-        preceded_by,
-    )
+    if (declared.get("sees", "element") == "element") != (declared.get("survey") is None):
+        raise TypeError(f'{name}: a survey is what a stage with sees = "tensor" has, and no other')
+    hints = get_type_hints(function, include_extras=True)
+    parameters = {
+        parameter.name: Parameter(
+            parameter.name,
+            parameter.default,
+            TypeAdapter(hints[parameter.name], config=ConfigDict(strict=True)),
+        )
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    STAGES[name] = Stage(name, kind, function, parameters, **declared)
+    return function

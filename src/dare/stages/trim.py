@@ -229,6 +229,7 @@ def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
 
 @delta_stage(
     paper="arXiv:2306.01708",
+    sees="tensor",
     survey=survey_cut,
     surveys_when=lambda settings: settings["keep_ratio"] < 1,
     census=Census(

@@ -1,0 +1,167 @@
+"""What a plan costs: passes over the inputs, bytes read and written, memory, threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from dare.planning.machine import available_cores
+from dare.tensors.chunks import CHUNK
+from dare.tensors.files import ALIGNMENT
+from dare.tensors.sizes import show_size
+
+if TYPE_CHECKING:
+    from dare.planning.plan import Plan, TensorPlan
+
+INTERPRETER_BYTES = 200 << 20
+"""About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The figures of one plan."""
+
+    plan: Plan
+
+    @cached_property
+    def passes(self) -> int:
+        """How often a tensor is read at the most, if surveys can remember what they see."""
+        return 1 + max((sum(self._surveys(t)) for t in self.plan.merged()), default=0)
+
+    def _surveys(self, tensor: TensorPlan) -> tuple[int, int]:
+        """How often its delta stages survey a tensor at the most, and the combine stage."""
+        stages = self.plan.stages
+        deltas = (tensor.survey_reads(stages, model) for model in tensor.models)
+        return max(deltas, default=0), int(stages[-1].surveys(tensor.combine))
+
+    # ------------------------------------------------------------ bytes
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes that are read at least (a survey that cannot remember reads more than once)."""
+        total = 0
+        for tensor in self.plan.tensors:
+            base = tensor.base.nbytes
+            models = [(m, info.nbytes) for m, info in self.plan.copies_of(tensor)]
+            once = base + sum(size for _, size in models)
+            total += once
+            if tensor.is_merged:
+                stages = self.plan.stages
+                total += sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
+                total += once * stages[-1].surveys(tensor.combine)
+        return total
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """Bytes of weights in the output."""
+        return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.plan.tensors)
+
+    # ------------------------------------------------------------ memory and threads
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Buffers of one thread, and what the sources keep for it: factors of LoRAs."""
+        plan = self.plan
+        inputs_and_output = 2 + len(plan.models)
+        floats = 2  # base and merged delta
+        if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
+            floats += len(plan.models) + 4 + 1 + plan.has_deltas
+        lanes = 2
+        buffers = CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
+        return buffers + sum(source.reading_bytes for source in (plan.base, *plan.models))
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether one kernel can combine every chunk, so that no model's values lie in memory."""
+        if self.passes > 1 or self.plan.has_deltas:
+            return False
+        if self.plan.has_later_draws:  # a kernel draws one mask for each model
+            return False
+        return all(
+            0 not in tensor.weights
+            and tensor.is_lazy(self.plan.stages)
+            and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
+            for tensor in self.plan.merged()
+        )
+
+    @cached_property
+    def widest(self) -> int:
+        """Bytes per element of the widest storage type in inputs and output."""
+        kinds = {
+            kind
+            for tensor in self.plan.tensors
+            for kind in (
+                tensor.dtype,
+                tensor.base.dtype,
+                *(info.dtype for _, info in self.plan.copies_of(tensor)),
+            )
+        }
+        return max((kind.itemsize for kind in kinds), default=1)
+
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """What stages that need whole matrices hold for one tensor, of all models."""
+        *stages, combine = self.plan.stages
+        return max(
+            (
+                combine.held_bytes(tensor.combine, tensor.shape, len(tensor.models))
+                + sum(
+                    stage.held_bytes(settings, tensor.shape, 1)
+                    for model in tensor.models
+                    for stage, settings in zip(stages, tensor.settings_of(model), strict=True)
+                )
+                for tensor in self.plan.merged()
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def census_bytes(self) -> int:
+        """What the looks at the tensors of one census take; there is one at a time."""
+        stages = self.plan.stages
+        looks = (len(c.tensors) * stages[c.position].look_bytes for c in self.plan.censuses)
+        return max(looks, default=0)
+
+    @property
+    def least_memory(self) -> int:
+        """What one thread needs, which `max_memory` must allow."""
+        return self.workspace_bytes + 2 * self.matrix_bytes + self.census_bytes
+
+    @property
+    def threads(self) -> int:
+        """Worker threads, as many as the recipe or the machine says and the memory allows."""
+        wanted = self.plan.recipe.threads or available_cores()
+        one = self.workspace_bytes + self.matrix_bytes
+        left = self.plan.recipe.max_memory - self.matrix_bytes - self.census_bytes
+        return max(1, min(wanted, left // one))
+
+    @property
+    def held_bytes(self) -> int:
+        """What whole matrices take, of a tensor for each thread and of the one before; censuses."""
+        return (self.threads + 1) * self.matrix_bytes + self.census_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What one thread's survey may remember: half of what the buffers leave."""
+        left = self.plan.recipe.max_memory - self.held_bytes - self.threads * self.workspace_bytes
+        return max(0, left // 2 // self.threads) if self.passes > 1 else 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What buffers take at the most, which is what `max_memory` bounds."""
+        return self.held_bytes + self.threads * (self.workspace_bytes + self.spare_bytes)
+
+    @property
+    def peak_memory(self) -> int:
+        """Forecast of the most memory the process takes: buffers, and Python with its packages."""
+        return INTERPRETER_BYTES + self.buffer_bytes
+
+    @property
+    def memory_line(self) -> str:
+        """Both figures of memory, in a line."""
+        return (
+            f"buffers {show_size(self.buffer_bytes)} of at most "
+            f"{show_size(self.plan.recipe.max_memory)} (max_memory); "
+            f"the process about {show_size(self.peak_memory)}"
+        )

@@ -1,0 +1,159 @@
+"""From the stored bytes of a chunk of base and models to stored bytes and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels
+from dare.planning.plan import Plan, TensorPlan
+from dare.stages import Block, Deltas, Scratch
+from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import StorageType
+from dare.tensors.files import ALIGNMENT, aligned_bytes
+
+Raw = NDArray[Any]
+"""Stored elements, as carriers of their type."""
+Summaries = Mapping[int, Any]
+"""What surveying stages found in a tensor of one model, by their positions in the chain."""
+
+
+class Chunk(NamedTuple):
+    """What is read for a piece of work: the same elements of the base and of models."""
+
+    tensor: TensorPlan
+    start: int
+    base: Raw
+    tuned: Mapping[int, Raw]
+    """By model."""
+
+
+class Merged(NamedTuple):
+    """What became of a chunk."""
+
+    data: NDArray[np.uint8]
+    """As it is stored."""
+    models: list[list[int]]
+    """For each model: largest |δ|, elements over the threshold, survivors after each stage."""
+    exceptions: tuple[int, int]
+    """Elements that overflow, and that are NaN."""
+
+
+class Backend(Protocol):
+    """What a worker computes with. Each thread has one, which owns its buffers."""
+
+    def room(self, place: int, kind: StorageType, count: int) -> Raw:
+        """Where to read stored elements to: of the base (0), or of a model (from 1 on)."""
+
+    def merge(
+        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, alignment: int
+    ) -> Merged:
+        """Take a chunk through all stages and add what comes of it to the base.
+
+        The result begins so many bytes after a page.
+        """
+
+    def convert(self, chunk: Chunk, alignment: int) -> Merged:
+        """Only store the base in the type of the output."""
+
+    def block(self, chunk: Chunk, model: int, summaries: Summaries, before: int) -> Block:
+        """One model's delta, as it comes to the stage at a position of the chain."""
+
+    def deltas(
+        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any = None
+    ) -> Deltas:
+        """The deltas of all models, as they come to the combine stage."""
+
+
+class CpuBackend:
+    """The stages in NumPy, and the kernels `cpu` or `reference`, on this machine's processors."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._kernels = kernels.load(plan.backend)
+        self._inputs = np.empty((1 + len(plan.models), CHUNK * plan.cost.widest), np.uint8)
+        self._output = aligned_bytes(CHUNK * plan.cost.widest + ALIGNMENT)
+        self._scratch = Scratch(CHUNK)
+        self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
+        self._seeds = plan.recipe.seeds()
+        self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
+
+    def room(self, place: int, kind: StorageType, count: int) -> Raw:
+        return self._inputs[place, : count * kind.itemsize].view(kind.carrier)
+
+    def merge(
+        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, alignment: int
+    ) -> Merged:
+        deltas = self.deltas(chunk, summaries, summary)
+        merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
+        data, exceptions = self._add_to_base(chunk, merged, alignment)
+        return Merged(data, [block.figures() for block in deltas.blocks], exceptions)
+
+    def convert(self, chunk: Chunk, alignment: int) -> Merged:
+        if chunk.tensor.dtype == chunk.tensor.base.dtype:
+            data = self._room_for_output(chunk, alignment)
+            data[:] = chunk.base.view(np.uint8)
+            return Merged(data, [], (0, 0))
+        nothing = np.zeros(chunk.base.size, np.float32)
+        data, exceptions = self._add_to_base(chunk, nothing, alignment)
+        return Merged(data, [], exceptions)
+
+    def block(
+        self, chunk: Chunk, model: int, summaries: Summaries, before: int | None = None
+    ) -> Block:
+        tensor, tuned = chunk.tensor, chunk.tuned[model]
+        is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
+        block = Block(
+            self._kernels,
+            tensor.name,
+            chunk.start,
+            self._seeds[model],
+            tuned,
+            self._nothing[: tuned.size] if is_delta else chunk.base,
+            self._scratch,
+            self._threshold_bits,
+        )
+        draws = tensor.draws_of(self._plan.stages, model)
+        for position, settings in enumerate(tensor.settings_of(model)[:before]):
+            block.summary, block.draw = summaries.get(position), draws[position]
+            self._plan.stages[position].apply(block, **settings)
+            block.end_stage()
+        if before is not None:
+            block.draw = draws[before]
+        return block
+
+    def deltas(
+        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any = None
+    ) -> Deltas:
+        blocks = [self.block(chunk, model, summaries.get(model, {})) for model in chunk.tuned]
+        return Deltas(
+            self._kernels,
+            chunk.base,
+            blocks,
+            chunk.tensor.weights,
+            self._scratch,
+            self._threshold_bits,
+            summary,
+        )
+
+    def _room_for_output(self, chunk: Chunk, alignment: int) -> NDArray[np.uint8]:
+        nbytes = chunk.base.size * chunk.tensor.dtype.itemsize
+        return self._output[alignment : alignment + nbytes]
+
+    def _add_to_base(
+        self, chunk: Chunk, merged: NDArray[np.float32], alignment: int
+    ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        """Encode base + scale·merged; count results that overflow or are NaN."""
+        dtype = chunk.tensor.dtype
+        scale = np.float32(self._plan.recipe.scale)
+        data = self._room_for_output(chunk, alignment)
+        is_same = dtype == chunk.tensor.base.dtype
+        add = self._kernels.add_to_base if is_same else self._kernels.add_to_base_as
+        if add(chunk.base, merged, scale, data.view(dtype.carrier)) < dtype.overflow_bits:
+            return data, (0, 0)
+        limit = np.int32(dtype.overflow_bits)
+        overflowed, nans = self._kernels.count_exceptions(chunk.base, merged, scale, limit)
+        return data, (int(overflowed), int(nans))
