@@ -9,8 +9,8 @@ from dare.inputs.arrays import array_source
 from dare.inputs.sources import ArraySource
 from dare.output.report import make_report
 from dare.output.writer import ArraySink
+from dare.planning.data import Fate
 from dare.planning.make import make_plan
-from dare.planning.plan import Fate
 from dare.recipe.schema import Recipe
 from dare.run.execute import execute
 from dare.tensors.chunks import CHUNK

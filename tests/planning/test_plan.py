@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -10,10 +9,12 @@ import pytest
 from dare.api import merge_arrays, plan
 from dare.errors import Concern, MismatchError, RecipeError
 from dare.inputs.arrays import array_source
+from dare.planning.cost import INTERPRETER_BYTES
+from dare.planning.data import Fate
 from dare.planning.make import make_plan
-from dare.planning.plan import INTERPRETER_BYTES, Fate, Plan
+from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.run.worker import Worker
+from dare.run.backend import CpuBackend
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
 
@@ -236,25 +237,24 @@ def test_slerp_counts_a_tensor_that_a_model_lacks_as_unchanged():
 )
 def test_passes_and_bytes_read(settings, passes, bytes_read):
     made = plan_of(BASE, BASE, BASE, **settings)
-    assert made.passes == passes
-    assert made.bytes_read == bytes_read
+    assert made.cost.passes == passes
+    assert made.cost.bytes_read == bytes_read
 
 
 def test_bytes_written():
-    assert plan_of(BASE, BASE).bytes_written == 16 + 12 + 16
-    assert plan_of(BASE, BASE, dtype="F64").bytes_written == 32 + 48 + 16
-    assert plan_of({}, {}).bytes_written == 0
+    assert plan_of(BASE, BASE).cost.bytes_written == 16 + 12 + 16
+    assert plan_of(BASE, BASE, dtype="F64").cost.bytes_written == 32 + 48 + 16
+    assert plan_of({}, {}).cost.bytes_written == 0
 
 
 def test_models_of_other_types_cost_what_they_are():
     narrow = {**BASE, "w": np.zeros(4, np.float16)}
-    assert plan_of(BASE, narrow).bytes_read == (16 + 8) + (12 + 12) + (16 + 16)
+    assert plan_of(BASE, narrow).cost.bytes_read == (16 + 8) + (12 + 12) + (16 + 16)
 
 
 def allocated_bytes(made: Plan) -> int:
     """What a thread's private state really holds in arrays."""
-    worker = Worker(made, None, None, print, threading.Event())
-    found, left = {}, [vars(worker)]
+    found, left = {}, [vars(CpuBackend(made))]
     while left:
         value = left.pop()
         if isinstance(value, np.ndarray):
@@ -273,7 +273,7 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
     base = {"w": np.zeros(4, np.float16), "v": np.zeros(4, np.float16)}
     model = {**base, "v": np.zeros(1, np.float64), "x": np.zeros(1, np.float64)}
     made = plan_of(base, model, base, method=method, on_extra="drop", on_mismatch="base")
-    assert CHUNK * 4 < allocated_bytes(made) <= made.workspace_bytes
+    assert CHUNK * 4 < allocated_bytes(made) <= made.cost.workspace_bytes
 
 
 @pytest.mark.parametrize(
@@ -290,45 +290,47 @@ def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(model, se
     entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]
     usual = plan_of(base, base, base)
     made = plan_of(base, base, model, models=entries, **settings)
-    assert (usual.is_fused, made.is_fused) == (True, False)
-    wider = 4 * CHUNK * (made.widest - usual.widest)  # base, two models, output
-    assert made.workspace_bytes - usual.workspace_bytes == 4 * CHUNK * (2 + 4 + 1) + wider
+    assert (usual.cost.is_fused, made.cost.is_fused) == (True, False)
+    wider = 4 * CHUNK * (made.cost.widest - usual.cost.widest)  # base, two models, output
+    assert made.cost.workspace_bytes - usual.cost.workspace_bytes == 4 * CHUNK * (2 + 4 + 1) + wider
 
 
 def test_a_thread_takes_memory_for_the_widest_type():
     narrow = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float16)})
     wide = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float64)})
-    assert wide.workspace_bytes - narrow.workspace_bytes == 3 * 6 * CHUNK  # base, model, output
+    assert (
+        wide.cost.workspace_bytes - narrow.cost.workspace_bytes == 3 * 6 * CHUNK
+    )  # base, model, output
 
 
 def test_the_forecast_of_memory_is_the_interpreter_and_every_threads_share():
     made = plan_of(BASE, BASE, method="sum", threads=3)
-    assert made.peak_memory == INTERPRETER_BYTES + 3 * made.workspace_bytes
+    assert made.cost.peak_memory == INTERPRETER_BYTES + 3 * made.cost.workspace_bytes
     surveyed = plan_of(BASE, BASE, method="trim+sum", threads=2, max_memory=100_000_000)
-    left = 100_000_000 - 2 * surveyed.workspace_bytes
-    assert surveyed.spare_bytes == left // 2 // 2
-    each = surveyed.workspace_bytes + surveyed.spare_bytes
-    assert surveyed.peak_memory == INTERPRETER_BYTES + 2 * each
-    assert surveyed.buffer_bytes == surveyed.threads * each <= 100_000_000
+    left = 100_000_000 - 2 * surveyed.cost.workspace_bytes
+    assert surveyed.cost.spare_bytes == left // 2 // 2
+    each = surveyed.cost.workspace_bytes + surveyed.cost.spare_bytes
+    assert surveyed.cost.peak_memory == INTERPRETER_BYTES + 2 * each
+    assert surveyed.cost.buffer_bytes == surveyed.cost.threads * each <= 100_000_000
 
 
 def test_threads_are_as_many_as_memory_allows():
-    need = plan_of(BASE, BASE, threads=1).workspace_bytes
-    assert plan_of(BASE, BASE, threads=8, max_memory=8 * need).threads == 8
-    assert plan_of(BASE, BASE, threads=8, max_memory=4 * need - 1).threads == 3
-    assert plan_of(BASE, BASE, threads=8, max_memory=need).threads == 1
+    need = plan_of(BASE, BASE, threads=1).cost.workspace_bytes
+    assert plan_of(BASE, BASE, threads=8, max_memory=8 * need).cost.threads == 8
+    assert plan_of(BASE, BASE, threads=8, max_memory=4 * need - 1).cost.threads == 3
+    assert plan_of(BASE, BASE, threads=8, max_memory=need).cost.threads == 1
 
 
 @pytest.mark.parametrize("method", ["dare+linear", "dare+ties"])
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_too_little_memory_is_refused_with_an_amount_that_is_enough(method, kind):
     base = {"w": np.zeros(4, kind)}
-    need = plan_of(base, base, method=method).workspace_bytes
+    need = plan_of(base, base, method=method).cost.workspace_bytes
     match = f"max_memory = {need - 1}: one thread needs {need} bytes; allow at least"
     with pytest.raises(RecipeError, match=match) as caught:
         plan_of(base, base, method=method, max_memory=need - 1)
     advice = str(caught.value).split("allow at least ")[1]
-    assert plan_of(base, base, method=method, max_memory=advice).threads == 1
+    assert plan_of(base, base, method=method, max_memory=advice).cost.threads == 1
 
 
 # ---------------------------------------------------------------- warnings
@@ -381,8 +383,8 @@ def test_the_plan_is_json(tmp_path):
         "models": [{"name": "model0", "weight": 1.0, "seed": 42}],
         "passes": 2,
         "threads": 1,
-        "peak_memory_bytes": made.peak_memory,
-        "buffer_bytes": made.peak_memory - INTERPRETER_BYTES,
+        "peak_memory_bytes": made.cost.peak_memory,
+        "buffer_bytes": made.cost.peak_memory - INTERPRETER_BYTES,
         "max_memory_bytes": 1 << 30,
         "bytes_read": 16 + 16 + 32 + 16 + 16,
         "bytes_written": 32,

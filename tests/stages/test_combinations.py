@@ -17,8 +17,8 @@ import pytest
 import dare
 from dare.inputs.arrays import array_source
 from dare.output.writer import ArraySink
+from dare.planning.cost import INTERPRETER_BYTES
 from dare.planning.make import make_plan
-from dare.planning.plan import INTERPRETER_BYTES
 from dare.run.execute import execute
 from dare.stages import STAGES
 from dare.tensors.header import TensorInfo

@@ -37,11 +37,7 @@ MATRIX = (97, 61)
 """In place of the largest, for matrix stages; enough for BLAS to use two threads."""
 NAMES = ("base", "math", "code", "chat")
 METHODS = [name if stage.kind == "combine" else f"{name}+linear" for name, stage in STAGES.items()]
-MATRIX_METHODS = [
-    method
-    for method in METHODS
-    if (stage := STAGES[method.partition("+")[0]]).survey_bytes and stage.name != "della"
-]
+MATRIX_METHODS = [method for method in METHODS if STAGES[method.partition("+")[0]].sees == "matrix"]
 
 QUICK = {"wudi": {"steps": 5}}
 """Of 300 steps one is like the other."""

@@ -322,16 +322,16 @@ def test_the_plan_knows_the_memory_and_refuses_too_little(method):
     assert planned.cost.matrix_bytes >= 3 * 1000 * 2000 * 4
     assert planned.cost.peak_memory > (planned.cost.threads + 1) * planned.cost.matrix_bytes
     enough = planned.cost.least_memory
-    assert plan(method, [(1000, 2000)], models=3, max_memory=enough).threads == 1
+    assert plan(method, [(1000, 2000)], models=3, max_memory=enough).cost.threads == 1
     with pytest.raises(RecipeError, match=f"one thread needs {enough} bytes"):
         plan(method, [(1000, 2000)], models=3, max_memory=enough - 1)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_vectors_take_no_matrices(method):
-    assert plan(method, [(1 << 20,), ()], models=3).matrix_bytes == 0
+    assert plan(method, [(1 << 20,), ()], models=3).cost.matrix_bytes == 0
 
 
 def test_stages_that_do_nothing_take_no_matrices():
     stages = {"star": {"singular_share": 1.0}, "fourier": {"radius": 0.0}}
-    assert plan("star+fourier+sum", [(1000, 1000)], stages=stages).matrix_bytes == 0
+    assert plan("star+fourier+sum", [(1000, 1000)], stages=stages).cost.matrix_bytes == 0

@@ -134,7 +134,7 @@ def test_shards_do_not_change_it_and_the_plan_counts_the_passes(tmp_path):
         "verbose": False,
     }
     one = dare.Recipe(output=tmp_path / "one.safetensors", **recipe)
-    assert dare.plan(one).passes == 3
+    assert dare.plan(one).cost.passes == 3
     dare.merge(one)
     dare.merge(dare.Recipe(output=tmp_path / "many", shard_size=500, **recipe))
     merged = load_file(tmp_path / "one.safetensors")

@@ -28,8 +28,9 @@ from dare.inputs.opening import open_inputs
 from dare.inputs.reading import read_floats
 from dare.inputs.sources import Source, open_source
 from dare.output.manifest import find_manifest, repeating_document
+from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES

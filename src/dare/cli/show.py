@@ -16,7 +16,8 @@ from rich.text import Text
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice
 from dare.output.terminal import make_table, print_titled
-from dare.planning.plan import Fate, Plan
+from dare.planning.data import Fate
+from dare.planning.plan import Plan
 from dare.stages import ALIASES, STAGES, Stage
 from dare.tensors.sizes import show_size
 

@@ -34,8 +34,9 @@ from dare.lora.svd import (
 )
 from dare.lora.writing import AdapterOutput, check_output, manifest_of, peft_config, readme_of
 from dare.output.writer import ArraySink
+from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.run.execute import Conclusions, draw_conclusions, execute
 from dare.tensors.chunks import chunk_spans

@@ -15,7 +15,8 @@ import numpy as np
 
 from dare.errors import Concern, Notice
 from dare.output.writer import Record
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.data import TensorPlan
+from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
 from dare.tensors.digest import model_digest, tensor_digest
 from dare.tensors.header import TensorInfo

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from dare.planning.data import PlanData, TensorPlan
 from dare.planning.machine import available_cores
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 from dare.tensors.sizes import show_size
-
-if TYPE_CHECKING:
-    from dare.planning.plan import Plan, TensorPlan
 
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
@@ -22,7 +19,7 @@ INTERPRETER_BYTES = 200 << 20
 class Cost:
     """The figures of one plan."""
 
-    plan: Plan
+    plan: PlanData
 
     @cached_property
     def passes(self) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 from dare.errors import Concern, MismatchError, Notice, RecipeError
 from dare.inputs.sources import Source
 from dare.kernels import check_backend
+from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import lay_out
-from dare.planning.plan import Fate, Plan, TensorPlan
+from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
 from dare.recipe.schema import Recipe
 from dare.stages import Settings, Stage

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.data import TensorPlan
+from dare.planning.plan import Plan
 from dare.stages import Block, Deltas, Scratch
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import StorageType

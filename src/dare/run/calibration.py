@@ -23,7 +23,8 @@ from dare import kernels
 from dare.inputs.sources import ArraySource
 from dare.kernels.reference import encode
 from dare.output.writer import ArraySink
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.data import TensorPlan
+from dare.planning.plan import Plan
 from dare.run.execute import execute
 from dare.tensors.files import OutputFile, aligned_bytes, read_at
 from dare.tensors.header import TensorInfo

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dare.planning.plan import CensusPlan, Fate, Plan, TensorPlan
+from dare.planning.data import CensusPlan, Fate, TensorPlan
+from dare.planning.plan import Plan
 
 Id = tuple[Any, ...]
 

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dare import __version__
+from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.plan import Plan
 from dare.run.calibration import (
     LOADING_SECONDS,
     Disk,

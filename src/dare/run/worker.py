@@ -8,7 +8,8 @@ from typing import Any
 
 from dare.errors import MismatchError
 from dare.output.writer import Record, Sink
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.data import TensorPlan
+from dare.planning.plan import Plan
 from dare.run.backend import Backend, Chunk, Merged, Raw, Summaries
 from dare.run.graph import (
     Conclude,

@@ -23,7 +23,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -177,7 +176,7 @@ class Stage:
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
     models: int | None = None
     """How many models a combine stage takes, if not any number."""
-    preceded_by: Mapping[str, str] = MappingProxyType({})
+    preceded_by: Mapping[str, str] = field(default_factory=dict)
     """Parameters that, when given, put the delta stage named here before this one."""
     origin: str = ""
     """Where it is from, if not from this package: a file's digest, or a package and its version."""

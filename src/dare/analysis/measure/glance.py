@@ -20,7 +20,8 @@ from dare.errors import Concern, Notice
 from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread, squared_values
-from dare.planning.plan import Plan, TensorPlan
+from dare.planning.data import TensorPlan
+from dare.planning.plan import Plan
 from dare.tensors.names import is_embedding
 
 Floats = NDArray[np.float32]
