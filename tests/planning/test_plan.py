@@ -14,7 +14,7 @@ from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.run.backend import CpuBackend
+from dare.run.backend import Backend
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
 
@@ -254,7 +254,7 @@ def test_models_of_other_types_cost_what_they_are():
 
 def allocated_bytes(made: Plan) -> int:
     """What a thread's private state really holds in arrays."""
-    found, left = {}, [vars(CpuBackend(made))]
+    found, left = {}, [vars(Backend(made))]
     while left:
         value = left.pop()
         if isinstance(value, np.ndarray):

@@ -84,53 +84,13 @@ def _plan_tensor(
     warnings: list[Notice],
 ) -> TensorPlan:
     name = base.name
-    combine = recipe.chain[-1][0]
-    takes_part, mismatched, missing = [], [], []
-    for index, model in enumerate(models):
-        info = model.tensors.get(name)
-        if info is None:
-            if base.dtype.is_weight and not model.is_partial:
-                missing.append(names[index])
-            if combine.models is not None:  # it takes them all, so this one's delta is read as zero
-                takes_part.append(index)
-        elif info.shape != base.shape or (
-            info.dtype != base.dtype and not _both_weights(info, base)
-        ):
-            mismatched.append(
-                f"{name}: base is {_describe(base)}, {names[index]} is {_describe(info)}"
-            )
-        else:
-            takes_part.append(index)
-
-    if missing:
-        line = f"{name}: not in {', '.join(missing)}"
-        if recipe.on_missing == "error":
-            problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
-        else:
-            text = f"{line}; its change there counts as zero"
-            warnings.append(Notice(Concern.MISSING_TENSORS, text))
-    for line in mismatched:
-        if recipe.on_mismatch == "error":
-            problems.append(f'{line}; set on_mismatch = "base" to keep the base\'s')
-        else:
-            warnings.append(Notice(Concern.MISMATCHED_TENSORS, f"{line}; the base's is kept"))
-
-    if mismatched:
-        fate, takes_part = Fate.MISMATCHED, []
-    elif not base.dtype.is_weight:
-        fate = Fate.COPIED
-        takes_part = takes_part if recipe.on_integer_mismatch == "error" else []
-    else:
-        changed = any(name in model.tensors for model in models)
-        fate = Fate.MERGED if changed else Fate.BASE_ONLY
-        takes_part = takes_part if fate is Fate.MERGED else []
-
+    fate, takes_part = _fate(recipe, base, models, names, problems, warnings)
     dtype = base.dtype
     if base.dtype.is_weight and recipe.dtype is not None:
         dtype = STORAGE_TYPES[recipe.dtype]
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     combine_settings = recipe.combine_settings_for(name, depth)
-    _check(combine, combine_settings, f"{name}: ")
+    _check(recipe.chain[-1][0], combine_settings, f"{name}: ")
     for index, values_of_stages in zip(takes_part, settings, strict=True):
         for (stage, _), values in zip(recipe.chain, values_of_stages, strict=False):
             _check(stage, values, f"{name} of {names[index]}: ")
@@ -145,6 +105,52 @@ def _plan_tensor(
         tuple(recipe.weight_for(name, index, depth) for index in takes_part),
         combine_settings,
     )
+
+
+def _fate(
+    recipe: Recipe,
+    base: TensorInfo,
+    models: Sequence[Source],
+    names: Sequence[str],
+    problems: list[str],
+    warnings: list[Notice],
+) -> tuple[Fate, list[int]]:
+    """What becomes of a tensor, and the models that take part in it."""
+    name = base.name
+    takes_part, mismatched, missing = [], [], []
+    takes_all = recipe.chain[-1][0].models is not None  # then a missing delta is read as zero
+    for index, (model, model_name) in enumerate(zip(models, names, strict=True)):
+        info = model.tensors.get(name)
+        if info is None:
+            if base.dtype.is_weight and not model.is_partial:
+                missing.append(model_name)
+            takes_part += [index] * takes_all
+        elif info.shape == base.shape and (info.dtype == base.dtype or _are_weights(info, base)):
+            takes_part.append(index)
+        else:
+            mismatched.append(f"base is {_describe(base)}, {model_name} is {_describe(info)}")
+
+    if missing:
+        line = f"{name}: not in {', '.join(missing)}"
+        if recipe.on_missing == "error":
+            problems.append(f'{line}; set on_missing = "base" to count its change there as zero')
+        else:
+            text = f"{line}; its change there counts as zero"
+            warnings.append(Notice(Concern.MISSING_TENSORS, text))
+    for line in mismatched:
+        if recipe.on_mismatch == "error":
+            problems.append(f'{name}: {line}; set on_mismatch = "base" to keep the base\'s')
+        else:
+            text = f"{name}: {line}; the base's is kept"
+            warnings.append(Notice(Concern.MISMATCHED_TENSORS, text))
+
+    if mismatched:
+        return Fate.MISMATCHED, []
+    if not base.dtype.is_weight:
+        return Fate.COPIED, takes_part if recipe.on_integer_mismatch == "error" else []
+    if any(name in model.tensors for model in models):
+        return Fate.MERGED, takes_part
+    return Fate.BASE_ONLY, []
 
 
 def _check(stage: Stage, settings: Settings, where: str) -> None:
@@ -222,8 +228,8 @@ def _values(recipe: Recipe, parameter: str) -> set[Any]:
     return {value for values in lists for value in values}
 
 
-def _both_weights(left: TensorInfo, right: TensorInfo) -> bool:
-    return left.dtype.is_weight and right.dtype.is_weight
+def _are_weights(*infos: TensorInfo) -> bool:
+    return all(info.dtype.is_weight for info in infos)
 
 
 def _describe(info: TensorInfo) -> str:

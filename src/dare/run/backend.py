@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,34 +43,12 @@ class Merged(NamedTuple):
     """Elements that overflow, and that are NaN."""
 
 
-class Backend(Protocol):
-    """What a worker computes with. Each thread has one, which owns its buffers."""
+class Backend:
+    """What a worker computes with: each thread has one, which owns its buffers.
 
-    def room(self, place: int, kind: StorageType, count: int) -> Raw:
-        """Where to read stored elements to: of the base (0), or of a model (from 1 on)."""
-
-    def merge(
-        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, alignment: int
-    ) -> Merged:
-        """Take a chunk through all stages and add what comes of it to the base.
-
-        The result begins so many bytes after a page.
-        """
-
-    def convert(self, chunk: Chunk, alignment: int) -> Merged:
-        """Only store the base in the type of the output."""
-
-    def block(self, chunk: Chunk, model: int, summaries: Summaries, before: int) -> Block:
-        """One model's delta, as it comes to the stage at a position of the chain."""
-
-    def deltas(
-        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any = None
-    ) -> Deltas:
-        """The deltas of all models, as they come to the combine stage."""
-
-
-class CpuBackend:
-    """The stages in NumPy, and the kernels `cpu` or `reference`, on this machine's processors."""
+    This one runs the stages on NumPy arrays, with the kernels `cpu` or `reference`. Another device
+    overrides `merge` for chains whose stages are lazy; the others compute on arrays, here.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -83,17 +61,23 @@ class CpuBackend:
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
     def room(self, place: int, kind: StorageType, count: int) -> Raw:
+        """Where to read stored elements to: of the base (0), or of a model (from 1 on)."""
         return self._inputs[place, : count * kind.itemsize].view(kind.carrier)
 
     def merge(
         self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, alignment: int
     ) -> Merged:
+        """Take a chunk through all stages and add what comes of it to the base.
+
+        The result begins so many bytes after the start of a page.
+        """
         deltas = self.deltas(chunk, summaries, summary)
         merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
         data, exceptions = self._add_to_base(chunk, merged, alignment)
         return Merged(data, [block.figures() for block in deltas.blocks], exceptions)
 
     def convert(self, chunk: Chunk, alignment: int) -> Merged:
+        """Only store the base in the type of the output."""
         if chunk.tensor.dtype == chunk.tensor.base.dtype:
             data = self._room_for_output(chunk, alignment)
             data[:] = chunk.base.view(np.uint8)
@@ -105,6 +89,7 @@ class CpuBackend:
     def block(
         self, chunk: Chunk, model: int, summaries: Summaries, before: int | None = None
     ) -> Block:
+        """One model's delta, as it comes to the stage at a position of the chain, or to its end."""
         tensor, tuned = chunk.tensor, chunk.tuned[model]
         is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
         block = Block(
@@ -129,6 +114,7 @@ class CpuBackend:
     def deltas(
         self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any = None
     ) -> Deltas:
+        """The deltas of all models, as they come to the combine stage."""
         blocks = [self.block(chunk, model, summaries.get(model, {})) for model in chunk.tuned]
         return Deltas(
             self._kernels,

@@ -11,7 +11,7 @@ from dare import kernels
 from dare.kernels.linalg import one_blas_thread
 from dare.output.writer import ArraySink, Record, Sink
 from dare.planning.plan import Plan
-from dare.run.backend import CpuBackend
+from dare.run.backend import Backend
 from dare.run.graph import Conclude, Copy, Id, Merge, Step, list_census_steps, list_steps
 from dare.run.threads import run_steps
 from dare.run.worker import Progress, Worker
@@ -79,7 +79,7 @@ def _run(
         stack.enter_context(kernels.load(plan.backend).announcing(announce))
         run_steps(
             list(steps),
-            lambda stop: Worker(plan, CpuBackend(plan), sink, progress, stop),
+            lambda stop: Worker(plan, Backend(plan), sink, progress, stop),
             plan.cost.threads,
             known=known,
             collect=collect,

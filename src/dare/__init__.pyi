@@ -1,0 +1,52 @@
+"""The names of the package with their types, for those who check them; `__init__.py` loads them."""
+
+from dare.analysis.judge.advice import advise as advise
+from dare.analysis.judge.judgement import Advice as Advice, Readiness as Readiness
+from dare.analysis.judge.readiness import assess as assess
+from dare.analysis.measure.analyzing import analyze as analyze, analyze_arrays as analyze_arrays
+from dare.analysis.results import Analysis as Analysis
+from dare.analysis.sparsity import (
+    Configuration as Configuration,
+    DARESparsityAnalyzer as DARESparsityAnalyzer,
+    LayerSparsityMetrics as LayerSparsityMetrics,
+    SparsityAnalysis as SparsityAnalysis,
+    dare_merge_readiness as dare_merge_readiness,
+)
+from dare.api import (
+    load_recipe as load_recipe,
+    merge as merge,
+    merge_arrays as merge_arrays,
+    plan as plan,
+)
+from dare.compat import (
+    DareConfig as DareConfig,
+    DareMerger as DareMerger,
+    dare_drop as dare_drop,
+    dare_merge as dare_merge,
+    dare_slerp_merge as dare_slerp_merge,
+    dare_sparsify as dare_sparsify,
+    dare_ties_merge as dare_ties_merge,
+    detect_delta_sparsity as detect_delta_sparsity,
+    ties_disjoint_merge as ties_disjoint_merge,
+    ties_elect_sign as ties_elect_sign,
+    ties_trim as ties_trim,
+)
+from dare.errors import (
+    DareError as DareError,
+    DareWarning as DareWarning,
+    HeaderError as HeaderError,
+    InputError as InputError,
+    MismatchError as MismatchError,
+    OutputError as OutputError,
+    RecipeError as RecipeError,
+    VerificationError as VerificationError,
+)
+from dare.output.report import Report as Report
+from dare.output.verification import Verification as Verification, verify as verify
+from dare.planning.plan import Plan as Plan
+from dare.recipe.schema import ModelEntry as ModelEntry, Recipe as Recipe, TensorRule as TensorRule
+from dare.run.rates import Estimate as Estimate, estimate as estimate
+from dare.stages.outside import load_stages as load_stages
+from dare.tensors.mask import MASK_VERSION as MASK_VERSION, keep_mask as keep_mask
+
+__version__: str
