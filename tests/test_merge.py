@@ -335,7 +335,7 @@ def test_the_first_compilation_is_announced_and_takes_seconds(models, tmp_path):
     first, second = run(), run()
     assert b"compiling kernels" in first.stderr
     assert second.stderr == b""
-    assert float(first.stdout) < 30  # about 5 s on an idle machine
+    assert float(first.stdout) < 60  # about 5 s on an idle machine
 
 
 def test_the_progress_is_the_bytes_read(models, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def start(folder):
     return subprocess.Popen([sys.executable, "-c", code, folder / "recipe.toml"])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(given, seed):
     recipe, expected, folder = given
     recipe.output.unlink(missing_ok=True)

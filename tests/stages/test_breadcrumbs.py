@@ -84,7 +84,7 @@ def test_after_dare_survivors_are_counted():
     assert found[keep].tolist() == middle(delta[keep], 0.5, 0.1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 60).flatmap(
         lambda size: arrays.arrays(

@@ -59,7 +59,7 @@ def test_as_many_as_there_are_is_a_sum(merged):
     assert merged([1, 2, 3], [4, 5, 6], n=8, m=8) == [5, 7, 9]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 40)).flatmap(
         lambda shape: arrays.arrays(np.float32, shape, elements=st.integers(-9, 9).map(float))

@@ -102,7 +102,7 @@ def test_dropped_infinities_and_nans_do_not_spread(merged):
     assert (np.isfinite(found) == (~keep | (np.arange(64) % 4 == 0))).all()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     arrays.arrays(np.float32, (4, 50), elements=st.integers(-99, 99).map(float)),
     st.floats(0.3, 0.7),
@@ -150,7 +150,7 @@ def test_the_numbers_of_the_mask():
         assert ((numbers[1] < np.uint64(keep_threshold(rate))) == keep).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2000), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 2**32))
 def test_dropping_by_rank(size, columns, group, seed):
     """Both kernels agree; thresholds are drawn among few, so that lanes equal them often."""
@@ -167,7 +167,7 @@ def test_dropping_by_rank(size, columns, group, seed):
         assert one.tobytes() == other.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(0, 5), st.integers(1, 200)).flatmap(
         lambda shape: arrays.arrays(

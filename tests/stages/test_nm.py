@@ -95,7 +95,7 @@ def test_models_with_one_seed_and_other_turns_do_not_overlap():
     assert all((part.reshape(-1, 8).sum(axis=1) == 2).all() for part in found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 40)).flatmap(
         lambda shape: arrays.arrays(

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 
 import dare
 from dare.kernels import cpu, reference
-from dare.planning.plan import Plan
+from dare.planning.cost import Cost
 
 
 def compete(*deltas, ratio=0.1, **settings):
@@ -136,7 +136,7 @@ def test_over_many_chunks():
 def test_scores_are_counted_again_where_there_is_no_room_to_remember_them(monkeypatch):
     deltas = large_deltas(2)
     remembered = compete(*deltas)
-    monkeypatch.setattr(Plan, "spare_bytes", 0)
+    monkeypatch.setattr(Cost, "spare_bytes", 0)
     assert compete(*deltas).tobytes() == remembered.tobytes()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import dare
-from dare.planning.plan import Plan
+from dare.planning.cost import Cost
 from dare.stages import STAGES
 
 PER_MODEL = {"keep_ratio": 0.5, "scope": "model"}
@@ -91,7 +91,7 @@ def test_a_model_that_has_less_than_that_is_kept_whole():
 @pytest.mark.parametrize("spare_bytes", [0, None])
 def test_exact_over_chunks_threads_and_memory(threads, spare_bytes, monkeypatch):
     if spare_bytes is not None:
-        monkeypatch.setattr(Plan, "spare_bytes", spare_bytes)
+        monkeypatch.setattr(Cost, "spare_bytes", spare_bytes)
     generator = np.random.default_rng(0)
     shapes = {"a": (700, 1000), "b": (7,), "c": (40, 30), "empty": (0, 3), "scalar": ()}
     model = {
