@@ -21,13 +21,7 @@ from dare.errors import InputError
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
-from dare.recipe.hub_names import (
-    WEIGHT_SUFFIXES,
-    Name,
-    looks_like_name,
-    parse_name,
-    written_name,
-)
+from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, looks_like_name, parse_name
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
@@ -81,7 +75,7 @@ class Resolved:
         """
         if self.repo is None:
             return self.path
-        return Path(written_name(self.repo, self.inside, self.commit))
+        return Path(str(Name(self.repo, self.inside, self.commit)))
 
 
 def resolve(path: Path, *, verbose: bool) -> Resolved:
@@ -186,7 +180,7 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
         return SINGLE_NAME if SINGLE_NAME in weights else weights[0]
     revision = name.revision or "main"
     others = weights or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
-    example = written_name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
+    example = Name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
     if weights:
         raise InputError(
             f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which belong "

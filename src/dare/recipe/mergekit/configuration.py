@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,8 @@ TensorsOf = Callable[[Path], Iterable[str]]
 """The names of a model's tensors."""
 
 TOP_KEYS = (
-    "merge_method",
-    "base_model",
-    "models",
-    "slices",
-    "modules",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-    "chat_template",
+    *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype"),
+    *("out_dtype", "tokenizer_source", "tokenizer", "chat_template"),
 )
 PARAMETERS = (
     *("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon"),
@@ -34,6 +25,10 @@ PARAMETERS = (
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
 """What any of mergekit's methods takes."""
+ENTRY_KEYS = {
+    "a model": ("model", "parameters"),
+    "a source": ("model", "parameters", "layer_range"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,13 +63,7 @@ def read_config(
     `not_converted` says of other methods why they cannot be converted, `tensors_of` what the
     tensors of a model are called.
     """
-    table = {
-        key: node
-        for key, node in as_table(root, TOP_KEYS, "a configuration").items()
-        if node.value is not None
-    }
-    if "merge_method" not in table:
-        raise root.refuse("merge_method is missing")
+    table = as_table(root, TOP_KEYS, "a configuration", required="merge_method")
     method = as_text(table["merge_method"], "merge_method")
     if method not in methods:
         reason = not_converted.get(method)
@@ -94,12 +83,15 @@ def read_config(
     base = _base(table)
     whole = _parameters(table, "the configuration")
     if "models" in table:
-        inputs = _inputs_of_models(table["models"], base, whole, notes)
-        shared: tuple[Table, ...] = (whole,)
+        inputs, shared = _inputs_of_models(table["models"], base, whole, notes), (whole,)
     else:
-        inputs, between, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
-        shared = (between, whole)
-    _check_distinct(inputs)
+        inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
+    lines: dict[str, int] = {}
+    for given in inputs:
+        if given.model in lines:
+            line = lines[given.model]
+            raise given.node.refuse(f"{given.model}: is given on line {line} already")
+        lines[given.model] = given.node.line
     return Config(
         method,
         table["merge_method"],
@@ -116,18 +108,9 @@ def read_config(
 
 def _parameters(table: Table, what: str) -> Table:
     node = table.get("parameters")
-    if node is None or node.value is None:
+    if node is None:
         return {}
-    return as_table(node, PARAMETERS, f"the parameters of {what}")
-
-
-def _check_distinct(inputs: Sequence[Input]) -> None:
-    seen: dict[str, int] = {}
-    for given in inputs:
-        if given.model in seen:
-            line = seen[given.model]
-            raise given.node.refuse(f"{given.model}: is given on line {line} already")
-        seen[given.model] = given.node.line
+    return as_table(node, PARAMETERS, f"the parameters of {what}", keeps_null=True)
 
 
 # ---------------------------------------------------------------- models
@@ -146,56 +129,48 @@ def _base(table: Table) -> str | None:
 def _reference(node: Node) -> tuple[str, str | None]:
     """The path or name of a model, and of the adapter that mergekit would put on it."""
     if isinstance(node.value, dict):
-        table = as_table(node, ("model", "lora", "override_architecture"), "a model")
-        if "model" not in table:
-            raise node.refuse("model is missing")
-        lora = table.get("lora")
-        adapter = None if lora is None or lora.value is None else _path(lora)
-        return _path(table["model"]), adapter
-    words = as_text(node, "model").split("+")
-    if len(words) > 2:
+        known = ("model", "lora", "override_architecture")
+        table = as_table(node, known, "a model", required="model")
+        return _path(table["model"]), _path(table["lora"]) if "lora" in table else None
+    model, *adapters = as_text(node, "model").split("+")
+    if len(adapters) > 1:
         raise node.refuse(f"{node.value!r} is not MODEL or MODEL+ADAPTER")
-    return words[0], words[1] if len(words) == 2 else None
+    return model, adapters[0] if adapters else None
 
 
 def _path(node: Node) -> str:
     if not isinstance(node.value, dict):
         return as_text(node, "model")
-    table = as_table(node, ("path", "revision"), "the path of a model")
-    if "path" not in table:
-        raise node.refuse("path is missing")
-    revision = table.get("revision")
+    table = as_table(node, ("path", "revision"), "the path of a model", required="path")
+    revision = table["revision"].value if "revision" in table else None
     path = as_text(table["path"], "path")
-    return f"{path}@{revision.value}" if revision and revision.value else path
+    return f"{path}@{revision}" if revision else path
 
 
-def _file_of(node: Node, base: str | None, notes: list[str]) -> str:
-    """The file that stands for a model: the model's, or that of its adapter."""
+def _input(
+    item: Node, what: str, base: str | None, scopes: tuple[Table, ...], notes: list[str]
+) -> Input:
+    """An entry of `models` or `sources`; a model's adapter stands for it, if it has one."""
+    table = as_table(item, ENTRY_KEYS[what], what, required="model")
+    node = table["model"]
     model, lora = _reference(node)
-    if lora is None:
-        return model
-    if model != base:
-        raise node.refuse(
-            f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; merge "
-            "this one into its model first"
+    if lora is not None:
+        if model != base:
+            raise node.refuse(
+                f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; "
+                "merge this one into its model first"
+            )
+        notes.append(
+            f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base "
+            "and rounds the sum"
         )
-    notes.append(
-        f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base and "
-        "rounds the sum"
-    )
-    return lora
+    return Input(lora or model, item, (_parameters(table, what), *scopes))
 
 
 def _inputs_of_models(
     node: Node, base: str | None, whole: Table, notes: list[str]
 ) -> tuple[Input, ...]:
-    inputs = []
-    for item in as_items(node, "models"):
-        table = as_table(item, ("model", "parameters"), "a model")
-        if "model" not in table:
-            raise item.refuse("model is missing")
-        name = _file_of(table["model"], base, notes)
-        inputs.append(Input(name, item, (_parameters(table, "a model"), whole)))
+    inputs = [_input(item, "a model", base, (whole,), notes) for item in as_items(node, "models")]
     if base is not None and base not in [given.model for given in inputs]:
         inputs.append(Input(base, node, (whole,)))
     return tuple(inputs)
@@ -206,48 +181,48 @@ def _inputs_of_models(
 
 def _inputs_of_slices(
     node: Node, base: str | None, whole: Table, notes: list[str], tensors_of: TensorsOf
-) -> tuple[tuple[Input, ...], Table, str | None]:
+) -> tuple[tuple[Input, ...], tuple[Table, ...], str | None]:
     """The inputs of slices that together are the whole model, and what they share."""
     known = ("sources", "parameters", "base_model", "residual_weight")
-    start, found = 0, []
+    end, slices = 0, []
     for item in as_items(node, "slices"):
         table = as_table(item, known, "a slice")
-        if "residual_weight" in table and table["residual_weight"].value is not None:
+        if "residual_weight" in table:
             raise table["residual_weight"].refuse("residual_weight: cannot be converted")
         if "sources" not in table:
             raise item.refuse("sources is missing")
-        own_base = _base(table) or base
-        between = _parameters(table, "a slice")
+        slice_base = _base(table) or base
+        shared = _parameters(table, "a slice"), whole
         sources = as_items(table["sources"], "sources")
         spans = {_span(source) for source in sources}
-        if len(spans) > 1 or next(iter(spans))[0] != start:
+        if len(spans) > 1 or next(iter(spans))[0] != end:
             raise item.refuse(
-                f"layer_range: this slice must begin with layer {start} of every model; layers "
+                f"layer_range: this slice must begin with layer {end} of every model; layers "
                 "are merged where they are, and cannot be stacked in another order"
             )
-        start = next(iter(spans))[1]
-        inputs = tuple(_input_of_source(s, own_base, between, whole, notes) for s in sources)
-        found.append((item, inputs, between, own_base))
+        end = next(iter(spans))[1]
+        inputs = tuple(_input(s, "a source", slice_base, shared, notes) for s in sources)
+        slices.append((item, inputs, shared, slice_base))
 
-    item, inputs, between, own_base = found[0]
-    for other, *described in found[1:]:
-        if _comparable(described) != _comparable([inputs, between, own_base]):
-            raise other.refuse(
+    _, inputs, shared, slice_base = slices[0]
+    for item, *described in slices[1:]:
+        if _comparable(*described) != _comparable(inputs, shared, slice_base):
+            raise item.refuse(
                 "this slice is not like the first: slices with models or parameters of their own "
                 "cannot be converted; write one slice, and lists of values for the layers"
             )
-    if len(found) > 1 and any(map(has_gradient, (whole, between, *(i.scopes[0] for i in inputs)))):
+    if len(slices) > 1 and any(map(has_gradient, (*shared, *(i.scopes[0] for i in inputs)))):
         raise node.refuse(
             "lists of values run over each slice anew, which cannot be converted; write one slice"
         )
-    _check_layers(own_base or inputs[0].model, start, node, notes, tensors_of)
-    return inputs, between, own_base
+    _check_layers(slice_base or inputs[0].model, end, node, notes, tensors_of)
+    return inputs, shared, slice_base
 
 
 def _span(source: Node) -> tuple[int, int]:
-    table = as_table(source, ("model", "layer_range", "parameters"), "a source")
+    table = as_table(source, ENTRY_KEYS["a source"], "a source")
+    ends = table["layer_range"].plain if "layer_range" in table else None
     node = table.get("layer_range", source)
-    ends = node.plain if node is not source else None
     if not isinstance(ends, list) or len(ends) != 2 or not all(type(end) is int for end in ends):
         raise node.refuse("layer_range: must be two whole numbers, as in [0, 32]")
     if ends[0] >= ends[1]:
@@ -255,21 +230,11 @@ def _span(source: Node) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _input_of_source(
-    source: Node, base: str | None, between: Table, whole: Table, notes: list[str]
-) -> Input:
-    table = as_table(source, ("model", "layer_range", "parameters"), "a source")
-    if "model" not in table:
-        raise source.refuse("model is missing")
-    own = _parameters(table, "a source")
-    return Input(_file_of(table["model"], base, notes), source, (own, between, whole))
-
-
-def _comparable(described: Sequence[Any]) -> Any:
+def _comparable(inputs: Iterable[Input], shared: tuple[Table, ...], base: str | None) -> Any:
     """Inputs, shared parameters and base of a slice, without places."""
-    inputs, between, base = described
-    own = [(given.model, {k: v.plain for k, v in given.scopes[0].items()}) for given in inputs]
-    return own, {key: node.plain for key, node in between.items()}, base
+    tables = [shared[0], *(given.scopes[0] for given in inputs)]
+    plain = [{key: node.plain for key, node in table.items()} for table in tables]
+    return plain, [given.model for given in inputs], base
 
 
 def _check_layers(
@@ -295,20 +260,17 @@ def _check_layers(
 
 
 def _tokenizer_source(table: Table) -> str | None:
-    if "tokenizer" in table and "tokenizer_source" in table:
-        raise table["tokenizer"].refuse("give either tokenizer or tokenizer_source")
-    if "tokenizer_source" in table:
-        return _reference(table["tokenizer_source"])[0]
     if "tokenizer" not in table:
-        return None
-    given = as_table(
-        table["tokenizer"], ("source", "tokens", "pad_to_multiple_of"), "the tokenizer"
-    )
+        source = table.get("tokenizer_source")
+        return None if source is None else _reference(source)[0]
+    if "tokenizer_source" in table:
+        raise table["tokenizer"].refuse("give either tokenizer or tokenizer_source")
+    known = ("source", "tokens", "pad_to_multiple_of")
+    given = as_table(table["tokenizer"], known, "the tokenizer")
     for key in ("tokens", "pad_to_multiple_of"):
-        if key in given and given[key].value is not None:
+        if key in given:
             raise given[key].refuse(f"{key}: embeddings of single tokens cannot be chosen here")
-    source = given.get("source")
-    return "union" if source is None else _reference(source)[0]
+    return _reference(given["source"])[0] if "source" in given else "union"
 
 
 def _chat_template(table: Table) -> str | None:

@@ -5,28 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dare.errors import did_you_mean
+from dare.errors import RecipeError, did_you_mean
 from dare.recipe.mergekit.configuration import Config
 from dare.recipe.mergekit.nodes import Node
-from dare.recipe.mergekit.parameters import Case, Cases
+from dare.recipe.mergekit.parameters import Cases
 from dare.stages import STAGES
 from dare.tensors.dtypes import MODEL_TYPES
 
 
 class Draft:
-    """The tables of a recipe, being filled in."""
+    """The tables of a recipe, being filled in from a configuration."""
 
     def __init__(self, config: Config) -> None:
+        self.config = config
+        self.differences: list[str] = []
+        self.notes: list[str] = []
         self._document: dict[str, Any] = {}
         self._rules: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
         self._base = ""
-        self.differences: list[str] = []
-        self.notes: list[str] = []
-        for key in (config.out_dtype, config.dtype):
-            if key is not None:
-                self._document["dtype"] = storage_type(key)
-                break
+        if node := config.out_dtype or config.dtype:
+            self._document["dtype"] = storage_type(node)
+
+    @property
+    def required_base(self) -> str:
+        """The base of a method that needs one."""
+        if self.config.base is None:
+            raise self.refuse(f"base_model is missing; {self.config.method} needs one")
+        return self.config.base
+
+    def refuse(self, text: str) -> RecipeError:
+        """The error that says why the method cannot be converted, with its line."""
+        return self.config.method_node.refuse(text)
 
     def merge(self, method: str, base: str, models: Sequence[str]) -> None:
         """Say what is merged, and by which method."""
@@ -45,10 +55,8 @@ class Draft:
 
     def set_cases(self, stage: str, parameter: str, cases: Cases) -> None:
         """Set a parameter that all models share."""
-        for case in cases:
-            _check_range(stage, parameter, case)
+        self._add_rules(stage, parameter, cases)
         self.set_stage(stage, parameter, cases[-1].value)
-        self._add_rules(parameter, cases)
 
     def set_for_models(self, stage: str | None, parameter: str, found: Sequence[Cases]) -> None:
         """Set a parameter of each model; a stage's own table will do if all are the same."""
@@ -56,17 +64,18 @@ class Draft:
             self.set_cases(stage, parameter, found[0])
             return
         for entry, cases in zip(self._models, found, strict=True):
-            for case in cases:
-                if stage is not None:
-                    _check_range(stage, parameter, case)
+            self._add_rules(stage, parameter, cases, {"model": entry["file"]})
             entry[parameter] = cases[-1].value
-            self._add_rules(parameter, cases, entry["file"])
 
-    def _add_rules(self, parameter: str, cases: Cases, model: str | None = None) -> None:
+    def _add_rules(
+        self, stage: str | None, parameter: str, cases: Cases, model: dict[str, str] | None = None
+    ) -> None:
         """The first case that matches counts there, the last rule here."""
-        whose = {} if model is None else {"model": model}
+        for case in cases if stage is not None else ():
+            where = f"{case.node.file}, line {case.node.line}: "
+            STAGES[stage].parameters[parameter].check(case.value, where)
         for case in reversed(cases[:-1]):
-            self._rules.append({"contains": case.contains, **whose, parameter: case.value})
+            self._rules.append({"contains": case.contains, **(model or {}), parameter: case.value})
 
     def document(self) -> dict[str, Any]:
         """The recipe's tables."""
@@ -74,11 +83,6 @@ class Draft:
         files = {"base_file": self._base, "merge_files": models}
         rules = {"tensors": self._rules} if self._rules else {}
         return {**self._document, "models": files, **rules}
-
-
-def _check_range(stage: str, parameter: str, case: Case) -> None:
-    where = f"{case.node.file}, line {case.node.line}: "
-    STAGES[stage].parameters[parameter].check(case.value, where)
 
 
 def storage_type(node: Node) -> str:

@@ -58,10 +58,10 @@ def read_yaml(file: Path) -> Node:
 
 def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None]) -> Node:
     """Turn a node of PyYAML into ours; `seen` holds those that an alias may stand for."""
+    line = node.start_mark.line + 1
     if id(node) in seen:
-        known = seen[id(node)]
-        if known is None:
-            raise RecipeError(f"{file}, line {node.start_mark.line + 1}: contains itself")
+        if (known := seen[id(node)]) is None:
+            raise RecipeError(f"{file}, line {line}: contains itself")
         return known
     seen[id(node)] = None
     value: Any
@@ -73,21 +73,19 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None])
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
         value = loader.construct_object(node)
-    seen[id(node)] = Node(value, file, node.start_mark.line + 1)
-    return Node(value, file, node.start_mark.line + 1)
+    ours = seen[id(node)] = Node(value, file, line)
+    return ours
 
 
 def _check_keys(node: Any, file: Path) -> None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
-        line = key.start_mark.line + 1
+        where = f"{file}, line {key.start_mark.line + 1}"
         if key.id != "scalar":
-            raise RecipeError(f"{file}, line {line}: a key must be a word")
+            raise RecipeError(f"{where}: a key must be a word")
         if key.value in lines:
-            raise RecipeError(
-                f"{file}, line {line}: {key.value} stands on line {lines[key.value]} already"
-            )
-        lines[key.value] = line
+            raise RecipeError(f"{where}: {key.value} stands on line {lines[key.value]} already")
+        lines[key.value] = key.start_mark.line + 1
 
 
 # ---------------------------------------------------------------- what a value must be
@@ -101,8 +99,10 @@ ELSEWHERE = {
 """Keys that are often seen, and that nothing reads."""
 
 
-def as_table(node: Node, known: Iterable[str], what: str) -> Table:
-    """The keys and values of a node; an error if one of the keys is not known."""
+def as_table(
+    node: Node, known: Iterable[str], what: str, *, required: str = "", keeps_null: bool = False
+) -> Table:
+    """The keys and values of a node; an error if a key is not known, or the required one absent."""
     if not isinstance(node.value, dict):
         raise node.refuse(f"{what}: must be a table of keys and values")
     for key, child in node.value.items():
@@ -113,7 +113,10 @@ def as_table(node: Node, known: Iterable[str], what: str) -> Table:
                 f"{key}: not known in {what}{did_you_mean(key, known)}; mergekit ignores it "
                 "without a word: correct it or delete the line"
             )
-    return dict(node.value)
+    table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
+    if required and required not in table:
+        raise node.refuse(f"{required} is missing")
+    return table
 
 
 def as_items(node: Node, what: str) -> tuple[Node, ...]:
