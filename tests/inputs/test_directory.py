@@ -15,7 +15,6 @@ from dare.inputs.directory import (
     chat_template_of,
     choose_chat_template,
     collect,
-    directory_of,
     main_type,
 )
 from dare.output.sidecars import write_into
@@ -261,11 +260,6 @@ def test_the_main_type_is_that_of_most_elements() -> None:
     assert main_type(kinds[2:]) is None
 
 
-def test_only_a_directory_has_sidecars(model: Path) -> None:
-    assert directory_of(model) == model
-    assert directory_of(model / "config.json") is None
-
-
 # ---------------------------------------------------------------- chat templates
 
 
@@ -313,7 +307,7 @@ def test_which_chat_template(tmp_path: Path) -> None:
     assert "one, other have different ones" in note
     assert choose_chat_template("other", one, models) == ("{2}", ())
     assert choose_chat_template("{{ x }}", one, models) == ("{{ x }}", ())
-    assert choose_chat_template(other / "chat_template.jinja", one, models) == ("{2}", ())
+    assert choose_chat_template(str(other / "chat_template.jinja"), one, models) == ("{2}", ())
     for name in ("plain", "file"):
         with pytest.raises(RecipeError, match="that model has no chat template"):
             choose_chat_template(name, one, models)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from dare.errors import InputError
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
+from dare.inputs.gguf import part_names
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
 from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, looks_like_name, parse_name
 
@@ -53,7 +53,6 @@ SMALL_FILES = (
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
 """What these patterns also match, as a star matches slashes, and is not meant."""
 
-_GGUF_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -156,20 +155,12 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
 def _named_weights(name: Name, folder: Path) -> Sequence[str]:
     """The files of weights, if the name or the small files say which; else nothing."""
     if name.file:
-        return _parts(name.file)
+        return part_names(name.file)
     if (folder / INDEX_NAME).exists():
         return [file.name for file in read_index(folder / INDEX_NAME)]
     if lora.looks_like(folder):
         return [lora.WEIGHTS_NAME]
     return [SINGLE_NAME] if (folder / SINGLE_NAME).exists() else []
-
-
-def _parts(file: str) -> list[str]:
-    """A GGUF file in parts stands for all of them; any other file for itself."""
-    if (part := _GGUF_PART.fullmatch(file)) is None:
-        return [file]
-    stem, count = part.groups()
-    return [f"{stem}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)] or [file]
 
 
 def _only_weights(name: Name, commit: str, folder: Path) -> str:

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dare.errors import InputError
-from dare.inputs.directory import (
-    directory_of,
-)
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.hub import Resolved, resolve
 from dare.inputs.names import match_names
@@ -62,7 +59,7 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
         match_names(base, model, name, base_config=configs[0], model_config=config)
         for model, name, config in zip(models, names, configs[1:], strict=True)
     ]
-    folders = tuple(map(directory_of, paths))
+    folders = tuple(path if path.is_dir() else None for path in paths)
     aligned = _aligned(recipe, base, [model.source for model in matched], names, folders)
     opened = zip(("base", *names), (base, *models), strict=True)
     notes = [

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
-from dare.inputs.directory import TOKENIZER_CONFIG, parse_json, read_json, read_text
+from dare.inputs.directory import TOKENIZER_CONFIG, read_json, read_text
+from dare.inputs.small_files import parse_json
 from dare.inputs.sources import Source
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import HEADS, INPUT_EMBEDDINGS

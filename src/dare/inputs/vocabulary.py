@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from dare.errors import MismatchError
-from dare.inputs.directory import TOKENIZER_CONFIG, dump_json, read_json
+from dare.inputs.directory import TOKENIZER_CONFIG, read_json
 from dare.inputs.rows import RowOrigins, present
+from dare.inputs.small_files import dump_json
 from dare.inputs.sources import Source
 from dare.inputs.tokens import (
     ADDED_TOKENS_FILE,

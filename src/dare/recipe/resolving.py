@@ -35,7 +35,8 @@ class Resolving:
     def chain(self) -> Chain:
         """The stages with their settings, before any model's or tensor's own values."""
         stages = parse_method(self.method)
-        overridden = {name for entry in (*self.models, *self.tensors) for name in entry.settings}
+        entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
+        overridden = {name for entry in entries for name in entry.settings}
         chain = []
         for stage in stages:
             settings = stage.settings(self.stages.get(stage.name, {}), f"[{stage.name}] ")

@@ -264,5 +264,5 @@ class Recipe(Strict, Resolving):
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry with its parameters among its keys, as `document` reads it."""
-    fields = {key: value for key, value in entry.items() if key != "settings"}
-    return fields | entry.get("settings", {})
+    settings: dict[str, Any] = entry.get("settings", {})
+    return {key: value for key, value in entry.items() if key != "settings"} | settings

@@ -83,7 +83,8 @@ def read_config(
     base = _base(table)
     whole = _parameters(table, "the configuration")
     if "models" in table:
-        inputs, shared = _inputs_of_models(table["models"], base, whole, notes), (whole,)
+        inputs = _inputs_of_models(table["models"], base, whole, notes)
+        shared: tuple[Table, ...] = (whole,)
     else:
         inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
     lines: dict[str, int] = {}
@@ -205,8 +206,8 @@ def _inputs_of_slices(
         slices.append((item, inputs, shared, slice_base))
 
     _, inputs, shared, slice_base = slices[0]
-    for item, *described in slices[1:]:
-        if _comparable(*described) != _comparable(inputs, shared, slice_base):
+    for item, *other in slices[1:]:
+        if _comparable(*other) != _comparable(inputs, shared, slice_base):
             raise item.refuse(
                 "this slice is not like the first: slices with models or parameters of their own "
                 "cannot be converted; write one slice, and lists of values for the layers"
@@ -230,7 +231,7 @@ def _span(source: Node) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _comparable(inputs: Iterable[Input], shared: tuple[Table, ...], base: str | None) -> Any:
+def _comparable(inputs: Any, shared: Any, base: Any) -> Any:
     """Inputs, shared parameters and base of a slice, without places."""
     tables = [shared[0], *(given.scopes[0] for given in inputs)]
     plain = [{key: node.plain for key, node in table.items()} for table in tables]

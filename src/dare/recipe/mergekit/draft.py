@@ -71,9 +71,10 @@ class Draft:
         self, stage: str | None, parameter: str, cases: Cases, model: dict[str, str] | None = None
     ) -> None:
         """The first case that matches counts there, the last rule here."""
-        for case in cases if stage is not None else ():
-            where = f"{case.node.file}, line {case.node.line}: "
-            STAGES[stage].parameters[parameter].check(case.value, where)
+        if stage is not None:
+            for case in cases:
+                where = f"{case.node.file}, line {case.node.line}: "
+                STAGES[stage].parameters[parameter].check(case.value, where)
         for case in reversed(cases[:-1]):
             self._rules.append({"contains": case.contains, **(model or {}), parameter: case.value})
 
