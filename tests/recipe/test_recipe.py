@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from dare.api import load_recipe
@@ -243,6 +244,7 @@ def recipes(draw):
     )
 
 
+@profile(max_examples=25)
 @given(recipes())
 def test_a_recipe_survives_toml(asked):
     found = from_document(tomllib.loads(asked.to_toml()), "recipe")

@@ -80,14 +80,25 @@ class Resolved:
 def resolve(path: Path, *, verbose: bool) -> Resolved:
     """Find a model: the path itself, or what the hub has under that name, in the local cache.
 
-    Raises InputError if it is a name and cannot be fetched. The progress of a download is shown
-    if `verbose`.
+    Raises InputError if it is a name and cannot be fetched, or if it is more likely a path with a
+    slip of the pen. The progress of a download is shown if `verbose`.
     """
     name = None if _exists(path) else parse_name(path.as_posix())
     if name is None:
         return Resolved(path)
-    _check_meant(name)
-    _check_installed(name)
+    folder = name.repo.partition("/")[0]
+    if name.revision is None and Path(folder).is_dir():
+        raise InputError(
+            f"{name}: no such file or directory in {folder}, which is a folder here; "
+            f"for the model on the hub write {name}@main"
+        )
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        raise InputError(
+            f"{name}: no such file or directory; to fetch the model of that name from the hub, "
+            f"{INSTALL}"
+        ) from None
     try:
         return _fetch(name, verbose=verbose)
     except InputError:
@@ -110,26 +121,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # opening it will say what is wrong
         return True
-
-
-def _check_meant(name: Name) -> None:
-    """Refuse what is more likely a path with a slip of the pen."""
-    folder = name.repo.partition("/")[0]
-    if name.revision is None and Path(folder).is_dir():
-        raise InputError(
-            f"{name}: no such file or directory in {folder}, which is a folder here; "
-            f"for the model on the hub write {name}@main"
-        )
-
-
-def _check_installed(name: Name) -> None:
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise InputError(
-            f"{name}: no such file or directory; to fetch the model of that name from the hub, "
-            f"{INSTALL}"
-        ) from None
 
 
 # ---------------------------------------------------------------- fetching
@@ -186,17 +177,12 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
 
 def _listed(name: Name, commit: str, folder: Path) -> list[str]:
     """The names of the files in a model's folder: from the cache if it has all weights."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        snapshot_download(  # raises if it knows of a file that is missing
-            name.repo,
-            revision=commit,
-            allow_patterns=_within(name, ["*.safetensors"]),
-            ignore_patterns=_within(name, ["*/*"]),
-            local_files_only=True,
-        )
+    weights, deeper = _within(name, ["*.safetensors"]), _within(name, ["*/*"])
+    try:  # it raises if it knows of a file that is missing
+        _download(name, commit, weights, but=deeper, local_files_only=True)
         if here := sorted(path.name for path in folder.glob("*.safetensors")):
             return here
     except LocalEntryNotFoundError:
@@ -213,28 +199,10 @@ def _download(
     *,
     but: list[str] | None = None,
     bars: bool = False,
+    local_files_only: bool = False,
 ) -> Path:
     """Have the client fetch the files that match; return the folder of the commit."""
     from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            name.repo,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=but,
-            tqdm_class=None if bars else _silent_bar(),
-        )
-    )
-
-
-def _within(name: Name, patterns: Iterable[str]) -> list[str]:
-    """Patterns for the model's folder, as patterns for the repository."""
-    prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
-    return [prefix + pattern for pattern in patterns]
-
-
-def _silent_bar() -> Any:
     from huggingface_hub.utils.tqdm import tqdm
 
     class Silent(tqdm):
@@ -243,7 +211,21 @@ def _silent_bar() -> Any:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
 
-    return Silent
+    snapshot = snapshot_download(
+        name.repo,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=but,
+        tqdm_class=None if bars else Silent,
+        local_files_only=local_files_only,
+    )
+    return Path(snapshot)
+
+
+def _within(name: Name, patterns: Iterable[str]) -> list[str]:
+    """Patterns for the model's folder, as patterns for the repository."""
+    prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
+    return [prefix + pattern for pattern in patterns]
 
 
 # ---------------------------------------------------------------- what went wrong

@@ -23,10 +23,7 @@ TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 MAX_TOKENS = 1 << 24
 
-_FLAGS = {
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {
     "normalized": True,
     "special": False,
 }
@@ -54,8 +51,8 @@ class Vocabulary:
     @cached_property
     def ids(self) -> dict[str, int]:
         """The tokens that have a row."""
-        found = {} if self.tokens is None else self.tokens.ids
-        return {token: number for token, number in found.items() if number < self.rows}
+        ids = self.tokens.ids if self.tokens else {}
+        return {token: number for token, number in ids.items() if number < self.rows}
 
 
 # ---------------------------------------------------------------- rows
@@ -72,8 +69,8 @@ def read_vocabulary(
     ]
     if not ranked:
         return None
-    _, negative = min(ranked)
-    return Vocabulary(name, -negative, tokenizers.read(directory) if directory else None)
+    rows = -min(ranked)[1]
+    return Vocabulary(name, rows, tokenizers.read(directory) if directory else None)
 
 
 def _rank(tensor: str, info: TensorInfo) -> int | None:
@@ -84,14 +81,10 @@ def _rank(tensor: str, info: TensorInfo) -> int | None:
     >>> _rank("model.embed_tokens.weight", weight), _rank("model.norm.weight", weight)
     (0, None)
     """
-    module, _, kind = tensor.rpartition(".")
-    last = module.rpartition(".")[2]
+    *_, module, kind = ("", *tensor.split("."))
     order = (*INPUT_EMBEDDINGS, *HEADS)
-    if not info.dtype.is_weight or last not in order:
-        return None
-    if (kind, len(info.shape)) not in (("weight", 2), ("bias", 1)):
-        return None
-    return order.index(last)
+    has_rows = (kind, len(info.shape)) in (("weight", 2), ("bias", 1))
+    return order.index(module) if module in order and has_rows and info.dtype.is_weight else None
 
 
 def row_tensors(source: Source, rows: int) -> dict[str, TensorInfo]:

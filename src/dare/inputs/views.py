@@ -21,7 +21,7 @@ class SourceView(Source):
     ) -> None:
         self.inner = inner
         self.tensors = tensors
-        self.names = names or {}
+        self.names = {} if names is None else names
         """The names of tensors in the source, where they are others there."""
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
