@@ -68,29 +68,15 @@ class Sidecars:
     notes: tuple[str, ...]
     """What a user should know of."""
 
-    def __str__(self) -> str:
-        """The files in a line."""
-        names = [
-            f"{name} ({self.changes[name]})" if name in self.changes else name
-            for name in self.files
-        ]
-        return f"{len(names)} files from {self.directory}: {', '.join(names)}"
-
 
 @dataclass(frozen=True)
 class Changes:
-    """What must be different in an output's configuration.
-
-    >>> Changes(dequantised=True).vocab_size is None
-    True
-    """
+    """What must be different in an output's configuration; quantised weights never stay so."""
 
     dtype: StorageType | None = None
     """What most of the weights are stored as."""
     vocab_size: tuple[int, int] | None = None
     """Rows of the embedding in the directory's model and in the output, where they differ."""
-    dequantised: bool = False
-    """Whether quantised weights were read and plain ones are written."""
     token_ids: Mapping[int, int | None] | None = None
     """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
@@ -359,11 +345,10 @@ def _configured(document: dict[str, Any], changes: Changes) -> Iterator[str]:
             if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
                 table["vocab_size"] = after
                 yield f"vocab_size {after}"
-    if changes.dequantised:
-        for table in _tables(document):
-            for key in ("quantization_config", "compression_config"):
-                if table.pop(key, None) is not None:
-                    yield f"no {key}"
+    for table in _tables(document):
+        for key in ("quantization_config", "compression_config"):
+            if table.pop(key, None) is not None:
+                yield f"no {key}"
 
 
 def _renumbered(

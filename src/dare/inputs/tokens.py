@@ -6,7 +6,7 @@ Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `voca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,9 @@ from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 MAX_TOKENS = 1 << 24
+
+_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt")
+"""Of a tokenizer, the best first; the first as the tokenizers library writes it."""
 
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {
     "normalized": True,
@@ -54,23 +57,13 @@ class Vocabulary:
         ids = self.tokens.ids if self.tokens else {}
         return {token: number for token, number in ids.items() if number < self.rows}
 
+    def differs(self, other: Vocabulary) -> bool:
+        """Whether rows of the same number stand for other tokens, as far as that is known."""
+        both_known = self.tokens is not None and other.tokens is not None
+        return self.rows != other.rows or (both_known and self.ids != other.ids)
+
 
 # ---------------------------------------------------------------- rows
-
-
-def read_vocabulary(
-    source: Source, name: str, directory: Path | None, tokenizers: Tokenizers
-) -> Vocabulary | None:
-    """The vocabulary of a source, or None if it has no embedding and no head."""
-    ranked = [
-        (rank, -info.shape[0])
-        for tensor, info in source.tensors.items()
-        if (rank := _rank(tensor, info)) is not None and len(info.shape) == 2
-    ]
-    if not ranked:
-        return None
-    rows = -min(ranked)[1]
-    return Vocabulary(name, rows, tokenizers.read(directory) if directory else None)
 
 
 def _rank(tensor: str, info: TensorInfo) -> int | None:
@@ -106,56 +99,53 @@ class Tokenizers:
         self.notes: list[str] = []
         self._parsed: dict[tuple[str, bytes], Tokens | None] = {}
 
-    def read(self, directory: Path) -> Tokens | None:
+    def vocabulary(self, source: Source, name: str, directory: Path | None) -> Vocabulary | None:
+        """The vocabulary of a source, or None if it has no embedding and no head."""
+        ranked = [
+            (rank, -info.shape[0])
+            for tensor, info in source.tensors.items()
+            if (rank := _rank(tensor, info)) is not None and len(info.shape) == 2
+        ]
+        if not ranked:
+            return None
+        return Vocabulary(name, -min(ranked)[1], self._read(directory) if directory else None)
+
+    def _read(self, directory: Path) -> Tokens | None:
         """The tokens of a directory's tokenizer; None if there is none of a known form."""
-        for name, parse in _PARSERS.items():
-            text = read_text(directory, name)
-            if text is None:
-                continue
-            if (name, text) not in self._parsed:
-                self._parsed[name, text] = parse(text, directory / name)
-            tokens = self._parsed[name, text]
-            if tokens is None:
-                self.notes.append(f"{directory / name}: of no known form; rows go by their numbers")
-                return None
-            return _with_further_tokens(tokens, directory)
-        return None
+        texts = ((name, read_text(directory, name)) for name in _FILES)
+        found = next(((name, text) for name, text in texts if text is not None), None)
+        if found is None:
+            return None
+        if found not in self._parsed:
+            self._parsed[found] = _parse(found[1], directory / found[0])
+        tokens = self._parsed[found]
+        if tokens is None:
+            self.notes.append(f"{directory / found[0]}: of no known form; rows go by their numbers")
+        return tokens and _with_further_tokens(tokens, directory)
 
 
-def _parse_tokenizer(text: bytes, where: Path) -> Tokens | None:
-    """Read tokenizer.json, as the tokenizers library writes it."""
+def _parse(text: bytes, where: Path) -> Tokens | None:
+    """Read the file of a tokenizer; None if it is of another form than those of `_FILES`."""
+    if where.name == "vocab.txt":
+        lines = text.decode(errors="replace").removesuffix("\n").split("\n")
+        return Tokens(_checked({token: n for n, token in enumerate(lines)}, where), {})
     document = parse_json(text, where)
-    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return None
+    if where.name == "vocab.json":
+        return Tokens(_checked(document, where), {})
+    model, entries = document.get("model"), document.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list) and all(isinstance(piece, list) and piece for piece in vocab):
         vocab = {piece[0]: number for number, piece in enumerate(vocab)}  # Unigram, with scores
-    entries = document.get("added_tokens", []) if isinstance(document, dict) else None
     if not isinstance(vocab, dict) or not isinstance(entries, list):
         return None
-    ids = _checked(vocab, where)
-    added: dict[str, Mapping[str, bool]] = {}
+    ids, added = _checked(vocab, where), {}
     for entry in entries:
         token, number, flags = _added_token(entry, where)
-        ids.setdefault(token, number)
         added[token] = flags
+        ids.setdefault(token, number)
     return Tokens(ids, added)
-
-
-def _parse_vocab_json(text: bytes, where: Path) -> Tokens | None:
-    vocab = parse_json(text, where)
-    return Tokens(_checked(vocab, where), {}) if isinstance(vocab, dict) else None
-
-
-def _parse_vocab_txt(text: bytes, where: Path) -> Tokens | None:
-    lines = text.decode(errors="replace").removesuffix("\n").split("\n")
-    return Tokens(_checked({token: n for n, token in enumerate(lines)}, where), {})
-
-
-_PARSERS: dict[str, Callable[[bytes, Path], Tokens | None]] = {
-    TOKENIZER_FILE: _parse_tokenizer,
-    "vocab.json": _parse_vocab_json,
-    "vocab.txt": _parse_vocab_txt,
-}
 
 
 def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:

@@ -22,13 +22,7 @@ from dare.inputs.directory import TOKENIZER_CONFIG, read_json
 from dare.inputs.rows import RowOrigins, present
 from dare.inputs.small_files import dump_json
 from dare.inputs.sources import Source
-from dare.inputs.tokens import (
-    ADDED_TOKENS_FILE,
-    TOKENIZER_FILE,
-    Tokenizers,
-    Vocabulary,
-    read_vocabulary,
-)
+from dare.inputs.tokens import ADDED_TOKENS_FILE, TOKENIZER_FILE, Tokenizers, Vocabulary
 
 Policy = Literal["error", "base", "union"]
 
@@ -75,15 +69,15 @@ def align(
     models'. Raises MismatchError, with a line for each model, where the policy does not allow it.
     """
     tokenizers = Tokenizers()
-    own = read_vocabulary(base, "base", directories[0], tokenizers)
+    own = tokenizers.vocabulary(base, "base", directories[0])
     if own is None:
         return Aligned(base, tuple(models))
     others = [
-        read_vocabulary(model, name, directory, tokenizers)
+        tokenizers.vocabulary(model, name, directory)
         for model, name, directory in zip(models, names, directories[1:], strict=True)
     ]
     known = [vocabulary for vocabulary in others if vocabulary is not None]
-    differing = [vocabulary for vocabulary in known if _differs(own, vocabulary)]
+    differing = [vocabulary for vocabulary in known if own.differs(vocabulary)]
     if policy == "error" and differing:
         raise MismatchError("\n  ".join(_explain(own, vocabulary) for vocabulary in differing))
 
@@ -109,11 +103,6 @@ def align(
 
 
 # ---------------------------------------------------------------- how two vocabularies differ
-
-
-def _differs(own: Vocabulary, other: Vocabulary) -> bool:
-    both_told = own.tokens is not None and other.tokens is not None
-    return own.rows != other.rows or (both_told and own.ids != other.ids)
 
 
 def _difference(own: Vocabulary, other: Vocabulary) -> str:
@@ -242,8 +231,6 @@ def _tokenizer_files(
         for token, known in (model.tokens.added if model.tokens else {}).items():
             flags.setdefault(token, known)
     appended = {token: number for token, number in new.items() if token not in own.tokens.ids}
-    entries = {token: {"content": token, **flags[token]} for token in appended}
-
     listed = tokenizer.setdefault("added_tokens", [])
     present = {entry["content"] for entry in listed}
     further = {token: own.tokens.ids[token] for token in own.tokens.added if token not in present}
@@ -255,7 +242,9 @@ def _tokenizer_files(
     files = {TOKENIZER_FILE: dump_json(tokenizer, directory / TOKENIZER_FILE, indent=None)}
     config = read_json(directory, TOKENIZER_CONFIG)
     if isinstance(config, dict) and isinstance(config.get("added_tokens_decoder"), dict):
-        config["added_tokens_decoder"] |= {str(appended[t]): entry for t, entry in entries.items()}
+        config["added_tokens_decoder"] |= {
+            str(number): {"content": token, **flags[token]} for token, number in appended.items()
+        }
         files[TOKENIZER_CONFIG] = dump_json(config, directory / TOKENIZER_CONFIG)
     if (added := read_json(directory, ADDED_TOKENS_FILE)) is not None:
         files[ADDED_TOKENS_FILE] = dump_json({**added, **appended}, directory / ADDED_TOKENS_FILE)

@@ -11,6 +11,8 @@ from dare.errors import did_you_mean
 from dare.recipe.layers import count_layers
 from dare.recipe.mergekit.nodes import Node, Table, as_items, as_table, as_text
 from dare.recipe.mergekit.parameters import Input, has_gradient
+from dare.recipe.schema import ModelEntry
+from dare.tensors.dtypes import MODEL_TYPES
 
 TensorsOf = Callable[[Path], Iterable[str]]
 """The names of a model's tensors."""
@@ -41,10 +43,10 @@ class Config:
     inputs: tuple[Input, ...]
     shared: tuple[Table, ...]
     """Where parameters that are no model's own are looked for, strongest first."""
-    dtype: Node | None
-    out_dtype: Node | None
-    tokenizer_source: str | None
-    chat_template: str | None
+    computes_in: str | None
+    """The type that mergekit is told to compute in."""
+    keys: Mapping[str, str]
+    """Those of a recipe that no method changes: type, tokenizer and chat template."""
     notes: tuple[str, ...]
 
     def others(self) -> tuple[Input, ...]:
@@ -65,19 +67,18 @@ def read_config(
     """
     table = as_table(root, TOP_KEYS, "a configuration", required="merge_method")
     method = as_text(table["merge_method"], "merge_method")
-    if method not in methods:
-        reason = not_converted.get(method)
-        why = f": {reason}" if reason else did_you_mean(method, methods)
-        raise table["merge_method"].refuse(
-            f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}"
-        )
+    reason = not_converted.get(method)
+    why = f": {reason}" if reason else did_you_mean(method, methods)
+    table["merge_method"].require(
+        method in methods,
+        f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}",
+    )
     if "modules" in table:
         raise table["modules"].refuse(
             "modules: parts of a model cannot be configured apart; write models, and "
             "filters for the names of a part's tensors"
         )
-    if ("models" in table) == ("slices" in table):
-        raise root.refuse("give either models or slices")
+    root.require(("models" in table) != ("slices" in table), "give either models or slices")
 
     notes: list[str] = []
     base = _base(table)
@@ -87,24 +88,16 @@ def read_config(
         shared: tuple[Table, ...] = (whole,)
     else:
         inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
-    lines: dict[str, int] = {}
     for given in inputs:
-        if given.model in lines:
-            line = lines[given.model]
-            raise given.node.refuse(f"{given.model}: is given on line {line} already")
-        lines[given.model] = given.node.line
-    return Config(
-        method,
-        table["merge_method"],
-        base,
-        inputs,
-        shared,
-        table.get("dtype"),
-        table.get("out_dtype"),
-        _tokenizer_source(table),
-        _chat_template(table),
-        tuple(notes),
-    )
+        first = next(other for other in inputs if other.model == given.model)
+        text = f"{given.model}: is given on line {first.node.line} already"
+        given.node.require(given is first, text)
+    types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
+    keys = _tokenizer(table) | _chat_template(table)
+    if stored := types.get("out_dtype", types.get("dtype")):
+        keys["dtype"] = stored
+    node = table["merge_method"]
+    return Config(method, node, base, inputs, shared, types.get("dtype"), keys, tuple(notes))
 
 
 def _parameters(table: Table, what: str) -> Table:
@@ -122,8 +115,8 @@ def _base(table: Table) -> str | None:
         return None
     node = table["base_model"]
     model, lora = _reference(node)
-    if lora is not None:
-        raise node.refuse("base_model: an adapter cannot be part of the base; merge it first")
+    text = "base_model: an adapter cannot be part of the base; merge it first"
+    node.require(lora is None, text)
     return model
 
 
@@ -134,8 +127,7 @@ def _reference(node: Node) -> tuple[str, str | None]:
         table = as_table(node, known, "a model", required="model")
         return _path(table["model"]), _path(table["lora"]) if "lora" in table else None
     model, *adapters = as_text(node, "model").split("+")
-    if len(adapters) > 1:
-        raise node.refuse(f"{node.value!r} is not MODEL or MODEL+ADAPTER")
+    node.require(len(adapters) < 2, f"{node.value!r} is not MODEL or MODEL+ADAPTER")
     return model, adapters[0] if adapters else None
 
 
@@ -156,11 +148,11 @@ def _input(
     node = table["model"]
     model, lora = _reference(node)
     if lora is not None:
-        if model != base:
-            raise node.refuse(
-                f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; "
-                "merge this one into its model first"
-            )
+        node.require(
+            model == base,
+            f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; "
+            "merge this one into its model first",
+        )
         notes.append(
             f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base "
             "and rounds the sum"
@@ -190,32 +182,32 @@ def _inputs_of_slices(
         table = as_table(item, known, "a slice")
         if "residual_weight" in table:
             raise table["residual_weight"].refuse("residual_weight: cannot be converted")
-        if "sources" not in table:
-            raise item.refuse("sources is missing")
+        item.require("sources" in table, "sources is missing")
         slice_base = _base(table) or base
         shared = _parameters(table, "a slice"), whole
         sources = as_items(table["sources"], "sources")
         spans = {_span(source) for source in sources}
-        if len(spans) > 1 or next(iter(spans))[0] != end:
-            raise item.refuse(
-                f"layer_range: this slice must begin with layer {end} of every model; layers "
-                "are merged where they are, and cannot be stacked in another order"
-            )
-        end = next(iter(spans))[1]
+        (begin, stop), *other_spans = spans
+        item.require(
+            begin == end and not other_spans,
+            f"layer_range: this slice must begin with layer {end} of every model; layers "
+            "are merged where they are, and cannot be stacked in another order",
+        )
+        end = stop
         inputs = tuple(_input(s, "a source", slice_base, shared, notes) for s in sources)
         slices.append((item, inputs, shared, slice_base))
 
     _, inputs, shared, slice_base = slices[0]
     for item, *other in slices[1:]:
-        if _comparable(*other) != _comparable(inputs, shared, slice_base):
-            raise item.refuse(
-                "this slice is not like the first: slices with models or parameters of their own "
-                "cannot be converted; write one slice, and lists of values for the layers"
-            )
-    if len(slices) > 1 and any(map(has_gradient, (*shared, *(i.scopes[0] for i in inputs)))):
-        raise node.refuse(
-            "lists of values run over each slice anew, which cannot be converted; write one slice"
+        item.require(
+            _comparable(*other) == _comparable(inputs, shared, slice_base),
+            "this slice is not like the first: slices with models or parameters of their own "
+            "cannot be converted; write one slice, and lists of values for the layers",
         )
+    node.require(
+        len(slices) == 1 or not any(map(has_gradient, (*shared, *(i.scopes[0] for i in inputs)))),
+        "lists of values run over each slice anew, which cannot be converted; write one slice",
+    )
     _check_layers(slice_base or inputs[0].model, end, node, notes, tensors_of)
     return inputs, shared, slice_base
 
@@ -224,10 +216,9 @@ def _span(source: Node) -> tuple[int, int]:
     table = as_table(source, ENTRY_KEYS["a source"], "a source")
     ends = table["layer_range"].plain if "layer_range" in table else None
     node = table.get("layer_range", source)
-    if not isinstance(ends, list) or len(ends) != 2 or not all(type(end) is int for end in ends):
+    if not isinstance(ends, list) or [type(end) for end in ends] != [int, int]:
         raise node.refuse("layer_range: must be two whole numbers, as in [0, 32]")
-    if ends[0] >= ends[1]:
-        raise node.refuse(f"layer_range: {ends} holds no layers")
+    node.require(ends[0] < ends[1], f"layer_range: {ends} holds no layers")
     return ends[0], ends[1]
 
 
@@ -249,38 +240,53 @@ def _check_layers(
         )
         return
     counts = count_layers(tensors_of(Path(model)))
-    if layers not in counts.values():
-        found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
-        raise node.refuse(
-            f"slices end with layer {layers}, and {model} has {found}; a model of fewer or more "
-            "layers cannot be made here"
-        )
+    found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
+    node.require(
+        layers in counts.values(),
+        f"slices end with layer {layers}, and {model} has {found}; a model of fewer or more "
+        "layers cannot be made here",
+    )
 
 
-# ---------------------------------------------------------------- tokenizer and chat template
+# ---------------------------------------------------------------- type, tokenizer, chat template
 
 
-def _tokenizer_source(table: Table) -> str | None:
-    if "tokenizer" not in table:
-        source = table.get("tokenizer_source")
-        return None if source is None else _reference(source)[0]
-    if "tokenizer_source" in table:
-        raise table["tokenizer"].refuse("give either tokenizer or tokenizer_source")
-    known = ("source", "tokens", "pad_to_multiple_of")
-    given = as_table(table["tokenizer"], known, "the tokenizer")
-    for key in ("tokens", "pad_to_multiple_of"):
-        if key in given:
+def _storage_type(node: Node) -> str:
+    """The type that weights are stored in, by its name in torch."""
+    known = [kind.torch_name for kind in MODEL_TYPES]
+    name = str(node.value).removeprefix("torch.")
+    hint = did_you_mean(name, known)
+    text = f"{node.value!r} is no type of weights{hint}: {', '.join(known)}"
+    node.require(name in known, text)
+    return name
+
+
+def _tokenizer(table: Table) -> dict[str, str]:
+    """Where the output's vocabulary, or its tokenizer, is from."""
+    source = table.get("tokenizer_source")
+    if "tokenizer" in table:
+        table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
+        known = ("source", "tokens", "pad_to_multiple_of")
+        given = as_table(table["tokenizer"], known, "the tokenizer")
+        for key in set(given) - {"source"}:
             raise given[key].refuse(f"{key}: embeddings of single tokens cannot be chosen here")
-    return _reference(given["source"])[0] if "source" in given else "union"
+        if "source" not in given:
+            return {"vocabulary": "union"}
+        source = given["source"]
+    if source is None:
+        return {}
+    name, _ = _reference(source)
+    is_policy = name in ("base", "union")
+    return {"vocabulary": name} if is_policy else {"copy_from": ModelEntry(file=name).name}
 
 
-def _chat_template(table: Table) -> str | None:
+def _chat_template(table: Table) -> dict[str, str]:
     if "chat_template" not in table:
-        return None
+        return {}
     template = as_text(table["chat_template"], "chat_template")
-    if template != "auto" and "{" not in template:
-        raise table["chat_template"].refuse(
-            f"chat_template: {template}: mergekit's built-in templates are not known here; "
-            "write the template itself"
-        )
-    return template
+    table["chat_template"].require(
+        template == "auto" or "{" in template,
+        f"chat_template: {template}: mergekit's built-in templates are not known here; "
+        "write the template itself",
+    )
+    return {"chat_template": template}

@@ -8,10 +8,10 @@ from typing import Any
 
 from dare.recipe.document import recipe_from_document
 from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
-from dare.recipe.mergekit.draft import Draft, storage_type
+from dare.recipe.mergekit.draft import Draft
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 from dare.recipe.mergekit.nodes import read_yaml
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,17 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
     config = read_config(read_yaml(file), METHODS, NOT_CONVERTED, tensors_of)
     draft = Draft(config)
     METHODS[config.method].convert(draft)
-    kind = None if config.dtype is None else storage_type(config.dtype)
-    if kind != "float32":
-        arithmetic = f"in {kind}" if kind else "in the type that the weights are stored in"
+    if config.computes_in != "float32":
+        kind = config.computes_in or "the type that the weights are stored in"
         draft.differences.append(
-            f"mergekit computes {arithmetic}; here arithmetic is float32, and rounded once at the "
-            "end"
+            f"mergekit computes in {kind}; here arithmetic is float32, and rounded once at the end"
         )
     return Conversion(
         file,
-        recipe_from_document(draft.document() | _tokenizer(config), str(file)),
+        recipe_from_document(draft.document(), str(file)),
         tuple(draft.differences),
         (*config.notes, *draft.notes, *_useless(config)),
     )
-
-
-def _tokenizer(config: Config) -> dict[str, str]:
-    """The keys of a recipe for tokenizer and chat template."""
-    keys = {}
-    if config.tokenizer_source in ("base", "union"):
-        keys["vocabulary"] = config.tokenizer_source
-    elif config.tokenizer_source is not None:
-        keys["copy_from"] = ModelEntry(file=config.tokenizer_source).name
-    if config.chat_template is not None:
-        keys["chat_template"] = config.chat_template
-    return keys
 
 
 def _useless(config: Config) -> list[str]:

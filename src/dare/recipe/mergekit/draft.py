@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dare.errors import RecipeError, did_you_mean
 from dare.recipe.mergekit.configuration import Config
-from dare.recipe.mergekit.nodes import Node
 from dare.recipe.mergekit.parameters import Cases
 from dare.stages import STAGES
-from dare.tensors.dtypes import MODEL_TYPES
 
 
 class Draft:
@@ -20,23 +17,20 @@ class Draft:
         self.config = config
         self.differences: list[str] = []
         self.notes: list[str] = []
-        self._document: dict[str, Any] = {}
+        self._document: dict[str, Any] = dict(config.keys)
         self._rules: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
         self._base = ""
-        if node := config.out_dtype or config.dtype:
-            self._document["dtype"] = storage_type(node)
 
     @property
     def required_base(self) -> str:
         """The base of a method that needs one."""
-        if self.config.base is None:
-            raise self.refuse(f"base_model is missing; {self.config.method} needs one")
-        return self.config.base
+        self.require(self.config.base, f"base_model is missing; {self.config.method} needs one")
+        return str(self.config.base)
 
-    def refuse(self, text: str) -> RecipeError:
-        """The error that says why the method cannot be converted, with its line."""
-        return self.config.method_node.refuse(text)
+    def require(self, holds: object, text: str) -> None:
+        """Refuse the method, with its line, unless something holds."""
+        self.config.method_node.require(holds, text)
 
     def merge(self, method: str, base: str, models: Sequence[str]) -> None:
         """Say what is merged, and by which method."""
@@ -84,13 +78,3 @@ class Draft:
         files = {"base_file": self._base, "merge_files": models}
         rules = {"tensors": self._rules} if self._rules else {}
         return {**self._document, "models": files, **rules}
-
-
-def storage_type(node: Node) -> str:
-    """The type that weights are stored in, by its name in torch."""
-    known = [kind.torch_name for kind in MODEL_TYPES]
-    name = str(node.value).removeprefix("torch.")
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise node.refuse(f"{node.value!r} is no type of weights{hint}: {', '.join(known)}")
-    return name

@@ -58,8 +58,7 @@ class Family:
 def _convert_deltas(family: Family, draft: Draft) -> None:
     """Change each delta, combine, scale."""
     base, models, shared = draft.required_base, draft.config.others(), draft.config.shared
-    if not models:
-        raise draft.refuse("only the base is given: there is nothing to merge into it")
+    draft.require(models, "only the base is given: there is nothing to merge into it")
     weights = [numbers("weight", given) for given in models]
     normalize = flag_for_all("normalize", shared, default=family.normalize)
     if family.elects:
@@ -99,23 +98,23 @@ def _given_case(name: str, draft: Draft) -> Case:
 def _check_positive(weights: Sequence[Cases], draft: Draft) -> None:
     for cases in weights:
         for case in cases:
-            if any(number < 0 for number in case.numbers):
-                raise case.node.refuse(
-                    f"weight: is negative, and {draft.config.method} divides by the sum of weights "
-                    "with their signs, so that the minus cancels; take the model's sign out of it"
-                )
+            case.node.require(
+                all(number >= 0 for number in case.numbers),
+                f"weight: is negative, and {draft.config.method} divides by the sum of weights "
+                "with their signs, so that the minus cancels; take the model's sign out of it",
+            )
 
 
 def _densities(given: Input, draft: Draft) -> Cases:
     cases = numbers("density", given, default=1.0)
     for case in cases:
         for number in case.numbers:
-            if not 0 < number <= 1:
-                raise case.node.refuse(
-                    f"density = {number:g}: must be above 0 and no more than 1 in "
-                    f"{draft.config.method}; to leave a model out, take it off the list or give it "
-                    "the weight 0"
-                )
+            case.node.require(
+                0 < number <= 1,
+                f"density = {number:g}: must be above 0 and no more than 1 in "
+                f"{draft.config.method}; to leave a model out, take it off the list or give it "
+                "the weight 0",
+            )
     return cases
 
 
@@ -141,17 +140,15 @@ def _set_window(
 
 def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
     """Single numbers are held against each other here; the rest when the recipe is planned."""
-    if len(densities) > 1 or len(epsilons) > 1:
+    if any(len(cases) > 1 or len(cases[0].numbers) > 1 for cases in (densities, epsilons)):
         return
-    if len(densities[0].numbers) > 1 or len(epsilons[0].numbers) > 1:
-        return
-    (density,), (epsilon,) = densities[0].numbers, epsilons[0].numbers
-    if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
-        raise epsilons[0].node.refuse(
-            f"epsilon = {epsilon:g} at density = {density:g}: densities from "
-            f"{density - epsilon:.6g} to {density + epsilon:.6g} are not all between 0 and 1, and "
-            "mergekit refuses them too; lower epsilon"
-        )
+    density, epsilon = densities[0].numbers[0], epsilons[0].numbers[0]
+    low, high = density - epsilon, density + epsilon
+    epsilons[0].node.require(
+        density == 1 or 0 < low <= high < 1,
+        f"epsilon = {epsilon:g} at density = {density:g}: densities from {low:.6g} to {high:.6g} "
+        "are not all between 0 and 1, and mergekit refuses them too; lower epsilon",
+    )
 
 
 def _keep_middle(
@@ -202,11 +199,11 @@ def _by_filter(weights: Sequence[Cases]) -> list[list[Case]]:
     filters: tuple[str | None, ...] = (None,)
     for cases in weights:
         texts = tuple(case.contains for case in cases)
-        if texts != (None,) and filters not in ((None,), texts):
-            raise cases[0].node.refuse(
-                "weight: to divide by the sum of weights the filters must be the same for every "
-                "model, in the same order"
-            )
+        cases[0].node.require(
+            texts == (None,) or filters in ((None,), texts),
+            "weight: to divide by the sum of weights the filters must be the same for every "
+            "model, in the same order",
+        )
         filters = filters if texts == (None,) else texts
     return [
         [replace(cases[min(row, len(cases) - 1)], contains=text) for cases in weights]
@@ -250,17 +247,16 @@ def _convert_linear(draft: Draft) -> None:
     inputs = draft.config.inputs
     names = [given.model for given in inputs]
     base = draft.config.base if draft.config.base in names else names[0]
-    if len(inputs) < 2:
-        raise draft.refuse("a mean needs two models; one is given")
+    draft.require(len(inputs) > 1, "a mean needs two models; one is given")
     weights = [numbers("weight", given) for given in inputs]
     if flag_for_all("normalize", draft.config.shared, default=True):
         weights = _shares(weights, draft)
     for cases in _by_filter(weights):
-        if not math.isclose(_constant_total(cases), 1, rel_tol=1e-9):
-            raise cases[0].node.refuse(
-                "weight: without normalize the weights must add up to 1, or the base would be "
-                "scaled, which cannot be converted"
-            )
+        cases[0].node.require(
+            math.isclose(_constant_total(cases), 1, rel_tol=1e-9),
+            "weight: without normalize the weights must add up to 1, or the base would be "
+            "scaled, which cannot be converted",
+        )
     others = {name: cases for name, cases in zip(names, weights, strict=True) if name != base}
     draft.merge("linear", base, list(others))
     draft.set_for_models(None, "weight", list(others.values()))
@@ -272,13 +268,11 @@ def _convert_linear(draft: Draft) -> None:
 
 def _convert_slerp(draft: Draft) -> None:
     base, others = draft.required_base, draft.config.others()
-    if len(others) != 1:
-        raise draft.refuse(
-            f"slerp goes from the base to one other model, and {len(others)} are given"
-        )
+    text = f"slerp goes from the base to one other model, and {len(others)} are given"
+    draft.require(len(others) == 1, text)
     cases = resolve("t", draft.config.shared)
-    if not cases or cases[-1].contains is not None:
-        raise draft.refuse("t is missing for some tensors; mergekit has no default")
+    is_complete = cases and cases[-1].contains is None
+    draft.require(is_complete, "t is missing for some tensors; mergekit has no default")
     draft.merge("slerp", base, [base, others[0].model])
     draft.set_cases("slerp", "t", as_numbers("t", cases))
     draft.differences.append(
@@ -290,10 +284,8 @@ def _convert_slerp(draft: Draft) -> None:
 def _convert_nuslerp(draft: Draft) -> None:
     """Angles of tensors, rows or columns; mergekit's row-wise runs along the first dimension."""
     others, base, shared = draft.config.others(), draft.config.base, draft.config.shared
-    if len(others) != 2:
-        raise draft.refuse(
-            f"nuslerp merges two models beside the base, and {len(others)} are given"
-        )
+    text = f"nuslerp merges two models beside the base, and {len(others)} are given"
+    draft.require(len(others) == 2, text)
     draft.merge("nuslerp", base or others[0].model, [given.model for given in others])
     draft.set_for_models(None, "weight", [numbers("weight", given) for given in others])
     draft.set_stage("nuslerp", "on", "weights" if base is None else "deltas")
@@ -317,8 +309,7 @@ def _convert_nuslerp(draft: Draft) -> None:
 def _convert_karcher(draft: Draft) -> None:
     """A mean of all models, the base among them if there is one."""
     names, base = [given.model for given in draft.config.inputs], draft.config.base
-    if len(names) < 2:
-        raise draft.refuse("a mean needs two models; one is given")
+    draft.require(len(names) > 1, "a mean needs two models; one is given")
     draft.merge("karcher", base or names[0], names)
     steps = number_for_all("max_iter", draft.config.shared, 10)
     tolerance = number_for_all("tol", draft.config.shared, 1e-5)
@@ -335,10 +326,8 @@ def _convert_karcher(draft: Draft) -> None:
 
 def _convert_model_stock(draft: Draft) -> None:
     base, models = draft.required_base, draft.config.others()
-    if len(models) < 2:
-        raise draft.refuse(
-            f"model_stock needs two models beside the base, and {len(models)} is given"
-        )
+    text = f"model_stock needs two models beside the base, and {len(models)} is given"
+    draft.require(len(models) > 1, text)
     if flag_for_all("filter_wise", draft.config.shared, default=False):
         raise _given_case("filter_wise", draft).node.refuse(
             "filter_wise: true: the angle is that of whole tensors here, not of rows; delete it "

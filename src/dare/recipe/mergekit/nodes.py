@@ -23,6 +23,11 @@ class Node:
         """The error that says what is wrong with this value, and where it stands."""
         return RecipeError(f"{self.file}, line {self.line}: {text}")
 
+    def require(self, holds: object, text: str) -> None:
+        """Raise that error unless something holds."""
+        if not holds:
+            raise self.refuse(text)
+
     @property
     def plain(self) -> Any:
         """The value without places."""
@@ -103,8 +108,7 @@ def as_table(
     node: Node, known: Iterable[str], what: str, *, required: str = "", keeps_null: bool = False
 ) -> Table:
     """The keys and values of a node; an error if a key is not known, or the required one absent."""
-    if not isinstance(node.value, dict):
-        raise node.refuse(f"{what}: must be a table of keys and values")
+    node.require(isinstance(node.value, dict), f"{what}: must be a table of keys and values")
     for key, child in node.value.items():
         if key in ELSEWHERE and key not in known:
             raise child.refuse(f"{key}: {ELSEWHERE[key]}")
@@ -114,20 +118,18 @@ def as_table(
                 "without a word: correct it or delete the line"
             )
     table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
-    if required and required not in table:
-        raise node.refuse(f"{required} is missing")
+    node.require(not required or required in table, f"{required} is missing")
     return table
 
 
 def as_items(node: Node, what: str) -> tuple[Node, ...]:
     """The entries of a node that is a list; an error if there are none."""
-    if not isinstance(node.value, tuple) or not node.value:
-        raise node.refuse(f"{what}: must be a list with at least one entry")
-    return node.value
+    is_list = isinstance(node.value, tuple) and node.value
+    node.require(is_list, f"{what}: must be a list with at least one entry")
+    return tuple(node.value)
 
 
 def as_text(node: Node, what: str) -> str:
     """The value of a node that is text; an error if it is anything else."""
-    if not isinstance(node.value, str):
-        raise node.refuse(f"{what}: must be text, and is {node.plain!r}")
-    return node.value
+    node.require(isinstance(node.value, str), f"{what}: must be text, and is {node.plain!r}")
+    return str(node.value)
