@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -566,6 +567,15 @@ def test_sources_are_opened_together_and_watched(tmp_path: Path) -> None:
     save(model / "model.safetensors", {EMBEDDING: rows(4, 5, 6, 7), "w": np.ones(3, np.float32)})
     with pytest.raises(InputError, match="changed since the merge was planned"):
         found.base.__enter__()
+
+
+def test_another_process_can_read_the_rows(tmp_path: Path) -> None:
+    base = files(tmp_path / "base", rows(1, 2, 3, dtype=np.float16), "abc")
+    model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
+    found = aligned("union", (open_source(base), base), (open_source(model), model))
+    for presented in (found.base, *found.models):
+        again = pickle.loads(pickle.dumps(presented))
+        np.testing.assert_array_equal(read(again), read(presented))
 
 
 def test_other_tokens_make_another_fingerprint(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class RowOrigins:
 
 def present(origins: RowOrigins) -> list[Source]:
     """The base and the models with their rows in the output's order."""
-    inputs = _Inputs([origins.base, *origins.models])
+    inputs = [origins.base, *origins.models]
     base_rows = origins.base_rows()
     stored = row_tensors(origins.base, origins.vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
@@ -150,35 +150,11 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
 # ---------------------------------------------------------------- sources
 
 
-class _Inputs:
-    """All sources of a merge, opened and closed together: rows of one are read through another."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = list({id(source): source for source in sources}.values())
-        self._users = 0
-
-    def open(self) -> None:
-        """Open all, unless they are."""
-        if not self._users:
-            with ExitStack() as stack:
-                for source in self._sources:
-                    stack.enter_context(source)
-                stack.pop_all()  # if nothing went wrong, they stay open
-        self._users += 1
-
-    def close(self) -> None:
-        """Close all, unless somebody still uses them."""
-        self._users -= 1
-        if not self._users:
-            for source in self._sources:
-                source.__exit__(None, None, None)
-
-
 class AlignedSource(SourceView):
-    """A source whose embedding and head have the output's rows."""
+    """A source whose embedding and head have the output's rows, some of them of other sources."""
 
     def __init__(
-        self, inner: Source, inputs: _Inputs, rows: Mapping[str, RowTensor], decided: str
+        self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
     ) -> None:
         presented = {name: tensor.info for name, tensor in rows.items()}
         super().__init__(inner, {**inner.tensors, **presented})
@@ -203,11 +179,15 @@ class AlignedSource(SourceView):
             self.inner.prefetch(name, start, count)
 
     def __enter__(self) -> Self:
-        self._inputs.open()
+        with ExitStack() as stack:
+            for source in self._inputs:
+                stack.enter_context(source)
+            stack.pop_all()  # if nothing went wrong, they stay open
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self._inputs.close()
+    def __exit__(self, *error: object) -> None:
+        for source in self._inputs:
+            source.__exit__(*error)
 
 
 class RowTensor:

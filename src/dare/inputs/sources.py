@@ -81,6 +81,8 @@ class InputFiles(Source):
         self._stamps: dict[Path, tuple[int, int]] = {}
         """Size and time of change, by which a file is known to be the same."""
         self._open: dict[Path, int] = {}
+        self._users = 0
+        """How many have entered: others may read rows of this source through theirs."""
         self.tensors: dict[str, TensorInfo] = {}
         self._home: dict[str, Path] = {}
         """The file that each tensor is in."""
@@ -102,8 +104,9 @@ class InputFiles(Source):
         return [[os.path.realpath(file), *stamp] for file, stamp in self._stamps.items()]
 
     def __enter__(self) -> Self:
+        self._users += 1
         try:
-            for file in self._stamps:
+            for file in self._stamps if self._users == 1 else ():
                 self._open[file] = _open(file)
             self.check_unchanged()
         except InputError:
@@ -112,9 +115,11 @@ class InputFiles(Source):
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for file_descriptor in self._open.values():
-            os.close(file_descriptor)
-        self._open = {}
+        self._users -= 1
+        if not self._users:
+            for file_descriptor in self._open.values():
+                os.close(file_descriptor)
+            self._open = {}
 
     def check_unchanged(self) -> None:
         for file, stamp in self._stamps.items():
