@@ -39,16 +39,12 @@ _DEQUANTIZE_FIRST = (
     "dequantise it first (in transformers: model.dequantize(), then save_pretrained)"
 )
 PACKED = {
-    "qweight": "AWQ or GPTQ",
-    "qzeros": "AWQ or GPTQ",
+    **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
     "g_idx": "GPTQ",
     "weight_packed": "packed compressed-tensors",
     "weight_scale_2": "NVFP4",
     "weight_zero_point": "asymmetric compressed-tensors",
-    "absmax": "bitsandbytes",
-    "nested_absmax": "bitsandbytes",
-    "quant_map": "bitsandbytes",
-    "SCB": "bitsandbytes",
+    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB"), "bitsandbytes"),
 }
 """Last parts of names that only quantised models of a kind have."""
 _BITSANDBYTES_STATE = ".quant_state."

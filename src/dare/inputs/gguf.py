@@ -339,25 +339,29 @@ def hugging_face_name(name: str, family: Family) -> str | None:
 class _Cursor:
     """Reads a header from front to back, no more of the file than it turns out to have."""
 
-    def __init__(self, stream: BinaryIO, where: str) -> None:
-        self.where = where
+    def __init__(self, stream: BinaryIO, file: Path) -> None:
+        self.file = file
         self.position = 0
         self.size = os.fstat(stream.fileno()).st_size
         self._stream = stream
 
+    def require(self, holds: bool, text: str) -> None:
+        """Refuse the file unless something holds."""
+        if not holds:
+            raise HeaderError(f"{self.file}: {text}")
+
     def take(self, count: int) -> bytes:
         """The next bytes."""
         self.position += count
-        if self.position > self.size:
-            raise HeaderError(
-                f"{self.where}: the header goes on to byte {self.position} at least, and the file "
-                f"has only {self.size}; it is truncated or not GGUF"
+        if self.position > min(self.size, MAX_HEADER_BYTES):
+            self.require(
+                self.position <= self.size,
+                f"the header goes on to byte {self.position} at least, and the file has only "
+                f"{self.size}; it is truncated or not GGUF",
             )
-        if self.position > MAX_HEADER_BYTES:
-            raise HeaderError(f"{self.where}: the header is larger than {MAX_HEADER_BYTES} bytes")
+            self.require(False, f"the header is larger than {MAX_HEADER_BYTES} bytes")
         data = self._stream.read(count)
-        if len(data) < count:
-            raise HeaderError(f"{self.where}: became shorter while it was read")
+        self.require(len(data) == count, "became shorter while it was read")
         return data
 
     def number(self, code: str) -> Any:
@@ -368,31 +372,35 @@ class _Cursor:
         try:
             return self.take(self.number("Q")).decode()
         except UnicodeDecodeError:
-            raise HeaderError(f"{self.where}: {what} is not valid UTF-8") from None
+            raise HeaderError(f"{self.file}: {what} is not valid UTF-8") from None
 
-    def value(self, key: str) -> Any:
-        """A value of the metadata; arrays are passed over."""
+    def metadata(self, count: int) -> dict[str, Any]:
+        """All keys and values."""
+        metadata: dict[str, Any] = {}
+        for number in range(count):
+            key = self.text(f"key {number} of the metadata")
+            self.require(key not in metadata, f"the metadata have {key!r} twice")
+            metadata[key] = self._value(key)
+        return metadata
+
+    def _value(self, key: str) -> Any:
         kind = self.number("I")
         if kind == _TEXT:
             return self.text(key)
         if kind == _ARRAY:
             return self._pass_over_array(key)
-        if kind not in _SCALARS:
-            raise HeaderError(f"{self.where}: {key} is of type {kind}, which GGUF does not have")
+        self.require(kind in _SCALARS, f"{key} is of type {kind}, which GGUF does not have")
         value = self.number(_SCALARS[kind])
         return float(str(np.float32(value))) if kind == _FLOAT32 else value
 
     def _pass_over_array(self, key: str) -> str:
         kind, count = self.number("I"), self.number("Q")
-        if kind not in _SCALARS and kind != _TEXT:
-            raise HeaderError(
-                f"{self.where}: {key} is an array of type {kind}, which is not allowed"
-            )
-        if count > MAX_ARRAY_ITEMS:
-            raise HeaderError(
-                f"{self.where}: {key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not "
-                "believed"
-            )
+        is_known = kind in _SCALARS or kind == _TEXT
+        self.require(is_known, f"{key} is an array of type {kind}, which is not allowed")
+        self.require(
+            count <= MAX_ARRAY_ITEMS,
+            f"{key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not believed",
+        )
         if kind == _TEXT:  # a vocabulary has hundreds of thousands
             for _ in range(count):
                 self.take(int.from_bytes(self.take(8), "little"))
@@ -400,87 +408,64 @@ class _Cursor:
             self.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
         return f"an array of {count}"
 
-    def entry(self, name: str) -> tuple[tuple[int, ...], int, int]:
-        """A tensor's dimensions (outermost first), type and offset."""
+    def tensor(self, name: str) -> Stored:
+        """What is said of a tensor; its start is counted from the start of the data here."""
         dimensions = self.number("I")
-        if dimensions > MAX_DIMENSIONS:
-            raise HeaderError(
-                f"{self.where}: {name} claims {dimensions} dimensions; {MAX_DIMENSIONS} is the most"
-            )
+        text = f"{name} claims {dimensions} dimensions; {MAX_DIMENSIONS} is the most"
+        self.require(dimensions <= MAX_DIMENSIONS, text)
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
-        return shape, self.number("I"), self.number("Q")
+        number, offset = self.number("I"), self.number("Q")
+        gguf = _import_gguf(self.file)
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+            elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise InputError(
+                f"{self.file}: {name} is of type {number}, which the installed gguf package does "
+                "not know; try: pip install --upgrade gguf"
+            ) from None
+        row = shape[-1] if shape else 1
+        self.require(
+            row % elements == 0,
+            f"{name} has rows of {row} elements, and {kind.name} comes in blocks of {elements}",
+        )
+        return Stored(name, self.file, kind, shape, offset, elements, nbytes)
 
 
 def read_header(stream: BinaryIO, file: Path) -> tuple[Metadata, list[Stored]]:
     """Read and check the header of an open file."""
-    cursor = _Cursor(stream, str(file))
+    cursor = _Cursor(stream, file)
     magic = cursor.take(min(len(MAGIC), cursor.size))
-    if magic != MAGIC:
-        start = repr(magic) if len(magic) == len(MAGIC) else f"only {len(magic)} bytes"
-        raise HeaderError(f"{file}: not a GGUF file: it begins with {start}, not {MAGIC!r}")
+    start = repr(magic) if len(magic) == len(MAGIC) else f"only {len(magic)} bytes"
+    cursor.require(magic == MAGIC, f"not a GGUF file: it begins with {start}, not {MAGIC!r}")
     version = cursor.number("I")
-    if version & 0xFFFF == 0 and version:
-        raise HeaderError(
-            f"{file}: written for big-endian machines; convert it to little-endian with "
-            "gguf-convert-endian"
-        )
-    if version not in (2, 3):
-        raise HeaderError(f"{file}: GGUF version {version}; versions 2 and 3 are supported")
+    cursor.require(
+        version == 0 or version & 0xFFFF != 0,
+        "written for big-endian machines; convert it to little-endian with gguf-convert-endian",
+    )
+    cursor.require(version in (2, 3), f"GGUF version {version}; versions 2 and 3 are supported")
     tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
-    metadata: dict[str, Any] = {}
-    for number in range(pair_count):
-        key = cursor.text(f"key {number} of the metadata")
-        if key in metadata:
-            raise HeaderError(f"{file}: the metadata have {key!r} twice")
-        metadata[key] = cursor.value(key)
-    entries = {}
+    metadata = cursor.metadata(pair_count)
+    tensors: dict[str, Stored] = {}
     for number in range(tensor_count):
         name = cursor.text(f"the name of tensor {number}")
-        if name in entries:
-            raise HeaderError(f"{file}: the tensor {name!r} is there twice")
-        entries[name] = cursor.entry(name)
+        cursor.require(name not in tensors, f"the tensor {name!r} is there twice")
+        tensors[name] = cursor.tensor(name)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise HeaderError(f"{file}: general.alignment is {alignment!r}, not a power of two")
-    data_start = -(-cursor.position // alignment) * alignment
-    stored = [_checked(file, name, *entry, data_start) for name, entry in entries.items()]
-    _check_spans(stored, file, cursor.size)
-    return metadata, stored
-
-
-def _checked(
-    file: Path, name: str, shape: tuple[int, ...], number: int, offset: int, data_start: int
-) -> Stored:
-    """Check a tensor's type and that its rows are made of whole blocks."""
-    gguf = _import_gguf(file)
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        raise InputError(
-            f"{file}: {name} is of type {number}, which the installed gguf package does not know; "
-            "try: pip install --upgrade gguf"
-        ) from None
-    row = shape[-1] if shape else 1
-    if row % elements:
-        raise HeaderError(
-            f"{file}: {name} has rows of {row} elements, and {kind.name} comes in blocks of "
-            f"{elements}"
-        )
-    return Stored(name, file, kind, shape, data_start + offset, elements, nbytes)
-
-
-def _check_spans(stored: list[Stored], file: Path, size: int) -> None:
+    is_power = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)
+    cursor.require(is_power, f"general.alignment is {alignment!r}, not a power of two")
+    begin = -(-cursor.position // alignment) * alignment
+    stored = [replace(tensor, start=begin + tensor.start) for tensor in tensors.values()]
     position, previous = 0, ""
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.nbytes)):
-        if tensor.start < position:
-            raise HeaderError(f"{file}: {tensor.name} overlaps {previous}")
+        cursor.require(tensor.start >= position, f"{tensor.name} overlaps {previous}")
         position, previous = tensor.start + tensor.nbytes, tensor.name
-        if position > size:
-            raise HeaderError(
-                f"{file}: {tensor.name} ends at byte {position}, and the file has only {size}; "
-                "it is truncated"
-            )
+        cursor.require(
+            position <= cursor.size,
+            f"{previous} ends at byte {position}, and the file has only {cursor.size}; it is "
+            "truncated",
+        )
+    return metadata, stored
 
 
 def _import_gguf(path: Path) -> Any:

@@ -1,8 +1,8 @@
 """Models by their name on the hub: found in the local cache, or fetched into it.
 
 `dare.recipe.hub_names` says what a name is. Only what a merge needs is fetched: the weights as
-safetensors and the small files beside them.
-Everything is taken from one commit, which is known afterwards, so that a merge can be repeated.
+safetensors and the small files beside them, all from one commit, which is known afterwards, so
+that a merge can be repeated.
 Cache, token, endpoint, offline mode and retries are those of `huggingface_hub`.
 """
 
@@ -36,17 +36,9 @@ LICENCE_FILES = (
 """Patterns of what is fetched from the top of the repository too: it holds for all of it."""
 
 SMALL_FILES = (
-    *LICENCE_FILES,
-    *CONFIGURATION,
-    *TOKENIZER,
-    *SENTENCE_TRANSFORMERS,
-    INDEX_NAME,
-    lora.CONFIG_NAME,
-    "[0-9]_Pooling/*.json",
-    "[0-9]_Normalize/*.json",
-    "[0-9]_Dense/*.json",
-    "[0-9]_Dense/model.safetensors",
-    "*.py",
+    *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
+    *(INDEX_NAME, lora.CONFIG_NAME, "*.py", "[0-9]_Dense/model.safetensors"),
+    *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
 )
 """Patterns of what is fetched beside the weights, within the model's folder; code is never run."""
 

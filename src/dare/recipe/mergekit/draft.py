@@ -32,16 +32,11 @@ class Draft:
         """Refuse the method, with its line, unless something holds."""
         self.config.method_node.require(holds, text)
 
-    def merge(self, method: str, base: str, models: Sequence[str]) -> None:
-        """Say what is merged, and by which method."""
-        self._document["method"] = method
+    def merge(self, method: str, base: str, models: Sequence[str], scale: float = 1.0) -> None:
+        """Say what is merged, by which method, and what the merged delta is multiplied by."""
+        self._document |= {"method": method, "scale": scale}
         self._base = base
         self._models = [{"file": model} for model in models]
-
-    def scale(self, factor: float) -> None:
-        """Say what the merged delta is multiplied by."""
-        if factor != 1:
-            self._document["scale"] = factor
 
     def set_stage(self, stage: str, parameter: str, value: Any) -> None:
         """Set a parameter of a stage."""

@@ -72,20 +72,42 @@ def _convert_deltas(family: Family, draft: Draft) -> None:
 
     stage = None if family.drops == "trim" else family.drops  # to trim is a parameter of ties
     combine = "ties" if family.elects else "sum"
-    draft.merge(f"{stage}+{combine}" if stage else combine, base, [m.model for m in models])
-    draft.scale(number_for_all("lambda", shared, 1.0))
+    method, names = f"{stage}+{combine}" if stage else combine, [given.model for given in models]
+    draft.merge(method, base, names, scale=number_for_all("lambda", shared, 1.0))
     draft.set_for_models(None, "weight", weights)
     if family.drops is not None:
-        densities = [_densities(given, draft) for given in models]
-        rescale = flag_for_all("rescale", shared, default=family.rescale)
-        drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
-        if rescale and drops_any and family.drops in ("breadcrumbs", "trim"):
-            raise _given_case("rescale", draft).node.refuse(
-                f"rescale: what {draft.config.method} leaves cannot be rescaled here; delete it"
-            )
-        if family.drops in ("dare", "della"):
-            _drop_at_random(family.drops, densities, rescale, drops_any, draft)
-        DROPS[family.drops](densities, models, drops_any, draft)
+        _make_sparser(family.drops, flag_for_all("rescale", shared, family.rescale), draft)
+
+
+def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
+    """Set how a part of each delta is dropped, and what is done about it."""
+    models, differences = draft.config.others(), draft.differences
+    densities = [_densities(given, draft) for given in models]
+    drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
+    if stage in ("dare", "della"):
+        rates = [tuple(case.changed(_one_minus) for case in cases) for cases in densities]
+        draft.set_for_models(stage, "drop_rate", rates)
+        draft.set_stage(stage, "rescale", "l1" if rescale else False)
+        differences += ([NEW_MASKS] + [TINY_NORM] * rescale) * drops_any
+    elif rescale and drops_any:
+        raise _given_case("rescale", draft).node.refuse(
+            f"rescale: what {draft.config.method} leaves cannot be rescaled here; delete it"
+        )
+    if stage == "della":  # its epsilon goes from the mean rate on, our window from the lowest
+        epsilons = [numbers("epsilon", given, default=0.15) for given in models]
+        for density, epsilon in zip(densities, epsilons, strict=True):
+            _check_epsilon(density, epsilon)
+        windows = [tuple(case.changed(lambda e: 2 * e) for case in cases) for cases in epsilons]
+        draft.set_for_models("della", "window", windows)
+        differences += [ROWS_OF_DELLA] * drops_any
+    elif stage == "breadcrumbs":
+        draft.set_for_models("breadcrumbs", "keep_middle", densities)
+        gammas = [numbers("gamma", given, default=0.01) for given in models]
+        draft.set_for_models("breadcrumbs", "drop_largest", gammas)
+        differences += [CUT, LAST_ONE] * drops_any
+    elif stage == "trim" and drops_any:
+        draft.set_for_models("ties", "keep_ratio", densities)
+        differences.append(CUT)
 
 
 def _given_case(name: str, draft: Draft) -> Case:
@@ -118,26 +140,6 @@ def _densities(given: Input, draft: Draft) -> Cases:
     return cases
 
 
-def _drop_at_random(
-    stage: str, densities: Sequence[Cases], rescale: bool, drops_any: bool, draft: Draft
-) -> None:
-    draft.set_for_models(stage, "drop_rate", [_changed(_one_minus, cases) for cases in densities])
-    draft.set_stage(stage, "rescale", "l1" if rescale else False)
-    if drops_any:
-        draft.differences += [NEW_MASKS, *([TINY_NORM] if rescale else [])]
-
-
-def _set_window(
-    densities: Sequence[Cases], models: Sequence[Input], drops_any: bool, draft: Draft
-) -> None:
-    """Its epsilon goes from the mean rate to the highest, our window from the lowest."""
-    epsilons = [numbers("epsilon", given, default=0.15) for given in models]
-    for density, epsilon in zip(densities, epsilons, strict=True):
-        _check_epsilon(density, epsilon)
-    draft.set_for_models("della", "window", [_changed(lambda e: 2 * e, e) for e in epsilons])
-    draft.differences += [ROWS_OF_DELLA] * drops_any
-
-
 def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
     """Single numbers are held against each other here; the rest when the recipe is planned."""
     if any(len(cases) > 1 or len(cases[0].numbers) > 1 for cases in (densities, epsilons)):
@@ -149,35 +151,6 @@ def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
         f"epsilon = {epsilon:g} at density = {density:g}: densities from {low:.6g} to {high:.6g} "
         "are not all between 0 and 1, and mergekit refuses them too; lower epsilon",
     )
-
-
-def _keep_middle(
-    densities: Sequence[Cases], models: Sequence[Input], drops_any: bool, draft: Draft
-) -> None:
-    draft.set_for_models("breadcrumbs", "keep_middle", densities)
-    gammas = [numbers("gamma", given, default=0.01) for given in models]
-    draft.set_for_models("breadcrumbs", "drop_largest", gammas)
-    draft.differences += [CUT, LAST_ONE] * drops_any
-
-
-def _keep_largest(
-    densities: Sequence[Cases], _models: Sequence[Input], drops_any: bool, draft: Draft
-) -> None:
-    if drops_any:
-        draft.set_for_models("ties", "keep_ratio", densities)
-        draft.differences.append(CUT)
-
-
-DROPS: dict[str, Callable[[Sequence[Cases], Sequence[Input], bool, Draft], None]] = {
-    "dare": lambda *_: None,
-    "della": _set_window,
-    "breadcrumbs": _keep_middle,
-    "trim": _keep_largest,
-}
-
-
-def _changed(change: Callable[[float], float], cases: Cases) -> Cases:
-    return tuple(case.changed(change) for case in cases)
 
 
 def _one_minus(density: float) -> float:
