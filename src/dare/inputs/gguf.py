@@ -401,9 +401,15 @@ class _Cursor:
             count <= MAX_ARRAY_ITEMS,
             f"{key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not believed",
         )
-        if kind == _TEXT:  # a vocabulary has hundreds of thousands
+        if kind == _TEXT:  # a vocabulary has hundreds of thousands, so this loop is tight
+            read, limit = self._stream.read, min(self.size, MAX_HEADER_BYTES)
             for _ in range(count):
-                self.take(int.from_bytes(self.take(8), "little"))
+                length = int.from_bytes(read(8), "little")
+                self.position += 8 + length
+                if self.position > limit:
+                    break
+                read(length)
+            self.take(0)
         else:
             self.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
         return f"an array of {count}"

@@ -96,7 +96,7 @@ def resolve(path: Path, *, verbose: bool) -> Resolved:
     except InputError:
         raise
     except Exception as error:  # the client raises what its HTTP library does, and that changes
-        raise _explained(name, error) from error
+        raise InputError(f"{name}: {_explained(name, error)}") from error
 
 
 def absolute(path: Path) -> Path:
@@ -223,38 +223,31 @@ def _within(name: Name, patterns: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------- what went wrong
 
 
-def _explained(name: Name, error: BaseException) -> InputError:
+def _explained(name: Name, error: BaseException) -> str:
     """Say what is wrong and what to do, in our words."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # why it looked into the cache at all
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
-        return InputError(
-            f"{name}: no such file or directory, and not (or not completely) in the hub's cache, "
+        return (
+            "no such file or directory, and not (or not completely) in the hub's cache, "
             "and offline mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) forbids fetching it; "
             "unset that, or give a path"
         )
-    if isinstance(error, errors.HfHubHTTPError):
-        return InputError(f"{name}: {_refusal(name, error)}")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
-        return InputError(
-            f"{name}: cannot be stored in the hub's cache{where}: {error.strerror}; "
+        return (
+            f"cannot be stored in the hub's cache{where}: {error.strerror}; "
             "set HF_HOME to a folder that can take it"
         )
-    reason = str(error).strip().partition("\n")[0]
-    return InputError(
-        f"{name}: no such file or directory, and it could not be fetched from the hub: "
-        f"{type(error).__name__}: {reason or 'no reason given'}; check the network and run it "
-        "again: files that are complete are not fetched twice"
-    )
-
-
-def _refusal(name: Name, error: Any) -> str:
-    """What the hub's answer means; `error` is the client's HfHubHTTPError."""
-    from huggingface_hub import errors
-
+    if not isinstance(error, errors.HfHubHTTPError):
+        reason = str(error).strip().partition("\n")[0]
+        return (
+            "no such file or directory, and it could not be fetched from the hub: "
+            f"{type(error).__name__}: {reason or 'no reason given'}; check the network and run it "
+            "again: files that are complete are not fetched twice"
+        )
     status = error.response.status_code
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
