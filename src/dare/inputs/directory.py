@@ -29,10 +29,9 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MODULES = "modules.json"
-MORE_TEMPLATES = "additional_chat_templates"
 
 CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
-TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", f"{MORE_TEMPLATES}/*.jinja")
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (
     *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "bpe.codes"),

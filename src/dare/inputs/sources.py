@@ -115,7 +115,7 @@ class InputFiles(Source):
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._users -= 1
+        self._users = max(0, self._users - 1)
         if not self._users:
             for file_descriptor in self._open.values():
                 os.close(file_descriptor)

@@ -18,8 +18,8 @@ TensorsOf = Callable[[Path], Iterable[str]]
 """The names of a model's tensors."""
 
 TOP_KEYS = (
-    *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype"),
-    *("out_dtype", "tokenizer_source", "tokenizer", "chat_template"),
+    *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
+    *("tokenizer_source", "tokenizer", "chat_template"),
 )
 PARAMETERS = (
     *("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon"),
@@ -73,11 +73,6 @@ def read_config(
         method in methods,
         f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}",
     )
-    if "modules" in table:
-        raise table["modules"].refuse(
-            "modules: parts of a model cannot be configured apart; write models, and "
-            "filters for the names of a part's tensors"
-        )
     root.require(("models" in table) != ("slices" in table), "give either models or slices")
 
     notes: list[str] = []
@@ -176,13 +171,10 @@ def _inputs_of_slices(
     node: Node, base: str | None, whole: Table, notes: list[str], tensors_of: TensorsOf
 ) -> tuple[tuple[Input, ...], tuple[Table, ...], str | None]:
     """The inputs of slices that together are the whole model, and what they share."""
-    known = ("sources", "parameters", "base_model", "residual_weight")
+    known = ("sources", "parameters", "base_model")
     end, slices = 0, []
     for item in as_items(node, "slices"):
-        table = as_table(item, known, "a slice")
-        if "residual_weight" in table:
-            raise table["residual_weight"].refuse("residual_weight: cannot be converted")
-        item.require("sources" in table, "sources is missing")
+        table = as_table(item, known, "a slice", required="sources")
         slice_base = _base(table) or base
         shared = _parameters(table, "a slice"), whole
         sources = as_items(table["sources"], "sources")
@@ -266,10 +258,7 @@ def _tokenizer(table: Table) -> dict[str, str]:
     source = table.get("tokenizer_source")
     if "tokenizer" in table:
         table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
-        known = ("source", "tokens", "pad_to_multiple_of")
-        given = as_table(table["tokenizer"], known, "the tokenizer")
-        for key in set(given) - {"source"}:
-            raise given[key].refuse(f"{key}: embeddings of single tokens cannot be chosen here")
+        given = as_table(table["tokenizer"], ("source",), "the tokenizer")
         if "source" not in given:
             return {"vocabulary": "union"}
         source = given["source"]

@@ -97,11 +97,17 @@ def _check_keys(node: Any, file: Path) -> None:
 
 Table = Mapping[str, Node]
 """Keys and what they are set to."""
-ELSEWHERE = {
-    "random_seed": "is a flag of mergekit, which ignores it here: delete the line and set seed",
+REFUSED = {
+    "modules": "parts of a model cannot be configured apart; write models, and filters for the "
+    "names of a part's tensors",
     "name": "means nothing to mergekit: delete the line",
+    "random_seed": "is a flag of mergekit, which ignores it here: delete the line and set seed",
+    "residual_weight": "cannot be converted",
+    **dict.fromkeys(
+        ("tokens", "pad_to_multiple_of"), "embeddings of single tokens cannot be chosen here"
+    ),
 }
-"""Keys that are often seen, and that nothing reads."""
+"""Keys that are often seen and cannot be converted, or that nothing reads, and why."""
 
 
 def as_table(
@@ -109,15 +115,14 @@ def as_table(
 ) -> Table:
     """The keys and values of a node; an error if a key is not known, or the required one absent."""
     node.require(isinstance(node.value, dict), f"{what}: must be a table of keys and values")
+    table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
     for key, child in node.value.items():
-        if key in ELSEWHERE and key not in known:
-            raise child.refuse(f"{key}: {ELSEWHERE[key]}")
-        if key not in known:
+        child.require(key not in REFUSED or key not in table, f"{key}: {REFUSED.get(key)}")
+        if key not in known and key not in REFUSED:
             raise child.refuse(
                 f"{key}: not known in {what}{did_you_mean(key, known)}; mergekit ignores it "
                 "without a word: correct it or delete the line"
             )
-    table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
     node.require(not required or required in table, f"{required} is missing")
     return table
 
