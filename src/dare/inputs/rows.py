@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -204,14 +203,11 @@ class RowTensor:
         self._source = source
         self._stored = stored
         self._width = math.prod(stored.shape[1:])
+        self._rows = rows
         self._fill = fill
         self._read_stored: Fill = partial(source.read, stored.name)
         if kind != stored.dtype:
             self._read_stored = _InFloat32(self._read_stored, stored.dtype)
-        begins = np.flatnonzero(_begins_run(rows))
-        self._begins: list[int] = begins.tolist()
-        self._firsts: list[int] = rows[begins].tolist()
-        self._ends = [*self._begins[1:], len(rows)]
 
     def read(self, start: int, into: Raw) -> None:
         """Fill `into` with elements from `start` on."""
@@ -233,13 +229,14 @@ class RowTensor:
         """Cut a range of elements where runs of rows end; say where each lies in the source."""
         if begin >= end:
             return
-        run = bisect_right(self._begins, begin // self._width) - 1
-        while begin < end:
-            stop = min(end, self._ends[run] * self._width)
-            first = self._firsts[run]
-            there = begin + (first - self._begins[run]) * self._width
-            yield begin, stop, None if first < 0 else there
-            begin, run = stop, run + 1
+        top = begin // self._width
+        rows = self._rows[top : -(-end // self._width)]
+        runs = np.flatnonzero(_begins_run(rows)).tolist()
+        for run, next_run in zip(runs, [*runs[1:], rows.size], strict=True):
+            stop = min(end, (top + next_run) * self._width)
+            there = begin + (int(rows[run]) - top - run) * self._width
+            yield begin, stop, None if rows[run] < 0 else there
+            begin = stop
 
 
 def _begins_run(rows: Rows) -> NDArray[np.bool_]:
