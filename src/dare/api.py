@@ -55,9 +55,9 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
     if path.suffix.lower() in YAML_SUFFIXES:
-        from dare.inputs.mergekit import recipe_from_yaml
+        from dare.inputs.mergekit import convert_yaml
 
-        return recipe_from_yaml(path).to_document()
+        return convert_yaml(path).recipe.to_document()
     manifest_file = find_manifest(path)
     return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
 

@@ -15,7 +15,6 @@ from dare.inputs.directory import (
     chat_template_of,
     choose_chat_template,
     collect,
-    directory_of,
     main_type,
 )
 from dare.output.sidecars import write_into
@@ -104,7 +103,6 @@ def test_known_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
     assert tuple(found.files) == TAKEN
     assert all(path == (tmp_path / name).resolve() for name, path in found.files.items())
     assert found.notes == (f"not copied from {tmp_path}: data_config.json, 'odd\\nname'",)
-    assert str(found).startswith(f"22 files from {tmp_path}: LICENSE, NOTICE.txt, USE_POLICY.md, ")
 
 
 def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> None:
@@ -194,14 +192,14 @@ def test_the_type_is_updated_wherever_it_stands(model: Path) -> None:
         config_dot_json={
             "dtype": "float32",
             "text_config": {"torch_dtype": "float16", "deep": {"dtype": "auto"}},
-            "quantization_config": {"dtype": "int8"},
+            "rope": {"dtype": "int8"},
         },
     )
     found = collect(model, Changes(dtype=BF16))
     assert content(found.files, "config.json") == {
         "dtype": "bfloat16",
         "text_config": {"torch_dtype": "bfloat16", "deep": {"dtype": "bfloat16"}},
-        "quantization_config": {"dtype": "int8"},
+        "rope": {"dtype": "int8"},
     }
     assert found.changes == {"config.json": "dtype bfloat16, torch_dtype bfloat16"}
 
@@ -235,8 +233,7 @@ def test_the_vocabulary_size_is_updated_for_the_text_model(model: Path) -> None:
 
 def test_quantization_goes_where_the_weights_are_plain(model: Path) -> None:
     fill(model, config_dot_json={"quantization_config": {"bits": 4}, "text_config": {"a": 1}})
-    assert "quantization_config" in content(collect(model).files, "config.json")
-    found = collect(model, Changes(dequantised=True))
+    found = collect(model)
     assert content(found.files, "config.json") == {"text_config": {"a": 1}}
     assert found.changes == {"config.json": "no quantization_config"}
 
@@ -259,11 +256,6 @@ def test_the_main_type_is_that_of_most_elements() -> None:
     kinds = [("a", F32, (4,)), ("b", BF16, (2, 3)), ("c", STORAGE_TYPES["I64"], (99,))]
     assert main_type(kinds) is BF16
     assert main_type(kinds[2:]) is None
-
-
-def test_only_a_directory_has_sidecars(model: Path) -> None:
-    assert directory_of(model) == model
-    assert directory_of(model / "config.json") is None
 
 
 # ---------------------------------------------------------------- chat templates
@@ -313,7 +305,7 @@ def test_which_chat_template(tmp_path: Path) -> None:
     assert "one, other have different ones" in note
     assert choose_chat_template("other", one, models) == ("{2}", ())
     assert choose_chat_template("{{ x }}", one, models) == ("{{ x }}", ())
-    assert choose_chat_template(other / "chat_template.jinja", one, models) == ("{2}", ())
+    assert choose_chat_template(str(other / "chat_template.jinja"), one, models) == ("{2}", ())
     for name in ("plain", "file"):
         with pytest.raises(RecipeError, match="that model has no chat template"):
             choose_chat_template(name, one, models)

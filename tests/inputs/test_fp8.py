@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import InputError
-from dare.inputs.fp8 import (
-    PACKED,
-    DequantizedSource,
-    check_not_packed,
-    dequantized,
-    has_scales,
-    looks_like,
-    open_fp8,
-)
-from dare.inputs.sources import ArraySource, FileSource
+from dare.inputs.fp8 import PACKED, DequantizedSource, dequantized
+from dare.inputs.sources import ArraySource, FileSource, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import entry, file_bytes, read_elements, read_tensor, save
 
@@ -239,7 +231,6 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         "plain": "F8_E4M3",
         "table": "I32",
     }
-    assert source.left_out == ("a.input_scale", "a.k_scale")
     assert source.remarks == (
         "1 FP8 tensors are presented as float32, scales applied",
         "2 scales of activations are left out: no weights",
@@ -255,17 +246,17 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         {"w": np.ones(3, np.float32), "w_scale": np.ones(1, np.float32)},
         {"w": codes((2, 2))},
         {"logit_scale": np.ones(1, np.float32)},
+        {"scales": np.zeros(3, np.float32), "ids": np.zeros(3, np.int32)},
     ],
 )
 def test_a_model_without_scales_is_not_wrapped(arrays):
     source = source_of(arrays)
-    assert not has_scales(source)
     assert dequantized(source) is source
 
 
 def test_what_is_said_of_the_source_is_what_the_files_say(tmp_path):
     path = write(tmp_path / "m.safetensors", codes((2, 3)), factors(2))
-    source = open_fp8(path)
+    source = dequantized(open_source(path))
     inner = source.inner
     assert isinstance(inner, FileSource)
     assert (source.files, source.fingerprint()) == ((path,), inner.fingerprint())
@@ -298,12 +289,6 @@ def test_prefetching_asks_for_the_stored_elements(monkeypatch):
     source.prefetch("w", 4, 5)
     source.prefetch("n", 1, 2)
     assert asked == [("w", 4, 5), ("n", 1, 2)]
-
-
-def test_what_looks_like_fp8(tmp_path):
-    assert looks_like(write(tmp_path / "m.safetensors", codes((2, 3)), factors(2)))
-    assert not looks_like(save(tmp_path / "n.safetensors", {"w": np.ones(3, np.float32)}))
-    assert not looks_like(tmp_path / "not-there")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -363,12 +348,8 @@ def test_weights_packed_in_integers_are_refused_with_what_to_do(kind):
         dequantized(source)
 
 
-@pytest.mark.parametrize("ending", PACKED)
-def test_the_file_of_a_packed_model_is_named(tmp_path, ending):
-    path = save(tmp_path / "model.safetensors", {f"l.{ending}": np.zeros(4, np.int32)})
-    with pytest.raises(InputError, match=rf"{tmp_path}: l.{ending}: quantised"):
-        open_fp8(path)
-
-
-def test_a_model_that_is_not_packed_passes():
-    check_not_packed(source_of({"scales": np.zeros(3, np.float32), "ids": np.zeros(3, np.int32)}))
+def test_the_folder_of_a_packed_model_is_named(tmp_path):
+    for ending in PACKED:
+        path = save(tmp_path / "model.safetensors", {f"l.{ending}": np.zeros(4, np.int32)})
+        with pytest.raises(InputError, match=rf"{tmp_path}: l.{ending}: quantised"):
+            dequantized(open_source(path))

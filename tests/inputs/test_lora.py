@@ -199,7 +199,7 @@ def test_damaged_adapters_are_refused(tmp_path):
 # ---------------------------------------------------------------- memory
 
 
-def large(folder, seed, rank=1024, size=1536):
+def large(folder, seed, rank=512, size=1024):
     down = np.random.default_rng(seed).standard_normal((rank, size), np.float32)
     factors = {"w.lora_A.weight": down, "w.lora_B.weight": np.ascontiguousarray(down.T)}
     return write_adapter(folder, factors, r=rank)
@@ -207,11 +207,11 @@ def large(folder, seed, rank=1024, size=1536):
 
 def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
     base = tmp_path / "base.safetensors"
-    save_file({"w.weight": np.zeros((1536, 1536), np.float16)}, base)
+    save_file({"w.weight": np.zeros((1024, 1024), np.float16)}, base)
     given = {"base": base, "models": [large(tmp_path / str(n), n) for n in (0, 1)]}
     given |= {"output": tmp_path / "out.safetensors", "method": "linear", "verbose": False}
     with pytest.raises(RecipeError, match="one thread needs") as refusal:
-        plan(Recipe(**given, max_memory="30MB"))
+        plan(Recipe(**given, max_memory="10MB"))
     enough = str(refusal.value).split("allow at least ")[1]
     for threads, memory in ((1, enough), (2, "150MB")):
         planned = plan(Recipe(**given, max_memory=memory, threads=threads))

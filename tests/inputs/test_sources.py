@@ -10,7 +10,7 @@ import pytest
 
 from dare.api import merge
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import INDEX_NAME, FileSource, open_source
+from dare.inputs.sources import INDEX_NAME, open_source
 from dare.output.writer import PartialOutput
 from helpers import (
     entry,
@@ -211,13 +211,6 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     write_index(tmp_path, {"w": "a.safetensors", "n": "b.safetensors"})
     with pytest.raises(HeaderError, match=r"b.safetensors also holds w"):
         open_source(tmp_path)
-
-
-def test_a_source_never_holds_a_tensor_twice(tmp_path):
-    a = open_source(save(tmp_path / "a.safetensors", {"w": W}))
-    b = open_source(save(tmp_path / "b.safetensors", {"w": W}))
-    with pytest.raises(HeaderError, match=r"w is in both a.safetensors and b.safetensors"):
-        FileSource(tmp_path, {**a.headers, **b.headers}, {})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from dare.api import load_recipe
 from dare.errors import InputError, RecipeError
-from dare.inputs.mergekit import convert_yaml, recipe_from_yaml
+from dare.inputs.mergekit import convert_yaml
 from dare.recipe.document import recipe_from_document
 from helpers import save
 
@@ -384,11 +384,6 @@ def test_yaml_is_told_by_the_name(convert, tmp_path):
     other = tmp_path / "other.YML"
     other.write_bytes((tmp_path / "m.yaml").read_bytes())
     assert load_recipe(other) == whole.recipe
-
-
-def test_a_recipe_alone_can_be_had(convert, tmp_path):
-    whole = convert(head("ties") + TWO)
-    assert recipe_from_yaml(tmp_path / "m.yaml") == whole.recipe
     assert whole.recipe.output is None
 
 

@@ -29,6 +29,7 @@ def test_the_lists_agree_on_every_head_that_stands_by_itself(module):
     [
         ("model.embed_tokens.weight", True),
         ("wte.weight", True),
+        ("shared.weight", True),
         ("embed_tokens.bias", False),
         ("embed_tokens", False),
         ("model.embed_tokens_per_layer.weight", False),

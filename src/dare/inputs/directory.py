@@ -9,7 +9,6 @@ in them must change. Nothing outside the directory is read, whatever a name or a
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
+from dare.inputs.small_files import dump_json, list_names, parse_json, read_limited, some_of
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.header import Described
 
@@ -29,27 +29,13 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MODULES = "modules.json"
-MORE_TEMPLATES = "additional_chat_templates"
 
 CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
-TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", f"{MORE_TEMPLATES}/*.jinja")
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (
-    "tokenizer.json",
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "vocab.bpe",
-    "encoder.json",
-    "merges.txt",
-    "bpe.codes",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "normalizer.json",
-    *TEMPLATES,
+    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "bpe.codes"),
+    *("*.model", "*.spm", "*.tiktoken", "tekken.json", "normalizer.json", *TEMPLATES),
 )
 SENTENCE_TRANSFORMERS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
 CODE = ("*.py",)
@@ -81,42 +67,19 @@ class Sidecars:
     notes: tuple[str, ...]
     """What a user should know of."""
 
-    def __str__(self) -> str:
-        """The files in a line."""
-        names = [
-            f"{name} ({self.changes[name]})" if name in self.changes else name
-            for name in self.files
-        ]
-        return f"{len(names)} files from {self.directory}: {', '.join(names)}"
-
 
 @dataclass(frozen=True)
 class Changes:
-    """What must be different in an output's configuration.
-
-    >>> Changes(dequantised=True).vocab_size is None
-    True
-    """
+    """What must be different in an output's configuration; quantised weights never stay so."""
 
     dtype: StorageType | None = None
     """What most of the weights are stored as."""
     vocab_size: tuple[int, int] | None = None
     """Rows of the embedding in the directory's model and in the output, where they differ."""
-    dequantised: bool = False
-    """Whether quantised weights were read and plain ones are written."""
     token_ids: Mapping[int, int | None] | None = None
     """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
     """The chat template, if not the directory's own."""
-
-
-def directory_of(path: Path) -> Path | None:
-    """The directory whose sidecars belong to an input; none if it is a file.
-
-    >>> directory_of(Path("no/such.safetensors")) is None
-    True
-    """
-    return path if path.is_dir() else None
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -150,61 +113,123 @@ def collect(
     whose content is already decided.
     """
     changes = changes or Changes()
-    tokenizer = tokenizer or directory
-    notes: list[str] = []
-    modules = list(_module_files(directory, notes))
-    found: dict[str, bytes | Path] = {
-        name: _file(directory, name)
-        for name in [*_named(directory, (*CONFIGURATION, *SENTENCE_TRANSFORMERS)), *modules]
-    }
-    found |= {name: _file(directory, name) for name in _listing(directory) if _is_legal(name)}
-    found |= {name: _file(tokenizer, name) for name in _named(tokenizer, TOKENIZER)}
-    found |= replaced or {}
-    said = dict.fromkeys(replaced or {}, "tokens added")
-    found |= _code(directory, found, notes)
-    _set_chat_template(found, said, changes.chat_template)
-    _configure(directory, found, said, changes, notes)
-    notes += _left_behind(directory, found)
-    return Sidecars(directory, dict(sorted(found.items())), said, tuple(notes))
+    gathered = _Gathered(directory)
+    modules = list(gathered.module_files())
+    top = list_names(directory)
+    gathered.take(directory, _named(directory, (*CONFIGURATION, *SENTENCE_TRANSFORMERS)))
+    gathered.take(directory, [*modules, *(name for name in top if LEGAL.fullmatch(name))])
+    gathered.take(tokenizer or directory, _named(tokenizer or directory, TOKENIZER))
+    gathered.files |= replaced or {}
+    gathered.changes |= dict.fromkeys(replaced or {}, "tokens added")
+    gathered.take_code()
+    if changes.chat_template is not None:
+        gathered.set_chat_template(changes.chat_template)
+    gathered.configure(changes)
+    kept = {name.split("/")[0] for name in gathered.files}
+    left = [name for name in top if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)]
+    if left:
+        gathered.notes.append(f"not copied from {directory}: {some_of(left, EXAMPLES)}")
+    files = dict(sorted(gathered.files.items()))
+    return Sidecars(directory, files, gathered.changes, tuple(gathered.notes))
 
 
-def _listing(directory: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be listed: {error.strerror or error}") from None
+class _Gathered:
+    """Sidecars, being collected."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: dict[str, bytes | Path] = {}
+        self.changes: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def take(self, directory: Path, names: Iterable[str]) -> None:
+        """Take files of a directory."""
+        self.files |= {name: _file(directory, name) for name in names}
+
+    def module_files(self) -> Iterator[str]:
+        """The files of the folders that sentence-transformers' modules.json names."""
+        for folder in _module_folders(self.directory):
+            names = list(_walk(self.directory, folder))
+            weights = [name for name in names if name.endswith(".safetensors")]
+            pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+            if weights or pickles:
+                self.notes.append(
+                    f"{folder}: its weights are copied from {self.directory}, not merged"
+                )
+            yield from (name for name in names if not weights or name not in pickles)
+
+    def take_code(self) -> None:
+        """Take custom code, where a configuration refers to it."""
+        modules = list(_named(self.directory, CODE))
+        configs = [name for name in self.files if name.endswith("config.json") and "/" not in name]
+        if modules and any("auto_map" in self.table(name) for name in configs):
+            self.take(self.directory, modules)
+            self.notes.append(
+                f"{some_of(modules, EXAMPLES)}: custom code of {self.directory}, copied as it is; "
+                "it only runs with trust_remote_code=True"
+            )
+
+    def table(self, name: str) -> dict[str, Any]:
+        """The JSON object in a collected file."""
+        content = self.files[name]
+        where = content if isinstance(content, Path) else Path(name)
+        text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
+        document = parse_json(text, where)
+        if not isinstance(document, dict):
+            raise InputError(f"{where}: must be a JSON object")
+        return document
+
+    def replace(self, name: str, document: dict[str, Any], done: Iterable[str]) -> None:
+        """Put another content in place of a file, if anything was done to it."""
+        if done := dict.fromkeys(done):
+            self.files[name] = dump_json(document, Path(name))
+            self.changes[name] = ", ".join(done)
+
+    def set_chat_template(self, template: str) -> None:
+        """Put a template in place of all others."""
+        for name in list(self.files):
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in TEMPLATES):
+                del self.files[name]
+        if TOKENIZER_CONFIG in self.files:
+            document = self.table(TOKENIZER_CONFIG)
+            if document.pop("chat_template", None) is not None:
+                self.replace(TOKENIZER_CONFIG, document, [f"chat template in {CHAT_TEMPLATE}"])
+        self.files[CHAT_TEMPLATE] = template.encode()
+        self.changes[CHAT_TEMPLATE] = "as the recipe says"
+
+    def configure(self, changes: Changes) -> None:
+        """Rewrite the configuration where the output differs from the directory's model."""
+        if CONFIG not in self.files:
+            self.notes.append(
+                f"{self.directory}: has no {CONFIG}, so transformers cannot load the output"
+            )
+        if changes.dtype is not None and changes.dtype not in MODEL_TYPES and CONFIG in self.files:
+            self.notes.append(
+                f"{CONFIG}: keeps its type, because transformers cannot build a model in "
+                f"{changes.dtype.name}"
+            )
+        for name in (CONFIG, GENERATION_CONFIG):
+            if name in self.files and (name == CONFIG or changes.token_ids is not None):
+                document = self.table(name)
+                done = [*_configured(document, changes)] if name == CONFIG else []
+                done += _renumbered(document, changes.token_ids or {}, self.directory / name)
+                self.replace(name, document, done)
 
 
 def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
     """The names in a directory, or in the folder a pattern names, that match."""
-    top = _listing(directory)
+    top = list_names(directory)
     for pattern in patterns:
         folder, _, last = pattern.rpartition("/")
         if not folder:
             yield from fnmatch.filter(top, last)
         elif folder in top:
-            names = fnmatch.filter(_listing(_inside(directory, folder)), last)
+            names = fnmatch.filter(list_names(_inside(directory, folder)), last)
             yield from (f"{folder}/{name}" for name in names)
 
 
-def _is_legal(name: str) -> bool:
-    return LEGAL.fullmatch(name) is not None
-
-
-def _module_files(directory: Path, notes: list[str]) -> Iterator[str]:
-    """The files of the folders that sentence-transformers' modules.json names."""
-    for folder in _module_folders(directory):
-        names = list(_walk(directory, folder))
-        weights = [name for name in names if name.endswith(".safetensors")]
-        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
-        if weights or pickles:
-            notes.append(f"{folder}: its weights are copied from {directory}, not merged")
-        skipped = set(pickles) if weights else set()
-        yield from (name for name in names if name not in skipped)
-
-
 def _module_folders(directory: Path) -> Iterator[str]:
-    if MODULES not in _listing(directory):
+    if MODULES not in list_names(directory):
         return
     modules = read_json(directory, MODULES)
     paths = [m.get("path") for m in modules] if _are_tables(modules) else [None]
@@ -228,7 +253,7 @@ def _walk(directory: Path, folder: str) -> Iterator[str]:
     count = 0
     while left:
         here = left.pop()
-        for name in _listing(_inside(directory, here)):
+        for name in list_names(_inside(directory, here)):
             count += 1
             if count > MAX_MODULE_FILES:
                 raise InputError(f"{directory / folder}: has more than {MAX_MODULE_FILES} files")
@@ -241,39 +266,6 @@ def _walk(directory: Path, folder: str) -> Iterator[str]:
                 raise InputError(f"{directory / path}: is a link to a folder; put its files there")
             else:
                 left.append(path)
-
-
-def _code(
-    directory: Path, found: Mapping[str, bytes | Path], notes: list[str]
-) -> dict[str, bytes | Path]:
-    """Custom code, where a configuration refers to it."""
-    modules = list(_named(directory, CODE))
-    configurations = [name for name in found if name.endswith("config.json") and "/" not in name]
-    if not modules or not any("auto_map" in _table(found, name) for name in configurations):
-        return {}
-    notes.append(
-        f"{_shown(modules)}: custom code of {directory}, copied as it is; it only runs with "
-        "trust_remote_code=True"
-    )
-    return {name: _file(directory, name) for name in modules}
-
-
-def _left_behind(directory: Path, found: Mapping[str, object]) -> Iterator[str]:
-    """Name what might be missed."""
-    kept = {name.split("/")[0] for name in found}
-    left = [
-        name
-        for name in _listing(directory)
-        if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)
-    ]
-    if left:
-        yield f"not copied from {directory}: {_shown(left)}"
-
-
-def _shown(names: list[str]) -> str:
-    plain = [name if name.isprintable() else ascii(name) for name in names[:EXAMPLES]]
-    more = f" and {len(names) - EXAMPLES} more" if len(names) > EXAMPLES else ""
-    return ", ".join(plain) + more
 
 
 # ---------------------------------------------------------------- reading, and only inside
@@ -312,15 +304,7 @@ def read_text(directory: Path, name: str) -> bytes | None:
     """The content of a directory's file, or None if there is none; refuses a huge one."""
     if not os.path.lexists(directory / name):
         return None
-    path = _file(directory, name)
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{directory / name}: cannot be read: {error.strerror}") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise InputError(f"{directory / name}: larger than {MAX_JSON_BYTES} bytes")
-    return text
+    return read_limited(_file(directory, name), MAX_JSON_BYTES, directory / name)
 
 
 def read_json(directory: Path, name: str) -> Any:
@@ -329,71 +313,7 @@ def read_json(directory: Path, name: str) -> Any:
     return None if text is None else parse_json(text, directory / name)
 
 
-def parse_json(text: bytes, where: Path) -> Any:
-    """Read JSON that may be hostile."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: is not valid JSON: {error}") from None
-
-
-def dump_json(document: object, where: Path, *, indent: int | None = 2) -> bytes:
-    """Write JSON as transformers does, in the order of the keys; `where` the content is from."""
-    try:
-        return json.dumps(document, indent=indent, ensure_ascii=False).encode() + b"\n"
-    except (ValueError, RecursionError) as error:  # half a character, or too deep
-        raise InputError(f"{where}: cannot be written again: {error}") from None
-
-
-def _table(found: Mapping[str, bytes | Path], name: str) -> dict[str, Any]:
-    """The JSON object in a collected file."""
-    content = found[name]
-    where = content if isinstance(content, Path) else Path(name)
-    text = read_text(content.parent, content.name) if isinstance(content, Path) else content
-    document = parse_json(text or b"", where)
-    if not isinstance(document, dict):
-        raise InputError(f"{where}: must be a JSON object")
-    return document
-
-
 # ---------------------------------------------------------------- what must change
-
-
-def _configure(
-    directory: Path,
-    found: dict[str, bytes | Path],
-    said: dict[str, str],
-    changes: Changes,
-    notes: list[str],
-) -> None:
-    """Rewrite the configuration where the output differs from the directory's model."""
-    if CONFIG not in found:
-        notes.append(f"{directory}: has no {CONFIG}, so transformers cannot load the output")
-    else:
-        document = _table(found, CONFIG)
-        done = [
-            *_set_type(document, changes.dtype, notes),
-            *_set_vocab_size(document, changes.vocab_size),
-            *(_drop_quantization(document) if changes.dequantised else ()),
-            *_renumber(document, changes.token_ids, directory / CONFIG),
-        ]
-        _replace(found, said, CONFIG, document, done)
-    if GENERATION_CONFIG in found and changes.token_ids is not None:
-        document = _table(found, GENERATION_CONFIG)
-        done = list(_renumber(document, changes.token_ids, directory / GENERATION_CONFIG))
-        _replace(found, said, GENERATION_CONFIG, document, done)
-
-
-def _replace(
-    found: dict[str, bytes | Path],
-    said: dict[str, str],
-    name: str,
-    document: dict[str, Any],
-    done: list[str],
-) -> None:
-    if done:
-        found[name] = dump_json(document, Path(name))
-        said[name] = ", ".join(dict.fromkeys(done))
 
 
 def _tables(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -405,47 +325,33 @@ def _tables(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield table
 
 
-def _set_type(
-    document: dict[str, Any], kind: StorageType | None, notes: list[str]
-) -> Iterator[str]:
-    if kind is None:
-        return
-    if kind not in MODEL_TYPES:
-        notes.append(
-            f"{CONFIG}: keeps its type, because transformers cannot build a model in {kind.name}"
-        )
-        return
-    name = kind.torch_name
-    if "torch_dtype" not in document and "dtype" not in document:
-        document["torch_dtype"] = name
-        yield f"torch_dtype {name}"
-    known = [*(known_type.torch_name for known_type in MODEL_TYPES), "auto"]
-    for table in _tables(document):
-        for key in ("torch_dtype", "dtype"):
-            if table.get(key) in known and table[key] != name:
-                table[key] = name
-                yield f"{key} {name}"
-
-
-def _set_vocab_size(document: dict[str, Any], sizes: tuple[int, int] | None) -> Iterator[str]:
-    if sizes is None:
-        return
-    before, after = sizes
-    for table in _tables(document):
-        if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
-            table["vocab_size"] = after
-            yield f"vocab_size {after}"
-
-
-def _drop_quantization(document: dict[str, Any]) -> Iterator[str]:
+def _configured(document: dict[str, Any], changes: Changes) -> Iterator[str]:
+    """Change type, size of the vocabulary and quantisation in config.json; say what was done."""
+    if changes.dtype in MODEL_TYPES:
+        name = changes.dtype.torch_name
+        if "torch_dtype" not in document and "dtype" not in document:
+            document["torch_dtype"] = name
+            yield f"torch_dtype {name}"
+        known = [*(kind.torch_name for kind in MODEL_TYPES), "auto"]
+        for table in _tables(document):
+            for key in ("torch_dtype", "dtype"):
+                if table.get(key) in known and table[key] != name:
+                    table[key] = name
+                    yield f"{key} {name}"
+    if changes.vocab_size is not None:
+        before, after = changes.vocab_size
+        for table in _tables(document):
+            if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
+                table["vocab_size"] = after
+                yield f"vocab_size {after}"
     for table in _tables(document):
         for key in ("quantization_config", "compression_config"):
             if table.pop(key, None) is not None:
                 yield f"no {key}"
 
 
-def _renumber(
-    document: dict[str, Any], token_ids: Mapping[int, int | None] | None, where: Path
+def _renumbered(
+    document: dict[str, Any], ids: Mapping[int, int | None], where: Path
 ) -> Iterator[str]:
     """Give token ids in a configuration the numbers they have in the output."""
 
@@ -461,7 +367,6 @@ def _renumber(
             )
         return ids[value]
 
-    ids = token_ids or {}
     for table in _tables(document):
         for key, value in table.items():
             if re.fullmatch(r"\w+_token_ids?", key):
@@ -497,7 +402,7 @@ def _decoded(text: bytes, where: Path) -> str:
 
 
 def choose_chat_template(
-    setting: str | Path, own: Path, models: Mapping[str, Path | None]
+    setting: str, own: Path, models: Mapping[str, Path | None]
 ) -> tuple[str | None, tuple[str, ...]]:
     """The template to put in place of the one in `own`, or None to leave that; and what to note.
 
@@ -506,26 +411,26 @@ def choose_chat_template(
     """
     if setting == "auto":
         return _agreed_template(own, models)
-    if isinstance(setting, str) and setting in models:
+    if setting in models:
         directory = models[setting]
         template = chat_template_of(directory) if directory else None
         if template is None:
             raise RecipeError(f"chat_template = {setting!r}: that model has no chat template")
         return template, ()
-    if isinstance(setting, str) and "{" in setting:
+    if "{" in setting:
         return setting, ()
     path = Path(setting)
     try:
-        if path.stat().st_size <= MAX_JSON_BYTES:
-            return _decoded(path.read_bytes(), path), ()
+        is_small = path.stat().st_size <= MAX_JSON_BYTES
     except (OSError, ValueError):
         known = ["auto", *models]
-        hint = did_you_mean(str(setting), known)
         raise RecipeError(
-            f"chat_template = {str(setting)!r}: neither a file, nor a template (they have braces), "
-            f"nor one of {', '.join(known)}{hint}"
+            f"chat_template = {setting!r}: neither a file, nor a template (they have braces), "
+            f"nor one of {', '.join(known)}{did_you_mean(setting, known)}"
         ) from None
-    raise RecipeError(f"chat_template = {str(setting)!r}: larger than {MAX_JSON_BYTES} bytes")
+    if not is_small:
+        raise RecipeError(f"chat_template = {setting!r}: larger than {MAX_JSON_BYTES} bytes")
+    return _decoded(read_limited(path, MAX_JSON_BYTES), path), ()
 
 
 def _agreed_template(
@@ -533,37 +438,18 @@ def _agreed_template(
 ) -> tuple[str | None, tuple[str, ...]]:
     if chat_template_of(own) is not None:
         return None, ()
-    found = {
+    templates = {
         name: template
         for name, directory in models.items()
         if directory is not None and (template := chat_template_of(directory)) is not None
     }
-    if not found:
+    owners = ", ".join(templates)
+    if not templates:
         return None, ()
-    if len(set(found.values())) == 1:
-        template = next(iter(found.values()))
-        return template, (f"chat template: {own} has none, so that of {', '.join(found)} is used",)
+    if len(set(templates.values())) == 1:
+        note = f"chat template: {own} has none, so that of {owners} is used"
+        return next(iter(templates.values())), (note,)
     return None, (
-        f"chat template: {own} has none, and {', '.join(found)} have different ones, so there is "
+        f"chat template: {own} has none, and {owners} have different ones, so there is "
         "none; set chat_template to the name of a model to take its",
     )
-
-
-def _set_chat_template(
-    found: dict[str, bytes | Path], said: dict[str, str], template: str | None
-) -> None:
-    if template is None:
-        return
-    for name in list(found):
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in TEMPLATES):
-            del found[name]
-    if TOKENIZER_CONFIG in found:
-        document = _table(found, TOKENIZER_CONFIG)
-        if document.pop("chat_template", None) is not None:
-            found[TOKENIZER_CONFIG] = dump_json(document, Path(TOKENIZER_CONFIG))
-            said[TOKENIZER_CONFIG] = f"chat template in {CHAT_TEMPLATE}"
-    found[CHAT_TEMPLATE] = template.encode()
-    said[CHAT_TEMPLATE] = "as the recipe says"
-
-
-# ---------------------------------------------------------------- writing

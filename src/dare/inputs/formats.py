@@ -7,16 +7,14 @@ whatever the range. Optional packages are imported where they are used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
 from dare.inputs import fp8, gguf, lora, torch_bin
+from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
 from dare.inputs.sources import Source, open_source
-
-MAX_CONFIG_BYTES = 10_000_000
 
 
 def open_model(
@@ -42,10 +40,9 @@ def open_model(
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """What the `config.json` of a model directory says; nothing where there is none."""
-    folder = path if path.is_dir() else path.parent
+    file = (path if path.is_dir() else path.parent) / "config.json"
     try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+        config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    except (InputError, ValueError):  # no possible name of a file
         return {}
     return config if isinstance(config, dict) else {}

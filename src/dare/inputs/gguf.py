@@ -16,24 +16,24 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import InputFiles, Raw, StampedSource
-from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.inputs.small_files import some_of
+from dare.inputs.sources import InputFiles, Raw
+from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 << 20
 """The largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
 MAX_ARRAY_ITEMS = 1 << 21
@@ -47,19 +47,10 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Codes of `struct` for the types of metadata."""
 _FLOAT32, _TEXT, _ARRAY = 6, 8, 9
 _AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
-_F32 = STORAGE_TYPES["F32"]
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
-
-@dataclass(frozen=True)
-class Listed:
-    """An array in the metadata, of which only the length is kept."""
-
-    count: int
-
-
-Value = int | float | bool | str | Listed
-Metadata = Mapping[str, Value]
+Metadata = Mapping[str, Any]
+"""Numbers and texts; of an array, a text that says how long it is."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +83,8 @@ class Stored:
         return self.nbytes // self.shape[0]
 
     @property
-    def presented_as(self) -> StorageType:
-        """The type that the tensor is presented as."""
-        return _F32 if self.is_computed else STORAGE_TYPES[self.kind.name]
-
-    @property
     def is_computed(self) -> bool:
-        """Whether it is presented as something else than its stored bytes."""
+        """Whether it is presented as something else than its stored bytes: as float32."""
         return self.kind.name not in _AS_STORED or self.shift != 0
 
     def row_in_file(self, row: int) -> int:
@@ -159,32 +145,54 @@ NOT_WEIGHTS = ("rope_freqs.weight",)
 """What llama.cpp computes from the configuration and stores; no Hugging Face model has it."""
 
 
-class GgufSource(StampedSource):
+class GgufSource(InputFiles):
     """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart."""
 
-    def __init__(
-        self, path: Path, metadata: Metadata, stored: Iterable[Stored], files: InputFiles
-    ) -> None:
-        super().__init__(files)
+    def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
-        self.metadata = metadata
-        self.architecture = str(metadata.get("general.architecture", "unknown"))
-        self.left_out: tuple[str, ...] = ()
-        """Tensors that are no weights."""
+        self.metadata: Metadata = {}
+        """That of the first part."""
         self._stored: dict[str, Stored] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        self._add_all(stored)
+        tensors = self._read_parts()
+        self.architecture = str(self.metadata.get("general.architecture", "unknown"))
+        if self.metadata.get("general.type", "model") == "adapter":
+            raise InputError(
+                f"{path}: is a LoRA adapter in GGUF; give the adapter as PEFT saved it "
+                "(adapter_model.safetensors)"
+            )
+        self._name(tensors)
         self._dequantize = _checked_dequantize(path, self._stored.values())
 
-    def _add_all(self, stored: Iterable[Stored]) -> None:
+    def _read_parts(self) -> list[Stored]:
+        tensors: list[Stored] = []
+        parts = [self.path.with_name(name) for name in part_names(self.path.name)]
+        for number, part in enumerate(parts):
+            with (
+                self.first_look(part) as file_descriptor,
+                open(file_descriptor, "rb", closefd=False) as stream,
+            ):
+                metadata, stored = read_header(stream, part)
+            count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
+            if (count, place) != (len(parts), number):
+                raise HeaderError(
+                    f"{self.path}: part {number + 1} of {len(parts)}, by its name, says it is part "
+                    f"{place} (from 0) of {count}; keep the parts together under the names "
+                    "NAME-00001-of-00002.gguf that they were made with"
+                )
+            self.metadata = self.metadata or metadata
+            tensors += stored
+        return tensors
+
+    def _name(self, tensors: Iterable[Stored]) -> None:
+        """Take tensors in under their Hugging Face names, as far as those are known."""
         family = FAMILIES.get(self.architecture)
-        unknown = []
-        for tensor in stored:
-            if family is None:
-                self._add(tensor.name, tensor)
-            elif tensor.name in NOT_WEIGHTS:
-                self.left_out += (tensor.name,)
-            elif name := hugging_face_name(tensor.name, family):
+        left_out, unknown = [], []
+        for tensor in tensors:
+            name = hugging_face_name(tensor.name, family) if family else None
+            if family and tensor.name in NOT_WEIGHTS:
+                left_out.append(tensor.name)
+            elif family and name:
                 self._add(name, self._undone(tensor, family))
             else:
                 unknown.append(tensor.name)
@@ -194,10 +202,10 @@ class GgufSource(StampedSource):
                 f"the names of architecture {self.architecture!r} are not known and stay as they "
                 f"are in GGUF; known: {', '.join(FAMILIES)}"
             )
-        if unknown:
-            self._remark(f"no Hugging Face name is known for {_some(unknown)}")
-        if self.left_out:
-            self._remark(f"{_some(self.left_out)} is left out: computed by llama.cpp, no weight")
+        elif unknown:
+            self._remark(f"no Hugging Face name is known for {some_of(unknown)}")
+        if left_out:
+            self._remark(f"{some_of(left_out)} is left out: computed by llama.cpp, no weight")
 
     def _remark(self, text: str) -> None:
         self.remarks += (f"{self.path}: {text}",)
@@ -206,7 +214,8 @@ class GgufSource(StampedSource):
         if name in self.tensors:
             raise HeaderError(f"{self.path}: {name} is there twice, the second as {tensor.name}")
         self._stored[name] = tensor
-        self.tensors[name] = TensorInfo(name, tensor.presented_as, tensor.shape, tensor.start)
+        kind = STORAGE_TYPES["F32" if tensor.is_computed else tensor.kind.name]
+        self.tensors[name] = TensorInfo(name, kind, tensor.shape, tensor.start)
 
     def _undone(self, tensor: Stored, family: Family) -> Stored:
         """Say what the converter did to a tensor, so that reading it can undo that."""
@@ -215,7 +224,15 @@ class GgufSource(StampedSource):
         part = tensor.name.split(".")[-2]
         if not family.interleaves_heads or part not in ("attn_q", "attn_k"):
             return tensor
-        heads = self._heads(is_key=part == "attn_k")
+        key = f"{self.architecture}.attention.head_count"
+        heads = self.metadata.get(key)
+        if part == "attn_k":
+            heads = self.metadata.get(f"{key}_kv", heads)
+        if type(heads) is not int or heads < 1:
+            raise InputError(
+                f"{self.path}: {key} is {heads!r}; a whole number is needed to put the rows of "
+                "queries and keys in Hugging Face's order"
+            )
         rows = tensor.shape[0] if tensor.shape else 1
         if rows % (2 * heads):
             raise HeaderError(
@@ -223,18 +240,6 @@ class GgufSource(StampedSource):
                 "cannot share"
             )
         return replace(tensor, head_rows=rows // heads)
-
-    def _heads(self, *, is_key: bool) -> int:
-        key = f"{self.architecture}.attention.head_count"
-        heads = self.metadata.get(key)
-        if is_key:
-            heads = self.metadata.get(f"{key}_kv", heads)
-        if type(heads) is not int or heads < 1:
-            raise InputError(
-                f"{self.path}: {key} is {heads!r}; a whole number is needed to put the rows of "
-                "queries and keys in Hugging Face's order"
-            )
-        return heads
 
     def read(self, name: str, start: int, into: Raw) -> None:
         tensor, block = self._stored[name], self._stored[name].block_elements
@@ -263,14 +268,14 @@ class GgufSource(StampedSource):
     def _read_stored(self, tensor: Stored, offset: int, into: NDArray[np.uint8]) -> None:
         """Read stored bytes, as if the rows lay in Hugging Face's order."""
         if not tensor.head_rows:
-            self._files.read(tensor.file, tensor.start + offset, into, tensor.name)
+            self.read_bytes(tensor.file, tensor.start + offset, into, tensor.name)
             return
         row_bytes, done = tensor.row_bytes, 0
         while done < into.size:
             row, within = divmod(offset + done, row_bytes)
             count = min(row_bytes - within, into.size - done)
             position = tensor.start + tensor.row_in_file(row) * row_bytes + within
-            self._files.read(tensor.file, position, into[done : done + count], tensor.name)
+            self.read_bytes(tensor.file, position, into[done : done + count], tensor.name)
             done += count
 
     def prefetch(self, name: str, start: int, count: int) -> None:
@@ -279,7 +284,7 @@ class GgufSource(StampedSource):
         first = start // block * tensor.block_bytes // unit * unit
         last = -(-(start + count) // block) * tensor.block_bytes
         nbytes = min(-(-last // unit) * unit, tensor.nbytes) - first
-        self._files.prefetch(tensor.file, tensor.start + first, nbytes)
+        self.prefetch_bytes(tensor.file, tensor.start + first, nbytes)
 
 
 def looks_like(path: Path) -> bool:
@@ -297,42 +302,20 @@ def looks_like(path: Path) -> bool:
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
     """Read the header of a GGUF file; of one of several parts, the headers of all."""
-    path = Path(path)
-    files = InputFiles()
-    metadata: list[Metadata] = []
-    stored: list[Stored] = []
-    for part in _parts(path):
-        with files.first_look(part) as file_descriptor:
-            pairs, tensors = read_header(file_descriptor, part)
-        metadata.append(pairs)
-        stored += tensors
-    _check_parts(path, metadata)
-    if metadata[0].get("general.type", "model") == "adapter":
-        raise InputError(
-            f"{path}: is a LoRA adapter in GGUF; give the adapter as PEFT saved it "
-            "(adapter_model.safetensors)"
-        )
-    return GgufSource(path, metadata[0], stored, files)
+    return GgufSource(Path(path))
 
 
-def _parts(path: Path) -> list[Path]:
-    """The files that belong to a model, by the names that llama.cpp gives them."""
-    numbered = _PART.fullmatch(path.name)
+def part_names(file: str) -> list[str]:
+    """The files that belong to a model, by the names that llama.cpp gives them.
+
+    >>> part_names("m-00001-of-00002.gguf"), part_names("m.gguf")
+    (['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf'], ['m.gguf'])
+    """
+    numbered = _PART.fullmatch(file)
     if numbered is None or int(numbered[3]) == 0:
-        return [path]
+        return [file]
     stem, _, count = numbered.groups()
-    return [path.with_name(f"{stem}-{n + 1:05}-of-{count}.gguf") for n in range(int(count))]
-
-
-def _check_parts(path: Path, metadata: list[Metadata]) -> None:
-    for number, pairs in enumerate(metadata):
-        count, place = pairs.get("split.count", 0) or 1, pairs.get("split.no", 0)
-        if (count, place) != (len(metadata), number):
-            raise HeaderError(
-                f"{path}: part {number + 1} of {len(metadata)}, by its name, says it is part "
-                f"{place} (from 0) of {count}; keep the parts together under the names "
-                "NAME-00001-of-00002.gguf that they were made with"
-            )
+    return [f"{stem}-{n + 1:05}-of-{count}.gguf" for n in range(int(count))]
 
 
 def hugging_face_name(name: str, family: Family) -> str | None:
@@ -345,11 +328,9 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     if parsed is None:
         return None
     layer, part, suffix = parsed.groups()
-    if layer is None:
-        outside = _OUTSIDE_LAYERS.get(part)
-        return outside and f"{outside}.{suffix}"
-    inside = family.parts.get(part)
-    return inside and f"model.layers.{layer}.{inside}.{suffix}"
+    module = _OUTSIDE_LAYERS.get(part) if layer is None else family.parts.get(part)
+    within = "" if layer is None else f"model.layers.{layer}."
+    return f"{within}{module}.{suffix}" if module else None
 
 
 # ---------------------------------------------------------------- the header
@@ -358,36 +339,30 @@ def hugging_face_name(name: str, family: Family) -> str | None:
 class _Cursor:
     """Reads a header from front to back, no more of the file than it turns out to have."""
 
-    def __init__(self, file_descriptor: int, where: str) -> None:
-        self.where = where
+    def __init__(self, stream: BinaryIO, file: Path) -> None:
+        self.file = file
         self.position = 0
-        self.size = os.fstat(file_descriptor).st_size
-        self._file = file_descriptor
-        self._buffer = bytearray()
+        self.size = os.fstat(stream.fileno()).st_size
+        self._stream = stream
 
-    def need(self, count: int) -> None:
-        """See to it that so many bytes can be looked at."""
-        end = self.position + count
-        if end <= len(self._buffer):
-            return
-        if end > self.size:
-            raise HeaderError(
-                f"{self.where}: the header goes on to byte {end} at least, and the file has only "
-                f"{self.size}; it is truncated or not GGUF"
-            )
-        if end > MAX_HEADER_BYTES:
-            raise HeaderError(f"{self.where}: the header is larger than {MAX_HEADER_BYTES} bytes")
-        wanted = min(self.size, max(end, 2 * len(self._buffer), 1 << 20))
-        while len(self._buffer) < end:
-            more = os.pread(self._file, wanted - len(self._buffer), len(self._buffer))
-            if not more:
-                raise HeaderError(f"{self.where}: became shorter while it was read")
-            self._buffer += more
+    def require(self, holds: bool, text: str) -> None:
+        """Refuse the file unless something holds."""
+        if not holds:
+            raise HeaderError(f"{self.file}: {text}")
 
     def take(self, count: int) -> bytes:
-        self.need(count)
+        """The next bytes."""
         self.position += count
-        return bytes(self._buffer[self.position - count : self.position])
+        if self.position > min(self.size, MAX_HEADER_BYTES):
+            self.require(
+                self.position <= self.size,
+                f"the header goes on to byte {self.position} at least, and the file has only "
+                f"{self.size}; it is truncated or not GGUF",
+            )
+            self.require(False, f"the header is larger than {MAX_HEADER_BYTES} bytes")
+        data = self._stream.read(count)
+        self.require(len(data) == count, "became shorter while it was read")
+        return data
 
     def number(self, code: str) -> Any:
         """A number by its code in `struct`."""
@@ -397,139 +372,106 @@ class _Cursor:
         try:
             return self.take(self.number("Q")).decode()
         except UnicodeDecodeError:
-            raise HeaderError(f"{self.where}: {what} is not valid UTF-8") from None
+            raise HeaderError(f"{self.file}: {what} is not valid UTF-8") from None
 
-    def skip(self, count: int) -> None:
-        self.need(count)
-        self.position += count
+    def metadata(self, count: int) -> dict[str, Any]:
+        """All keys and values."""
+        metadata: dict[str, Any] = {}
+        for number in range(count):
+            key = self.text(f"key {number} of the metadata")
+            self.require(key not in metadata, f"the metadata have {key!r} twice")
+            metadata[key] = self._value(key)
+        return metadata
 
-    def skip_texts(self, count: int) -> None:
-        """Pass over an array of texts; a vocabulary has hundreds of thousands."""
-        unpack = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            self.need(8)
-            (length,) = unpack(self._buffer, self.position)
-            self.position += 8
-            self.skip(length)
+    def _value(self, key: str) -> Any:
+        kind = self.number("I")
+        if kind == _TEXT:
+            return self.text(key)
+        if kind == _ARRAY:
+            return self._pass_over_array(key)
+        self.require(kind in _SCALARS, f"{key} is of type {kind}, which GGUF does not have")
+        value = self.number(_SCALARS[kind])
+        return float(str(np.float32(value))) if kind == _FLOAT32 else value
+
+    def _pass_over_array(self, key: str) -> str:
+        kind, count = self.number("I"), self.number("Q")
+        is_known = kind in _SCALARS or kind == _TEXT
+        self.require(is_known, f"{key} is an array of type {kind}, which is not allowed")
+        self.require(
+            count <= MAX_ARRAY_ITEMS,
+            f"{key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not believed",
+        )
+        if kind == _TEXT:  # a vocabulary has hundreds of thousands, so this loop is tight
+            read, limit = self._stream.read, min(self.size, MAX_HEADER_BYTES)
+            for _ in range(count):
+                length = int.from_bytes(read(8), "little")
+                self.position += 8 + length
+                if self.position > limit:
+                    break
+                read(length)
+            self.take(0)
+        else:
+            self.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
+        return f"an array of {count}"
+
+    def tensor(self, name: str) -> Stored:
+        """What is said of a tensor; its start is counted from the start of the data here."""
+        dimensions = self.number("I")
+        text = f"{name} claims {dimensions} dimensions; {MAX_DIMENSIONS} is the most"
+        self.require(dimensions <= MAX_DIMENSIONS, text)
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        number, offset = self.number("I"), self.number("Q")
+        gguf = _import_gguf(self.file)
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+            elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise InputError(
+                f"{self.file}: {name} is of type {number}, which the installed gguf package does "
+                "not know; try: pip install --upgrade gguf"
+            ) from None
+        row = shape[-1] if shape else 1
+        self.require(
+            row % elements == 0,
+            f"{name} has rows of {row} elements, and {kind.name} comes in blocks of {elements}",
+        )
+        return Stored(name, self.file, kind, shape, offset, elements, nbytes)
 
 
-def read_header(file_descriptor: int, file: Path) -> tuple[Metadata, list[Stored]]:
+def read_header(stream: BinaryIO, file: Path) -> tuple[Metadata, list[Stored]]:
     """Read and check the header of an open file."""
-    cursor = _Cursor(file_descriptor, str(file))
-    tensor_count = _read_beginning(cursor)
-    metadata = _read_metadata(cursor)
-    entries = {}
+    cursor = _Cursor(stream, file)
+    magic = cursor.take(min(len(MAGIC), cursor.size))
+    start = repr(magic) if len(magic) == len(MAGIC) else f"only {len(magic)} bytes"
+    cursor.require(magic == MAGIC, f"not a GGUF file: it begins with {start}, not {MAGIC!r}")
+    version = cursor.number("I")
+    cursor.require(
+        version == 0 or version & 0xFFFF != 0,
+        "written for big-endian machines; convert it to little-endian with gguf-convert-endian",
+    )
+    cursor.require(version in (2, 3), f"GGUF version {version}; versions 2 and 3 are supported")
+    tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
+    metadata = cursor.metadata(pair_count)
+    tensors: dict[str, Stored] = {}
     for number in range(tensor_count):
         name = cursor.text(f"the name of tensor {number}")
-        if name in entries:
-            raise HeaderError(f"{file}: the tensor {name!r} is there twice")
-        entries[name] = _read_entry(cursor, name)
+        cursor.require(name not in tensors, f"the tensor {name!r} is there twice")
+        tensors[name] = cursor.tensor(name)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise HeaderError(f"{file}: general.alignment is {alignment!r}, not a power of two")
-    data_start = -(-cursor.position // alignment) * alignment
-    stored = [_checked(file, name, *entry, data_start) for name, entry in entries.items()]
-    _check_spans(stored, file, cursor.size)
-    return metadata, stored
-
-
-def _read_beginning(cursor: _Cursor) -> int:
-    """Check magic and version; return the number of tensors."""
-    if cursor.size < len(MAGIC) or (magic := cursor.take(len(MAGIC))) != MAGIC:
-        start = "only " + str(cursor.size) + " bytes" if cursor.size < len(MAGIC) else repr(magic)
-        raise HeaderError(f"{cursor.where}: not a GGUF file: it begins with {start}, not {MAGIC!r}")
-    version = cursor.number("I")
-    if version & 0xFFFF == 0 and version:
-        raise HeaderError(
-            f"{cursor.where}: written for big-endian machines; convert it to little-endian with "
-            "gguf-convert-endian"
-        )
-    if version not in VERSIONS:
-        raise HeaderError(f"{cursor.where}: GGUF version {version}; versions 2 and 3 are supported")
-    return int(cursor.number("Q"))
-
-
-def _read_metadata(cursor: _Cursor) -> Metadata:
-    metadata: dict[str, Value] = {}
-    for number in range(cursor.number("Q")):
-        key = cursor.text(f"key {number} of the metadata")
-        if key in metadata:
-            raise HeaderError(f"{cursor.where}: the metadata have {key!r} twice")
-        metadata[key] = _read_value(cursor, cursor.number("I"), key)
-    return metadata
-
-
-def _read_value(cursor: _Cursor, kind: int, key: str) -> Value:
-    if kind == _TEXT:
-        return cursor.text(key)
-    if kind == _ARRAY:
-        return _pass_over_array(cursor, key)
-    if kind not in _SCALARS:
-        raise HeaderError(f"{cursor.where}: {key} is of type {kind}, which GGUF does not have")
-    value = cursor.number(_SCALARS[kind])
-    return float(str(np.float32(value))) if kind == _FLOAT32 else value
-
-
-def _pass_over_array(cursor: _Cursor, key: str) -> Listed:
-    kind, count = cursor.number("I"), cursor.number("Q")
-    if kind not in _SCALARS and kind != _TEXT:
-        raise HeaderError(f"{cursor.where}: {key} is an array of type {kind}, which is not allowed")
-    if count > MAX_ARRAY_ITEMS:
-        raise HeaderError(
-            f"{cursor.where}: {key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not "
-            "believed"
-        )
-    if kind == _TEXT:
-        cursor.skip_texts(count)
-    else:
-        cursor.skip(count * struct.calcsize(f"<{_SCALARS[kind]}"))
-    return Listed(count)
-
-
-def _read_entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], int, int]:
-    """A tensor's dimensions (outermost first), type and offset."""
-    dimensions = cursor.number("I")
-    if dimensions > MAX_DIMENSIONS:
-        raise HeaderError(
-            f"{cursor.where}: {name} claims {dimensions} dimensions; {MAX_DIMENSIONS} is the most"
-        )
-    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
-    return shape, cursor.number("I"), cursor.number("Q")
-
-
-def _checked(
-    file: Path, name: str, shape: tuple[int, ...], number: int, offset: int, data_start: int
-) -> Stored:
-    """Check a tensor's type and that its rows are made of whole blocks."""
-    gguf = _import_gguf(file)
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        raise InputError(
-            f"{file}: {name} is of type {number}, which the installed gguf package does not know; "
-            "try: pip install --upgrade gguf"
-        ) from None
-    row = shape[-1] if shape else 1
-    if row % elements:
-        raise HeaderError(
-            f"{file}: {name} has rows of {row} elements, and {kind.name} comes in blocks of "
-            f"{elements}"
-        )
-    return Stored(name, file, kind, shape, data_start + offset, elements, nbytes)
-
-
-def _check_spans(stored: list[Stored], file: Path, size: int) -> None:
+    is_power = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)
+    cursor.require(is_power, f"general.alignment is {alignment!r}, not a power of two")
+    begin = -(-cursor.position // alignment) * alignment
+    stored = [replace(tensor, start=begin + tensor.start) for tensor in tensors.values()]
     position, previous = 0, ""
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.nbytes)):
-        if tensor.start < position:
-            raise HeaderError(f"{file}: {tensor.name} overlaps {previous}")
+        cursor.require(tensor.start >= position, f"{tensor.name} overlaps {previous}")
         position, previous = tensor.start + tensor.nbytes, tensor.name
-        if position > size:
-            raise HeaderError(
-                f"{file}: {tensor.name} ends at byte {position}, and the file has only {size}; "
-                "it is truncated"
-            )
+        cursor.require(
+            position <= cursor.size,
+            f"{previous} ends at byte {position}, and the file has only {cursor.size}; it is "
+            "truncated",
+        )
+    return metadata, stored
 
 
 def _import_gguf(path: Path) -> Any:
@@ -554,8 +496,3 @@ def _checked_dequantize(path: Path, stored: Iterable[Stored]) -> Any:
                 "cannot dequantise; make the GGUF again with another type, such as Q8_0 or BF16"
             ) from None
     return dequantize
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"

@@ -1,8 +1,8 @@
 """Models by their name on the hub: found in the local cache, or fetched into it.
 
 `dare.recipe.hub_names` says what a name is. Only what a merge needs is fetched: the weights as
-safetensors and the small files beside them.
-Everything is taken from one commit, which is known afterwards, so that a merge can be repeated.
+safetensors and the small files beside them, all from one commit, which is known afterwards, so
+that a merge can be repeated.
 Cache, token, endpoint, offline mode and retries are those of `huggingface_hub`.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,9 @@ from typing import Any
 from dare.errors import InputError
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
+from dare.inputs.gguf import part_names
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
-from dare.recipe.hub_names import (
-    WEIGHT_SUFFIXES,
-    Name,
-    looks_like_name,
-    parse_name,
-    written_name,
-)
+from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, looks_like_name, parse_name
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
@@ -42,24 +36,15 @@ LICENCE_FILES = (
 """Patterns of what is fetched from the top of the repository too: it holds for all of it."""
 
 SMALL_FILES = (
-    *LICENCE_FILES,
-    *CONFIGURATION,
-    *TOKENIZER,
-    *SENTENCE_TRANSFORMERS,
-    INDEX_NAME,
-    lora.CONFIG_NAME,
-    "[0-9]_Pooling/*.json",
-    "[0-9]_Normalize/*.json",
-    "[0-9]_Dense/*.json",
-    "[0-9]_Dense/model.safetensors",
-    "*.py",
+    *(*LICENCE_FILES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS),
+    *(INDEX_NAME, lora.CONFIG_NAME, "*.py", "[0-9]_Dense/model.safetensors"),
+    *(f"[0-9]_{module}/*.json" for module in ("Pooling", "Normalize", "Dense")),
 )
 """Patterns of what is fetched beside the weights, within the model's folder; code is never run."""
 
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
 """What these patterns also match, as a star matches slashes, and is not meant."""
 
-_GGUF_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -81,26 +66,37 @@ class Resolved:
         """
         if self.repo is None:
             return self.path
-        return Path(written_name(self.repo, self.inside, self.commit))
+        return Path(str(Name(self.repo, self.inside, self.commit)))
 
 
 def resolve(path: Path, *, verbose: bool) -> Resolved:
     """Find a model: the path itself, or what the hub has under that name, in the local cache.
 
-    Raises InputError if it is a name and cannot be fetched. The progress of a download is shown
-    if `verbose`.
+    Raises InputError if it is a name and cannot be fetched, or if it is more likely a path with a
+    slip of the pen. The progress of a download is shown if `verbose`.
     """
     name = None if _exists(path) else parse_name(path.as_posix())
     if name is None:
         return Resolved(path)
-    _check_meant(name)
-    _check_installed(name)
+    folder = name.repo.partition("/")[0]
+    if name.revision is None and Path(folder).is_dir():
+        raise InputError(
+            f"{name}: no such file or directory in {folder}, which is a folder here; "
+            f"for the model on the hub write {name}@main"
+        )
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        raise InputError(
+            f"{name}: no such file or directory; to fetch the model of that name from the hub, "
+            f"{INSTALL}"
+        ) from None
     try:
         return _fetch(name, verbose=verbose)
     except InputError:
         raise
     except Exception as error:  # the client raises what its HTTP library does, and that changes
-        raise _explained(name, error) from error
+        raise InputError(f"{name}: {_explained(name, error)}") from error
 
 
 def absolute(path: Path) -> Path:
@@ -117,26 +113,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # opening it will say what is wrong
         return True
-
-
-def _check_meant(name: Name) -> None:
-    """Refuse what is more likely a path with a slip of the pen."""
-    folder = name.repo.partition("/")[0]
-    if name.revision is None and Path(folder).is_dir():
-        raise InputError(
-            f"{name}: no such file or directory in {folder}, which is a folder here; "
-            f"for the model on the hub write {name}@main"
-        )
-
-
-def _check_installed(name: Name) -> None:
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise InputError(
-            f"{name}: no such file or directory; to fetch the model of that name from the hub, "
-            f"{INSTALL}"
-        ) from None
 
 
 # ---------------------------------------------------------------- fetching
@@ -162,20 +138,12 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
 def _named_weights(name: Name, folder: Path) -> Sequence[str]:
     """The files of weights, if the name or the small files say which; else nothing."""
     if name.file:
-        return _parts(name.file)
+        return part_names(name.file)
     if (folder / INDEX_NAME).exists():
         return [file.name for file in read_index(folder / INDEX_NAME)]
     if lora.looks_like(folder):
         return [lora.WEIGHTS_NAME]
     return [SINGLE_NAME] if (folder / SINGLE_NAME).exists() else []
-
-
-def _parts(file: str) -> list[str]:
-    """A GGUF file in parts stands for all of them; any other file for itself."""
-    if (part := _GGUF_PART.fullmatch(file)) is None:
-        return [file]
-    stem, count = part.groups()
-    return [f"{stem}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)] or [file]
 
 
 def _only_weights(name: Name, commit: str, folder: Path) -> str:
@@ -186,7 +154,7 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
         return SINGLE_NAME if SINGLE_NAME in weights else weights[0]
     revision = name.revision or "main"
     others = weights or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
-    example = written_name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
+    example = Name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
     if weights:
         raise InputError(
             f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which belong "
@@ -201,17 +169,12 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
 
 def _listed(name: Name, commit: str, folder: Path) -> list[str]:
     """The names of the files in a model's folder: from the cache if it has all weights."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        snapshot_download(  # raises if it knows of a file that is missing
-            name.repo,
-            revision=commit,
-            allow_patterns=_within(name, ["*.safetensors"]),
-            ignore_patterns=_within(name, ["*/*"]),
-            local_files_only=True,
-        )
+    weights, deeper = _within(name, ["*.safetensors"]), _within(name, ["*/*"])
+    try:  # it raises if it knows of a file that is missing
+        _download(name, commit, weights, but=deeper, local_files_only=True)
         if here := sorted(path.name for path in folder.glob("*.safetensors")):
             return here
     except LocalEntryNotFoundError:
@@ -228,28 +191,10 @@ def _download(
     *,
     but: list[str] | None = None,
     bars: bool = False,
+    local_files_only: bool = False,
 ) -> Path:
     """Have the client fetch the files that match; return the folder of the commit."""
     from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            name.repo,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=but,
-            tqdm_class=None if bars else _silent_bar(),
-        )
-    )
-
-
-def _within(name: Name, patterns: Iterable[str]) -> list[str]:
-    """Patterns for the model's folder, as patterns for the repository."""
-    prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
-    return [prefix + pattern for pattern in patterns]
-
-
-def _silent_bar() -> Any:
     from huggingface_hub.utils.tqdm import tqdm
 
     class Silent(tqdm):
@@ -258,44 +203,51 @@ def _silent_bar() -> Any:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
 
-    return Silent
+    snapshot = snapshot_download(
+        name.repo,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=but,
+        tqdm_class=None if bars else Silent,
+        local_files_only=local_files_only,
+    )
+    return Path(snapshot)
+
+
+def _within(name: Name, patterns: Iterable[str]) -> list[str]:
+    """Patterns for the model's folder, as patterns for the repository."""
+    prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
+    return [prefix + pattern for pattern in patterns]
 
 
 # ---------------------------------------------------------------- what went wrong
 
 
-def _explained(name: Name, error: BaseException) -> InputError:
+def _explained(name: Name, error: BaseException) -> str:
     """Say what is wrong and what to do, in our words."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # why it looked into the cache at all
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
-        return InputError(
-            f"{name}: no such file or directory, and not (or not completely) in the hub's cache, "
+        return (
+            "no such file or directory, and not (or not completely) in the hub's cache, "
             "and offline mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) forbids fetching it; "
             "unset that, or give a path"
         )
-    if isinstance(error, errors.HfHubHTTPError):
-        return InputError(f"{name}: {_refusal(name, error)}")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
-        return InputError(
-            f"{name}: cannot be stored in the hub's cache{where}: {error.strerror}; "
+        return (
+            f"cannot be stored in the hub's cache{where}: {error.strerror}; "
             "set HF_HOME to a folder that can take it"
         )
-    reason = str(error).strip().partition("\n")[0]
-    return InputError(
-        f"{name}: no such file or directory, and it could not be fetched from the hub: "
-        f"{type(error).__name__}: {reason or 'no reason given'}; check the network and run it "
-        "again: files that are complete are not fetched twice"
-    )
-
-
-def _refusal(name: Name, error: Any) -> str:
-    """What the hub's answer means; `error` is the client's HfHubHTTPError."""
-    from huggingface_hub import errors
-
+    if not isinstance(error, errors.HfHubHTTPError):
+        reason = str(error).strip().partition("\n")[0]
+        return (
+            "no such file or directory, and it could not be fetched from the hub: "
+            f"{type(error).__name__}: {reason or 'no reason given'}; check the network and run it "
+            "again: files that are complete are not fetched twice"
+        )
     status = error.response.status_code
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):

@@ -8,32 +8,31 @@ has a LoRA in full as well). A tensor that the adapter does not have is unchange
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare import kernels
 from dare.errors import InputError
 from dare.inputs.patterns import ModulePattern
-from dare.inputs.reading import read_floats
+from dare.inputs.reading import Floats, read_floats
+from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
 from dare.inputs.sources import FileSource, Raw, open_source
+from dare.inputs.views import SourceView
 from dare.tensors.chunks import CHUNK
-from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-Floats = NDArray[np.float32]
 Factors = tuple[Floats, Floats]
 F32 = STORAGE_TYPES["F32"]
 
@@ -96,11 +95,10 @@ class Product:
     scale: float
 
 
-class LoraSource:
+class LoraSource(SourceView):
     """An adapter's deltas, by the names of the base's tensors."""
 
-    remarks: tuple[str, ...] = ()
-    is_partial = True
+    tensors: dict[str, TensorInfo]
 
     def __init__(
         self, path: Path, adapter: Adapter, stored: FileSource, *, is_conv1d: bool | None = None
@@ -111,23 +109,33 @@ class LoraSource:
         self._stored = stored
         self._whole: dict[str, str] = {}
         self._products: dict[str, Product] = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        super().__init__(stored, {}, self._whole)
+        self.files = (*stored.files, path / CONFIG_NAME)
+        self.is_partial = True
         self._sort()
+        self.reading_bytes = self._count_reading_bytes()
         self._kept: dict[int, tuple[str, Factors]] = {}
         """For each thread, the factors of the tensor that it read last."""
 
     def _sort(self) -> None:
         """Find out what each stored tensor is for."""
         factors: dict[tuple[str, str], dict[str, str]] = {}
-        for key in self._stored.tensors:
+        for key, info in self._stored.tensors.items():
             name = key.removeprefix(_PREFIX)
-            factor = _FACTOR.match(name)
-            if factor is None:
-                self._add_whole(name, key)
+            if factor := _FACTOR.match(name):
+                module, embedding, letter, part = factor.groups()
+                kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
+                factors.setdefault((module, kind), {})[letter] = key
                 continue
-            module, embedding, letter, part = factor.groups()
-            kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
-            factors.setdefault((module, kind), {})[letter] = key
+            if "lora_" in name or "trainable_tokens" in name:
+                raise InputError(
+                    f"{self.path}: {key} is of no known kind; merge the adapter into its base with "
+                    "PEFT (merge_and_unload) and give the result as a model"
+                )
+            name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
+            name = re.sub(r"\.base_layer\.", ".", name)
+            self._whole[name] = key
+            self.tensors[name] = replace(info, name=name)
         ranks = {
             module: self._stored.tensors[pair["A"]].shape[0]
             for (module, kind), pair in factors.items()
@@ -136,44 +144,30 @@ class LoraSource:
         for (module, kind), pair in factors.items():
             if kind == "bias":
                 scale = self.adapter.scaling(module, ranks.get(module, 1))
-                info = self._stored.tensors[pair["B"]]
-                product = Product(pair["B"], None, transposed=False, scale=scale)
-                self._add_product(f"{module}.bias", info.shape, product)
+                shape = self._stored.tensors[pair["B"]].shape
+                self._add(f"{module}.bias", shape, Product(pair["B"], None, False, scale))
             else:
                 self._add_pair(module, kind, pair)
-
-    def _add_whole(self, name: str, key: str) -> None:
-        if "lora_" in name or "trainable_tokens" in name:
-            raise InputError(
-                f"{self.path}: {key} is of no known kind; merge the adapter into its base with "
-                "PEFT (merge_and_unload) and give the result as a model"
-            )
-        name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
-        name = re.sub(r"\.base_layer\.", ".", name)
-        self._whole[name] = key
-        info = self._stored.tensors[key]
-        self.tensors[name] = TensorInfo(name, info.dtype, info.shape, 0)
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
         if set(pair) != {"A", "B"}:
             missing = "AB".replace(next(iter(pair)), "")
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
-        rank, width = down.shape[0], math.prod(down.shape[1:])
-        height = up.shape[0]
+        rank, height = down.shape[0], up.shape[0]
         if math.prod(up.shape[1:]) != rank:
+            shapes = ["×".join(map(str, info.shape)) for info in (down, up)]
             raise InputError(
-                f"{self.path}: {module}: lora_A is {_shape(down)} and lora_B is {_shape(up)}, "
+                f"{self.path}: {module}: lora_A is {shapes[0]} and lora_B is {shapes[1]}, "
                 "which cannot be multiplied"
             )
         scale = self.adapter.scaling(module, rank)
         if kind == "embedding" or self._is_transposed(module):
-            product = Product(pair["A"], pair["B"], transposed=True, scale=scale)
-            self._add_product(f"{module}.weight", (width, height), product)
+            product = Product(pair["A"], pair["B"], True, scale)
+            self._add(f"{module}.weight", (math.prod(down.shape[1:]), height), product)
         else:
-            product = Product(pair["B"], pair["A"], transposed=False, scale=scale)
-            shape = (height, *down.shape[1:])
-            self._add_product(f"{module}.weight", shape, product)
+            product = Product(pair["B"], pair["A"], False, scale)
+            self._add(f"{module}.weight", (height, *down.shape[1:]), product)
 
     def _is_transposed(self, module: str) -> bool:
         """Whether the base stores a layer as inputs × outputs.
@@ -185,13 +179,9 @@ class LoraSource:
             return self.adapter.fan_in_fan_out
         return self._is_conv1d and not module.endswith(("lm_head", "score"))
 
-    def _add_product(self, name: str, shape: tuple[int, ...], product: Product) -> None:
+    def _add(self, name: str, shape: tuple[int, ...], product: Product) -> None:
         self._products[name] = product
         self.tensors[name] = TensorInfo(name, F32, shape, 0)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (*self._stored.files, self.path / CONFIG_NAME)
 
     def holds_delta(self, name: str) -> bool:
         return name in self._products and name not in self._whole
@@ -199,24 +189,17 @@ class LoraSource:
     def fingerprint(self) -> list[Any]:
         return [*self._stored.fingerprint(), repr(self.adapter)]
 
-    def __enter__(self) -> Self:
-        self._stored.__enter__()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._kept.clear()
-        self._stored.__exit__()
-
-    def check_unchanged(self) -> None:
-        self._stored.check_unchanged()
+        super().__exit__(*error)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self._products:
-            self._stored.prefetch(self._whole[name], start, count)
+            super().prefetch(name, start, count)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._products:
-            self._stored.read(self._whole[name], start, into)
+            super().read(name, start, into)
             return
         left, right = self._factors(name)
         scale = np.float32(self._products[name].scale)
@@ -224,45 +207,35 @@ class LoraSource:
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
 
-    @property
-    def reading_bytes(self) -> int:
-        both = {name for name in self._products if name in self._whole}
-        added = max((4 + self._whole_type(name).itemsize for name in both), default=0)
-        return CHUNK * added + max(map(self._factor_bytes, self._products.values()), default=0)
-
-    def _whole_type(self, name: str) -> StorageType:
-        return self._stored.tensors[self._whole[name]].dtype
-
-    def _factor_bytes(self, product: Product) -> int:
-        """Both factors, and one of them as it is stored or before it is turned."""
-        infos = [self._stored.tensors[key] for key in (product.left, product.right) if key]
-        stored = max(info.elements * max(4, info.dtype.itemsize) for info in infos)
-        return 4 * sum(info.elements for info in infos) + stored
+    def _count_reading_bytes(self) -> int:
+        """A product's factors, one of them as it is stored or before it is turned, and a sum."""
+        stored = self._stored.tensors
+        both = [stored[key] for name, key in self._whole.items() if name in self._products]
+        most = 0
+        for product in self._products.values():
+            infos = [stored[key] for key in (product.left, product.right) if key]
+            before = max(info.elements * max(4, info.dtype.itemsize) for info in infos)
+            most = max(most, 4 * sum(info.elements for info in infos) + before)
+        return CHUNK * max((4 + info.dtype.itemsize for info in both), default=0) + most
 
     def _factors(self, name: str) -> Factors:
-        """The factors of a product; threads at one tensor share them."""
+        """The factors of a product, rows × rank and rank × columns; threads share them."""
         thread = threading.get_ident()
         shared = (factors for kept, factors in list(self._kept.values()) if kept == name)
         if (factors := next(shared, None)) is None:
             self._kept.pop(thread, None)  # so that no thread ever has two
-            factors = self._read_factors(name)
+            product = self._products[name]
+            keys = [key for key in (product.left, product.right) if key is not None]
+            matrices = [self._read_matrix(key, product.transposed) for key in keys]
+            factors = matrices[0], matrices[1] if len(keys) == 2 else np.ones((1, 1), np.float32)
         self._kept[thread] = name, factors
         return factors
 
-    def _read_factors(self, name: str) -> Factors:
-        """The two matrices of a product, contiguous: rows × rank and rank × columns."""
-        product = self._products[name]
-        keys = [key for key in (product.left, product.right) if key is not None]
-        matrices = [self._read_factor(key, transposed=product.transposed) for key in keys]
-        return matrices[0], matrices[1] if len(keys) == 2 else np.ones((1, 1), np.float32)
-
-    def _read_factor(self, key: str, *, transposed: bool) -> Floats:
-        matrix = self._read_matrix(key)
-        return np.ascontiguousarray(matrix.T if transposed else matrix)
-
-    def _read_matrix(self, key: str) -> Floats:
+    def _read_matrix(self, key: str, transposed: bool = False) -> Floats:
+        """A stored factor or its transpose, contiguous."""
         info = self._stored.tensors[key]
-        return read_floats(self._stored, key, 0, info.elements).reshape(info.shape[0], -1)
+        matrix = read_floats(self._stored, key, 0, info.elements).reshape(info.shape[0], -1)
+        return np.ascontiguousarray(matrix.T) if transposed else matrix
 
 
 def looks_like(path: Path) -> bool:
@@ -287,14 +260,9 @@ def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> Lo
 def read_config(path: Path) -> Adapter:
     """Read `adapter_config.json`; refuse what is not plain LoRA, with the reason."""
     file = path / CONFIG_NAME
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
         raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
     for setting, reason in REFUSED.items():
         if config.get(setting):
@@ -306,28 +274,20 @@ def read_config(path: Path) -> Adapter:
             "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
         )
     try:
-        alphas = {
-            str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
-        }
-        _check_patterns(file, alphas)
-        return Adapter(
+        adapter = Adapter(
             alpha=float(config["lora_alpha"]),
-            alpha_pattern=alphas,
+            alpha_pattern={
+                str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
+            },
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=config.get("base_model_name_or_path"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None
-
-
-def _check_patterns(file: Path, patterns: Iterable[str]) -> None:
-    for pattern in patterns:
+    for pattern in adapter.alpha_pattern:
         try:
             ModulePattern(pattern)
         except ValueError as error:
             raise InputError(f"{file}: alpha_pattern {pattern!r}: {error}") from None
-
-
-def _shape(info: TensorInfo) -> str:
-    return "×".join(map(str, info.shape))
+    return adapter

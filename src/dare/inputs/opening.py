@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dare.errors import InputError
-from dare.inputs.directory import (
-    directory_of,
-)
 from dare.inputs.formats import open_model, read_config
-from dare.inputs.hub import Resolved, resolve
+from dare.inputs.hub import resolve
 from dare.inputs.names import match_names
 from dare.inputs.sources import Source
 from dare.inputs.vocabulary import Aligned, align
@@ -50,7 +47,9 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
     names = _distinct([entry.name for entry in recipe.models])
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     places = [resolve(path, verbose=recipe.verbose) for path in given]
-    recipe = _pinned(recipe, places)
+    if any(place.commit is not None for place in places):
+        pinned_base, *pinned = (place.pinned for place in places)
+        recipe = recipe.with_files(pinned_base, pinned, recipe.output)
     paths = [place.path for place in places]
     configs = [read_config(path) for path in paths]
     base, *models = (
@@ -58,19 +57,31 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
     )
     if base.is_partial:
         raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
+    notes = [
+        f"{name}: {remark}"
+        for name, source in zip(("base", *names), (base, *models), strict=True)
+        for remark in source.remarks
+    ]
     matched = [
         match_names(base, model, name, base_config=configs[0], model_config=config)
         for model, name, config in zip(models, names, configs[1:], strict=True)
     ]
-    folders = tuple(map(directory_of, paths))
-    aligned = _aligned(recipe, base, [model.source for model in matched], names, folders)
-    opened = zip(("base", *names), (base, *models), strict=True)
-    notes = [
-        *(f"{name}: {remark}" for name, source in opened for remark in source.remarks),
-        *(note for model in matched for note in model.notes),
-        *aligned.notes,
-    ]
-    return recipe, Inputs(tuple(names), folders, aligned, tuple(notes))
+    notes += [note for model in matched for note in model.notes]
+    models = [model.source for model in matched]
+    folders = tuple(path if path.is_dir() else None for path in paths)
+    if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
+        aligned = Aligned(base, tuple(models))  # rows that do not fit stay the base's
+    else:
+        aligned = align(
+            recipe.vocabulary,
+            base,
+            models,
+            directories=folders,
+            names=names,
+            weights=[mean_value(weight) for weight in recipe.weights()],
+            pad_to_multiple_of=recipe.pad_to_multiple_of,
+        )
+    return recipe, Inputs(tuple(names), folders, aligned, (*notes, *aligned.notes))
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -79,31 +90,3 @@ def _distinct(names: Sequence[str]) -> list[str]:
         f"{name} ({index + 1})" if names.count(name) > 1 else name
         for index, name in enumerate(names)
     ]
-
-
-def _pinned(recipe: Recipe, places: Sequence[Resolved]) -> Recipe:
-    if all(place.commit is None for place in places):
-        return recipe
-    base, *files = (place.pinned for place in places)
-    return recipe.with_files(base, files, recipe.output)
-
-
-def _aligned(
-    recipe: Recipe,
-    base: Source,
-    models: Sequence[Source],
-    names: Sequence[str],
-    folders: Sequence[Path | None],
-) -> Aligned:
-    """Bring the rows into one order, unless the recipe keeps the base's whatever does not fit."""
-    if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
-        return Aligned(base, tuple(models))
-    return align(
-        recipe.vocabulary,
-        base,
-        models,
-        directories=folders,
-        names=names,
-        weights=[mean_value(weight) for weight in recipe.weights()],
-        pad_to_multiple_of=recipe.pad_to_multiple_of,
-    )

@@ -8,7 +8,7 @@ a pattern is walked once with the set of all places in the name that it may have
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LONGEST = 1000
 """Characters of a pattern; the names of modules are shorter."""
@@ -24,23 +24,22 @@ _CHARACTER = re.compile(
 )
 _COUNT = re.compile(r"(?:([*+?])|\{(\d+)(,?)(\d*)\})\??(?![*+?{])")
 _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1), None: (1, 1)}
+_ANY = re.compile("")
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A piece of a pattern, and how often it stands there."""
 
     kind: str
     """^, $, a group: ( or ?:, a look ahead: ?= or ?!, or a character."""
-    character: re.Pattern[str] | None
+    character: re.Pattern[str]
     ways: tuple[tuple[_Part, ...], ...]
-    """The alternatives of a group."""
+    """The alternatives of a group, each a sequence of parts."""
     least: int
     most: int | None
 
 
 Ways = tuple[tuple[_Part, ...], ...]
-"""Alternatives, each a sequence of parts."""
 
 
 class ModulePattern:
@@ -61,13 +60,9 @@ class ModulePattern:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"not a regular expression: {error}") from None
-        self._simple: re.Pattern[str] | None = None
-        self._ways: Ways = ()
-        if _PLAIN.fullmatch(pattern):
-            self._simple = re.compile(rf"(.*\.)?({pattern})$")
-            return
-        self._ways, end = _parse(pattern, 0, MOST_NESTED)
-        assert end == len(pattern)  # it is a regular expression, so brackets are balanced
+        is_plain = _PLAIN.fullmatch(pattern) is not None
+        self._simple = re.compile(rf"(.*\.)?({pattern})$") if is_plain else None
+        self._ways = () if is_plain else _parse(pattern, 0, MOST_NESTED)[0]
 
     def matches(self, module: str) -> bool:
         """Say whether a module's name, or what follows one of its dots, is of the pattern."""
@@ -85,16 +80,16 @@ def _parse(pattern: str, place: int, nested: int) -> tuple[Ways, int]:
             ways.append([])
             place += 1
             continue
-        kind, character = pattern[place], None
         inner: Ways = ()
+        kind, character = pattern[place], _ANY
         if opening := _OPENING.match(pattern, place):
             if not nested:
                 raise ValueError(f"groups are nested more than {MOST_NESTED} deep")
             kind = opening[1] or "("
             inner, end = _parse(pattern, opening.end(), nested - 1)
             end += 1
-        elif found := _CHARACTER.match(pattern, place):
-            character, end = re.compile(found[0]), found.end()
+        elif one := _CHARACTER.match(pattern, place):
+            character, end = re.compile(one[0]), one.end()
         else:
             raise ValueError(f"{pattern[place : place + 3]!r} is not supported; name the modules")
         count = _COUNT.match(pattern, end)
@@ -158,7 +153,6 @@ class _Walk:
                 return {place for place in starts if bool(self._group(part, place)) is wanted}
             case "(" | "?:":
                 return set().union(*(self._group(part, place) for place in starts))
-        assert part.character is not None
         matches = part.character.match
         return {place + 1 for place in starts if matches(self._text[place : place + 1])}
 

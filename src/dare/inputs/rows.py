@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import MismatchError
+from dare.inputs.reading import Floats
 from dare.inputs.sources import Raw, Source
 from dare.inputs.tokens import Vocabulary, row_tensors
 from dare.inputs.views import SourceView
@@ -75,61 +75,51 @@ class RowOrigins:
         rows[list(self.new.values())] = -1
         return rows
 
-    def owners(self, tensor: str) -> Owners:
-        """For each new row the models that have it: which, their row, and their share."""
+    def owners(self, base: TensorInfo) -> Owners:
+        """For each new row of a tensor, the models that have it, with shares by their weights.
+
+        Shares are equal if a weight is not positive.
+        """
         fitting = {
             index: other.ids
-            for index, other in enumerate(self.others)
-            if other is not None and self._fits(tensor, self.models[index], other)
+            for index, (model, other) in enumerate(zip(self.models, self.others, strict=True))
+            if other is not None and not model.holds_delta(base.name)
+            if (info := row_tensors(model, other.rows).get(base.name)) is not None
+            if info.shape[1:] == base.shape[1:]
         }
-        return {number: self._shares(tensor, token, fitting) for token, number in self.new.items()}
-
-    def _fits(self, tensor: str, model: Source, other: Vocabulary) -> bool:
-        info = row_tensors(model, other.rows).get(tensor)
-        return (
-            info is not None
-            and info.shape[1:] == self.base.tensors[tensor].shape[1:]
-            and not model.holds_delta(tensor)
-        )
-
-    def _shares(
-        self, tensor: str, token: str, fitting: Mapping[int, Mapping[str, int]]
-    ) -> list[tuple[int, int, float]]:
-        """Shares in proportion to the models' weights; equal ones if a weight is not positive."""
-        having = {index: ids[token] for index, ids in fitting.items() if token in ids}
-        if not having:
-            raise MismatchError(
-                f"{tensor}: no model that has the token {token!r} holds a row for it here; "
-                'set vocabulary = "base" to leave new tokens out'
-            )
-        weights = [self.weights[index] for index in having]
-        if min(weights) <= 0:
-            weights = [1.0] * len(having)
-        return [
-            (index, row, weight / sum(weights))
-            for (index, row), weight in zip(having.items(), weights, strict=True)
-        ]
+        owners = {}
+        for token, number in self.new.items():
+            having = {index: ids[token] for index, ids in fitting.items() if token in ids}
+            if not having:
+                raise MismatchError(
+                    f"{base.name}: no model that has the token {token!r} holds a row for it here; "
+                    'set vocabulary = "base" to leave new tokens out'
+                )
+            weights = [self.weights[index] for index in having]
+            if min(weights) <= 0:
+                weights = [1.0] * len(having)
+            owners[number] = [
+                (index, row, weight / sum(weights))
+                for (index, row), weight in zip(having.items(), weights, strict=True)
+            ]
+        return owners
 
 
 def present(origins: RowOrigins) -> list[Source]:
     """The base and the models with their rows in the output's order."""
-    inputs = _Inputs([origins.base, *origins.models])
+    inputs = [origins.base, *origins.models]
     base_rows = origins.base_rows()
-    owners = {
-        name: origins.owners(name) for name in row_tensors(origins.base, origins.vocabulary.rows)
-    }
+    stored = row_tensors(origins.base, origins.vocabulary.rows)
+    owners = {name: origins.owners(info) for name, info in stored.items()}
     bases = {
         name: RowTensor(
-            origins.base,
-            origins.base.tensors[name],
-            origins.base.tensors[name].dtype,
-            base_rows,
-            _means(origins.base.tensors[name], origins.models, of),
+            origins.base, info, info.dtype, base_rows, _means(info, origins.models, owners[name])
         )
-        for name, of in owners.items()
+        for name, info in stored.items()
     }
     mappings = [None if other is None else origins.model_rows(other) for other in origins.others]
-    decided = _digest(origins.rows, mappings, owners)
+    digests = [None if rows is None else bytes_digest(rows.tobytes()) for rows in mappings]
+    decided = bytes_digest(json.dumps([origins.rows, digests, owners], sort_keys=True).encode())
     sources: list[Source] = [AlignedSource(origins.base, inputs, bases, decided)]
     for model, other, rows in zip(origins.models, origins.others, mappings, strict=True):
         tensors = {}
@@ -143,12 +133,6 @@ def present(origins: RowOrigins) -> list[Source]:
     return sources
 
 
-def _digest(rows: int, mappings: Sequence[Rows | None], owners: Mapping[str, Owners]) -> str:
-    """Stands for all that decides which row comes from where."""
-    digests = [None if rows is None else bytes_digest(rows.tobytes()) for rows in mappings]
-    return bytes_digest(json.dumps([rows, digests, owners], sort_keys=True).encode())
-
-
 def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) -> RowTensor:
     """A model's tensor, with the base's rows where it has none; of a delta, rows of zeros.
 
@@ -159,48 +143,24 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     base_type = base.info.dtype
     if info.dtype == base_type or (rows >= 0).all():
         return RowTensor(model, info, info.dtype, rows, base.read)
-    fill = _in_float32(base.read, base_type)
-    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, fill)
+    return RowTensor(model, info, STORAGE_TYPES["F32"], rows, _InFloat32(base.read, base_type))
 
 
 # ---------------------------------------------------------------- sources
 
 
-class _Inputs:
-    """All sources of a merge, opened and closed together: rows of one are read through another."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = {id(source): source for source in sources}.values()
-        self._stack = ExitStack()
-        self._users = 0
-
-    def open(self) -> None:
-        """Open all, unless they are."""
-        if not self._users:
-            with ExitStack() as stack:
-                for source in self._sources:
-                    stack.enter_context(source)
-                self._stack = stack.pop_all()
-        self._users += 1
-
-    def close(self) -> None:
-        """Close all, unless somebody still uses them."""
-        self._users -= 1
-        if not self._users:
-            self._stack.close()
-
-
 class AlignedSource(SourceView):
-    """A source whose embedding and head have the output's rows."""
+    """A source whose embedding and head have the output's rows, some of them of other sources."""
 
     def __init__(
-        self, inner: Source, inputs: _Inputs, rows: Mapping[str, RowTensor], decided: str
+        self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
     ) -> None:
         presented = {name: tensor.info for name, tensor in rows.items()}
         super().__init__(inner, {**inner.tensors, **presented})
         self._inputs = inputs
         self._rows = rows
         self._decided = decided
+        """A digest of all that decides which row comes from where."""
 
     def fingerprint(self) -> list[Any]:
         return [*self.inner.fingerprint(), self._decided]
@@ -218,11 +178,15 @@ class AlignedSource(SourceView):
             self.inner.prefetch(name, start, count)
 
     def __enter__(self) -> Self:
-        self._inputs.open()
+        with ExitStack() as stack:
+            for source in self._inputs:
+                stack.enter_context(source)
+            stack.pop_all()  # if nothing went wrong, they stay open
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self._inputs.close()
+    def __exit__(self, *error: object) -> None:
+        for source in self._inputs:
+            source.__exit__(*error)
 
 
 class RowTensor:
@@ -239,14 +203,11 @@ class RowTensor:
         self._source = source
         self._stored = stored
         self._width = math.prod(stored.shape[1:])
+        self._rows = rows
         self._fill = fill
         self._read_stored: Fill = partial(source.read, stored.name)
         if kind != stored.dtype:
-            self._read_stored = _in_float32(self._read_stored, stored.dtype)
-        begins = np.flatnonzero(_begins_run(rows))
-        self._begins: list[int] = begins.tolist()
-        self._firsts: list[int] = rows[begins].tolist()
-        self._ends = [*self._begins[1:], len(rows)]
+            self._read_stored = _InFloat32(self._read_stored, stored.dtype)
 
     def read(self, start: int, into: Raw) -> None:
         """Fill `into` with elements from `start` on."""
@@ -268,13 +229,14 @@ class RowTensor:
         """Cut a range of elements where runs of rows end; say where each lies in the source."""
         if begin >= end:
             return
-        run = bisect_right(self._begins, begin // self._width) - 1
-        while begin < end:
-            stop = min(end, self._ends[run] * self._width)
-            first = self._firsts[run]
-            there = begin + (first - self._begins[run]) * self._width
-            yield begin, stop, None if first < 0 else there
-            begin, run = stop, run + 1
+        top = begin // self._width
+        rows = self._rows[top : -(-end // self._width)]
+        runs = np.flatnonzero(_begins_run(rows)).tolist()
+        for run, next_run in zip(runs, [*runs[1:], rows.size], strict=True):
+            stop = min(end, (top + next_run) * self._width)
+            there = begin + (int(rows[run]) - top - run) * self._width
+            yield begin, stop, None if rows[run] < 0 else there
+            begin = stop
 
 
 def _begins_run(rows: Rows) -> NDArray[np.bool_]:
@@ -296,48 +258,57 @@ def _zeros(_start: int, into: Raw) -> None:
     into[:] = 0
 
 
-def _in_float32(read: Fill, stored: StorageType) -> Fill:
+@dataclass(frozen=True)
+class _InFloat32:
     """The same elements, decoded."""
 
-    def read_decoded(start: int, into: Raw) -> None:
-        raw = np.empty(min(PIECE, into.size), stored.carrier)
+    read: Fill
+    stored: StorageType
+
+    def __call__(self, start: int, into: Raw) -> None:
+        raw = np.empty(min(PIECE, into.size), self.stored.carrier)
         for done in range(0, into.size, PIECE):
             part = into[done : done + PIECE]
-            read(start + done, raw[: part.size])
+            self.read(start + done, raw[: part.size])
             reference.decode(raw[: part.size], part)
-
-    return read_decoded
 
 
 def _means(base: TensorInfo, models: Sequence[Source], owners: Owners) -> Fill:
-    """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
-    width = math.prod(base.shape[1:])
     readers = {}
     for index in {index for having in owners.values() for index, _, _ in having}:
         stored = models[index].tensors[base.name]
-        readers[index] = _in_float32(partial(models[index].read, stored.name), stored.dtype)
+        readers[index] = _InFloat32(partial(models[index].read, stored.name), stored.dtype)
+    return _Means(math.prod(base.shape[1:]), owners, readers)
 
-    def read_means(start: int, into: Raw) -> None:
+
+@dataclass(frozen=True)
+class _Means:
+    """The rows of new tokens: the mean of their owners' rows; zeros where nobody has one."""
+
+    width: int
+    owners: Owners
+    readers: Mapping[int, Fill]
+    """Of the models that own a row, in float32."""
+
+    def __call__(self, start: int, into: Raw) -> None:
         done = 0
         while done < into.size:
-            row, column = divmod(start + done, width)
-            part = into[done : done + min(width - column, PIECE)]
-            if row in owners:
-                reference.encode(mean(row, column, part.size), part)
+            row, column = divmod(start + done, self.width)
+            part = into[done : done + min(self.width - column, PIECE)]
+            if row in self.owners:
+                reference.encode(self._mean(row, column, part.size), part)
             else:
                 part[:] = 0
             done += part.size
 
-    def mean(row: int, column: int, count: int) -> NDArray[np.float32]:
+    def _mean(self, row: int, column: int, count: int) -> Floats:
         """Σ share · row in float32, in the order of the models."""
-        total: NDArray[np.float32] | None = None
+        total: Floats | None = None
         with np.errstate(invalid="ignore", over="ignore"):
-            for index, there, share in owners[row]:
+            for index, there, share in self.owners[row]:
                 values = np.empty(count, np.float32)
-                readers[index](there * width + column, values)
+                self.readers[index](there * self.width + column, values)
                 values *= np.float32(share)
                 total = values if total is None else total + values
         assert total is not None  # a new token has an owner
         return total
-
-    return read_means

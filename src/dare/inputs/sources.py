@@ -11,14 +11,14 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
+from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import read_at
 from dare.tensors.header import Header, TensorInfo, read_header
@@ -31,43 +31,41 @@ Raw = NDArray[Any]
 """Elements as they are stored, flat."""
 
 
-class Source(Protocol):
-    """Tensors by name, readable from any element on, from any thread."""
+class Source:
+    """Tensors by name, readable from any element on, from any thread.
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """What a header says of each tensor."""
+    What is here holds for a whole model in memory; every form of model changes what it must.
+    """
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files behind the source; none for arrays."""
+    tensors: Mapping[str, TensorInfo]
+    """What a header says of each tensor."""
+    files: tuple[Path, ...] = ()
+    """The files behind the source; none for arrays."""
+    remarks: tuple[str, ...] = ()
+    """What a user should know of how it is read."""
+    is_partial: bool = False
+    """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
+    reading_bytes: int = 0
+    """What reading takes for each thread, beside the buffer that is filled."""
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What a user should know of how it is read."""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
-
-    @property
-    def reading_bytes(self) -> int:
-        """What reading takes for each thread, beside the buffer that is filled."""
-
-    def holds_delta(self, name: str) -> bool:
+    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         """Whether a tensor is the change to the base, in float32, instead of the weights."""
+        return False
 
     def fingerprint(self) -> list[Any]:
         """What must stay the same for a half-finished merge to be resumed."""
+        return []
 
     def read(self, name: str, start: int, into: Raw) -> None:
         """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on."""
+        raise NotImplementedError
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Say that these elements will be read soon."""
 
     def __enter__(self) -> Self:
         """Open for reading weights."""
+        return self
 
     def __exit__(self, *_error: object) -> None:
         """Close."""
@@ -76,25 +74,18 @@ class Source(Protocol):
         """Raise InputError if what was read may no longer be what was planned for."""
 
 
-@dataclass(frozen=True)
-class _Stamp:
-    """How to tell that a file is still the same."""
-
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, file_descriptor: int) -> Self:
-        status = os.fstat(file_descriptor)
-        return cls(status.st_size, status.st_mtime_ns)
-
-
-class InputFiles:
-    """The files behind a source: as they were for the plan, and open while weights are read."""
+class InputFiles(Source):
+    """A source in files: as they were for the plan, and open while weights are read."""
 
     def __init__(self) -> None:
-        self._stamps: dict[Path, _Stamp] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        """Size and time of change, by which a file is known to be the same."""
         self._open: dict[Path, int] = {}
+        self._users = 0
+        """How many have entered: others may read rows of this source through theirs."""
+        self.tensors: dict[str, TensorInfo] = {}
+        self._home: dict[str, Path] = {}
+        """The file that each tensor is in."""
 
     @contextmanager
     def first_look(self, file: Path) -> Iterator[int]:
@@ -102,25 +93,20 @@ class InputFiles:
         file_descriptor = _open(file)
         try:
             yield file_descriptor
-            self._stamps[file] = _Stamp.of(file_descriptor)
+            self._stamps[file] = _stamp(file_descriptor)
+            self.files = tuple(self._stamps)
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
         finally:
             os.close(file_descriptor)
 
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._stamps)
-
     def fingerprint(self) -> list[Any]:
-        """What must stay the same for a half-finished merge to be resumed."""
-        return [
-            [os.path.realpath(file), stamp.size, stamp.modified_ns]
-            for file, stamp in self._stamps.items()
-        ]
+        return [[os.path.realpath(file), *stamp] for file, stamp in self._stamps.items()]
 
     def __enter__(self) -> Self:
+        self._users += 1
         try:
-            for file in self._stamps:
+            for file in self._stamps if self._users == 1 else ():
                 self._open[file] = _open(file)
             self.check_unchanged()
         except InputError:
@@ -129,18 +115,27 @@ class InputFiles:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for file_descriptor in self._open.values():
-            os.close(file_descriptor)
-        self._open = {}
+        self._users = max(0, self._users - 1)
+        if not self._users:
+            for file_descriptor in self._open.values():
+                os.close(file_descriptor)
+            self._open = {}
 
     def check_unchanged(self) -> None:
-        """Raise InputError if a file is not the one that was looked at first."""
         for file, stamp in self._stamps.items():
-            if _Stamp.of(self._open[file]) != stamp:
+            if _stamp(self._open[file]) != stamp:
                 raise InputError(f"{file}: changed since the merge was planned; run it again")
 
-    def read(self, file: Path, position: int, into: Raw, what: str) -> None:
-        """Fill `into` from a position in bytes on; `what` is being read, for messages."""
+    def read(self, name: str, start: int, into: Raw) -> None:
+        self.read_bytes(self._home[name], self.tensors[name].position(start), into, name)
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        info = self.tensors[name]
+        nbytes = count * info.dtype.itemsize
+        self.prefetch_bytes(self._home[name], info.position(start), nbytes)
+
+    def read_bytes(self, file: Path, position: int, into: Raw, what: str) -> None:
+        """Fill `into` from a position in a file on; `what` is being read, for messages."""
         try:
             count = read_at(self._open[file], into.view(np.uint8).data, position)
         except OSError as error:
@@ -148,76 +143,30 @@ class InputFiles:
         if count < into.nbytes:
             raise InputError(f"{file}: ends inside {what}; it was cut while being read")
 
-    def prefetch(self, file: Path, position: int, nbytes: int) -> None:
+    def prefetch_bytes(self, file: Path, position: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._open[file], position, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-class StampedSource:
-    """What sources in files have in common: whole models, read from files that must not change."""
-
-    remarks: tuple[str, ...] = ()
-    is_partial = False
-    reading_bytes = 0
-
-    def __init__(self, files: InputFiles) -> None:
-        self._files = files
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self._files)
-
-    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
-        return False
-
-    def fingerprint(self) -> list[Any]:
-        return self._files.fingerprint()
-
-    def __enter__(self) -> Self:
-        self._files.__enter__()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._files.__exit__()
-
-    def check_unchanged(self) -> None:
-        self._files.check_unchanged()
-
-
-class FileSource(StampedSource):
+class FileSource(InputFiles):
     """One safetensors file, or the shards of one model."""
 
-    def __init__(self, path: Path, headers: Mapping[Path, Header], files: InputFiles) -> None:
-        super().__init__(files)
+    def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
-        self.headers = headers
-        self.tensors: dict[str, TensorInfo] = {}
-        self._home: dict[str, Path] = {}
-        for file, header in headers.items():
-            for name, info in header.tensors.items():
-                if name in self._home:
-                    raise HeaderError(
-                        f"{path}: {name} is in both {self._home[name].name} and {file.name}"
-                    )
-                self.tensors[name] = info
-                self._home[name] = file
-
-    def read(self, name: str, start: int, into: Raw) -> None:
-        position = self.tensors[name].position(start)
-        self._files.read(self._home[name], position, into, name)
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        info = self.tensors[name]
-        self._files.prefetch(self._home[name], info.position(start), count * info.dtype.itemsize)
+        self.headers: dict[Path, Header] = {}
+        for file, promised in _files_of(path).items():
+            with self.first_look(file) as file_descriptor:
+                header = self.headers[file] = read_header(file_descriptor, str(file))
+            if promised is not None:
+                check_against_index(path / INDEX_NAME, file, set(header.tensors), promised)
+            self.tensors |= header.tensors
+            self._home |= dict.fromkeys(header.tensors, file)
 
 
-class ArraySource:
+class ArraySource(Source):
     """Arrays in memory, each flat, as bytes or as elements of its carrier type."""
-
-    files: tuple[Path, ...] = ()
-    remarks: tuple[str, ...] = ()
-    reading_bytes = 0
 
     def __init__(
         self,
@@ -234,77 +183,38 @@ class ArraySource:
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         return self.is_partial
 
-    def fingerprint(self) -> list[Any]:
-        return []
-
     def read(self, name: str, start: int, into: Raw) -> None:
         into[:] = self._elements[name][start : start + into.size]
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-    def check_unchanged(self) -> None:
-        pass
 
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Read the headers of a safetensors file, or of a directory with one or with shards."""
-    path = Path(path)
-    files = _files_of(path) if _is_directory(path) else {path: None}
-    headers, looked_at = {}, InputFiles()
-    for file, expected in files.items():
-        with looked_at.first_look(file) as file_descriptor:
-            headers[file] = read_header(file_descriptor, str(file))
-        if expected is not None:
-            check_against_index(path / INDEX_NAME, file, set(headers[file].tensors), expected)
-    return FileSource(path, headers, looked_at)
+    return FileSource(Path(path))
 
 
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError:
-        return False  # no possible file name; opening it will say so
-
-
-def _files_of(directory: Path) -> dict[Path, set[str] | None]:
-    """Find a directory's weight files, each with the tensors its index promises, if it has one."""
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be listed: {error.strerror}") from error
+def _files_of(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a model, each with the tensors that its index promises, if it has one."""
+    if not is_directory(path):
+        return {path: None}
+    names = list_names(path)
     if INDEX_NAME in names:
-        return dict(read_index(directory / INDEX_NAME))
+        return dict(read_index(path / INDEX_NAME))
     weights = [name for name in names if name.endswith(".safetensors")]
     if SINGLE_NAME in weights:
-        return {directory / SINGLE_NAME: None}
+        return {path / SINGLE_NAME: None}
     if len(weights) == 1:
-        return {directory / weights[0]: None}
+        return {path / weights[0]: None}
     if weights:
         raise InputError(
-            f"{directory}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which "
+            f"{path}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which "
             "belong together; name one file"
         )
-    raise InputError(f"{directory}: has no safetensors file and no {INDEX_NAME}")
+    raise InputError(f"{path}: has no safetensors file and no {INDEX_NAME}")
 
 
 def read_index(index: Path) -> dict[Path, set[str]]:
     """The shards that an index names, each with the tensors it promises."""
-    try:
-        with index.open("rb") as file:
-            text = file.read(MAX_INDEX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{index}: cannot be read: {error.strerror}") from error
-    if len(text) > MAX_INDEX_BYTES:
-        raise HeaderError(f"{index}: larger than {MAX_INDEX_BYTES} bytes")
+    text = read_limited(index, MAX_INDEX_BYTES)
     try:
         weight_map = json.loads(text)["weight_map"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -327,10 +237,14 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
     for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
         if tensors:
             raise HeaderError(
-                f"{index}: {file.name} {complaint} {sorted(tensors)[0]}"
-                + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
-                + "; the index and the shards do not belong together"
+                f"{index}: {file.name} {complaint} {some_of(sorted(tensors))}; "
+                "the index and the shards do not belong together"
             )
+
+
+def _stamp(file_descriptor: int) -> tuple[int, int]:
+    status = os.fstat(file_descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def _open(file: Path) -> int:

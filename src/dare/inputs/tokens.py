@@ -6,14 +6,15 @@ Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `voca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
-from dare.inputs.directory import TOKENIZER_CONFIG, parse_json, read_json, read_text
+from dare.inputs.directory import TOKENIZER_CONFIG, read_json, read_text
+from dare.inputs.small_files import parse_json
 from dare.inputs.sources import Source
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
@@ -22,10 +23,10 @@ TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 MAX_TOKENS = 1 << 24
 
-_FLAGS = {
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
+_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt")
+"""Of a tokenizer, the best first; the first as the tokenizers library writes it."""
+
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {
     "normalized": True,
     "special": False,
 }
@@ -53,26 +54,16 @@ class Vocabulary:
     @cached_property
     def ids(self) -> dict[str, int]:
         """The tokens that have a row."""
-        found = {} if self.tokens is None else self.tokens.ids
-        return {token: number for token, number in found.items() if number < self.rows}
+        ids = self.tokens.ids if self.tokens else {}
+        return {token: number for token, number in ids.items() if number < self.rows}
+
+    def differs(self, other: Vocabulary) -> bool:
+        """Whether rows of the same number stand for other tokens, as far as that is known."""
+        both_known = self.tokens is not None and other.tokens is not None
+        return self.rows != other.rows or (both_known and self.ids != other.ids)
 
 
 # ---------------------------------------------------------------- rows
-
-
-def read_vocabulary(
-    source: Source, name: str, directory: Path | None, tokenizers: Tokenizers
-) -> Vocabulary | None:
-    """The vocabulary of a source, or None if it has no embedding and no head."""
-    ranked = [
-        (rank, -info.shape[0])
-        for tensor, info in source.tensors.items()
-        if (rank := _rank(tensor, info)) is not None and len(info.shape) == 2
-    ]
-    if not ranked:
-        return None
-    _, negative = min(ranked)
-    return Vocabulary(name, -negative, tokenizers.read(directory) if directory else None)
 
 
 def _rank(tensor: str, info: TensorInfo) -> int | None:
@@ -83,14 +74,10 @@ def _rank(tensor: str, info: TensorInfo) -> int | None:
     >>> _rank("model.embed_tokens.weight", weight), _rank("model.norm.weight", weight)
     (0, None)
     """
-    module, _, kind = tensor.rpartition(".")
-    last = module.rpartition(".")[2]
+    *_, module, kind = ("", *tensor.split("."))
     order = (*INPUT_EMBEDDINGS, *HEADS)
-    if not info.dtype.is_weight or last not in order:
-        return None
-    if (kind, len(info.shape)) not in (("weight", 2), ("bias", 1)):
-        return None
-    return order.index(last)
+    has_rows = (kind, len(info.shape)) in (("weight", 2), ("bias", 1))
+    return order.index(module) if module in order and has_rows and info.dtype.is_weight else None
 
 
 def row_tensors(source: Source, rows: int) -> dict[str, TensorInfo]:
@@ -112,56 +99,53 @@ class Tokenizers:
         self.notes: list[str] = []
         self._parsed: dict[tuple[str, bytes], Tokens | None] = {}
 
-    def read(self, directory: Path) -> Tokens | None:
+    def vocabulary(self, source: Source, name: str, directory: Path | None) -> Vocabulary | None:
+        """The vocabulary of a source, or None if it has no embedding and no head."""
+        ranked = [
+            (rank, -info.shape[0])
+            for tensor, info in source.tensors.items()
+            if (rank := _rank(tensor, info)) is not None and len(info.shape) == 2
+        ]
+        if not ranked:
+            return None
+        return Vocabulary(name, -min(ranked)[1], self._read(directory) if directory else None)
+
+    def _read(self, directory: Path) -> Tokens | None:
         """The tokens of a directory's tokenizer; None if there is none of a known form."""
-        for name, parse in _PARSERS.items():
-            text = read_text(directory, name)
-            if text is None:
-                continue
-            if (name, text) not in self._parsed:
-                self._parsed[name, text] = parse(text, directory / name)
-            tokens = self._parsed[name, text]
-            if tokens is None:
-                self.notes.append(f"{directory / name}: of no known form; rows go by their numbers")
-                return None
-            return _with_further_tokens(tokens, directory)
-        return None
+        texts = ((name, read_text(directory, name)) for name in _FILES)
+        found = next(((name, text) for name, text in texts if text is not None), None)
+        if found is None:
+            return None
+        if found not in self._parsed:
+            self._parsed[found] = _parse(found[1], directory / found[0])
+        tokens = self._parsed[found]
+        if tokens is None:
+            self.notes.append(f"{directory / found[0]}: of no known form; rows go by their numbers")
+        return tokens and _with_further_tokens(tokens, directory)
 
 
-def _parse_tokenizer(text: bytes, where: Path) -> Tokens | None:
-    """Read tokenizer.json, as the tokenizers library writes it."""
+def _parse(text: bytes, where: Path) -> Tokens | None:
+    """Read the file of a tokenizer; None if it is of another form than those of `_FILES`."""
+    if where.name == "vocab.txt":
+        lines = text.decode(errors="replace").removesuffix("\n").split("\n")
+        return Tokens(_checked({token: n for n, token in enumerate(lines)}, where), {})
     document = parse_json(text, where)
-    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return None
+    if where.name == "vocab.json":
+        return Tokens(_checked(document, where), {})
+    model, entries = document.get("model"), document.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list) and all(isinstance(piece, list) and piece for piece in vocab):
         vocab = {piece[0]: number for number, piece in enumerate(vocab)}  # Unigram, with scores
-    entries = document.get("added_tokens", []) if isinstance(document, dict) else None
     if not isinstance(vocab, dict) or not isinstance(entries, list):
         return None
-    ids = _checked(vocab, where)
-    added: dict[str, Mapping[str, bool]] = {}
+    ids, added = _checked(vocab, where), {}
     for entry in entries:
         token, number, flags = _added_token(entry, where)
-        ids.setdefault(token, number)
         added[token] = flags
+        ids.setdefault(token, number)
     return Tokens(ids, added)
-
-
-def _parse_vocab_json(text: bytes, where: Path) -> Tokens | None:
-    vocab = parse_json(text, where)
-    return Tokens(_checked(vocab, where), {}) if isinstance(vocab, dict) else None
-
-
-def _parse_vocab_txt(text: bytes, where: Path) -> Tokens | None:
-    lines = text.decode(errors="replace").removesuffix("\n").split("\n")
-    return Tokens(_checked({token: n for n, token in enumerate(lines)}, where), {})
-
-
-_PARSERS: dict[str, Callable[[bytes, Path], Tokens | None]] = {
-    TOKENIZER_FILE: _parse_tokenizer,
-    "vocab.json": _parse_vocab_json,
-    "vocab.txt": _parse_vocab_txt,
-}
 
 
 def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:

@@ -17,19 +17,14 @@ import zipfile
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.sources import (
-    InputFiles,
-    Raw,
-    StampedSource,
-    check_against_index,
-    read_index,
-)
+from dare.inputs.small_files import is_directory
+from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.header import TensorInfo
 
@@ -42,24 +37,16 @@ PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
 
-class Home(NamedTuple):
-    """Where a tensor's elements lie."""
-
-    file: Path
-    strides: tuple[int, ...] | None
-    """In elements; None if they lie one after the other, in order."""
-
-
-class TorchSource(StampedSource):
+class TorchSource(InputFiles):
     """The tensors of a state dict in one file or in shards."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(InputFiles())
+        super().__init__()
         self.path = path
-        self.tensors: dict[str, TensorInfo] = {}
         self.left_out: tuple[str, ...] = ()
         """What is in the files and is no tensor of the state dict."""
-        self._home: dict[str, Home] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
+        """In elements, of the tensors that do not lie one element after the other."""
         for file, promised in _files_of(path).items():
             held = self._look_into(file)
             if promised is not None:
@@ -72,18 +59,17 @@ class TorchSource(StampedSource):
 
     def _look_into(self, file: Path) -> set[str]:
         """Read what a file says of its tensors, and no weights; return their names."""
-        with self._files.first_look(file) as file_descriptor:
+        with self.first_look(file) as file_descriptor:
             edges = _read_edges(file_descriptor, file)
         held = set()
         for name, value in self._state_dict(_load(file), file).items():
             if not isinstance(name, str) or not _is_tensor(value):
                 self.left_out += (str(name),)
                 continue
-            if name in self.tensors:
-                raise HeaderError(f"{self.path}: {name} is in {file.name} and in another shard")
             self.tensors[name] = _describe(value, file, name, edges)
-            strides = None if value.is_contiguous() else tuple(value.stride())
-            self._home[name] = Home(file, strides)
+            self._home[name] = file
+            if not value.is_contiguous():
+                self._strides[name] = tuple(value.stride())
             held.add(name)
         return held
 
@@ -99,29 +85,26 @@ class TorchSource(StampedSource):
         return loaded
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        info, home = self.tensors[name], self._home[name]
-        if home.strides is None:
-            self._files.prefetch(home.file, info.position(start), count * info.dtype.itemsize)
+        if name not in self._strides:
+            super().prefetch(name, start, count)
 
     def read(self, name: str, start: int, into: Raw) -> None:
-        info, home = self.tensors[name], self._home[name]
-        if home.strides is None:
-            self._files.read(home.file, info.position(start), into, name)
+        if name not in self._strides:
+            super().read(name, start, into)
             return
+        strides, shape = np.array(self._strides[name]), self.tensors[name].shape
         for done in range(0, into.size, PIECE_ELEMENTS):
             piece = into[done : done + PIECE_ELEMENTS]
             elements = np.arange(start + done, start + done + piece.size)
-            places = np.array(home.strides) @ np.array(np.unravel_index(elements, info.shape))
-            self._gather(info, home.file, places, piece)
+            self._gather(name, strides @ np.array(np.unravel_index(elements, shape)), piece)
 
-    def _gather(self, info: TensorInfo, file: Path, places: NDArray[np.int64], into: Raw) -> None:
+    def _gather(self, name: str, places: NDArray[np.int64], into: Raw) -> None:
         """Collect elements that do not lie side by side: each run of neighbours by one read."""
         wanted, inverse = np.unique(places, return_inverse=True)
         stored = np.empty(wanted.size, into.dtype)
         edges = np.flatnonzero(np.diff(wanted) != 1) + 1
         for begin, end in zip([0, *edges], [*edges, wanted.size], strict=True):
-            position = info.position(int(wanted[begin]))
-            self._files.read(file, position, stored[begin:end], info.name)
+            super().read(name, int(wanted[begin]), stored[begin:end])
         into[:] = stored[inverse]
 
 
@@ -144,11 +127,7 @@ def open_torch(path: str | os.PathLike[str]) -> TorchSource:
 
 def _files_of(path: Path) -> dict[Path, set[str] | None]:
     """The files of a model, each with the tensors that its index promises, if it has one."""
-    try:
-        is_directory = path.is_dir()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    if not is_directory:
+    if not is_directory(path):
         return {path: None}
     if (path / INDEX_NAME).exists():
         return dict(read_index(path / INDEX_NAME))
@@ -191,9 +170,13 @@ def _what_else(file_descriptor: int) -> str:
 
 def _load(file: Path) -> object:
     """Read the pickle without running anything in it, and without reading weights."""
-    torch = _import_torch(file)
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    try:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        raise InputError(
+            f"{file}: reading it needs torch: pip install 'dare-merge[torch]'"
+        ) from None
     try:
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
@@ -211,16 +194,6 @@ def _load(file: Path) -> object:
     except Exception as error:  # a damaged file can make torch raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{file}: torch cannot load it ({reason})") from error
-
-
-def _import_torch(path: Path) -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise InputError(
-            f"{path}: reading it needs torch: pip install 'dare-merge[torch]'"
-        ) from None
-    return torch
 
 
 def _is_tensor(value: object) -> bool:
@@ -241,15 +214,9 @@ def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> Tenso
     record = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
     info = TensorInfo(name, dtype, shape, record + tensor.storage_offset() * dtype.itemsize)
     end = next(iter(edges[bisect_right(edges, record) :]), -1)
-    if info.position(_extent(shape, tensor.stride())) > end:
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, tensor.stride(), strict=True))
+    if info.position(0 if 0 in shape else extent) > end:
         raise HeaderError(
             f"{file}: {name} does not lie inside its record; the file is damaged or truncated"
         )
     return info
-
-
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

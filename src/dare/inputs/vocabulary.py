@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 from dare.errors import MismatchError
-from dare.inputs.directory import TOKENIZER_CONFIG, dump_json, read_json
+from dare.inputs.directory import TOKENIZER_CONFIG, read_json
 from dare.inputs.rows import RowOrigins, present
+from dare.inputs.small_files import dump_json
 from dare.inputs.sources import Source
-from dare.inputs.tokens import (
-    ADDED_TOKENS_FILE,
-    TOKENIZER_FILE,
-    Tokenizers,
-    Vocabulary,
-    read_vocabulary,
-)
+from dare.inputs.tokens import ADDED_TOKENS_FILE, TOKENIZER_FILE, Tokenizers, Vocabulary
 
 Policy = Literal["error", "base", "union"]
 
@@ -74,35 +69,35 @@ def align(
     models'. Raises MismatchError, with a line for each model, where the policy does not allow it.
     """
     tokenizers = Tokenizers()
-    own = read_vocabulary(base, "base", directories[0], tokenizers)
-    if own is None:
+    vocabulary = tokenizers.vocabulary(base, "base", directories[0])
+    if vocabulary is None:
         return Aligned(base, tuple(models))
     others = [
-        read_vocabulary(model, name, directory, tokenizers)
+        tokenizers.vocabulary(model, name, directory)
         for model, name, directory in zip(models, names, directories[1:], strict=True)
     ]
-    known = [vocabulary for vocabulary in others if vocabulary is not None]
-    differing = [vocabulary for vocabulary in known if _differs(own, vocabulary)]
+    known = [other for other in others if other is not None]
+    differing = [other for other in known if vocabulary.differs(other)]
     if policy == "error" and differing:
-        raise MismatchError("\n  ".join(_explain(own, vocabulary) for vocabulary in differing))
+        raise MismatchError("\n  ".join(_explain(vocabulary, other) for other in differing))
 
-    new = _new_tokens(own, known) if policy == "union" else {}
-    rows = max([own.rows, *(number + 1 for number in new.values())])
+    new = _new_tokens(vocabulary, known) if policy == "union" else {}
+    rows = max([vocabulary.rows, *(number + 1 for number in new.values())])
     if pad_to_multiple_of is not None:
         rows = math.ceil(rows / pad_to_multiple_of) * pad_to_multiple_of
-    notes = (*tokenizers.notes, *_notes(own, differing, new, rows))
-    counts = (rows, own.rows, *(None if other is None else other.rows for other in others))
-    if rows == own.rows and not differing:
+    notes = (*tokenizers.notes, *_notes(vocabulary, differing, new, rows))
+    counts = (rows, vocabulary.rows, *(None if other is None else other.rows for other in others))
+    if rows == vocabulary.rows and not differing:
         return Aligned(base, tuple(models), counts, notes=notes)
 
-    aligned, *presented = present(RowOrigins(own, others, base, models, weights, new, rows))
+    aligned, *presented = present(RowOrigins(vocabulary, others, base, models, weights, new, rows))
     return Aligned(
         aligned,
         tuple(presented),
         counts,
         keeps_base_tokenizer=bool(differing),
-        tokenizer_files=_tokenizer_files(directories[0], own, known, new),
-        token_ids=tuple(_token_ids(own, other, new) for other in others),
+        tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
+        token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
         notes=notes,
     )
 
@@ -110,21 +105,18 @@ def align(
 # ---------------------------------------------------------------- how two vocabularies differ
 
 
-def _differs(own: Vocabulary, other: Vocabulary) -> bool:
-    both_told = own.tokens is not None and other.tokens is not None
-    return own.rows != other.rows or (both_told and own.ids != other.ids)
-
-
-def _difference(own: Vocabulary, other: Vocabulary) -> str:
+def _difference(base: Vocabulary, other: Vocabulary) -> str:
     """Say how a model's vocabulary differs from the base's."""
-    counts = f"its embedding has {other.rows:,} rows and the base's {own.rows:,}"
-    if own.tokens is None or other.tokens is None:
-        whose = "the base" if own.tokens is None else "it"
+    counts = f"its embedding has {other.rows:,} rows and the base's {base.rows:,}"
+    if base.tokens is None or other.tokens is None:
+        whose = "the base" if base.tokens is None else "it"
         return f"{other.name}: {counts}, and {whose} has no tokenizer to say what they are"
-    fresh = {token: number for token, number in other.ids.items() if token not in own.ids}
-    lacking = {token: number for token, number in own.ids.items() if token not in other.ids}
+    fresh = {token: number for token, number in other.ids.items() if token not in base.ids}
+    lacking = {token: number for token, number in base.ids.items() if token not in other.ids}
     moved = {
-        token: number for token, number in other.ids.items() if own.ids.get(token, number) != number
+        token: number
+        for token, number in other.ids.items()
+        if base.ids.get(token, number) != number
     }
     findings = [
         f"{len(tokens):,} {text}: {_listed(tokens)}"
@@ -140,11 +132,11 @@ def _difference(own: Vocabulary, other: Vocabulary) -> str:
     return f"{other.name}: {'; '.join(findings)}"
 
 
-def _explain(own: Vocabulary, other: Vocabulary) -> str:
+def _explain(base: Vocabulary, other: Vocabulary) -> str:
     remedy = 'set vocabulary = "base" to keep the base\'s rows and tokenizer'
-    if own.tokens is not None and other.tokens is not None and set(other.ids) - set(own.ids):
+    if base.tokens is not None and other.tokens is not None and set(other.ids) - set(base.ids):
         remedy += ', or vocabulary = "union" to have the new tokens too'
-    return f"{_difference(own, other)}; {remedy}"
+    return f"{_difference(base, other)}; {remedy}"
 
 
 def _listed(tokens: Mapping[str, int]) -> str:
@@ -155,36 +147,36 @@ def _listed(tokens: Mapping[str, int]) -> str:
 
 
 def _notes(
-    own: Vocabulary, differing: Sequence[Vocabulary], new: Mapping[str, int], rows: int
+    base: Vocabulary, differing: Sequence[Vocabulary], new: Mapping[str, int], rows: int
 ) -> Iterator[str]:
     for other in differing:
-        yield f"{_difference(own, other)}; rows are matched by token where both are known"
+        yield f"{_difference(base, other)}; rows are matched by token where both are known"
     if new:
         yield f"new tokens, with their ids in the output: {_listed(new)}"
-    if rows > own.rows:
-        yield f"embedding and head have {rows:,} rows in the output, {own.rows:,} in the base"
+    if rows > base.rows:
+        yield f"embedding and head have {rows:,} rows in the output, {base.rows:,} in the base"
 
 
 # ---------------------------------------------------------------- a union
 
 
-def _new_tokens(own: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int]:
+def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int]:
     """The tokens that models have rows for and the base has not, with their ids in the output."""
-    problems = [line for other in models for line in _obstacles(own, other)]
+    problems = [line for other in models for line in _obstacles(base, other)]
     if problems:
         raise MismatchError("\n  ".join(problems))
-    if own.tokens is None:
+    if base.tokens is None:
         return {}
     new: dict[str, int] = {}
-    following = len(own.tokens.ids)
+    following = len(base.tokens.ids)
     for other in models:
-        for token in sorted(set(other.ids) - set(own.ids) - set(new), key=other.ids.__getitem__):
-            if token in own.tokens.ids:  # the base's tokenizer has it, and its embedding has not
-                new[token] = own.tokens.ids[token]
+        for token in sorted(set(other.ids) - set(base.ids) - set(new), key=other.ids.__getitem__):
+            if token in base.tokens.ids:  # the base's tokenizer has it, and its embedding has not
+                new[token] = base.tokens.ids[token]
             else:
                 new[token] = following
                 following += 1
-    taken = sorted(own.tokens.ids.values())
+    taken = sorted(base.tokens.ids.values())
     if following > len(taken) and taken != list(range(len(taken))):
         raise MismatchError(
             "base: the ids of its tokenizer have gaps or occur twice, so that new tokens cannot be "
@@ -193,16 +185,16 @@ def _new_tokens(own: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int]
     return new
 
 
-def _obstacles(own: Vocabulary, other: Vocabulary) -> Iterator[str]:
+def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
     """Why a model's new tokens cannot be taken in."""
-    if own.tokens is None or other.tokens is None:
-        if own.rows < other.rows:
-            yield (f'{_difference(own, other)}; set vocabulary = "base" to keep the base\'s rows')
+    if base.tokens is None or other.tokens is None:
+        if base.rows < other.rows:
+            yield (f'{_difference(base, other)}; set vocabulary = "base" to keep the base\'s rows')
         return
     inner = {
         token: number
         for token, number in other.ids.items()
-        if token not in own.tokens.ids and token not in other.tokens.added
+        if token not in base.tokens.ids and token not in other.tokens.added
     }
     if inner:
         yield (
@@ -213,22 +205,22 @@ def _obstacles(own: Vocabulary, other: Vocabulary) -> Iterator[str]:
 
 
 def _token_ids(
-    own: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
+    base: Vocabulary, other: Vocabulary | None, new: Mapping[str, int]
 ) -> dict[int, int | None] | None:
     """What a model's token ids become in the output."""
     if other is None or other.tokens is None:
         return None
-    if own.tokens is None:
-        return {number: number if number < own.rows else None for number in other.ids.values()}
-    output = {**own.tokens.ids, **new}
+    if base.tokens is None:
+        return {number: number if number < base.rows else None for number in other.ids.values()}
+    output = {**base.tokens.ids, **new}
     return {number: output.get(token) for token, number in other.tokens.ids.items()}
 
 
 def _tokenizer_files(
-    directory: Path | None, own: Vocabulary, models: Sequence[Vocabulary], new: Mapping[str, int]
+    directory: Path | None, base: Vocabulary, models: Sequence[Vocabulary], new: Mapping[str, int]
 ) -> dict[str, bytes]:
     """The base's tokenizer files with the new tokens in them."""
-    if directory is None or own.tokens is None or set(new) <= set(own.tokens.ids):
+    if directory is None or base.tokens is None or set(new) <= set(base.tokens.ids):
         return {}
     tokenizer = read_json(directory, TOKENIZER_FILE)
     if tokenizer is None:
@@ -236,16 +228,14 @@ def _tokenizer_files(
             f"{directory}: has no {TOKENIZER_FILE} that tokens could be added to; make one with "
             'AutoTokenizer.from_pretrained(…).save_pretrained(…), or set vocabulary = "base"'
         )
-    flags = dict(own.tokens.added)
+    flags = dict(base.tokens.added)
     for model in models:
         for token, known in (model.tokens.added if model.tokens else {}).items():
             flags.setdefault(token, known)
-    appended = {token: number for token, number in new.items() if token not in own.tokens.ids}
-    entries = {token: {"content": token, **flags[token]} for token in appended}
-
+    appended = {token: number for token, number in new.items() if token not in base.tokens.ids}
     listed = tokenizer.setdefault("added_tokens", [])
     present = {entry["content"] for entry in listed}
-    further = {token: own.tokens.ids[token] for token in own.tokens.added if token not in present}
+    further = {token: base.tokens.ids[token] for token in base.tokens.added if token not in present}
     listed += [
         {"id": number, "content": token, **flags[token]}
         for token, number in {**further, **appended}.items()
@@ -254,7 +244,9 @@ def _tokenizer_files(
     files = {TOKENIZER_FILE: dump_json(tokenizer, directory / TOKENIZER_FILE, indent=None)}
     config = read_json(directory, TOKENIZER_CONFIG)
     if isinstance(config, dict) and isinstance(config.get("added_tokens_decoder"), dict):
-        config["added_tokens_decoder"] |= {str(appended[t]): entry for t, entry in entries.items()}
+        config["added_tokens_decoder"] |= {
+            str(number): {"content": token, **flags[token]} for token, number in appended.items()
+        }
         files[TOKENIZER_CONFIG] = dump_json(config, directory / TOKENIZER_CONFIG)
     if (added := read_json(directory, ADDED_TOKENS_FILE)) is not None:
         files[ADDED_TOKENS_FILE] = dump_json({**added, **appended}, directory / ADDED_TOKENS_FILE)

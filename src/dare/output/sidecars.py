@@ -32,7 +32,6 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     changes = Changes(
         dtype=main_type(t for tensors in planned.layout.files.values() for t in tensors),
         vocab_size=aligned.resized(chosen),
-        dequantised=True,
         token_ids=aligned.token_ids[chosen - 1] if chosen and aligned.token_ids else None,
         chat_template=template,
     )

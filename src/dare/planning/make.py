@@ -42,7 +42,7 @@ def make_plan(
         raise MismatchError(_list(problems))
     for rule in recipe.tensors:
         if not any(map(rule.matches, base.tensors)):
-            text = f"{rule.told}: there are none, so the rule has no effect"
+            text = f"{rule}: there are none, so the rule has no effect"
             warnings.append(Notice(Concern.UNUSED_RULE, text))
 
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]

@@ -19,6 +19,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5
 """How files of weights end; `org/model.safetensors` is a path, not a name."""
 
 _PART = re.compile(r"(?=.{1,96}$)\w(?:[\w.-]*\w)?", re.ASCII)
+_NO_PARTS = {"", ".", ".."}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Name:
 
     def __str__(self) -> str:
         """The text that it was read from."""
-        return written_name(self.repo, self.inside, self.revision)
+        place = "/".join(filter(None, (self.repo, self.inside)))
+        return place + (f"@{self.revision}" if self.revision else "")
 
     @property
     def file(self) -> str | None:
@@ -57,28 +59,22 @@ def looks_like_name(text: str) -> bool:
     return parse_name(text) is not None
 
 
-def written_name(repo: str, inside: str, revision: str | None) -> str:
-    """A name as text."""
-    return "/".join(filter(None, (repo, inside))) + (f"@{revision}" if revision else "")
-
-
 def parse_name(text: str) -> Name | None:
     """The name that a text is; None if it is none."""
     place, at, revision = text.partition("@")
     org, slash, rest = place.partition("/")
     name, _, inside = rest.partition("/")
     is_name = (
-        bool(slash)
+        slash
         and all(_PART.fullmatch(part) for part in (org, name))
         and not re.search(r"--|\.\.|\.git$", f"{org}/{name}")
         and not text.endswith(WEIGHT_SUFFIXES)
-        and not {"", ".", ".."} & set(inside.split("/") if inside else ())
+        and not (inside and _NO_PARTS & set(inside.split("/")))
         and (_is_revision(revision) if at else not inside)
     )
     return Name(f"{org}/{name}", inside, revision or None) if is_name else None
 
 
 def _is_revision(text: str) -> bool:
-    return bool(re.fullmatch(r"[^\s@:?*\[\\^~]+", text)) and not {"", ".", ".."} & set(
-        text.split("/")
-    )
+    is_plain = re.fullmatch(r"[^\s@:?*\[\\^~]+", text) is not None
+    return is_plain and not _NO_PARTS & set(text.split("/"))

@@ -17,7 +17,7 @@ INPUT_EMBEDDINGS = (
 HEADS = ("lm_head", "output", "output_layer", "embed_out", "head", "decoder", "predictions")
 """Last part of the names of the modules that have a row for each token, the surest first."""
 
-_TIED_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+_TIED_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")
 _TIED_HEADS = ("lm_head",)
 """Of those, the ones that are taken for one another where a configuration ties them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,15 @@ from dare.errors import did_you_mean
 from dare.recipe.layers import count_layers
 from dare.recipe.mergekit.nodes import Node, Table, as_items, as_table, as_text
 from dare.recipe.mergekit.parameters import Input, has_gradient
+from dare.recipe.schema import ModelEntry
+from dare.tensors.dtypes import MODEL_TYPES
 
 TensorsOf = Callable[[Path], Iterable[str]]
 """The names of a model's tensors."""
 
 TOP_KEYS = (
-    "merge_method",
-    "base_model",
-    "models",
-    "slices",
-    "modules",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-    "chat_template",
+    *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype"),
+    *("tokenizer_source", "tokenizer", "chat_template"),
 )
 PARAMETERS = (
     *("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon"),
@@ -34,6 +27,10 @@ PARAMETERS = (
     *("select_topk", "filter_wise", "max_iter", "tol"),
 )
 """What any of mergekit's methods takes."""
+ENTRY_KEYS = {
+    "a model": ("model", "parameters"),
+    "a source": ("model", "parameters", "layer_range"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,10 @@ class Config:
     inputs: tuple[Input, ...]
     shared: tuple[Table, ...]
     """Where parameters that are no model's own are looked for, strongest first."""
-    dtype: Node | None
-    out_dtype: Node | None
-    tokenizer_source: str | None
-    chat_template: str | None
+    computes_in: str | None
+    """The type that mergekit is told to compute in."""
+    keys: Mapping[str, str]
+    """Those of a recipe that no method changes: type, tokenizer and chat template."""
     notes: tuple[str, ...]
 
     def others(self) -> tuple[Input, ...]:
@@ -68,27 +65,15 @@ def read_config(
     `not_converted` says of other methods why they cannot be converted, `tensors_of` what the
     tensors of a model are called.
     """
-    table = {
-        key: node
-        for key, node in as_table(root, TOP_KEYS, "a configuration").items()
-        if node.value is not None
-    }
-    if "merge_method" not in table:
-        raise root.refuse("merge_method is missing")
+    table = as_table(root, TOP_KEYS, "a configuration", required="merge_method")
     method = as_text(table["merge_method"], "merge_method")
-    if method not in methods:
-        reason = not_converted.get(method)
-        why = f": {reason}" if reason else did_you_mean(method, methods)
-        raise table["merge_method"].refuse(
-            f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}"
-        )
-    if "modules" in table:
-        raise table["modules"].refuse(
-            "modules: parts of a model cannot be configured apart; write models, and "
-            "filters for the names of a part's tensors"
-        )
-    if ("models" in table) == ("slices" in table):
-        raise root.refuse("give either models or slices")
+    reason = not_converted.get(method)
+    why = f": {reason}" if reason else did_you_mean(method, methods)
+    table["merge_method"].require(
+        method in methods,
+        f"merge_method {method!r} cannot be converted{why}; these can: {', '.join(methods)}",
+    )
+    root.require(("models" in table) != ("slices" in table), "give either models or slices")
 
     notes: list[str] = []
     base = _base(table)
@@ -97,37 +82,24 @@ def read_config(
         inputs = _inputs_of_models(table["models"], base, whole, notes)
         shared: tuple[Table, ...] = (whole,)
     else:
-        inputs, between, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
-        shared = (between, whole)
-    _check_distinct(inputs)
-    return Config(
-        method,
-        table["merge_method"],
-        base,
-        inputs,
-        shared,
-        table.get("dtype"),
-        table.get("out_dtype"),
-        _tokenizer_source(table),
-        _chat_template(table),
-        tuple(notes),
-    )
+        inputs, shared, base = _inputs_of_slices(table["slices"], base, whole, notes, tensors_of)
+    for given in inputs:
+        first = next(other for other in inputs if other.model == given.model)
+        text = f"{given.model}: is given on line {first.node.line} already"
+        given.node.require(given is first, text)
+    types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
+    keys = _tokenizer(table) | _chat_template(table)
+    if stored := types.get("out_dtype", types.get("dtype")):
+        keys["dtype"] = stored
+    node = table["merge_method"]
+    return Config(method, node, base, inputs, shared, types.get("dtype"), keys, tuple(notes))
 
 
 def _parameters(table: Table, what: str) -> Table:
     node = table.get("parameters")
-    if node is None or node.value is None:
+    if node is None:
         return {}
-    return as_table(node, PARAMETERS, f"the parameters of {what}")
-
-
-def _check_distinct(inputs: Sequence[Input]) -> None:
-    seen: dict[str, int] = {}
-    for given in inputs:
-        if given.model in seen:
-            line = seen[given.model]
-            raise given.node.refuse(f"{given.model}: is given on line {line} already")
-        seen[given.model] = given.node.line
+    return as_table(node, PARAMETERS, f"the parameters of {what}", keeps_null=True)
 
 
 # ---------------------------------------------------------------- models
@@ -138,64 +110,55 @@ def _base(table: Table) -> str | None:
         return None
     node = table["base_model"]
     model, lora = _reference(node)
-    if lora is not None:
-        raise node.refuse("base_model: an adapter cannot be part of the base; merge it first")
+    text = "base_model: an adapter cannot be part of the base; merge it first"
+    node.require(lora is None, text)
     return model
 
 
 def _reference(node: Node) -> tuple[str, str | None]:
     """The path or name of a model, and of the adapter that mergekit would put on it."""
     if isinstance(node.value, dict):
-        table = as_table(node, ("model", "lora", "override_architecture"), "a model")
-        if "model" not in table:
-            raise node.refuse("model is missing")
-        lora = table.get("lora")
-        adapter = None if lora is None or lora.value is None else _path(lora)
-        return _path(table["model"]), adapter
-    words = as_text(node, "model").split("+")
-    if len(words) > 2:
-        raise node.refuse(f"{node.value!r} is not MODEL or MODEL+ADAPTER")
-    return words[0], words[1] if len(words) == 2 else None
+        known = ("model", "lora", "override_architecture")
+        table = as_table(node, known, "a model", required="model")
+        return _path(table["model"]), _path(table["lora"]) if "lora" in table else None
+    model, *adapters = as_text(node, "model").split("+")
+    node.require(len(adapters) < 2, f"{node.value!r} is not MODEL or MODEL+ADAPTER")
+    return model, adapters[0] if adapters else None
 
 
 def _path(node: Node) -> str:
     if not isinstance(node.value, dict):
         return as_text(node, "model")
-    table = as_table(node, ("path", "revision"), "the path of a model")
-    if "path" not in table:
-        raise node.refuse("path is missing")
-    revision = table.get("revision")
+    table = as_table(node, ("path", "revision"), "the path of a model", required="path")
+    revision = table["revision"].value if "revision" in table else None
     path = as_text(table["path"], "path")
-    return f"{path}@{revision.value}" if revision and revision.value else path
+    return f"{path}@{revision}" if revision else path
 
 
-def _file_of(node: Node, base: str | None, notes: list[str]) -> str:
-    """The file that stands for a model: the model's, or that of its adapter."""
+def _input(
+    item: Node, what: str, base: str | None, scopes: tuple[Table, ...], notes: list[str]
+) -> Input:
+    """An entry of `models` or `sources`; a model's adapter stands for it, if it has one."""
+    table = as_table(item, ENTRY_KEYS[what], what, required="model")
+    node = table["model"]
     model, lora = _reference(node)
-    if lora is None:
-        return model
-    if model != base:
-        raise node.refuse(
-            f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; merge "
-            "this one into its model first"
+    if lora is not None:
+        node.require(
+            model == base,
+            f"{model}+{lora}: an adapter is taken as a change to the base, which is {base}; "
+            "merge this one into its model first",
         )
-    notes.append(
-        f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base and "
-        "rounds the sum"
-    )
-    return lora
+        notes.append(
+            f"{model}+{lora}: the adapter is merged as it is; mergekit first adds it to the base "
+            "and rounds the sum"
+        )
+    return Input(lora or model, item, (_parameters(table, what), *scopes))
 
 
 def _inputs_of_models(
     node: Node, base: str | None, whole: Table, notes: list[str]
 ) -> tuple[Input, ...]:
-    inputs = []
-    for item in as_items(node, "models"):
-        table = as_table(item, ("model", "parameters"), "a model")
-        if "model" not in table:
-            raise item.refuse("model is missing")
-        name = _file_of(table["model"], base, notes)
-        inputs.append(Input(name, item, (_parameters(table, "a model"), whole)))
+    inputs = [_input(item, "a model", base, (whole,), notes) for item in as_items(node, "models")]
     if base is not None and base not in [given.model for given in inputs]:
         inputs.append(Input(base, node, (whole,)))
     return tuple(inputs)
@@ -206,70 +169,56 @@ def _inputs_of_models(
 
 def _inputs_of_slices(
     node: Node, base: str | None, whole: Table, notes: list[str], tensors_of: TensorsOf
-) -> tuple[tuple[Input, ...], Table, str | None]:
+) -> tuple[tuple[Input, ...], tuple[Table, ...], str | None]:
     """The inputs of slices that together are the whole model, and what they share."""
-    known = ("sources", "parameters", "base_model", "residual_weight")
-    start, found = 0, []
+    known = ("sources", "parameters", "base_model")
+    end, slices = 0, []
     for item in as_items(node, "slices"):
-        table = as_table(item, known, "a slice")
-        if "residual_weight" in table and table["residual_weight"].value is not None:
-            raise table["residual_weight"].refuse("residual_weight: cannot be converted")
-        if "sources" not in table:
-            raise item.refuse("sources is missing")
-        own_base = _base(table) or base
-        between = _parameters(table, "a slice")
+        table = as_table(item, known, "a slice", required="sources")
+        slice_base = _base(table) or base
+        shared = _parameters(table, "a slice"), whole
         sources = as_items(table["sources"], "sources")
         spans = {_span(source) for source in sources}
-        if len(spans) > 1 or next(iter(spans))[0] != start:
-            raise item.refuse(
-                f"layer_range: this slice must begin with layer {start} of every model; layers "
-                "are merged where they are, and cannot be stacked in another order"
-            )
-        start = next(iter(spans))[1]
-        inputs = tuple(_input_of_source(s, own_base, between, whole, notes) for s in sources)
-        found.append((item, inputs, between, own_base))
-
-    item, inputs, between, own_base = found[0]
-    for other, *described in found[1:]:
-        if _comparable(described) != _comparable([inputs, between, own_base]):
-            raise other.refuse(
-                "this slice is not like the first: slices with models or parameters of their own "
-                "cannot be converted; write one slice, and lists of values for the layers"
-            )
-    if len(found) > 1 and any(map(has_gradient, (whole, between, *(i.scopes[0] for i in inputs)))):
-        raise node.refuse(
-            "lists of values run over each slice anew, which cannot be converted; write one slice"
+        (begin, stop), *other_spans = spans
+        item.require(
+            begin == end and not other_spans,
+            f"layer_range: this slice must begin with layer {end} of every model; layers "
+            "are merged where they are, and cannot be stacked in another order",
         )
-    _check_layers(own_base or inputs[0].model, start, node, notes, tensors_of)
-    return inputs, between, own_base
+        end = stop
+        inputs = tuple(_input(s, "a source", slice_base, shared, notes) for s in sources)
+        slices.append((item, inputs, shared, slice_base))
+
+    _, inputs, shared, slice_base = slices[0]
+    for item, *other in slices[1:]:
+        item.require(
+            _comparable(*other) == _comparable(inputs, shared, slice_base),
+            "this slice is not like the first: slices with models or parameters of their own "
+            "cannot be converted; write one slice, and lists of values for the layers",
+        )
+    node.require(
+        len(slices) == 1 or not any(map(has_gradient, (*shared, *(i.scopes[0] for i in inputs)))),
+        "lists of values run over each slice anew, which cannot be converted; write one slice",
+    )
+    _check_layers(slice_base or inputs[0].model, end, node, notes, tensors_of)
+    return inputs, shared, slice_base
 
 
 def _span(source: Node) -> tuple[int, int]:
-    table = as_table(source, ("model", "layer_range", "parameters"), "a source")
+    table = as_table(source, ENTRY_KEYS["a source"], "a source")
+    ends = table["layer_range"].plain if "layer_range" in table else None
     node = table.get("layer_range", source)
-    ends = node.plain if node is not source else None
-    if not isinstance(ends, list) or len(ends) != 2 or not all(type(end) is int for end in ends):
+    if not isinstance(ends, list) or [type(end) for end in ends] != [int, int]:
         raise node.refuse("layer_range: must be two whole numbers, as in [0, 32]")
-    if ends[0] >= ends[1]:
-        raise node.refuse(f"layer_range: {ends} holds no layers")
+    node.require(ends[0] < ends[1], f"layer_range: {ends} holds no layers")
     return ends[0], ends[1]
 
 
-def _input_of_source(
-    source: Node, base: str | None, between: Table, whole: Table, notes: list[str]
-) -> Input:
-    table = as_table(source, ("model", "layer_range", "parameters"), "a source")
-    if "model" not in table:
-        raise source.refuse("model is missing")
-    own = _parameters(table, "a source")
-    return Input(_file_of(table["model"], base, notes), source, (own, between, whole))
-
-
-def _comparable(described: Sequence[Any]) -> Any:
+def _comparable(inputs: Any, shared: Any, base: Any) -> Any:
     """Inputs, shared parameters and base of a slice, without places."""
-    inputs, between, base = described
-    own = [(given.model, {k: v.plain for k, v in given.scopes[0].items()}) for given in inputs]
-    return own, {key: node.plain for key, node in between.items()}, base
+    tables = [shared[0], *(given.scopes[0] for given in inputs)]
+    plain = [{key: node.plain for key, node in table.items()} for table in tables]
+    return plain, [given.model for given in inputs], base
 
 
 def _check_layers(
@@ -283,41 +232,50 @@ def _check_layers(
         )
         return
     counts = count_layers(tensors_of(Path(model)))
-    if layers not in counts.values():
-        found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
-        raise node.refuse(
-            f"slices end with layer {layers}, and {model} has {found}; a model of fewer or more "
-            "layers cannot be made here"
-        )
-
-
-# ---------------------------------------------------------------- tokenizer and chat template
-
-
-def _tokenizer_source(table: Table) -> str | None:
-    if "tokenizer" in table and "tokenizer_source" in table:
-        raise table["tokenizer"].refuse("give either tokenizer or tokenizer_source")
-    if "tokenizer_source" in table:
-        return _reference(table["tokenizer_source"])[0]
-    if "tokenizer" not in table:
-        return None
-    given = as_table(
-        table["tokenizer"], ("source", "tokens", "pad_to_multiple_of"), "the tokenizer"
+    found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
+    node.require(
+        layers in counts.values(),
+        f"slices end with layer {layers}, and {model} has {found}; a model of fewer or more "
+        "layers cannot be made here",
     )
-    for key in ("tokens", "pad_to_multiple_of"):
-        if key in given and given[key].value is not None:
-            raise given[key].refuse(f"{key}: embeddings of single tokens cannot be chosen here")
-    source = given.get("source")
-    return "union" if source is None else _reference(source)[0]
 
 
-def _chat_template(table: Table) -> str | None:
+# ---------------------------------------------------------------- type, tokenizer, chat template
+
+
+def _storage_type(node: Node) -> str:
+    """The type that weights are stored in, by its name in torch."""
+    known = [kind.torch_name for kind in MODEL_TYPES]
+    name = str(node.value).removeprefix("torch.")
+    hint = did_you_mean(name, known)
+    text = f"{node.value!r} is no type of weights{hint}: {', '.join(known)}"
+    node.require(name in known, text)
+    return name
+
+
+def _tokenizer(table: Table) -> dict[str, str]:
+    """Where the output's vocabulary, or its tokenizer, is from."""
+    source = table.get("tokenizer_source")
+    if "tokenizer" in table:
+        table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
+        given = as_table(table["tokenizer"], ("source",), "the tokenizer")
+        if "source" not in given:
+            return {"vocabulary": "union"}
+        source = given["source"]
+    if source is None:
+        return {}
+    name, _ = _reference(source)
+    is_policy = name in ("base", "union")
+    return {"vocabulary": name} if is_policy else {"copy_from": ModelEntry(file=name).name}
+
+
+def _chat_template(table: Table) -> dict[str, str]:
     if "chat_template" not in table:
-        return None
+        return {}
     template = as_text(table["chat_template"], "chat_template")
-    if template != "auto" and "{" not in template:
-        raise table["chat_template"].refuse(
-            f"chat_template: {template}: mergekit's built-in templates are not known here; "
-            "write the template itself"
-        )
-    return template
+    table["chat_template"].require(
+        template == "auto" or "{" in template,
+        f"chat_template: {template}: mergekit's built-in templates are not known here; "
+        "write the template itself",
+    )
+    return {"chat_template": template}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dare.recipe.document import recipe_from_document
 from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
-from dare.recipe.mergekit.draft import Draft, storage_type
+from dare.recipe.mergekit.draft import Draft
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
-from dare.recipe.mergekit.nodes import Table, read_yaml
-from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.mergekit.nodes import read_yaml
+from dare.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -46,57 +45,34 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
     """Read a mergekit configuration as a recipe, and say how the two differ."""
     config = read_config(read_yaml(file), METHODS, NOT_CONVERTED, tensors_of)
     draft = Draft(config)
-    METHODS[config.method].convert(config, draft)
-    _note_useless(config, draft)
-    _note_arithmetic(config, draft)
+    METHODS[config.method].convert(draft)
+    if config.computes_in != "float32":
+        kind = config.computes_in or "the type that the weights are stored in"
+        draft.differences.append(
+            f"mergekit computes in {kind}; here arithmetic is float32, and rounded once at the end"
+        )
     return Conversion(
         file,
-        recipe_from_document(draft.document() | _tokenizer(config), str(file)),
+        recipe_from_document(draft.document(), str(file)),
         tuple(draft.differences),
-        (*config.notes, *draft.notes),
+        (*config.notes, *draft.notes, *_useless(config)),
     )
 
 
-def _tokenizer(config: Config) -> dict[str, str]:
-    """The keys of a recipe for tokenizer and chat template."""
-    keys = {}
-    if config.tokenizer_source in ("base", "union"):
-        keys["vocabulary"] = config.tokenizer_source
-    elif config.tokenizer_source is not None:
-        keys["copy_from"] = ModelEntry(file=config.tokenizer_source).name
-    if config.chat_template is not None:
-        keys["chat_template"] = config.chat_template
-    return keys
-
-
-def _note_useless(config: Config, draft: Draft) -> None:
-    """Say what is known to mergekit and changes nothing where it stands."""
+def _useless(config: Config) -> list[str]:
+    """What is known to mergekit and changes nothing where it stands, by its line."""
     method = METHODS[config.method]
     weighs_base = config.method in ("linear", "karcher")
-    told: dict[int, str] = {}
+    places = []
     for given in config.inputs:
-        is_base = given.model == config.base and not weighs_base
-        useful = () if is_base else method.of_models
-        told |= _useless(given.scopes[0], useful, given.model) if given.scopes[1:] else {}
+        useful = method.of_models if weighs_base or given.model != config.base else ()
+        places += [(given.scopes[0], useful, given.model)] if given.scopes[1:] else []
     for scope in config.shared:
-        told |= _useless(scope, (*method.of_models, *method.of_all), config.method)
-    draft.notes += [text for _, text in sorted(told.items())]
-
-
-def _useless(scope: Table, useful: Sequence[str], where: str) -> dict[int, str]:
-    return {
+        places.append((scope, (*method.of_models, *method.of_all), config.method))
+    notes = {
         node.line: f"line {node.line}: {key} has no effect for {where}, and is left out"
+        for scope, useful, where in places
         for key, node in scope.items()
         if key not in useful
     }
-
-
-def _note_arithmetic(config: Config, draft: Draft) -> None:
-    """Say what mergekit computes in."""
-    kind = None if config.dtype is None else storage_type(config.dtype)
-    if kind == "float32":
-        return
-    told = f"in {kind}" if kind else "in the type that the weights are stored in"
-    draft.differences.append(
-        f"mergekit computes {told}; here arithmetic is float32, and rounded once at the end"
-    )
+    return [text for _, text in sorted(notes.items())]

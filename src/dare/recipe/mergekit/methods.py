@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from typing import Literal
 
-from dare.recipe.mergekit.configuration import Config
 from dare.recipe.mergekit.draft import Draft
 from dare.recipe.mergekit.parameters import (
     Case,
     Cases,
     Input,
     as_numbers,
-    each,
     flag_for_all,
     for_all,
     number_for_all,
     numbers,
     resolve,
-    values,
 )
 
 NEW_MASKS = (
@@ -42,12 +39,6 @@ ROWS_OF_DELLA = (
 )
 
 
-def _required_base(config: Config) -> str:
-    if config.base is None:
-        raise config.method_node.refuse(f"base_model is missing; {config.method} needs one")
-    return config.base
-
-
 # ---------------------------------------------------------------- changes to the base
 
 
@@ -64,151 +55,102 @@ class Family:
     """What `rescale` is if it is not given."""
 
 
-def _convert_deltas(family: Family, config: Config, draft: Draft) -> None:
+def _convert_deltas(family: Family, draft: Draft) -> None:
     """Change each delta, combine, scale."""
-    base, models = _required_base(config), config.others()
-    if not models:
-        raise config.method_node.refuse("only the base is given: there is nothing to merge into it")
+    base, models, shared = draft.required_base, draft.config.others(), draft.config.shared
+    draft.require(models, "only the base is given: there is nothing to merge into it")
     weights = [numbers("weight", given) for given in models]
-    normalize = flag_for_all("normalize", config.shared, default=family.normalize)
+    normalize = flag_for_all("normalize", shared, default=family.normalize)
     if family.elects:
         if normalize:
-            _check_positive(weights, config)
+            _check_positive(weights, draft)
         else:
             draft.set_stage("ties", "divide_by", "nothing")
         draft.differences.append(ELECTION)
     elif normalize:
-        weights = _shares(weights, config, draft)
+        weights = _shares(weights, draft)
 
     stage = None if family.drops == "trim" else family.drops  # to trim is a parameter of ties
     combine = "ties" if family.elects else "sum"
-    draft.merge(f"{stage}+{combine}" if stage else combine, base, [m.model for m in models])
-    draft.scale(number_for_all("lambda", config.shared, 1.0))
+    method, names = f"{stage}+{combine}" if stage else combine, [given.model for given in models]
+    draft.merge(method, base, names, scale=number_for_all("lambda", shared, 1.0))
     draft.set_for_models(None, "weight", weights)
     if family.drops is not None:
-        densities = [_densities(given, config) for given in models]
-        rescale = flag_for_all("rescale", config.shared, default=family.rescale)
-        DROPS[family.drops](densities, models, rescale, config, draft)
+        _make_sparser(family.drops, flag_for_all("rescale", shared, family.rescale), draft)
 
 
-def _check_positive(weights: Sequence[Cases], config: Config) -> None:
+def _make_sparser(stage: str, rescale: bool, draft: Draft) -> None:
+    """Set how a part of each delta is dropped, and what is done about it."""
+    models, differences = draft.config.others(), draft.differences
+    densities = [_densities(given, draft) for given in models]
+    drops_any = any(number < 1 for cases in densities for c in cases for number in c.numbers)
+    if stage in ("dare", "della"):
+        rates = [tuple(case.changed(_one_minus) for case in cases) for cases in densities]
+        draft.set_for_models(stage, "drop_rate", rates)
+        draft.set_stage(stage, "rescale", "l1" if rescale else False)
+        differences += ([NEW_MASKS] + [TINY_NORM] * rescale) * drops_any
+    elif rescale and drops_any:
+        raise _given_case("rescale", draft).node.refuse(
+            f"rescale: what {draft.config.method} leaves cannot be rescaled here; delete it"
+        )
+    if stage == "della":  # its epsilon goes from the mean rate on, our window from the lowest
+        epsilons = [numbers("epsilon", given, default=0.15) for given in models]
+        for density, epsilon in zip(densities, epsilons, strict=True):
+            _check_epsilon(density, epsilon)
+        windows = [tuple(case.changed(lambda e: 2 * e) for case in cases) for cases in epsilons]
+        draft.set_for_models("della", "window", windows)
+        differences += [ROWS_OF_DELLA] * drops_any
+    elif stage == "breadcrumbs":
+        draft.set_for_models("breadcrumbs", "keep_middle", densities)
+        gammas = [numbers("gamma", given, default=0.01) for given in models]
+        draft.set_for_models("breadcrumbs", "drop_largest", gammas)
+        differences += [CUT, LAST_ONE] * drops_any
+    elif stage == "trim" and drops_any:
+        draft.set_for_models("ties", "keep_ratio", densities)
+        differences.append(CUT)
+
+
+def _given_case(name: str, draft: Draft) -> Case:
+    """A parameter of the whole merge that is known not to be at its default."""
+    case = for_all(name, draft.config.shared)
+    assert case is not None
+    return case
+
+
+def _check_positive(weights: Sequence[Cases], draft: Draft) -> None:
     for cases in weights:
         for case in cases:
-            if any(number < 0 for number in values((case,))):
-                raise case.node.refuse(
-                    f"weight: is negative, and {config.method} divides by the sum of weights with "
-                    "their signs, so that the minus cancels; take the model's sign out of it"
-                )
+            case.node.require(
+                all(number >= 0 for number in case.numbers),
+                f"weight: is negative, and {draft.config.method} divides by the sum of weights "
+                "with their signs, so that the minus cancels; take the model's sign out of it",
+            )
 
 
-def _densities(given: Input, config: Config) -> Cases:
+def _densities(given: Input, draft: Draft) -> Cases:
     cases = numbers("density", given, default=1.0)
     for case in cases:
-        for number in values((case,)):
-            if not 0 < number <= 1:
-                raise case.node.refuse(
-                    f"density = {number:g}: must be above 0 and no more than 1 in {config.method}; "
-                    "to leave a model out, take it off the list or give it the weight 0"
-                )
+        for number in case.numbers:
+            case.node.require(
+                0 < number <= 1,
+                f"density = {number:g}: must be above 0 and no more than 1 in "
+                f"{draft.config.method}; to leave a model out, take it off the list or give it "
+                "the weight 0",
+            )
     return cases
-
-
-def _drop_at_random(
-    densities: Sequence[Cases],
-    _models: Sequence[Input],
-    rescale: bool,
-    _config: Config,
-    draft: Draft,
-    stage: str = "dare",
-) -> None:
-    rates = [_changed(_one_minus, cases) for cases in densities]
-    draft.set_for_models(stage, "drop_rate", rates)
-    draft.set_stage(stage, "rescale", "l1" if rescale else False)
-    if _drops_any(densities):
-        draft.differences.append(NEW_MASKS)
-        draft.differences += [TINY_NORM] * rescale
-
-
-def _drop_by_rank(
-    densities: Sequence[Cases],
-    models: Sequence[Input],
-    rescale: bool,
-    config: Config,
-    draft: Draft,
-) -> None:
-    """Its epsilon goes from the mean rate to the highest, our window from the lowest."""
-    epsilons = [numbers("epsilon", given, default=0.15) for given in models]
-    for density, epsilon in zip(densities, epsilons, strict=True):
-        _check_epsilon(density, epsilon)
-    _drop_at_random(densities, models, rescale, config, draft, stage="della")
-    draft.set_for_models("della", "window", [_changed(lambda e: 2 * e, e) for e in epsilons])
-    draft.differences += [ROWS_OF_DELLA] * _drops_any(densities)
 
 
 def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
     """Single numbers are held against each other here; the rest when the recipe is planned."""
-    first, second = values(densities), values(epsilons)
-    if len(first) > 1 or len(second) > 1:
+    if any(len(cases) > 1 or len(cases[0].numbers) > 1 for cases in (densities, epsilons)):
         return
-    density, epsilon = first[0], second[0]
-    if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
-        raise epsilons[0].node.refuse(
-            f"epsilon = {epsilon:g} at density = {density:g}: densities from "
-            f"{density - epsilon:.6g} to {density + epsilon:.6g} are not all between 0 and 1, and "
-            "mergekit refuses them too; lower epsilon"
-        )
-
-
-def _keep_middle(
-    densities: Sequence[Cases],
-    models: Sequence[Input],
-    rescale: bool,
-    config: Config,
-    draft: Draft,
-) -> None:
-    _refuse_rescale(densities, rescale, config)
-    draft.set_for_models("breadcrumbs", "keep_middle", densities)
-    gammas = [numbers("gamma", given, default=0.01) for given in models]
-    draft.set_for_models("breadcrumbs", "drop_largest", gammas)
-    draft.differences += [CUT, LAST_ONE] * _drops_any(densities)
-
-
-def _keep_largest(
-    densities: Sequence[Cases],
-    _models: Sequence[Input],
-    rescale: bool,
-    config: Config,
-    draft: Draft,
-) -> None:
-    _refuse_rescale(densities, rescale, config)
-    if _drops_any(densities):
-        draft.set_for_models("ties", "keep_ratio", densities)
-        draft.differences.append(CUT)
-
-
-DROPS: dict[str, Callable[[Sequence[Cases], Sequence[Input], bool, Config, Draft], None]] = {
-    "dare": _drop_at_random,
-    "della": _drop_by_rank,
-    "breadcrumbs": _keep_middle,
-    "trim": _keep_largest,
-}
-
-
-def _refuse_rescale(densities: Sequence[Cases], rescale: bool, config: Config) -> None:
-    if rescale and _drops_any(densities):
-        case = for_all("rescale", config.shared)
-        assert case is not None  # it is not at its default
-        raise case.node.refuse(
-            f"rescale: what {config.method} leaves cannot be rescaled here; delete it"
-        )
-
-
-def _drops_any(densities: Sequence[Cases]) -> bool:
-    return any(density < 1 for cases in densities for density in values(cases))
-
-
-def _changed(change: Callable[[float], float], cases: Cases) -> Cases:
-    return tuple(Case(c.contains, each(change, c.value), c.node) for c in cases)
+    density, epsilon = densities[0].numbers[0], epsilons[0].numbers[0]
+    low, high = density - epsilon, density + epsilon
+    epsilons[0].node.require(
+        density == 1 or 0 < low <= high < 1,
+        f"epsilon = {epsilon:g} at density = {density:g}: densities from {low:.6g} to {high:.6g} "
+        "are not all between 0 and 1, and mergekit refuses them too; lower epsilon",
+    )
 
 
 def _one_minus(density: float) -> float:
@@ -219,9 +161,9 @@ def _one_minus(density: float) -> float:
 # ---------------------------------------------------------------- shares of a sum
 
 
-def _shares(weights: Sequence[Cases], config: Config, draft: Draft) -> list[Cases]:
+def _shares(weights: Sequence[Cases], draft: Draft) -> list[Cases]:
     """Weights divided by their sum, which must not change from layer to layer."""
-    rows = [_divided(row, config, draft) for row in _by_filter(weights)]
+    rows = [_divided(row, draft) for row in _by_filter(weights)]
     return [tuple(row[model] for row in rows) for model in range(len(weights))]
 
 
@@ -229,88 +171,81 @@ def _by_filter(weights: Sequence[Cases]) -> list[list[Case]]:
     """For each filter, every model's case; refused if models have filters of their own."""
     filters: tuple[str | None, ...] = (None,)
     for cases in weights:
-        own = tuple(case.contains for case in cases)
-        if own != (None,) and filters not in ((None,), own):
-            raise cases[0].node.refuse(
-                "weight: to divide by the sum of weights the filters must be the same for every "
-                "model, in the same order"
-            )
-        filters = filters if own == (None,) else own
+        texts = tuple(case.contains for case in cases)
+        cases[0].node.require(
+            texts == (None,) or filters in ((None,), texts),
+            "weight: to divide by the sum of weights the filters must be the same for every "
+            "model, in the same order",
+        )
+        filters = filters if texts == (None,) else texts
     return [
-        [Case(text, case.value, case.node) for case in (c[min(row, len(c) - 1)] for c in weights)]
+        [replace(cases[min(row, len(cases) - 1)], contains=text) for cases in weights]
         for row, text in enumerate(filters)
     ]
 
 
-def _divided(row: Sequence[Case], config: Config, draft: Draft) -> list[Case]:
+def _divided(row: Sequence[Case], draft: Draft) -> list[Case]:
     total = _constant_total(row)
-    if abs(total) < 1e-6 and config.method == "linear":
+    if abs(total) < 1e-6 and draft.config.method == "linear":
         raise row[0].node.refuse("weight: the weights add up to 0")
     if abs(total) < 1e-8 or math.isclose(total, 1, rel_tol=1e-12):
         return list(row)  # which mergekit does not divide by
     if ROUNDED_SHARES not in draft.differences:
         draft.differences.append(ROUNDED_SHARES)
-    return [Case(c.contains, each(lambda w: w / total, c.value), c.node) for c in row]
+    return [case.changed(lambda weight: weight / total) for case in row]
 
 
 def _constant_total(row: Sequence[Case]) -> float:
-    lengths = {len(case.value) for case in row if isinstance(case.value, list)}
-    steps = max(lengths, default=1)
-    columns = [
+    lists = [case for case in row if isinstance(case.value, list)]
+    lengths = {len(case.value) for case in lists}
+    totals = [
         math.fsum(c.value[step] if isinstance(c.value, list) else c.value for c in row)
-        for step in range(steps)
+        for step in range(min(lengths, default=1))
     ]
-    fits = len(lengths) < 2 and all(
-        math.isclose(column, columns[0], rel_tol=1e-12, abs_tol=1e-12) for column in columns
-    )
-    if not fits:
-        raise next(case for case in row if isinstance(case.value, list)).node.refuse(
+    if len(lengths) > 1 or not all(
+        math.isclose(total, totals[0], rel_tol=1e-12, abs_tol=1e-12) for total in totals
+    ):
+        raise lists[0].node.refuse(
             "weight: the sum of the models' weights changes from layer to layer, and to divide "
             "by that cannot be converted; let the weights add up to the same number in every layer"
         )
-    return columns[0]
+    return totals[0]
 
 
 # ---------------------------------------------------------------- means and interpolations
 
 
-def _convert_linear(config: Config, draft: Draft) -> None:
+def _convert_linear(draft: Draft) -> None:
     """A mean of weights is a base and a mean of changes to it, if the shares add up to 1."""
-    names = [given.model for given in config.inputs]
-    base = config.base if config.base in names else names[0]
-    if len(config.inputs) < 2:
-        raise config.method_node.refuse("a mean needs two models; one is given")
-    weights = [numbers("weight", given) for given in config.inputs]
-    if flag_for_all("normalize", config.shared, default=True):
-        weights = _shares(weights, config, draft)
+    inputs = draft.config.inputs
+    names = [given.model for given in inputs]
+    base = draft.config.base if draft.config.base in names else names[0]
+    draft.require(len(inputs) > 1, "a mean needs two models; one is given")
+    weights = [numbers("weight", given) for given in inputs]
+    if flag_for_all("normalize", draft.config.shared, default=True):
+        weights = _shares(weights, draft)
     for cases in _by_filter(weights):
-        if not math.isclose(_constant_total(cases), 1, rel_tol=1e-9):
-            raise cases[0].node.refuse(
-                "weight: without normalize the weights must add up to 1, or the base would be "
-                "scaled, which cannot be converted"
-            )
-    others = [
-        (given.model, cases)
-        for given, cases in zip(config.inputs, weights, strict=True)
-        if given.model != base
-    ]
-    draft.merge("linear", base, [model for model, _ in others])
-    draft.set_for_models(None, "weight", [cases for _, cases in others])
+        cases[0].node.require(
+            math.isclose(_constant_total(cases), 1, rel_tol=1e-9),
+            "weight: without normalize the weights must add up to 1, or the base would be "
+            "scaled, which cannot be converted",
+        )
+    others = {name: cases for name, cases in zip(names, weights, strict=True) if name != base}
+    draft.merge("linear", base, list(others))
+    draft.set_for_models(None, "weight", list(others.values()))
     draft.differences.append(
         f"{base} is the base and the others' changes to it are averaged, which is the same mean "
         "but for rounding"
     )
 
 
-def _convert_slerp(config: Config, draft: Draft) -> None:
-    base, others = _required_base(config), config.others()
-    if len(others) != 1:
-        raise config.method_node.refuse(
-            f"slerp goes from the base to one other model, and {len(others)} are given"
-        )
-    cases = resolve("t", config.shared)
-    if not cases or cases[-1].contains is not None:
-        raise config.method_node.refuse("t is missing for some tensors; mergekit has no default")
+def _convert_slerp(draft: Draft) -> None:
+    base, others = draft.required_base, draft.config.others()
+    text = f"slerp goes from the base to one other model, and {len(others)} are given"
+    draft.require(len(others) == 1, text)
+    cases = resolve("t", draft.config.shared)
+    is_complete = cases and cases[-1].contains is None
+    draft.require(is_complete, "t is missing for some tensors; mergekit has no default")
     draft.merge("slerp", base, [base, others[0].model])
     draft.set_cases("slerp", "t", as_numbers("t", cases))
     draft.differences.append(
@@ -319,45 +254,38 @@ def _convert_slerp(config: Config, draft: Draft) -> None:
     )
 
 
-def _convert_nuslerp(config: Config, draft: Draft) -> None:
-    others = config.others()
-    if len(others) != 2:
-        raise config.method_node.refuse(
-            f"nuslerp merges two models beside the base, and {len(others)} are given"
-        )
-    base = others[0].model if config.base is None else config.base
-    draft.merge("nuslerp", base, [given.model for given in others])
+def _convert_nuslerp(draft: Draft) -> None:
+    """Angles of tensors, rows or columns; mergekit's row-wise runs along the first dimension."""
+    others, base, shared = draft.config.others(), draft.config.base, draft.config.shared
+    text = f"nuslerp merges two models beside the base, and {len(others)} are given"
+    draft.require(len(others) == 2, text)
+    draft.merge("nuslerp", base or others[0].model, [given.model for given in others])
     draft.set_for_models(None, "weight", [numbers("weight", given) for given in others])
-    draft.set_stage("nuslerp", "on", "weights" if config.base is None else "deltas")
-    draft.set_stage("nuslerp", "each", _each_line(config, draft))
+    draft.set_stage("nuslerp", "on", "weights" if base is None else "deltas")
+    by_column = flag_for_all("nuslerp_row_wise", shared, default=False)
+    if flag_for_all("nuslerp_flatten", shared, default=True):
+        draft.set_stage("nuslerp", "each", "tensor")
+        if by_column:
+            draft.notes.append("nuslerp_row_wise: has no effect as long as nuslerp_flatten is on")
+    else:
+        draft.set_stage("nuslerp", "each", "column" if by_column else "row")
+        draft.differences.append(
+            "a tensor of more than two dimensions is a matrix of the first by all others; "
+            "mergekit's rows and columns run along one of them"
+        )
     draft.differences.append(
         "what has a cosine beyond ±0.9995, or is zero, is interpolated straight; mergekit does "
         "that only where the two are parallel, and takes a right angle for zeros"
     )
 
 
-def _each_line(config: Config, draft: Draft) -> str:
-    """What has an angle of its own; mergekit's row-wise runs along the first dimension."""
-    by_column = flag_for_all("nuslerp_row_wise", config.shared, default=False)
-    if flag_for_all("nuslerp_flatten", config.shared, default=True):
-        if by_column:
-            draft.notes.append("nuslerp_row_wise: has no effect as long as nuslerp_flatten is on")
-        return "tensor"
-    draft.differences.append(
-        "a tensor of more than two dimensions is a matrix of the first by all others; mergekit's "
-        "rows and columns run along one of them"
-    )
-    return "column" if by_column else "row"
-
-
-def _convert_karcher(config: Config, draft: Draft) -> None:
+def _convert_karcher(draft: Draft) -> None:
     """A mean of all models, the base among them if there is one."""
-    names = [given.model for given in config.inputs]
-    if len(names) < 2:
-        raise config.method_node.refuse("a mean needs two models; one is given")
-    draft.merge("karcher", names[0] if config.base is None else config.base, names)
-    steps = number_for_all("max_iter", config.shared, 10)
-    tolerance = number_for_all("tol", config.shared, 1e-5)
+    names, base = [given.model for given in draft.config.inputs], draft.config.base
+    draft.require(len(names) > 1, "a mean needs two models; one is given")
+    draft.merge("karcher", base or names[0], names)
+    steps = number_for_all("max_iter", draft.config.shared, 10)
+    tolerance = number_for_all("tol", draft.config.shared, 1e-5)
     draft.differences += [
         f"the mean is sought until it no longer moves; mergekit stops after {steps:g} steps, or "
         f"when one is shorter than {tolerance:g}",
@@ -365,20 +293,16 @@ def _convert_karcher(config: Config, draft: Draft) -> None:
         f"{tolerance:g}",
         "opposite tensors are averaged straight; mergekit goes from the first of them",
     ]
-    if config.base is not None and len(names) > 1:
-        draft.notes.append(f"{config.base}: is one of the models that are averaged, as there")
+    if base is not None:
+        draft.notes.append(f"{base}: is one of the models that are averaged, as there")
 
 
-def _convert_model_stock(config: Config, draft: Draft) -> None:
-    base, models = _required_base(config), config.others()
-    if len(models) < 2:
-        raise config.method_node.refuse(
-            f"model_stock needs two models beside the base, and {len(models)} is given"
-        )
-    if flag_for_all("filter_wise", config.shared, default=False):
-        case = for_all("filter_wise", config.shared)
-        assert case is not None  # it is not at its default
-        raise case.node.refuse(
+def _convert_model_stock(draft: Draft) -> None:
+    base, models = draft.required_base, draft.config.others()
+    text = f"model_stock needs two models beside the base, and {len(models)} is given"
+    draft.require(len(models) > 1, text)
+    if flag_for_all("filter_wise", draft.config.shared, default=False):
+        raise _given_case("filter_wise", draft).node.refuse(
             "filter_wise: true: the angle is that of whole tensors here, not of rows; delete it "
             "if that will do"
         )
@@ -398,15 +322,15 @@ def _convert_model_stock(config: Config, draft: Draft) -> None:
 class Method:
     """How a method is converted, and the parameters that mean something to it."""
 
-    convert: Callable[[Config, Draft], None]
+    convert: Callable[[Draft], None]
     of_models: tuple[str, ...]
     of_all: tuple[str, ...]
 
 
 def _of_deltas(family: Family, *of_models: str) -> Method:
-    sparser = ("density",) if family.drops else ()
-    of_all = ("normalize", "lambda", "rescale") if family.drops else ("normalize", "lambda")
-    return Method(partial(_convert_deltas, family), ("weight", *sparser, *of_models), of_all)
+    density, rescale = (("density",), ("rescale",)) if family.drops else ((), ())
+    of_all = ("normalize", "lambda", *rescale)
+    return Method(partial(_convert_deltas, family), ("weight", *density, *of_models), of_all)
 
 
 METHODS = {

@@ -23,6 +23,11 @@ class Node:
         """The error that says what is wrong with this value, and where it stands."""
         return RecipeError(f"{self.file}, line {self.line}: {text}")
 
+    def require(self, holds: object, text: str) -> None:
+        """Raise that error unless something holds."""
+        if not holds:
+            raise self.refuse(text)
+
     @property
     def plain(self) -> Any:
         """The value without places."""
@@ -58,10 +63,10 @@ def read_yaml(file: Path) -> Node:
 
 def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None]) -> Node:
     """Turn a node of PyYAML into ours; `seen` holds those that an alias may stand for."""
+    line = node.start_mark.line + 1
     if id(node) in seen:
-        known = seen[id(node)]
-        if known is None:
-            raise RecipeError(f"{file}, line {node.start_mark.line + 1}: contains itself")
+        if (known := seen[id(node)]) is None:
+            raise RecipeError(f"{file}, line {line}: contains itself")
         return known
     seen[id(node)] = None
     value: Any
@@ -73,58 +78,63 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None])
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
         value = loader.construct_object(node)
-    seen[id(node)] = Node(value, file, node.start_mark.line + 1)
-    return Node(value, file, node.start_mark.line + 1)
+    ours = seen[id(node)] = Node(value, file, line)
+    return ours
 
 
 def _check_keys(node: Any, file: Path) -> None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
-        line = key.start_mark.line + 1
+        where = f"{file}, line {key.start_mark.line + 1}"
         if key.id != "scalar":
-            raise RecipeError(f"{file}, line {line}: a key must be a word")
+            raise RecipeError(f"{where}: a key must be a word")
         if key.value in lines:
-            raise RecipeError(
-                f"{file}, line {line}: {key.value} stands on line {lines[key.value]} already"
-            )
-        lines[key.value] = line
+            raise RecipeError(f"{where}: {key.value} stands on line {lines[key.value]} already")
+        lines[key.value] = key.start_mark.line + 1
 
 
 # ---------------------------------------------------------------- what a value must be
 
 Table = Mapping[str, Node]
 """Keys and what they are set to."""
-ELSEWHERE = {
-    "random_seed": "is a flag of mergekit, which ignores it here: delete the line and set seed",
+REFUSED = {
+    "modules": "parts of a model cannot be configured apart; write models, and filters for the "
+    "names of a part's tensors",
     "name": "means nothing to mergekit: delete the line",
+    "random_seed": "is a flag of mergekit, which ignores it here: delete the line and set seed",
+    "residual_weight": "cannot be converted",
+    **dict.fromkeys(
+        ("tokens", "pad_to_multiple_of"), "embeddings of single tokens cannot be chosen here"
+    ),
 }
-"""Keys that are often seen, and that nothing reads."""
+"""Keys that are often seen and cannot be converted, or that nothing reads, and why."""
 
 
-def as_table(node: Node, known: Iterable[str], what: str) -> Table:
-    """The keys and values of a node; an error if one of the keys is not known."""
-    if not isinstance(node.value, dict):
-        raise node.refuse(f"{what}: must be a table of keys and values")
+def as_table(
+    node: Node, known: Iterable[str], what: str, *, required: str = "", keeps_null: bool = False
+) -> Table:
+    """The keys and values of a node; an error if a key is not known, or the required one absent."""
+    node.require(isinstance(node.value, dict), f"{what}: must be a table of keys and values")
+    table = {key: n for key, n in node.value.items() if keeps_null or n.value is not None}
     for key, child in node.value.items():
-        if key in ELSEWHERE and key not in known:
-            raise child.refuse(f"{key}: {ELSEWHERE[key]}")
-        if key not in known:
+        child.require(key not in REFUSED or key not in table, f"{key}: {REFUSED.get(key)}")
+        if key not in known and key not in REFUSED:
             raise child.refuse(
                 f"{key}: not known in {what}{did_you_mean(key, known)}; mergekit ignores it "
                 "without a word: correct it or delete the line"
             )
-    return dict(node.value)
+    node.require(not required or required in table, f"{required} is missing")
+    return table
 
 
 def as_items(node: Node, what: str) -> tuple[Node, ...]:
     """The entries of a node that is a list; an error if there are none."""
-    if not isinstance(node.value, tuple) or not node.value:
-        raise node.refuse(f"{what}: must be a list with at least one entry")
-    return node.value
+    is_list = isinstance(node.value, tuple) and node.value
+    node.require(is_list, f"{what}: must be a list with at least one entry")
+    return tuple(node.value)
 
 
 def as_text(node: Node, what: str) -> str:
     """The value of a node that is text; an error if it is anything else."""
-    if not isinstance(node.value, str):
-        raise node.refuse(f"{what}: must be text, and is {node.plain!r}")
-    return node.value
+    node.require(isinstance(node.value, str), f"{what}: must be text, and is {node.plain!r}")
+    return str(node.value)

@@ -8,15 +8,12 @@ first that matches counts. A list of numbers runs over the layers (`dare.recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from dare.recipe.layers import Gradient
 from dare.recipe.mergekit.nodes import Node, Table, as_table
-
-Number = float | Gradient
-"""A number, or one for each part of the layers."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,18 @@ class Case:
 
     contains: str | None
     value: Any
+    """A number, or a list of them for the layers; before it is checked, anything."""
     node: Node = field(compare=False)
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The numbers that it takes anywhere."""
+        return self.value if isinstance(self.value, list) else [self.value]
+
+    def changed(self, change: Callable[[Any], float]) -> Case:
+        """With a number changed, or every number of a list."""
+        numbers = [change(number) for number in self.numbers]
+        return replace(self, value=numbers if isinstance(self.value, list) else numbers[0])
 
 
 Cases = tuple[Case, ...]
@@ -44,36 +52,32 @@ Cases = tuple[Case, ...]
 # ---------------------------------------------------------------- reading
 
 
-def _read_cases(name: str, node: Node) -> Cases:
+def _read_cases(name: str, node: Node) -> Iterator[Case]:
     """A parameter's value as mergekit reads it."""
-    if isinstance(node.value, dict):
-        return (_conditional(name, node),)
+    entries = node.value if isinstance(node.value, tuple) else (node,)
+    if all(isinstance(entry.value, dict) for entry in entries):
+        for entry in entries:
+            table = as_table(entry, ("filter", "value"), f"a value of {name}")
+            if "value" not in table:
+                raise entry.refuse(f"{name}: value is missing")
+            value = _plain_value(name, table["value"])
+            if isinstance(value, dict) or value == []:
+                raise table["value"].refuse(
+                    f"{name}: a value must be a number or a list of numbers"
+                )
+            text = table["filter"].value if "filter" in table else None
+            yield Case(None if text in (None, "*", "") else str(text), value, table["value"])
+    else:
+        yield Case(None, _plain_value(name, node), node)
+
+
+def _plain_value(name: str, node: Node) -> Any:
     if not isinstance(node.value, tuple):
-        return (Case(None, node.value, node),)
-    if not node.value:
-        return ()
-    if all(isinstance(item.value, dict) for item in node.value):
-        return tuple(_conditional(name, item) for item in node.value)
-    return (Case(None, _scalars(name, node), node),)
-
-
-def _conditional(name: str, node: Node) -> Case:
-    table = as_table(node, ("filter", "value"), f"a value of {name}")
-    if "value" not in table:
-        raise node.refuse(f"{name}: value is missing")
-    given = table["value"]
-    value = _scalars(name, given) if isinstance(given.value, tuple) else given.value
-    if isinstance(value, dict) or value == []:
-        raise given.refuse(f"{name}: a value must be a number or a list of numbers")
-    text = table["filter"].value if "filter" in table else None
-    return Case(None if text in (None, "*", "") else str(text), value, given)
-
-
-def _scalars(name: str, node: Node) -> list[Any]:
+        return node.value
     for item in node.value:
         if isinstance(item.value, dict | tuple):
             raise item.refuse(f"{name}: must be numbers alone, or filters with values alone")
-    return [item.value for item in node.value]
+    return node.plain
 
 
 def has_gradient(table: Table) -> bool:
@@ -87,13 +91,13 @@ def has_gradient(table: Table) -> bool:
 
 def resolve(name: str, scopes: Sequence[Table]) -> Cases:
     """The cases of all scopes, up to the first that is for all tensors."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for scope in scopes:
         for case in _read_cases(name, scope[name]) if name in scope else ():
-            found.append(case)
+            cases.append(case)
             if case.contains is None:
-                return tuple(found)
-    return tuple(found)
+                return tuple(cases)
+    return tuple(cases)
 
 
 # ---------------------------------------------------------------- of one model
@@ -112,16 +116,10 @@ def numbers(name: str, given: Input, default: float | None = None) -> Cases:
 
 def as_numbers(name: str, cases: Cases) -> Cases:
     """The cases with their values as numbers; an error if one is none."""
-    return tuple(Case(c.contains, _as_number(name, c.value, c.node), c.node) for c in cases)
+    return tuple(case.changed(partial(_one_number, name, case.node)) for case in cases)
 
 
-def _as_number(name: str, value: Any, node: Node) -> Number:
-    if isinstance(value, list):
-        return [_one_number(name, item, node) for item in value]
-    return _one_number(name, value, node)
-
-
-def _one_number(name: str, value: Any, node: Node) -> float:
+def _one_number(name: str, node: Node, value: Any) -> float:
     """A finite number; 1e-3 is text in YAML, and a number to mergekit."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -147,7 +145,7 @@ def for_all(name: str, scopes: Sequence[Table]) -> Case | None:
 def number_for_all(name: str, scopes: Sequence[Table], default: float) -> float:
     """A number of the whole merge."""
     case = for_all(name, scopes)
-    return default if case is None else _one_number(name, case.value, case.node)
+    return default if case is None else _one_number(name, case.node, case.value)
 
 
 def flag_for_all(name: str, scopes: Sequence[Table], default: bool) -> bool:
@@ -159,16 +157,3 @@ def flag_for_all(name: str, scopes: Sequence[Table], default: bool) -> bool:
     if value not in (True, False):
         raise case.node.refuse(f"{name}: must be true or false, and is {case.value!r}")
     return bool(value)
-
-
-# ---------------------------------------------------------------- numbers, and lists of them
-
-
-def each(change: Callable[[float], float], value: Number) -> Number:
-    """A number changed, or every number of a list."""
-    return [change(number) for number in value] if isinstance(value, list) else change(value)
-
-
-def values(cases: Cases) -> list[float]:
-    """All numbers that a parameter takes anywhere."""
-    return [n for c in cases for n in (c.value if isinstance(c.value, list) else [c.value])]

@@ -1,0 +1,170 @@
+"""The entries of a recipe's lists: a model that is merged, and a rule for tensors."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from dare.errors import RecipeError, did_you_mean
+from dare.recipe.hub_names import looks_like_name
+from dare.recipe.layers import Gradient
+from dare.stages import STAGES
+from dare.stages.registry import Parameter
+
+GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
+"""Files that are called like this are told apart by their folders."""
+
+_WEIGHT = Parameter(
+    "weight", None, TypeAdapter(float, config=ConfigDict(strict=True, allow_inf_nan=False))
+)
+
+
+def as_path(value: object) -> Path:
+    """A path, with ~ expanded."""
+    if not isinstance(value, str | PathLike):
+        raise ValueError("must be the path of a file or directory")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~somebody who is not there
+        raise ValueError(str(error)) from None
+
+
+def _one_or_many(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as TOML would give them: what changes over the layers is a list."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+    }
+
+
+AnyPath = Annotated[Path, BeforeValidator(as_path)]
+Weight = Annotated[
+    float | Gradient | None,
+    BeforeValidator(lambda value: None if value is None else _WEIGHT.check(value, "")),
+]
+Words = Annotated[tuple[str, ...] | None, BeforeValidator(_one_or_many)]
+OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
+
+
+class Strict(BaseModel):
+    """Refuses unknown names and wrong types, in our words."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise _explained(error, type(self)) from None
+
+
+def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
+    """Say the first thing that is wrong in our words."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    name = ".".join(map(str, first["loc"]))
+    if isinstance(cause, RecipeError):
+        return cause
+    if first["type"] == "missing":
+        return RecipeError(f"{name} is missing")
+    if first["type"] != "extra_forbidden":
+        return RecipeError(f"{name} = {first['input']!r}: {cause or first['msg']}")
+    if stage := next((stage for stage in STAGES.values() if name in stage.parameters), None):
+        return RecipeError(
+            f"{name}: is a parameter of {stage.name}: stages={{{stage.name!r}: {{{name!r}: …}}}}"
+        )
+    return RecipeError(f"{name}: not known{did_you_mean(name, model.model_fields)}")
+
+
+class ModelEntry(Strict):
+    """One fine-tune: its file or directory, its share, and what is different for it.
+
+    >>> ModelEntry(file="math.safetensors", weight=0.5, settings={"drop_rate": 0.8}).weight
+    0.5
+    """
+
+    if TYPE_CHECKING:  # fields take more than they are declared to hold: text for a path
+
+        def __init__(self, **given: Any) -> None: ...
+
+    file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
+    weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
+    seed: int | None = Field(None, ge=0, description="Its own seed, in place of seed + i.")
+    settings: OwnSettings = Field(
+        default_factory=dict, description="Parameters of delta stages that are different for it."
+    )
+
+    @property
+    def name(self) -> str:
+        """What the model is called in messages."""
+        path = self.file
+        if looks_like_name(path.as_posix()):
+            path = Path(path.as_posix().partition("@")[0])
+        if path.suffix != ".safetensors":
+            return path.name
+        return path.parent.name if path.stem in GENERIC_NAMES and path.parent.name else path.stem
+
+
+class TensorRule(Strict):
+    """Parameters for the tensors whose names match a pattern, or contain a text.
+
+    >>> rule = TensorRule(contains="mlp", match="*.weight", settings={"drop_rate": 0.5})
+    >>> rule.matches("layers.0.mlp.up.weight"), rule.matches("layers.0.mlp.up.bias")
+    (True, False)
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **given: Any) -> None: ...
+
+    match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
+    contains: Words = Field(
+        None, description="A text that stands in the name, or a list of them; beside match, both."
+    )
+    model: Words = Field(
+        None, description="The model or models that it is for, by name or file; else all."
+    )
+    weight: Weight = Field(None, description="The models' weight for these tensors.")
+    settings: OwnSettings = Field(
+        default_factory=dict, description="Parameters of stages for these tensors."
+    )
+
+    @model_validator(mode="after")
+    def _names_tensors(self) -> Self:
+        if self.match is None and self.contains is None:
+            raise RecipeError(
+                "match is missing: a rule names its tensors by "
+                'match = "*.mlp.*" or contains = "mlp"'
+            )
+        return self
+
+    def matches(self, tensor: str) -> bool:
+        """Say whether the rule applies to a tensor."""
+        return (
+            self.match is None or any(fnmatch.fnmatchcase(tensor, word) for word in self.match)
+        ) and (self.contains is None or any(text in tensor for text in self.contains))
+
+    def __str__(self) -> str:
+        """What the rule is for, in messages."""
+        words = {"matching": self.match, "containing": self.contains, "of model": self.model}
+        parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
+        return f"tensors {' '.join(parts)}"
