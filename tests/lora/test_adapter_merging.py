@@ -404,7 +404,7 @@ def test_a_failure_leaves_the_old_output_in_place(two, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dare.lora.writing.os.fsync", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OutputError, match="No space left"):
         merge_adapters(two, tmp_path / "out", rank=1, overwrite=True)
     monkeypatch.undo()

@@ -307,9 +307,21 @@ def _whole_lines(text: bytes) -> tuple[list[Any], int]:
     return lines, length
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def write_into(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Write or copy files into a folder, and sync them."""
+    for name, content in files.items():
+        with explaining(folder / name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _write_synced(folder / name, content)
+
+
+def _write_synced(path: Path, content: bytes | Path) -> None:
     with path.open("wb") as file:
-        file.write(content)
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            with content.open("rb") as original:
+                shutil.copyfileobj(original, file, 1 << 20)
         file.flush()
         os.fsync(file.fileno())
 
@@ -335,13 +347,24 @@ def _lock(file_descriptor: int) -> bool:
 
 
 @contextmanager
-def _explaining(place: Path) -> Iterator[None]:
+def explaining(place: Path) -> Iterator[None]:
+    """Say where something cannot be written."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _explaining(place: Path) -> Iterator[None]:
+    """The same for what can be resumed."""
+    with explaining(place):
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise OutputError(
                 f"{place}: the disk is full; make room and run the same merge again, "
                 "it goes on where it stopped"
             ) from error
-        raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error
