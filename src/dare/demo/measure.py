@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from dare.demo.llama import Llama
 from dare.demo.merges import CONFIG, Merge
@@ -56,10 +57,7 @@ def measure_all(jobs: Sequence[Job], advance: Callable[[], None]) -> list[Score]
     """
     scores = []
     workers = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(jobs) // JOBS_FOR_A_WORKER)
-    with (
-        _single_threaded_products(),
-        ProcessPoolExecutor(workers, get_context("spawn"), initializer=_leave_interrupts) as pool,
-    ):
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin) as pool:
         try:
             for score in pool.map(measure, jobs):
                 scores.append(score)
@@ -70,22 +68,7 @@ def measure_all(jobs: Sequence[Job], advance: Callable[[], None]) -> list[Score]
     return scores
 
 
-@contextmanager
-def _single_threaded_products() -> Iterator[None]:
-    """Keep the matrix products of processes started now from competing for cores."""
-    names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the process that started this one."""
+def _begin() -> None:
+    """In a process of its own: leave Ctrl-C to the one that started it, and take one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threadpool_limits(limits=1, user_api="blas")

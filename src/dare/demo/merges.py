@@ -40,6 +40,11 @@ class Merge:
         """The recipe's method."""
         return f"dare+{self.combine}" if self.drop_rate else self.combine
 
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        return self.method + (f" p={self.drop_rate:g}" if self.drop_rate else "")
+
     def carry_out(self, output: Path) -> Path:
         """Write the merged model."""
         import dare

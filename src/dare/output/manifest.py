@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from dare.output.report import Report
 from dare.output.writer import manifest_path
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
-from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
@@ -49,6 +47,19 @@ def embedded_manifest(
 ) -> dict[str, Any]:
     """The manifest that goes into the output's own header, before its check is filled in."""
     recipe = plan.recipe
+    given = zip(
+        models or [UNKNOWN] * len(plan.models),
+        recipe.weights(),
+        recipe.seeds(),
+        recipe.models,
+        strict=True,
+    )
+    later = {  # what came after the first manifests, and stands there only if it is used
+        "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
+        "pad_to_multiple_of": recipe.pad_to_multiple_of,
+        "later_draws": LATER_DRAWS_VERSION if plan.has_later_draws else None,
+        "stages_from": {s.name: s.origin for s in plan.stages if s.origin} or None,
+    }
     return {
         "format": FORMAT,
         "mask": MASK_VERSION,
@@ -61,19 +72,11 @@ def embedded_manifest(
         "base": base,
         "models": [
             {"digest": digest, "weight": weight, "seed": seed, "settings": entry.settings}
-            for digest, weight, seed, entry in zip(
-                models or [UNKNOWN] * len(plan.models),
-                recipe.weights(),
-                recipe.seeds(),
-                recipe.models,
-                strict=True,
-            )
+            for digest, weight, seed, entry in given
         ],
         "output": output,
         "check": UNKNOWN,
-        **_vocabulary(recipe),
-        **({"later_draws": LATER_DRAWS_VERSION} if plan.has_later_draws else {}),
-        **_stages_from_outside(plan),
+        **{name: value for name, value in later.items() if value is not None},
     }
 
 
@@ -83,21 +86,6 @@ def _as_first_written(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]
     return {
         name: value for name, value in settings.items() if name not in later or value != later[name]
     }
-
-
-def _stages_from_outside(plan: Plan) -> dict[str, Any]:
-    """The code that decides the bytes besides this package's; nothing if there is none."""
-    origins = {stage.name: stage.origin for stage in plan.stages if stage.origin}
-    return {"stages_from": origins} if origins else {}
-
-
-def _vocabulary(recipe: Recipe) -> dict[str, Any]:
-    """How the vocabulary was changed; nothing if it was not, as in all earlier manifests."""
-    changes = {
-        "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
-        "pad_to_multiple_of": recipe.pad_to_multiple_of,
-    }
-    return {name: value for name, value in changes.items() if value is not None}
 
 
 def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -126,7 +114,8 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         [absolute(entry.file) for entry in recipe.models],
         recipe.output.resolve() if recipe.output else None,
     )
-    digests = asdict(report.digests)
+    figures = report.to_dict()
+    del figures["digests"], figures["output"]
     return {
         **{key: value for key, value in embedded.items() if key != "check"},
         "recipe": resolved.to_document(),
@@ -138,15 +127,11 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         },
         "machine": platform.machine(),
         "digests": {
-            "base": digests["base_tensors"],
-            "models": digests["model_tensors"],
-            "output": digests["output_tensors"],
+            "base": report.digests.base_tensors,
+            "models": report.digests.model_tensors,
+            "output": report.digests.output_tensors,
         },
-        "report": {
-            key: value
-            for key, value in report.to_dict().items()
-            if key not in ("digests", "output")
-        },
+        "report": figures,
     }
 
 
