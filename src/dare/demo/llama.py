@@ -22,6 +22,8 @@ from dare.inputs.sources import open_source
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]
+Cache = dict[int, tuple[Floats, Floats]]
+"""Keys and values of the positions so far: for each layer [rows, heads, positions, size]."""
 
 _AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
@@ -65,17 +67,28 @@ class Llama:
         self._cosine = np.cos(angles).astype(np.float32)
         self._sine = np.sin(angles).astype(np.float32)
 
-    def logits(self, tokens: Tokens) -> Floats:
-        """Score the next byte at each position: [rows, positions] to [rows, positions, 256]."""
+    def logits(self, tokens: Tokens, cache: Cache | None = None) -> Floats:
+        """Score the next byte at each position: [rows, positions] to [rows, positions, 256].
+
+        With a cache, which is empty at first, the tokens go on where the earlier ones ended.
+        """
         rows, positions = tokens.shape
-        cosine, sine = self._cosine[:positions], self._sine[:positions]
+        start = cache[0][0].shape[2] if cache else 0
+        angles = slice(start, start + positions)
+        cosine, sine = self._cosine[angles], self._sine[angles]
         stream = self._embedding[tokens.ravel()]
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             normed = self._normed(stream, layer.attention_norm)
             joined = (normed @ layer.query_key_value).reshape(rows, positions, 3, self._heads, -1)
             query, key, value = joined.transpose(2, 0, 3, 1, 4)
             query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
-            mixed = _attended(query, key, np.ascontiguousarray(value))
+            value = np.ascontiguousarray(value)
+            if start and cache:
+                earlier = zip(cache[index], (key, value), strict=True)
+                key, value = (np.concatenate(both, axis=2) for both in earlier)
+            if cache is not None:
+                cache[index] = key, value
+            mixed = _attended(query, key, value)
             stream += mixed.transpose(0, 2, 1, 3).reshape(stream.shape) @ layer.output
             normed = self._normed(stream, layer.inner_norm)
             gate, up = np.split(normed @ layer.gate_up, 2, axis=-1)
@@ -99,14 +112,18 @@ class Llama:
 
     def write(self, prompts: Sequence[str], limit: int = 40) -> list[str]:
         """Continue each prompt greedily to the end of the line, or for `limit` bytes."""
-        return [self._write_on(_tokens(prompt), limit).split(END)[0] for prompt in prompts]
-
-    def _write_on(self, tokens: Tokens, limit: int) -> str:
-        start = len(tokens)
-        while len(tokens) < start + limit and (len(tokens) == start or tokens[-1] != ord(END)):
-            best = self.logits(tokens[None])[0, -1].argmax()
-            tokens = np.append(tokens, best)
-        return tokens[start:].astype(np.uint8).tobytes().decode("latin-1")
+        written: dict[int, str] = {}
+        for rows, tokens in _by_length(prompts):
+            cache: Cache = {}
+            best = self.logits(tokens, cache)[:, -1].argmax(-1)
+            steps, ended = [best], best == ord(END)
+            while len(steps) < limit and not ended.all():
+                best = self.logits(best[:, None], cache)[:, 0].argmax(-1)
+                steps.append(best)
+                ended |= best == ord(END)
+            lines = [bytes(line.tolist()).decode("latin-1") for line in np.stack(steps, axis=1)]
+            written |= zip(rows, (line.split(END)[0] for line in lines), strict=True)
+        return [written[row] for row in range(len(prompts))]
 
     def share_right(self, examples: Sequence[Example]) -> float:
         """Share of the examples that greedy decoding answers exactly right.
@@ -116,15 +133,8 @@ class Llama:
         what writing byte by byte would, several times faster.
         """
         right = 0
-        by_length: dict[int, list[tuple[int, Tokens]]] = {}  # so that a batch needs no padding
-        for prompt, answer in examples:
-            tokens = _tokens(prompt + answer + END)
-            by_length.setdefault(len(tokens), []).append((len(prompt), tokens))
-        for lines in by_length.values():
-            starts, tokens = (
-                np.array([[start] for start, _ in lines]),
-                np.stack([t for _, t in lines]),
-            )
+        for rows, tokens in _by_length([prompt + answer + END for prompt, answer in examples]):
+            starts = np.array([[len(examples[row].prompt)] for row in rows])
             best = np.concatenate([logits.argmax(-1) for logits, _ in self._in_parts(tokens)])
             before = np.arange(1, tokens.shape[1]) < starts
             right += int(((best == tokens[:, 1:]) | before).all(axis=1).sum())
@@ -177,11 +187,11 @@ def _rotated(heads: Floats, cosine: Floats, sine: Floats) -> Floats:
 
 
 def _attended(query: Floats, key: Floats, value: Floats) -> Floats:
-    """Causal attention."""
+    """Causal attention: the last query is at the last key."""
     scores: Floats = query @ key.swapaxes(-1, -2)
     scores *= np.float32(1 / math.sqrt(query.shape[-1]))
-    positions = np.arange(scores.shape[-1])
-    scores[..., positions > positions[:, None]] = -np.inf
+    queries, keys = scores.shape[-2:]
+    scores[..., np.arange(keys) > np.arange(keys - queries, keys)[:, None]] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -207,5 +217,12 @@ def _bits(logits: Floats, targets: Tokens) -> Floats:
     return bits
 
 
-def _tokens(text: str) -> Tokens:
-    return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.intp)
+def _by_length(texts: Sequence[str]) -> list[tuple[list[int], Tokens]]:
+    """Texts of equal length together, with their places: so a batch needs no padding."""
+    groups: dict[int, list[int]] = {}
+    for index, text in enumerate(texts):
+        groups.setdefault(len(text), []).append(index)
+    return [
+        (rows, np.array([list(texts[row].encode("latin-1")) for row in rows], np.intp))
+        for rows in groups.values()
+    ]

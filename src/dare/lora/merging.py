@@ -117,10 +117,6 @@ class AdapterPlan:
         """What the adapters are called."""
         return tuple(adapter.name for adapter in self.adapters)
 
-    def coefficient(self, tensor: str, adapter: int) -> float:
-        """The weight of an adapter for one tensor, with the scale."""
-        return self.recipe.weight_for(tensor, adapter) * self.recipe.scale
-
     @property
     def largest(self) -> Module:
         """The module that takes most memory."""
@@ -144,27 +140,6 @@ class AdapterPlan:
         infos = [info for adapter in self.adapters for info in adapter.tensors.values()]
         zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
         return make_plan(self.recipe, ArraySource(zeros), self.adapters, self.names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, ready for JSON."""
-        given = zip(self.names, self.adapters, self.weights, strict=True)
-        return {
-            "method": self.method,
-            "route": self.route,
-            "adapters": [{"name": n, "path": str(a.path), "weight": w} for n, a, w in given],
-            "rank": self.wanted and self.wanted.rank,
-            "energy": self.wanted and self.wanted.energy,
-            "modules": [
-                {
-                    "name": module.name,
-                    "adapters": [self.names[owner] for owner in module.owners],
-                    "ranks": list(module.ranks),
-                }
-                for module in self.modules
-            ],
-            "working_bytes": self.working_bytes,
-            "notes": list(self.notes),
-        }
 
     def __str__(self) -> str:
         """The plan in a few lines."""
@@ -393,7 +368,8 @@ def _stack(plan: AdapterPlan, module: Module) -> LowRank:
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
         down, up = plan.adapters[owner].read_pair(module.name)
-        lefts.append(up * np.float32(plan.coefficient(module.tensor, owner) * pair.scaling))
+        weight = plan.recipe.weight_for(module.tensor, owner)
+        lefts.append(up * np.float32(weight * plan.recipe.scale * pair.scaling))
         rights.append(down)
     left, right = np.concatenate(lefts, axis=1), np.concatenate(rights)
     wide, tall = right.astype(np.float64), left.astype(np.float64)
@@ -407,7 +383,8 @@ def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
     for owner in module.owners:
         if module.name in plan.adapters[owner].biases:
             bias = read_floats(plan.adapters[owner], tensor, 0, rows)
-            total += np.float32(plan.coefficient(tensor, owner)) * bias
+            weight = plan.recipe.weight_for(tensor, owner)
+            total += np.float32(weight * plan.recipe.scale) * bias
     return total
 
 

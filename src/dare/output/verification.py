@@ -126,13 +126,14 @@ def _compare_beside(
             raise InputError("digests.output is not a table")
     except (InputError, KeyError, TypeError) as error:
         return [f"{beside}: cannot be used: {error}"]
-    problems = [
-        f"{name}: is not as it was written"
-        for name in sorted(digests.keys() & expected.keys())
-        if digests[name] != expected[name]
-    ]
-    problems += [f"{name}: is missing" for name in sorted(expected.keys() - digests.keys())]
-    problems += [f"{name}: was not written" for name in sorted(digests.keys() - expected.keys())]
+    problems = []
+    for name in sorted(digests.keys() | expected.keys()):
+        if name not in digests:
+            problems.append(f"{name}: is missing")
+        elif name not in expected:
+            problems.append(f"{name}: was not written")
+        elif digests[name] != expected[name]:
+            problems.append(f"{name}: is not as it was written")
     if not problems:
         problems += [
             f"{beside}: {key} is not what the header of the output says"
