@@ -9,11 +9,9 @@ import pytest
 from rich.console import Console
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from dare.demo import measure as measuring
-from dare.demo import picture, run_demo, show, story
+from dare.demo import merges, picture, run_demo, show, story
 from dare.demo.llama import Llama
-from dare.demo.measure import Job, measure
-from dare.demo.merges import SCALES, TUNED, Merge, scale_for
+from dare.demo.merges import SCALES, TUNED, Job, Merge, measure, scale_for
 from dare.demo.results import Curve, Figure, Row, Score, Writing
 from dare.errors import OutputError
 
@@ -27,6 +25,7 @@ def ran(tmp_path_factory):
     written = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(story, "QUICK", SMALL)
+        patch.setattr(merges, "JOBS_FOR_A_WORKER", 99)  # a process takes longer than its jobs
         result = run_demo(Console(file=written, width=80), output=folder, quick=True)
     return result, written.getvalue(), folder
 
@@ -120,7 +119,7 @@ def test_a_worker_takes_one_thread_and_leaves_interrupts_alone(monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *given: ignored.append(given))
     before = threadpool_limits()  # which restores what is changed below
     try:
-        measuring._begin()
+        merges._begin()
         pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
         assert {pool["num_threads"] for pool in pools} == {1}
         assert ignored == [(signal.SIGINT, signal.SIG_IGN)]

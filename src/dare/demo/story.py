@@ -6,8 +6,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dare.demo import picture, show
 from dare.demo.llama import Floats, Llama, read_weights
-from dare.demo.measure import Job, measure_all
-from dare.demo.merges import BASE, CONFIG, MODELS, TUNED, Merge, scale_for
+from dare.demo.merges import BASE, CONFIG, MODELS, TUNED, Job, Merge, measure_all, scale_for
 from dare.demo.results import Curve, DemoResult, Figure, Row, Writing
 from dare.demo.tasks import TASKS, add, say, sort
 from dare.errors import OutputError
@@ -78,16 +76,10 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
     writings = _writings(console)  # first: its merge compiles what all merges use
     rows = _measure(console, _experiments(extent))
     rates = (0.0, *extent.drop_rates)
-    curves = (
-        _alone_curve(rows, rates),
-        *(
-            Curve(
-                f"dare+{combine} of all three",
-                tuple((rate, rows["merge", combine, rate].mean) for rate in rates),
-            )
-            for combine in DROPPED
-        ),
-    )
+    curves = [_alone_curve(rows, rates)]
+    for combine in DROPPED:
+        points = tuple((rate, rows["merge", combine, rate].mean) for rate in rates)
+        curves.append(Curve(f"dare+{combine} of all three", points))
     table_rates = (0.0, *extent.table_rates)
     shown = tuple(
         row for (kind, _, rate), row in rows.items() if kind != "alone" and rate in table_rates
@@ -96,15 +88,14 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
     console.print(show.scores_table(shown))
     counts = ", ".join(f"{count} {task}" for task, count in prompts.items())
     seeds = f"±: over {len(extent.seeds)} seeds. " if len(extent.seeds) > 1 else ""
-    console.print(
-        f"{seeds}Prompts: {counts}. Scales were chosen on other prompts.",
-        style="dim",
-        highlight=False,
-    )
-    console.print()
-    console.print(show.curves_chart(curves, console))
-    console.print()
-    console.print(show.writings_table(writings, SHOWN, console))
+    remarks = f"{seeds}Prompts: {counts}. Scales were chosen on other prompts."
+    console.print(remarks, style="dim", highlight=False)
+    for table in (
+        show.curves_chart(curves, console),
+        show.writings_table(writings, SHOWN, console),
+    ):
+        console.print()
+        console.print(table)
     console.print()
     drawn = None if output is None else _keep(console, output, extent, curves)
     console.print(_what_next(), soft_wrap=True, highlight=False, markup=False)
@@ -114,7 +105,7 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
         seeds=extent.seeds,
         mean_change=changes,
         rows=shown,
-        curves=curves,
+        curves=tuple(curves),
         writings=writings,
         picture=None if drawn is None else str(drawn),
         output=None if output is None else str(output),
@@ -150,8 +141,11 @@ def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Job]]]:
 
 def _measure(console: Console, experiments: Mapping[Key, tuple[Row, list[Job]]]) -> dict[Key, Row]:
     jobs = [job for _, repeated in experiments.values() for job in repeated]
-    with _progress(console, len(jobs)) as advance:
-        scores = dict(zip(jobs, measure_all(jobs, advance), strict=True))
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
+        task = bar.add_task("scoring", total=len(jobs))
+        scores = dict(zip(jobs, measure_all(jobs, lambda: bar.advance(task)), strict=True))
     return {
         key: replace(row, scores=tuple(scores[job] for job in repeated))
         for key, (row, repeated) in experiments.items()
@@ -244,13 +238,3 @@ def _what_next() -> str:
         f"       --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g} "
         f"--scale {FAVOURITE.scale:g} --output merged.safetensors"
     )
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
-    """Show how far it is, on a terminal; elsewhere nothing."""
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    visible = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not visible) as bar:
-        task = bar.add_task("scoring", total=total)
-        yield lambda: bar.advance(task)

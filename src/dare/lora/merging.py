@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,14 +53,9 @@ class Module:
     """The adapters that have it, by their place."""
     pairs: tuple[Pair, ...]
     """The factors in each of those."""
-    is_transposed: bool
-    """Whether the base stores the transpose of B·A."""
+    order: Literal["C", "F"]
+    """How the base stores B·A: by rows, or its transpose."""
     has_bias: bool
-
-    @property
-    def tensor(self) -> str:
-        """The base's tensor that it changes."""
-        return f"{self.name}.weight"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -118,14 +113,9 @@ class AdapterPlan:
         return tuple(adapter.name for adapter in self.adapters)
 
     @property
-    def largest(self) -> Module:
-        """The module that takes most memory."""
-        return max(self.modules, key=self._module_bytes)
-
-    @property
     def working_bytes(self) -> int:
         """About the most memory that one module takes; there is never more than one."""
-        return self._module_bytes(self.largest)
+        return max(map(self._module_bytes, self.modules))
 
     def _module_bytes(self, module: Module) -> int:
         if self.wanted is not None and not self.is_additive:
@@ -143,12 +133,14 @@ class AdapterPlan:
 
     def __str__(self) -> str:
         """The plan in a few lines."""
+        largest = max(self.modules, key=self._module_bytes).name
         lines = [
             f"{self.method} of {len(self.adapters)} adapters ({', '.join(self.names)}): "
             f"{len(self.modules)} modules, {self.route}",
-            f"one module at a time, about {show_size(self.working_bytes)} for {self.largest.name}",
+            f"one module at a time, about {show_size(self.working_bytes)} for {largest}",
+            *(f"note: {note}" for note in self.notes),
         ]
-        return "\n  ".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n  ".join(lines)
 
 
 def plan_adapters(
@@ -302,7 +294,7 @@ def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module
             pairs = tuple(adapters[place].pairs[name] for place in owners)
             is_transposed = pairs[0].is_embedding or adapters[0].adapter.fan_in_fan_out
             has_bias = any(name in adapter.biases for adapter in adapters)
-            yield Module(name, tuple(owners), pairs, is_transposed, has_bias)
+            yield Module(name, tuple(owners), pairs, "F" if is_transposed else "C", has_bias)
 
 
 def _notes(plan: AdapterPlan) -> Iterator[str]:
@@ -368,7 +360,7 @@ def _stack(plan: AdapterPlan, module: Module) -> LowRank:
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
         down, up = plan.adapters[owner].read_pair(module.name)
-        weight = plan.recipe.weight_for(module.tensor, owner)
+        weight = plan.recipe.weight_for(f"{module.name}.weight", owner)
         lefts.append(up * np.float32(weight * plan.recipe.scale * pair.scaling))
         rights.append(down)
     left, right = np.concatenate(lefts, axis=1), np.concatenate(rights)
@@ -402,8 +394,7 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
         return sink.arrays[name].view(np.float32)
 
     for module in plan.modules:
-        matrix = merge(module.tensor).reshape(module.shape[:: -1 if module.is_transposed else 1])
-        matrix = matrix.T if module.is_transposed else matrix
+        matrix = merge(f"{module.name}.weight").reshape(module.shape, order=module.order)
         merged = truncate_matrix(matrix, plan.wanted, module.name)
         yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 

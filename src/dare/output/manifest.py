@@ -30,10 +30,11 @@ from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
 FORMAT = 1
 METADATA_KEY = "dare"
-LATER_PARAMETERS: dict[str, dict[str, Any]] = {
-    "ties": {"vote": "sum", "weighted": True},
-    "trim": {"scope": "tensor"},
-}
+LATER_PARAMETERS = (
+    ("ties", "vote", "sum"),
+    ("ties", "weighted", True),
+    ("trim", "scope", "tensor"),
+)
 """Parameters that stages got after outputs had been written, and the defaults that change nothing.
 
 They stand in a header only if they are set, so that old recipes go on giving the same bytes.
@@ -64,7 +65,10 @@ def embedded_manifest(
         "format": FORMAT,
         "mask": MASK_VERSION,
         "method": "+".join(stage.name for stage in plan.stages),
-        "stages": [_as_first_written(stage.name, values) for stage, values in recipe.chain],
+        "stages": [
+            {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
+            for stage, values in recipe.chain
+        ],
         "embedding_drop_rate": recipe.embedding_drop_rate,
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
@@ -77,14 +81,6 @@ def embedded_manifest(
         "output": output,
         "check": UNKNOWN,
         **{name: value for name, value in later.items() if value is not None},
-    }
-
-
-def _as_first_written(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without the parameters that came later, where those are at their defaults."""
-    later = LATER_PARAMETERS.get(stage, {})
-    return {
-        name: value for name, value in settings.items() if name not in later or value != later[name]
     }
 
 
@@ -164,11 +160,13 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             "models are given with --base and --merge"
         )
     manifest = read_manifest(manifest_file)
+    versions = manifest.get("versions")
+    writer = f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
     for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
         if manifest.get(key) != ours:
             raise InputError(
                 f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
-                f"repeats only {ours!r}; use the version that wrote it ({_writer(manifest)})"
+                f"repeats only {ours!r}; use the version that wrote it ({writer})"
             )
     try:
         if _has_later_draws(manifest) and manifest.get("later_draws") != LATER_DRAWS_VERSION:
@@ -193,11 +191,6 @@ def _has_later_draws(manifest: Mapping[str, Any]) -> bool:
         largest = {key: max(v) if isinstance(v, list) else v for key, v in settings.items()}
         draws += STAGES[name].is_random(largest)
     return draws > 1
-
-
-def _writer(manifest: Mapping[str, Any]) -> str:
-    versions = manifest.get("versions")
-    return f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
