@@ -6,6 +6,8 @@ Python namespace. How a block is run depends on its language:
 - `python` is executed; with `>>>` in it, it is a doctest.
 - `bash` is run as a script that stops at the first failure.
 - `console` is commands after `$ ` and what they print (stdout and stderr); both are compared.
+  In both, a plain call of `dare` is made in this process, which is many times faster; whatever
+  needs a shell (pipes, loops, other programs) gets one.
 - `toml` must be a valid recipe. If its first line is a comment that names a file (`# recipe.toml`)
   it is written there before anything on the page is run.
 - `text` and `json` are not run; they are compared with what the block before them printed.
@@ -27,6 +29,7 @@ import importlib.util
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -34,15 +37,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from markdown_it import MarkdownIt
 
+from dare.cli import main
 from dare.recipe.document import recipe_from_document
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120
 
 _MARK = re.compile(r"<!--\s*(not run|needs|exit|part of a recipe|run by)(?::\s*(.*?))?\s*-->", re.S)
+_PLAIN = re.compile(r"[^|;&$<()]*")
+"""A command that shares nothing with the next."""
+_DARE = re.compile(r"dare (?P<words>[^|;&$<>()*]*)(> (?P<file>\S+))?")
+"""A call of our own that needs no shell."""
+LOOKS = {"NO_COLOR": "1", "COLUMNS": "100"}
 _FILE_NAME = re.compile(r"#\s*(\S+\.(?:toml|py))\s*$")
 
 
@@ -150,36 +160,57 @@ class Session:
         recipe_from_document(document, block.where)
 
     def _run_bash(self, block: Block) -> None:
-        done = self._shell(block.text, self.folder)
-        self.printed = done.stdout
-        self._check_exit(block, done)
+        self.printed = said = ""
+        for command in _commands(block.text):
+            done = self._run_command(command)
+            self.printed += done.stdout
+            said += done.stdout + done.stderr
+            if done.returncode:
+                break
+        self._check_exit(block, done.returncode, said)
 
     def _run_console(self, block: Block) -> None:
         commands = re.split(r"^\$ ", block.text, flags=re.M)
         assert commands[0].strip() == "", f"{block.where}: begins with something else than `$ `"
         for number, command in enumerate(commands[1:], start=2):
-            line, _, expected = _split_command(command)
-            done = self._shell(line, self.folder, errors_too=True)
+            line, expected = _split_command(command)
+            done = self._run_command(line, errors_too=True)
             self.printed = done.stdout
             assert_matches(expected, done.stdout, block.where)
             if number == len(commands):
-                self._check_exit(block, done)
+                self._check_exit(block, done.returncode, done.stdout)
             else:
                 assert done.returncode == 0, f"{block.where}: {line}: {done.stdout}"
 
-    def _check_exit(self, block: Block, done: subprocess.CompletedProcess[str]) -> None:
+    def _check_exit(self, block: Block, status: int, said: str) -> None:
         expected = int(block.marks.get("exit", "0"))
-        said = f"{done.stdout}{done.stderr or ''}"
-        assert done.returncode == expected, f"{block.where}: exit {done.returncode}\n{said}"
+        assert status == expected, f"{block.where}: exit {status}\n{said}"
 
-    @staticmethod
-    def _shell(
-        text: str, folder: Path, *, errors_too: bool = False
+    def _run_command(
+        self, text: str, *, errors_too: bool = False
     ) -> subprocess.CompletedProcess[str]:
+        call = _DARE.fullmatch(text)
+        if call is None:
+            return self._shell(text, errors_too=errors_too)
+        words = shlex.split(call["words"].replace("\\\n", " "), comments=True)
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir(self.folder),
+            mock.patch.dict(os.environ, LOOKS),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out if errors_too else err),
+        ):
+            status = main(words)
+        if call["file"]:
+            (self.folder / call["file"]).write_text(out.getvalue(), "utf-8")
+            out = io.StringIO()
+        return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
+
+    def _shell(self, text: str, *, errors_too: bool) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text],
-            cwd=folder,
-            env={**os.environ, "PATH": _path(), "NO_COLOR": "1", "COLUMNS": "100"},
+            cwd=self.folder,
+            env={**os.environ, "PATH": _path(), **LOOKS},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if errors_too else subprocess.PIPE,
@@ -194,11 +225,17 @@ class Session:
     _run_json = _run_text
 
 
-def _split_command(command: str) -> tuple[str, str, str]:
+def _commands(script: str) -> list[str]:
+    """The commands of a script, one by one; all of it at once if they need a shell together."""
+    lines = re.split(r"(?<!\\)\n", script.strip())
+    return lines if all(map(_PLAIN.fullmatch, lines)) else [script]
+
+
+def _split_command(command: str) -> tuple[str, str]:
     """Split a command, continued over lines by backslashes, from what it prints."""
     lines = command.splitlines()
     end = next(index for index, line in enumerate(lines) if not line.endswith("\\"))
-    return "\n".join(lines[: end + 1]), "", "\n".join(lines[end + 1 :])
+    return "\n".join(lines[: end + 1]), "\n".join(lines[end + 1 :])
 
 
 def _path() -> str:

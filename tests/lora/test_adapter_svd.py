@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dare.errors import InputError, RecipeError
 from dare.lora import svd
-from dare.lora.svd import Wanted, relative_error, truncate_matrix, truncate_product
+from dare.lora.svd import Wanted, truncate_matrix, truncate_product
 
 
 def gaussian(*shape, seed=0):
@@ -39,7 +39,7 @@ def test_a_matrix_by_hand():
     assert found.left.tolist() == [[0], [2]]
     np.testing.assert_allclose(found.right, [[2, 0, 0]])
     assert (found.squared, found.lost) == (25, 9)
-    assert relative_error(found.lost, found.squared) == 0.6
+    assert found.error == 0.6
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (40, 90), (90, 40), (1, 6), (6, 1), (1, 1)])
@@ -48,12 +48,8 @@ def test_small_matrices_are_exact(shape, rank):
     matrix = gaussian(*shape)
     found = truncate_matrix(matrix, Wanted(rank=rank), "w")
     assert found.rank == min(rank, *shape)
-    assert relative_error(found.lost, found.squared) == pytest.approx(
-        least_error(matrix, rank), abs=1e-6
-    )
-    assert relative_error(found.lost, found.squared) == pytest.approx(
-        true_error(matrix, found), abs=1e-6
-    )
+    assert found.error == pytest.approx(least_error(matrix, rank), abs=1e-6)
+    assert found.error == pytest.approx(true_error(matrix, found), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_a_sketch_is_all_but_the_best(matrix, margin, monkeypatch):
     least = least_error(matrix, 4)
     error = true_error(matrix, found)
     assert least * (1 - 1e-6) <= error <= least * margin
-    assert relative_error(found.lost, found.squared) == pytest.approx(error, rel=1e-5)
+    assert found.error == pytest.approx(error, rel=1e-5)
 
 
 class Watch:
@@ -119,11 +115,11 @@ def test_factors_and_their_product_give_the_same(rows, inner, columns, rank, see
     from_factors = truncate_product(left, right, wanted, "w")
     matrix = left.astype(np.float64) @ right
     assert from_factors.rank <= min(rows, inner, columns, rank)
-    error = relative_error(from_factors.lost, from_factors.squared)
+    error = from_factors.error
     assert error == pytest.approx(true_error(matrix, from_factors), abs=1e-6)
     assert error == pytest.approx(least_error(matrix, rank), abs=1e-6)
     from_matrix = truncate_matrix(matrix.astype(np.float32), wanted, "w")
-    assert relative_error(from_matrix.lost, from_matrix.squared) == pytest.approx(error, abs=1e-5)
+    assert from_matrix.error == pytest.approx(error, abs=1e-5)
 
 
 @settings(deadline=None, max_examples=40)

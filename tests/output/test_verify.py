@@ -102,10 +102,8 @@ def test_every_flipped_bit_is_found(output):
     manifest_path(output).unlink()  # the file must do without help
     content = output.read_bytes()
     start = data_start(output)
-    text = len(content[:start].rstrip(b" "))
     bits = [
-        *range(8 * text),
-        *(8 * byte + byte % 8 for byte in range(text, start)),  # one in each byte of padding
+        *(8 * byte + byte % 8 for byte in range(start)),  # one in each byte of the header
         *range(8 * start, 8 * len(content)),
     ]
     unnoticed = []

@@ -24,14 +24,12 @@ def run_demo(
     *,
     output: Path | None = None,
     quick: bool = False,
-    prompts: int | None = None,
-    seeds: int | None = None,
 ) -> DemoResult:
     """Merge the three fine-tunes in several ways, show what the merges can do, return the numbers.
 
     With `output`, the merged models and a picture are left in that folder. `quick` takes few
-    prompts, rates and seeds; `prompts` (for each task) and `seeds` say how many.
+    prompts, rates and seeds.
     """
     from dare.demo.story import FULL, QUICK, tell
 
-    return tell(console, (QUICK if quick else FULL).with_counts(prompts, seeds), output)
+    return tell(console, QUICK if quick else FULL, output)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,34 +22,11 @@ from dare.inputs.sources import open_source
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.intp]
+Cache = dict[int, tuple[Floats, Floats]]
+"""Keys and values of the positions so far: for each layer [rows, heads, positions, size]."""
 
 _AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a model's config.json says of its shape."""
-
-    layers: int
-    heads: int
-    norm_epsilon: float
-    rope_theta: float
-    context: int
-
-    @classmethod
-    def read(cls, config: Path) -> Shape:
-        """Read a config.json as Hugging Face writes it."""
-        settings = json.loads(config.read_text(encoding="utf-8"))
-        if settings["num_key_value_heads"] != settings["num_attention_heads"]:
-            raise InputError(f"{config}: the demonstration's model has a key for each query head")
-        return cls(
-            layers=settings["num_hidden_layers"],
-            heads=settings["num_attention_heads"],
-            norm_epsilon=settings["rms_norm_eps"],
-            rope_theta=settings["rope_theta"],
-            context=settings["max_position_embeddings"],
-        )
 
 
 @dataclass(frozen=True)
@@ -66,83 +43,87 @@ class _Layer:
     down: Floats
 
 
-@dataclass
-class Cache:
-    """Keys and values of the positions so far: for each layer [rows, heads, positions, size]."""
-
-    keys: list[Floats] = field(default_factory=list)
-    values: list[Floats] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """How many positions there are so far."""
-        return self.keys[0].shape[2] if self.keys else 0
-
-
 class Llama:
     """A model in memory.
 
     `weights` is a directory with a safetensors file or such a file itself; `config` is the
-    config.json that tells its shape.
+    config.json that tells its shape, as Hugging Face writes it.
     """
 
     def __init__(self, weights: Path, config: Path) -> None:
-        self.shape = Shape.read(config)
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        self.context: int = settings["max_position_embeddings"]
+        self._heads: int = settings["num_attention_heads"]
+        self._epsilon = np.float32(settings["rms_norm_eps"])
+        if settings["num_key_value_heads"] != self._heads:
+            raise InputError(f"{config}: the demonstration's model has a key for each query head")
         tensors = read_weights(weights)
         self._embedding = tensors["model.embed_tokens.weight"]
         self._norm = tensors["model.norm.weight"]
-        self._layers = [_layer(tensors, index) for index in range(self.shape.layers)]
-        self._head_size = self._embedding.shape[1] // self.shape.heads
-        self._cosine, self._sine = _rotations(self.shape, self._head_size)
+        self._layers = [_layer(tensors, n) for n in range(settings["num_hidden_layers"])]
+        head_size = self._embedding.shape[1] // self._heads
+        frequencies = settings["rope_theta"] ** (-np.arange(0, head_size, 2) / head_size)
+        angles = np.outer(np.arange(self.context), np.tile(frequencies, 2))
+        self._cosine = np.cos(angles).astype(np.float32)
+        self._sine = np.sin(angles).astype(np.float32)
 
     def logits(self, tokens: Tokens, cache: Cache | None = None) -> Floats:
         """Score the next byte at each position: [rows, positions] to [rows, positions, 256].
 
-        With a cache the tokens go on where the earlier ones ended.
+        With a cache, which is empty at first, the tokens go on where the earlier ones ended.
         """
-        cache = Cache() if cache is None else cache
-        start = cache.length
         rows, positions = tokens.shape
+        start = cache[0][0].shape[2] if cache else 0
         angles = slice(start, start + positions)
         cosine, sine = self._cosine[angles], self._sine[angles]
         stream = self._embedding[tokens.ravel()]
         for index, layer in enumerate(self._layers):
-            normed = _normed(stream, layer.attention_norm, self.shape.norm_epsilon)
-            joined = (normed @ layer.query_key_value).reshape(
-                rows, positions, 3, self.shape.heads, -1
-            )
+            normed = self._normed(stream, layer.attention_norm)
+            joined = (normed @ layer.query_key_value).reshape(rows, positions, 3, self._heads, -1)
             query, key, value = joined.transpose(2, 0, 3, 1, 4)
-            key, value = _extended(
-                cache, index, _rotated(key, cosine, sine), np.ascontiguousarray(value)
-            )
-            mixed = _attended(_rotated(query, cosine, sine), key, value)
+            query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+            value = np.ascontiguousarray(value)
+            if start and cache:
+                earlier = zip(cache[index], (key, value), strict=True)
+                key, value = (np.concatenate(both, axis=2) for both in earlier)
+            if cache is not None:
+                cache[index] = key, value
+            mixed = _attended(query, key, value)
             stream += mixed.transpose(0, 2, 1, 3).reshape(stream.shape) @ layer.output
-            normed = _normed(stream, layer.inner_norm, self.shape.norm_epsilon)
+            normed = self._normed(stream, layer.inner_norm)
             gate, up = np.split(normed @ layer.gate_up, 2, axis=-1)
             stream += (_silu(gate) * up) @ layer.down
-        normed = _normed(stream, self._norm, self.shape.norm_epsilon)
+        normed = self._normed(stream, self._norm)
         return (normed @ self._embedding.T).reshape(rows, positions, -1)
+
+    def _normed(self, stream: Floats, weight: Floats) -> Floats:
+        mean_square: Floats = np.einsum("ij,ij->i", stream, stream)[:, None]
+        size = np.float32(stream.shape[1])
+        normed: Floats = stream / np.sqrt(mean_square / size + self._epsilon)
+        normed *= weight
+        return normed
+
+    def _in_parts(self, tokens: Tokens) -> Iterator[tuple[Floats, Tokens]]:
+        """Scores at each position but the last, and the bytes that follow, some rows at a time."""
+        rows = max(1, _AT_ONCE // tokens.shape[1])
+        for first in range(0, len(tokens), rows):
+            part = tokens[first : first + rows]
+            yield self.logits(part[:, :-1]), part[:, 1:]
 
     def write(self, prompts: Sequence[str], limit: int = 40) -> list[str]:
         """Continue each prompt greedily to the end of the line, or for `limit` bytes."""
-        written = [""] * len(prompts)
-        for rows in _by_length(prompts):
-            tokens = np.stack([_tokens(prompts[row]) for row in rows])
-            for row, text in zip(rows, self._write_on(tokens, limit), strict=True):
-                written[row] = text
-        return written
-
-    def _write_on(self, tokens: Tokens, limit: int) -> list[str]:
-        cache = Cache()
-        best = self.logits(tokens, cache)[:, -1].argmax(-1)
-        steps = [best]
-        ended = best == ord(END)
-        while len(steps) < limit and not ended.all():
-            best = self.logits(best[:, None], cache)[:, 0].argmax(-1)
-            steps.append(best)
-            ended |= best == ord(END)
-        lines = np.stack(steps, axis=1).astype(np.uint8)
-        return [line.tobytes().decode("latin-1").split(END)[0] for line in lines]
+        written: dict[int, str] = {}
+        for rows, tokens in _by_length(prompts):
+            cache: Cache = {}
+            best = self.logits(tokens, cache)[:, -1].argmax(-1)
+            steps, ended = [best], best == ord(END)
+            while len(steps) < limit and not ended.all():
+                best = self.logits(best[:, None], cache)[:, 0].argmax(-1)
+                steps.append(best)
+                ended |= best == ord(END)
+            lines = [bytes(line.tolist()).decode("latin-1") for line in np.stack(steps, axis=1)]
+            written |= zip(rows, (line.split(END)[0] for line in lines), strict=True)
+        return [written[row] for row in range(len(prompts))]
 
     def share_right(self, examples: Sequence[Example]) -> float:
         """Share of the examples that greedy decoding answers exactly right.
@@ -151,35 +132,19 @@ class Llama:
         after it, is the likeliest after those before. So one pass over prompt and answer tells
         what writing byte by byte would, several times faster.
         """
-        lines = [prompt + answer + END for prompt, answer in examples]
         right = 0
-        for rows in _by_length(lines):
-            tokens = np.stack([_tokens(lines[row]) for row in rows])
+        for rows, tokens in _by_length([prompt + answer + END for prompt, answer in examples]):
             starts = np.array([[len(examples[row].prompt)] for row in rows])
-            best = self._best(tokens[:, :-1])
+            best = np.concatenate([logits.argmax(-1) for logits, _ in self._in_parts(tokens)])
             before = np.arange(1, tokens.shape[1]) < starts
             right += int(((best == tokens[:, 1:]) | before).all(axis=1).sum())
         return right / len(examples)
 
-    def _best(self, tokens: Tokens) -> Tokens:
-        """The likeliest next byte at each position, some rows at a time."""
-        rows = max(1, _AT_ONCE // tokens.shape[1])
-        parts = [
-            self.logits(tokens[first : first + rows]).argmax(-1)
-            for first in range(0, len(tokens), rows)
-        ]
-        return np.concatenate(parts)
-
     def bits_per_byte(self, text: bytes) -> float:
         """Mean bits the model needs for a byte of a text, in windows as long as its context."""
-        context = self.shape.context
-        tokens = np.frombuffer(text, np.uint8)[: len(text) // context * context]
-        windows = tokens.astype(np.intp).reshape(-1, context)
-        rows = max(1, _AT_ONCE // context)
-        bits = [
-            _bits(self.logits(part[:, :-1]), part[:, 1:])
-            for part in (windows[first : first + rows] for first in range(0, len(windows), rows))
-        ]
+        tokens = np.frombuffer(text, np.uint8)[: len(text) // self.context * self.context]
+        windows = tokens.astype(np.intp).reshape(-1, self.context)
+        bits = [_bits(logits, targets) for logits, targets in self._in_parts(windows)]
         return float(np.concatenate(bits).mean())
 
 
@@ -213,12 +178,6 @@ def _layer(tensors: Mapping[str, Floats], index: int) -> _Layer:
     )
 
 
-def _rotations(shape: Shape, head_size: int) -> tuple[Floats, Floats]:
-    frequencies = shape.rope_theta ** (-np.arange(0, head_size, 2) / head_size)
-    angles = np.outer(np.arange(shape.context), np.tile(frequencies, 2))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
 def _rotated(heads: Floats, cosine: Floats, sine: Floats) -> Floats:
     half = heads.shape[-1] // 2
     turned = np.concatenate((-heads[..., half:], heads[..., :half]), axis=-1)
@@ -227,38 +186,17 @@ def _rotated(heads: Floats, cosine: Floats, sine: Floats) -> Floats:
     return turned
 
 
-def _extended(cache: Cache, layer: int, key: Floats, value: Floats) -> tuple[Floats, Floats]:
-    """Add a layer's keys and values to the cache; return all there are now."""
-    if layer == len(cache.keys):
-        cache.keys.append(key)
-        cache.values.append(value)
-    else:
-        cache.keys[layer] = np.concatenate((cache.keys[layer], key), axis=2)
-        cache.values[layer] = np.concatenate((cache.values[layer], value), axis=2)
-    return cache.keys[layer], cache.values[layer]
-
-
 def _attended(query: Floats, key: Floats, value: Floats) -> Floats:
     """Causal attention: the last query is at the last key."""
     scores: Floats = query @ key.swapaxes(-1, -2)
     scores *= np.float32(1 / math.sqrt(query.shape[-1]))
     queries, keys = scores.shape[-2:]
-    if queries > 1:
-        later = np.arange(keys) > np.arange(keys - queries, keys)[:, None]
-        scores[..., later] = -np.inf
+    scores[..., np.arange(keys) > np.arange(keys - queries, keys)[:, None]] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     mixed: Floats = scores @ value
     return mixed
-
-
-def _normed(stream: Floats, weight: Floats, epsilon: float) -> Floats:
-    mean_square: Floats = np.einsum("ij,ij->i", stream, stream)[:, None]
-    size = np.float32(stream.shape[1])
-    normed: Floats = stream / np.sqrt(mean_square / size + np.float32(epsilon))
-    normed *= weight
-    return normed
 
 
 def _silu(values: Floats) -> Floats:
@@ -279,13 +217,12 @@ def _bits(logits: Floats, targets: Tokens) -> Floats:
     return bits
 
 
-def _tokens(text: str) -> Tokens:
-    return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.intp)
-
-
-def _by_length(texts: Sequence[str]) -> list[list[int]]:
-    """Group the indices of texts of equal length, so that a batch needs no padding."""
+def _by_length(texts: Sequence[str]) -> list[tuple[list[int], Tokens]]:
+    """Texts of equal length together, with their places: so a batch needs no padding."""
     groups: dict[int, list[int]] = {}
     for index, text in enumerate(texts):
         groups.setdefault(len(text), []).append(index)
-    return list(groups.values())
+    return [
+        (rows, np.array([list(texts[row].encode("latin-1")) for row in rows], np.intp))
+        for rows in groups.values()
+    ]

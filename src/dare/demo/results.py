@@ -98,10 +98,6 @@ class DemoResult:
     output: str | None
     seconds: float
 
-    def row(self, name: str) -> Row:
-        """Find a row by its name."""
-        return next(row for row in self.rows if row.name == name)
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain dicts and lists, for JSON."""
         return asdict(self)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product, starmap
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -44,14 +45,13 @@ class Task:
 
     def examples(self, split: Split, count: int | None = None) -> list[Example]:
         """Return a split's examples in an order that is shuffled and always the same."""
-        return list(_shuffled(self, split)[:count])
+        return self._shuffled(split)[:count]
 
-
-@cache
-def _shuffled(task: Task, split: Split) -> tuple[Example, ...]:
-    examples = [example for home, example in task.all_examples() if home == split]
-    random.Random(task.name).shuffle(examples)  # noqa: S311
-    return tuple(examples)
+    @cache  # noqa: B019 (there are three, and they stay)
+    def _shuffled(self, split: Split) -> list[Example]:
+        examples = [example for home, example in self.all_examples() if home == split]
+        random.Random(self.name).shuffle(examples)  # noqa: S311
+        return examples
 
 
 def split_of(key: str) -> Split:
@@ -120,21 +120,9 @@ def held_out_english() -> bytes:
     return (DATA / "english.txt").read_bytes()
 
 
-def _all_add() -> Iterator[tuple[Split, Example]]:
-    return (add(a, b) for a in range(10, 100) for b in range(10, 100))
-
-
-def _all_sort() -> Iterator[tuple[Split, Example]]:
-    return (sort(word) for word in words())
-
-
-def _all_say() -> Iterator[tuple[Split, Example]]:
-    return (say(number) for number in range(100, 1000))
-
-
 TASKS: tuple[Task, ...] = (
-    Task("add", "addition", _all_add),
-    Task("sort", "sorting letters", _all_sort),
-    Task("say", "numbers in words", _all_say),
+    Task("add", "addition", lambda: starmap(add, product(range(10, 100), repeat=2))),
+    Task("sort", "sorting letters", lambda: map(sort, words())),
+    Task("say", "numbers in words", lambda: map(say, range(100, 1000))),
 )
 """The tasks, in the order in which they are shown."""

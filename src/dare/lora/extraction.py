@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import sqrt
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +23,17 @@ from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.names import match_names
-from dare.inputs.reading import read_floats
+from dare.inputs.reading import read_chunks
 from dare.inputs.sources import Source
+from dare.lora.reading import list_findings, reading
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
-from dare.lora.svd import Wanted, relative_error, truncate_matrix
-from dare.lora.writing import AdapterOutput, check_output, manifest_of, peft_config, readme_of
-from dare.tensors.chunks import chunk_spans
+from dare.lora.svd import Wanted, truncate_matrix
+from dare.lora.writing import AdapterOutput, peft_config
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
-
-FINDINGS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -48,50 +45,31 @@ class Change:
     notes: tuple[str, ...]
 
     def read_delta(self, tensor: str) -> Iterator[Floats]:
-        """A tensor's change, piece by piece."""
-        info = self.base.tensors[tensor]
-        for start, count in chunk_spans(info.elements):
-            change = read_floats(self.model, tensor, start, count)
-            if not self.model.holds_delta(tensor):
-                change -= read_floats(self.base, tensor, start, count)
-            yield change
+        """A tensor's change, chunk by chunk."""
+        if self.model.holds_delta(tensor):
+            return (delta for (delta,) in read_chunks([self.model], tensor))
+        return (tuned - base for tuned, base in read_chunks([self.model, self.base], tensor))
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
-        """A tensor of the model, piece by piece; the base's where the model has none."""
-        for start, count in chunk_spans(self.base.tensors[tensor].elements):
-            if tensor not in self.model.tensors:
-                yield read_floats(self.base, tensor, start, count)
-                continue
-            values = read_floats(self.model, tensor, start, count)
-            if self.model.holds_delta(tensor):
-                values += read_floats(self.base, tensor, start, count)
-            yield values
+        """A tensor of the model, chunk by chunk; the base's where the model has none."""
+        has_it = tensor in self.model.tensors
+        needs_base = not has_it or self.model.holds_delta(tensor)
+        sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
+        return (reduce(np.add, values) for values in read_chunks(sources, tensor))
 
     def read_matrix(self, tensor: str) -> Floats:
         """A matrix's whole change."""
-        matrix = np.empty(self.base.tensors[tensor].elements, np.float32)
-        position = 0
+        info = self.base.tensors[tensor]
+        matrix, start = np.empty(info.elements, np.float32), 0
         for piece in self.read_delta(tensor):
-            matrix[position : position + piece.size] = piece
-            position += piece.size
-        return matrix.reshape(self.base.tensors[tensor].shape)
+            matrix[start : start + piece.size] = piece
+            start += piece.size
+        return matrix.reshape(info.shape)
 
     def norm(self, tensor: str) -> float:
         """The Frobenius norm of a tensor's change."""
         squares = (np.square(piece, dtype=np.float64).sum() for piece in self.read_delta(tensor))
         return sqrt(float(sum(squares)))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What an adapter shall be like."""
-
-    wanted: Wanted
-    modules: tuple[str, ...] | None
-    save_others: bool
-    transposed: bool
-    tied: bool
-    """Whether the head is the embedding, so that neither can be stored without the other."""
 
 
 def extract_adapter(
@@ -116,145 +94,100 @@ def extract_adapter(
     inputs × outputs; if not given, the base's `config.json` does.
     """
     started = time.perf_counter()
-    base, model, target = Path(base), Path(model), Path(output)
-    config = read_config(base)
+    base, model = Path(base), Path(model)
+    config, wanted, kind = read_config(base), Wanted(rank, energy), weight_type(dtype)
     if fan_in_fan_out is None:
         fan_in_fan_out = config.get("model_type") in CONV1D_MODELS
-    asked = Asked(
-        Wanted(rank, energy),
-        None if modules is None else tuple(modules),
-        save_others,
-        transposed=fan_in_fan_out,
-        tied=config.get("tie_word_embeddings") is True,
-    )
-    kind = weight_type(dtype)
     change = _open(base, model)
-    check_output(target, [*change.base.files, *change.model.files], overwrite=overwrite)
-    chosen = _choose(change, asked)
-    with AdapterOutput(target, kind) as writing:
-        report = _write(change, chosen, asked, writing, started)
-        named = base_name or str(base.resolve())
-        writing.finish(
-            _config(report, asked, config, named),
-            manifest_of(
-                "extraction",
-                {
-                    "base": str(base.resolve()),
-                    "model": str(model.resolve()),
-                    "rank": rank,
-                    "energy": energy,
-                    "modules": modules and list(modules),
-                    "save_others": save_others,
-                    "dtype": kind.name,
-                    "report": report.to_dict(),
-                },
-            ),
-            readme_of("Extracted LoRA", named, str(report)),
-            overwrite=overwrite,
+    chosen = _choose(change, modules)
+    inputs = [*change.base.files, *change.model.files]
+    with AdapterOutput(Path(output), kind, inputs, overwrite=overwrite) as writing:
+        with reading([change.base, change.model]):
+            extracted = list(_extract(change, chosen, wanted, writing, transposed=fan_in_fan_out))
+            ranks = {module.name: module.rank for module in extracted}
+            if not ranks:
+                raise InputError(
+                    f"the model equals its base in all {len(chosen)} modules that were looked at; "
+                    "there is nothing to extract"
+                )
+            is_tied = config.get("tie_word_embeddings") is True
+            saved, left_out = _sort_others(change, set(ranks), save_others, is_tied)
+            for tensor in saved:
+                shape = change.base.tensors[tensor].shape
+                writing.put_saved(tensor, ranks, shape, change.read_tuned(tensor))
+        same = len(chosen) - len(ranks)
+        report = ExtractionReport(
+            output=writing.target,
+            modules=tuple(extracted),
+            notes=(*change.notes, *([f"{same} modules are as in the base"] if same else [])),
+            bytes_written=writing.bytes_written,
+            seconds=time.perf_counter() - started,
+            saved=tuple(saved),
+            left_out=tuple(left_out),
         )
+        owners = {tensor.rpartition(".")[0] for tensor in saved}
+        architecture = str((config.get("architectures") or [""])[0])
+        is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        adapter_config = peft_config(
+            ranks,
+            base_model_name_or_path=base_name or str(base.resolve()),
+            task_type="CAUSAL_LM" if is_causal else None,
+            fan_in_fan_out=fan_in_fan_out,
+            bias="lora_only" if owners & set(ranks) else "none",
+            modules_to_save=sorted(owners - set(ranks)) or None,
+        )
+        made = {
+            "base": str(base.resolve()),
+            "model": str(model.resolve()),
+            "rank": rank,
+            "energy": energy,
+            "modules": modules and list(modules),
+            "save_others": save_others,
+            "dtype": kind.name,
+        }
+        writing.finish(report, adapter_config, made)
     return report
-
-
-def _write(
-    change: Change, chosen: Sequence[str], asked: Asked, output: AdapterOutput, started: float
-) -> ExtractionReport:
-    """Everything but the directory: the tensors, and what is to be said of them."""
-    with ExitStack() as stack:
-        for source in (change.base, change.model):
-            stack.enter_context(source)
-        modules = list(_write_modules(change, chosen, asked, output))
-        if not modules:
-            raise InputError(
-                f"the model equals its base in all {len(chosen)} modules that were looked at; "
-                "there is nothing to extract"
-            )
-        targets = {module.name for module in modules}
-        saved, left_out = _sort_others(change, targets, asked)
-        for tensor in saved:
-            module, _, parameter = tensor.rpartition(".")
-            key = f"{module}.base_layer.{parameter}" if module in targets else tensor
-            output.put_pieces(key, change.base.tensors[tensor].shape, change.read_tuned(tensor))
-        for source in (change.base, change.model):
-            source.check_unchanged()
-    same = len(chosen) - len(modules)
-    return ExtractionReport(
-        output=output.target,
-        modules=tuple(modules),
-        notes=(*change.notes, *([f"{same} modules are as in the base"] if same else [])),
-        bytes_written=output.bytes_written,
-        seconds=time.perf_counter() - started,
-        saved=tuple(saved),
-        left_out=tuple(left_out),
-    )
-
-
-def _config(
-    report: ExtractionReport, asked: Asked, config: Mapping[str, Any], base_name: str
-) -> dict[str, Any]:
-    targets = {module.name: module.rank for module in report.modules}
-    owners = {tensor.rpartition(".")[0] for tensor in report.saved}
-    architecture = str((config.get("architectures") or [""])[0])
-    is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
-    return peft_config(
-        targets,
-        base_model_name_or_path=base_name,
-        task_type="CAUSAL_LM" if is_causal else None,
-        fan_in_fan_out=asked.transposed,
-        bias="lora_only" if owners & set(targets) else "none",
-        modules_to_save=sorted(owners - set(targets)) or None,
-    )
-
-
-# ---------------------------------------------------------------- base and model
 
 
 def _open(base: Path, model: Path) -> Change:
     opened = open_model(base)
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter, and a base must be a whole model")
-    matched = match_names(
-        opened,
-        open_model(model),
-        model.name,
-        base_config=read_config(base),
-        model_config=read_config(model),
-    )
-    _check_names(opened, matched.source, model)
-    return Change(opened, matched.source, matched.notes)
-
-
-def _check_names(base: Source, model: Source, path: Path) -> None:
-    missing = [] if model.is_partial else sorted(set(base.tensors) - set(model.tensors))
-    extra = sorted(set(model.tensors) - set(base.tensors))
-    problems = [f"{name}: not in {path}" for name in missing]
-    problems += [f"{name}: in {path}, not in the base" for name in extra]
+    configs = {"base_config": read_config(base), "model_config": read_config(model)}
+    matched = match_names(opened, open_model(model), model.name, **configs)
+    ours, theirs = set(opened.tensors), set(matched.source.tensors)
+    missing = [] if matched.source.is_partial else sorted(ours - theirs)
+    problems = [f"{name}: not in {model}" for name in missing]
+    problems += [f"{name}: in {model}, not in the base" for name in sorted(theirs - ours)]
     if problems:
-        more = len(problems) - FINDINGS_SHOWN
-        shown = [*problems[:FINDINGS_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
         raise MismatchError(
             "the model is not a fine-tune of this base, tensor by tensor; "
-            "give the base that it was made from:\n  " + "\n  ".join(shown)
+            "give the base that it was made from:\n  " + list_findings(problems)
         )
+    return Change(opened, matched.source, matched.notes)
 
 
 # ---------------------------------------------------------------- the modules
 
 
-def _choose(change: Change, asked: Asked) -> list[str]:
+def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     """The modules to extract, in order of name."""
     linear = [name for name in sorted(change.base.tensors) if _is_linear(change, name)]
-    if asked.modules is None:
-        chosen = [name for name in linear if not is_embedding(name)]
-        return [name.removesuffix(".weight") for name in chosen]
+    if patterns is None:
+        return [name.removesuffix(".weight") for name in linear if not is_embedding(name)]
     modules = [name.removesuffix(".weight") for name in linear]
-    for pattern in asked.modules:
-        if not any(_matches(module, pattern) for module in modules):
+    chosen: set[str] = set()
+    for pattern in patterns:
+        ways = (pattern, f"*.{pattern}")
+        matching = {m for m in modules if any(fnmatch.fnmatchcase(m, way) for way in ways)}
+        if not matching:
             last_names = {module.rpartition(".")[2] for module in modules}
             raise RecipeError(
                 f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}; "
                 f"there are {', '.join(sorted(last_names)) or 'none'}"
             )
-    return [m for m in modules if any(_matches(m, pattern) for pattern in asked.modules)]
+        chosen |= matching
+    return sorted(chosen)
 
 
 def _is_linear(change: Change, tensor: str) -> bool:
@@ -270,29 +203,24 @@ def _is_linear(change: Change, tensor: str) -> bool:
     )
 
 
-def _matches(module: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
-
-
-def _write_modules(
-    change: Change, chosen: Sequence[str], asked: Asked, output: AdapterOutput
+def _extract(
+    change: Change, chosen: Sequence[str], wanted: Wanted, output: AdapterOutput, transposed: bool
 ) -> Iterator[ModuleReport]:
     for module in chosen:
         matrix = change.read_matrix(f"{module}.weight")
-        low_rank = truncate_matrix(matrix.T if asked.transposed else matrix, asked.wanted, module)
-        if low_rank.rank == 0:
-            continue
-        output.put(f"{module}.lora_A.weight", low_rank.right)
-        output.put(f"{module}.lora_B.weight", low_rank.left)
-        error = relative_error(low_rank.lost, low_rank.squared)
-        yield ModuleReport(module, (), low_rank.rank, norm=sqrt(low_rank.squared), error=error)
+        low_rank = truncate_matrix(matrix.T if transposed else matrix, wanted, module)
+        if low_rank.rank:
+            output.put(f"{module}.lora_A.weight", low_rank.right)
+            output.put(f"{module}.lora_B.weight", low_rank.left)
+            norm = sqrt(low_rank.squared)
+            yield ModuleReport(module, (), low_rank.rank, norm, low_rank.error)
 
 
 # ---------------------------------------------------------------- everything else
 
 
 def _sort_others(
-    change: Change, targets: set[str], asked: Asked
+    change: Change, targets: set[str], save_others: bool, is_tied: bool
 ) -> tuple[list[str], list[LeftOut]]:
     """Of the tensors that are not extracted, those to store in full and those to leave out."""
     saved: set[str] = set()
@@ -305,38 +233,30 @@ def _sort_others(
         if info.shape != tuned.shape:
             shapes = " and ".join("×".join(map(str, shape)) for shape in (info.shape, tuned.shape))
             left_out.append(LeftOut(tensor, 0.0, f"another shape in base and model ({shapes})"))
-            continue
-        norm = change.norm(tensor)
-        if not norm:
-            continue
-        reason = _why_not_saved(change, tensor, targets, asked)
-        if reason:
-            left_out.append(LeftOut(tensor, norm, reason))
-        else:
-            saved |= _stored_together(change, tensor, targets)
+        elif norm := change.norm(tensor):
+            module = tensor.rpartition(".")[0]
+            together = {name for name in change.base.tensors if name.startswith(f"{module}.")}
+            reason = "no linear layer that was chosen, and save_others is not set"
+            if save_others:
+                reason = _why_not_saved(change, tensor, targets, together, is_tied)
+            if reason:
+                left_out.append(LeftOut(tensor, norm, reason))
+            else:  # PEFT stores a module as a whole; of one with a LoRA, the bias alone
+                saved |= {tensor} if module in targets else together
     return sorted(saved), left_out
 
 
-def _why_not_saved(change: Change, tensor: str, targets: set[str], asked: Asked) -> str:
+def _why_not_saved(
+    change: Change, tensor: str, targets: set[str], together: set[str], is_tied: bool
+) -> str:
     """The reason why a changed tensor cannot be stored in full; empty if it can."""
     module, _, parameter = tensor.rpartition(".")
-    if not asked.save_others:
-        return "no linear layer that was chosen, and save_others is not set"
-    if asked.tied and (is_tied_embedding(tensor) or is_tied_head(tensor)):
+    if is_tied and (is_tied_embedding(tensor) or is_tied_head(tensor)):
         return "embedding and head are tied, and PEFT would store one without the other"
     if module in targets:
         return "" if parameter == "bias" else "beside a LoRA, PEFT stores nothing but a bias"
-    inside = [name for name in change.base.tensors if name.startswith(f"{module}.")]
-    if not module or any("." in name.removeprefix(f"{module}.") for name in inside):
+    if not module or any("." in name.removeprefix(f"{module}.") for name in together):
         return "its module holds other modules, and PEFT would store them all"
-    if not all(change.base.tensors[name].dtype.is_weight for name in inside):
+    if not all(change.base.tensors[name].dtype.is_weight for name in together):
         return "its module also holds tensors that are no weights"
     return ""
-
-
-def _stored_together(change: Change, tensor: str, targets: set[str]) -> set[str]:
-    """All tensors of a module, because PEFT stores it as a whole; a LoRA's bias alone."""
-    module = tensor.rpartition(".")[0]
-    if module in targets:
-        return {tensor}
-    return {name for name in change.base.tensors if name.startswith(f"{module}.")}

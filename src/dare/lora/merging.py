@@ -15,39 +15,30 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
+from dare.inputs.reading import read_chunks, read_floats
 from dare.inputs.sources import ArraySource
-from dare.lora.reading import AdapterFile, open_adapters, reading
+from dare.lora.reading import AdapterFile, Pair, open_adapters, reading
 from dare.lora.reports import AdapterReport, ModuleReport
-from dare.lora.svd import (
-    LowRank,
-    Wanted,
-    relative_error,
-    truncate_matrix,
-    truncate_product,
-    working_bytes,
-)
-from dare.lora.writing import AdapterOutput, check_output, manifest_of, peft_config, readme_of
+from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
+from dare.lora.writing import AdapterOutput, peft_config
 from dare.output.writer import ArraySink
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
-from dare.run.execute import Conclusions, draw_conclusions, execute
-from dare.tensors.chunks import chunk_spans
+from dare.run.execute import draw_conclusions, execute
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
-from dare.tensors.header import TensorInfo
 from dare.tensors.mask import MASK_VERSION
 from dare.tensors.sizes import show_size
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
-F32 = STORAGE_TYPES["F32"]
 
 COMBINES = ("linear", "sum", "ties")
 """Combine stages that need nothing of the base."""
@@ -61,30 +52,30 @@ class Module:
     name: str
     owners: tuple[int, ...]
     """The adapters that have it, by their place."""
-    ranks: tuple[int, ...]
-    """The rank in each of those."""
-    shape: tuple[int, int]
-    """Rows of lora_B, columns of lora_A."""
-    kernel: tuple[int, ...]
-    """What follows the rank in the shape of lora_A: its columns, or channels and kernel."""
-    ones: tuple[int, ...]
-    """What follows the rank in the shape of lora_B: nothing, or a 1 for each kernel dimension."""
-    is_embedding: bool
-    is_transposed: bool
-    """Whether the base stores the transpose of B·A."""
+    pairs: tuple[Pair, ...]
+    """The factors in each of those."""
+    order: Literal["C", "F"]
+    """How the base stores B·A: by rows, or its transpose."""
     has_bias: bool
 
     @property
-    def tensor(self) -> str:
-        """The base's tensor that it changes."""
-        return f"{self.name}.weight"
+    def ranks(self) -> tuple[int, ...]:
+        """The rank in each adapter that has it."""
+        return tuple(pair.rank for pair in self.pairs)
 
-    def put(self, output: AdapterOutput, left: Floats, right: Floats) -> None:
-        """Store both factors as PEFT does."""
-        word, end = ("embedding_", "") if self.is_embedding else ("", ".weight")
-        rank = right.shape[0]
-        output.put(f"{self.name}.lora_{word}A{end}", right.reshape(rank, *self.kernel))
-        output.put(f"{self.name}.lora_{word}B{end}", left.reshape(-1, rank, *self.ones))
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of lora_B, columns of lora_A."""
+        return self.pairs[0].up.shape[0], math.prod(self.pairs[0].down.shape[1:])
+
+    def put(self, output: AdapterOutput, merged: LowRank) -> None:
+        """Store both factors as PEFT does, with the dimensions of a convolution at the end."""
+        pair, rank = self.pairs[0], merged.rank
+        word, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
+        right = merged.right.reshape(rank, *pair.down.shape[1:])
+        output.put(f"{self.name}.lora_{word}A{end}", right)
+        left = merged.left.reshape(-1, rank, *pair.up.shape[2:])
+        output.put(f"{self.name}.lora_{word}B{end}", left)
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ class AdapterPlan:
     """None keeps everything."""
     weights: tuple[float, ...]
     dtype: StorageType
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def method(self) -> str:
@@ -108,7 +99,7 @@ class AdapterPlan:
     @property
     def is_additive(self) -> bool:
         """Whether the result is a weighted sum of the deltas as they are."""
-        return len(self.recipe.chain) == 1 and self.method in ADDITIVE
+        return self.method in ADDITIVE
 
     @property
     def route(self) -> str:
@@ -117,86 +108,40 @@ class AdapterPlan:
             return "by concatenation"
         return "by SVD of the factors" if self.is_additive else "by SVD of whole matrices"
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """What the adapters are called."""
         return tuple(adapter.name for adapter in self.adapters)
 
-    def coefficient(self, tensor: str, adapter: int) -> float:
-        """The weight of an adapter for one tensor, with the scale."""
-        return self.recipe.weight_for(tensor, adapter) * self.recipe.scale
-
-    @property
-    def largest(self) -> Module:
-        """The module that takes most memory."""
-        return max(self.modules, key=self._module_bytes)
-
     @property
     def working_bytes(self) -> int:
         """About the most memory that one module takes; there is never more than one."""
-        return self._module_bytes(self.largest)
+        return max(map(self._module_bytes, self.modules))
 
     def _module_bytes(self, module: Module) -> int:
-        rows, columns = module.shape
         if self.wanted is not None and not self.is_additive:
             return working_bytes(module.shape, self.wanted)
-        factors = sum(module.ranks) * (rows + columns) * 4
+        factors = sum(module.ranks) * sum(module.shape) * 4
         return factors * (2 if self.wanted is None else 6)
-
-    @cached_property
-    def inputs(self) -> list[Path]:
-        """Every file that is read."""
-        return [file for adapter in self.adapters for file in adapter.files]
 
     @cached_property
     def elementwise(self) -> Plan:
         """The same merge as the engine sees it: deltas onto a base of zeros."""
-        shapes = {
-            name: info.shape for adapter in self.adapters for name, info in adapter.tensors.items()
-        }
-        zero = np.zeros(1, np.float32)
-        base = ArraySource(
-            {
-                name: (F32, shape, np.broadcast_to(zero, math.prod(shape)))
-                for name, shape in shapes.items()
-            }
-        )
-        return make_plan(self.recipe, base, self.adapters, self.names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, ready for JSON."""
-        return {
-            "method": self.method,
-            "route": self.route,
-            "adapters": [
-                {"name": name, "path": str(adapter.path), "weight": weight}
-                for name, adapter, weight in zip(
-                    self.names, self.adapters, self.weights, strict=True
-                )
-            ],
-            "rank": self.wanted and self.wanted.rank,
-            "energy": self.wanted and self.wanted.energy,
-            "modules": [
-                {
-                    "name": module.name,
-                    "adapters": [self.names[owner] for owner in module.owners],
-                    "ranks": list(module.ranks),
-                }
-                for module in self.modules
-            ],
-            "working_bytes": self.working_bytes,
-            "notes": list(self.notes),
-        }
+        zero, kind = np.zeros(1, np.float32), STORAGE_TYPES["F32"]
+        infos = [info for adapter in self.adapters for info in adapter.tensors.values()]
+        zeros = {i.name: (kind, i.shape, np.broadcast_to(zero, i.elements)) for i in infos}
+        return make_plan(self.recipe, ArraySource(zeros), self.adapters, self.names)
 
     def __str__(self) -> str:
         """The plan in a few lines."""
+        largest = max(self.modules, key=self._module_bytes).name
         lines = [
             f"{self.method} of {len(self.adapters)} adapters ({', '.join(self.names)}): "
             f"{len(self.modules)} modules, {self.route}",
-            f"  one module at a time, about {show_size(self.working_bytes)} "
-            f"for {self.largest.name}",
+            f"one module at a time, about {show_size(self.working_bytes)} for {largest}",
+            *(f"note: {note}" for note in self.notes),
         ]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n  ".join(lines)
 
 
 def plan_adapters(
@@ -221,11 +166,14 @@ def plan_adapters(
     name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`.
     `max_memory` is for the buffers and factors of methods that work on single elements.
     """
-    recipe = _recipe(
-        adapters,
-        weights,
-        stages,
-        drop_rate,
+    tables = {name: dict(table) for name, table in (stages or {}).items()}
+    if drop_rate is not None:
+        tables.setdefault("dare", {})["drop_rate"] = drop_rate
+    recipe = Recipe(  # which checks all settings
+        base="zeros",
+        models=_entries(adapters, weights),
+        stages=tables,
+        verbose=False,
         method=method,
         tensors=tuple(tensors),
         seed=seed,
@@ -241,15 +189,13 @@ def plan_adapters(
         )
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
-    weights = _plain_weights(recipe)
     plan = AdapterPlan(
         recipe,
-        tuple(opened),
-        _modules(opened, recipe),
+        opened,
+        tuple(_modules(opened, recipe)),
         wanted,
-        weights,
+        _plain_weights(recipe),
         weight_type(dtype),
-        notes=(),
     )
     if wanted is None and not plan.is_additive:
         raise RecipeError(
@@ -261,29 +207,12 @@ def plan_adapters(
     return replace(plan, notes=tuple(_notes(plan)))
 
 
-class MergeSettings(TypedDict, total=False):
-    """The settings of `plan_adapters`, by their names."""
-
-    weights: Sequence[float] | None
-    method: str
-    rank: int | None
-    energy: float | None
-    drop_rate: float | None
-    stages: Mapping[str, Mapping[str, Any]] | None
-    tensors: Sequence[TensorRule]
-    seed: int
-    scale: float
-    dtype: str
-    threads: int | None
-    max_memory: int | str
-
-
 def merge_adapters(
     adapters: Sequence[AnyPath | ModelEntry],
     output: AnyPath,
     *,
     overwrite: bool = False,
-    **settings: Unpack[MergeSettings],
+    **settings: Any,
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into one; settings are those of `plan_adapters`.
 
@@ -295,22 +224,26 @@ def merge_adapters(
 def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> AdapterReport:
     """Carry a plan out: write the adapter and say what was done."""
     started = time.perf_counter()
-    target = Path(output)
-    check_output(target, plan.inputs, overwrite=overwrite)
-    with AdapterOutput(target, plan.dtype) as writing:
-        if plan.wanted is None or plan.is_additive:
-            with reading(plan.adapters):
-                modules = list(_write_sums(plan, writing))
-        else:
-            modules = list(_write_elementwise(plan, writing))
+    inputs = [file for adapter in plan.adapters for file in adapter.files]
+    with AdapterOutput(Path(output), plan.dtype, inputs, overwrite=overwrite) as writing:
+        modules = []
+        for module, merged, bias in _summed(plan) if plan.is_additive else _elementwise(plan):
+            if merged.rank == 0:
+                continue
+            module.put(writing, merged)
+            if bias is not None:
+                writing.put(f"{module.name}.lora_B.bias", bias)
+            norm = math.sqrt(merged.squared)
+            modules.append(ModuleReport(module.name, module.ranks, merged.rank, norm, merged.error))
         if not modules:
             raise InputError("the merged change is zero in every module; there is nothing to write")
-        with reading(plan.adapters):
-            averaged = _write_averages(plan, {module.name for module in modules}, writing)
+        averaged = _write_averages(plan, {module.name for module in modules}, writing)
+        left = len(plan.modules) - len(modules)
+        left_out = [f"{left} modules are left out: their merged change is zero"] if left else []
         report = AdapterReport(
-            output=target,
+            output=writing.target,
             modules=tuple(modules),
-            notes=(*plan.notes, *_unchanged(plan, modules)),
+            notes=(*plan.notes, *left_out),
             bytes_written=writing.bytes_written,
             seconds=time.perf_counter() - started,
             method=plan.method,
@@ -318,42 +251,27 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             adapters=plan.names,
             weights=plan.weights,
             seeds=None if plan.is_additive else plan.recipe.seeds(),
-            averaged=tuple(averaged),
+            averaged=averaged,
         )
-        config = _config(plan, modules)
-        readme = readme_of("Merged LoRA", config["base_model_name_or_path"], str(report))
-        writing.finish(config, _manifest(plan, report), readme, overwrite=overwrite)
+        writing.finish(report, _config(plan, modules), _how(plan))
     return report
 
 
 # ---------------------------------------------------------------- the plan
 
 
-def _recipe(
-    adapters: Sequence[AnyPath | ModelEntry],
-    weights: Sequence[float] | None,
-    stages: Mapping[str, Mapping[str, Any]] | None,
-    drop_rate: float | None,
-    **settings: Any,
-) -> Recipe:
-    """The recipe of the same merge, which checks all settings."""
+def _entries(
+    adapters: Sequence[AnyPath | ModelEntry], weights: Sequence[float] | None
+) -> list[ModelEntry]:
     if isinstance(adapters, str | PathLike):
         raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of directories")
     if weights is not None and len(weights) != len(adapters):
         raise RecipeError(f"weights: {len(weights)} given for {len(adapters)} adapters")
-    tables = {name: dict(table) for name, table in (stages or {}).items()}
-    if drop_rate is not None:
-        tables.setdefault("dare", {})["drop_rate"] = drop_rate
-    entries = [
-        adapter if isinstance(adapter, ModelEntry) else ModelEntry(file=adapter)
-        for adapter in adapters
-    ]
-    if weights is not None:
-        entries = [
-            entry.model_copy(update={"weight": weight})
-            for entry, weight in zip(entries, weights, strict=True)
-        ]
-    return Recipe(base="zeros", models=entries, stages=tables, verbose=False, **settings)
+    entries = [a if isinstance(a, ModelEntry) else ModelEntry(file=a) for a in adapters]
+    if weights is None:
+        return entries
+    given = zip(entries, weights, strict=True)
+    return [entry.model_copy(update={"weight": weight}) for entry, weight in given]
 
 
 def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
@@ -365,29 +283,19 @@ def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
     return tuple(map(float, weights))
 
 
-def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> tuple[Module, ...]:
-    owners: dict[str, list[int]] = {}
-    for place, adapter in enumerate(adapters):
-        for name in adapter.pairs:
-            if recipe.weight_for(f"{name}.weight", place) != 0:
-                owners.setdefault(name, []).append(place)
-    return tuple(_module(name, adapters, owners[name]) for name in sorted(owners))
-
-
-def _module(name: str, adapters: Sequence[AdapterFile], owners: Sequence[int]) -> Module:
-    pairs = [adapters[place].pairs[name] for place in owners]
-    down, up = pairs[0].down.shape, pairs[0].up.shape
-    return Module(
-        name=name,
-        owners=tuple(owners),
-        ranks=tuple(pair.rank for pair in pairs),
-        shape=(up[0], int(np.prod(down[1:]))),
-        kernel=down[1:],
-        ones=up[2:],
-        is_embedding=pairs[0].is_embedding,
-        is_transposed=pairs[0].is_embedding or adapters[0].adapter.fan_in_fan_out,
-        has_bias=any(name in adapter.biases for adapter in adapters),
-    )
+def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module]:
+    """The modules that an adapter changes with a weight other than 0, in order of name."""
+    for name in sorted({name for adapter in adapters for name in adapter.pairs}):
+        owners = [
+            place
+            for place, adapter in enumerate(adapters)
+            if name in adapter.pairs and recipe.weight_for(f"{name}.weight", place) != 0
+        ]
+        if owners:
+            pairs = tuple(adapters[place].pairs[name] for place in owners)
+            is_transposed = pairs[0].is_embedding or adapters[0].adapter.fan_in_fan_out
+            has_bias = any(name in adapter.biases for adapter in adapters)
+            yield Module(name, tuple(owners), pairs, "F" if is_transposed else "C", has_bias)
 
 
 def _notes(plan: AdapterPlan) -> Iterator[str]:
@@ -403,7 +311,7 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
             f"{len(partial)} of {len(plan.modules)} modules are not in every adapter; "
             "where one lacks a module, it changes nothing there"
         )
-    if plan.adapters[0].saved:
+    if plan.adapters[0].saved.tensors:
         total = sum(plan.weights)
         if total == 0:
             raise RecipeError(
@@ -412,61 +320,49 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
             )
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
         yield f"what is stored in full is averaged by {how}, and nothing in it is dropped or scaled"
-    if not plan.is_additive:
-        yield from (str(warning) for warning in plan.elementwise.warnings)
-        if _changes_over_layers(plan.recipe):
-            yield (
-                "settings that change over the layers: the base is not known, so the last layer "
-                "is the last one that an adapter changes"
-            )
-        if "dare" in plan.method:
-            yield (
-                "dropping adds noise of full rank, which a low rank cuts off again; most of the "
-                "error that is reported is this noise"
-            )
-
-
-def _changes_over_layers(recipe: Recipe) -> bool:
-    tables = [
-        *(settings for _, settings in recipe.chain),
-        *(entry.settings for entry in recipe.models),
-        *(rule.settings for rule in recipe.tensors),
-    ]
-    return any(isinstance(value, list) for table in tables for value in table.values())
-
-
-def _unchanged(plan: AdapterPlan, written: Sequence[ModuleReport]) -> Iterator[str]:
-    left = len(plan.modules) - len(written)
-    if left:
-        yield f"{left} modules are left out: their merged change is zero"
+    if plan.is_additive:
+        return
+    yield from (str(warning) for warning in plan.elementwise.warnings)
+    recipe = plan.recipe
+    tables = [settings for _, settings in recipe.chain]
+    tables += [entry.settings for entry in recipe.models]
+    tables += [rule.settings for rule in recipe.tensors]
+    if any(isinstance(value, list) for table in tables for value in table.values()):
+        yield (
+            "settings that change over the layers: the base is not known, so the last layer "
+            "is the last one that an adapter changes"
+        )
+    if "dare" in plan.method:
+        yield (
+            "dropping adds noise of full rank, which a low rank cuts off again; most of the "
+            "error that is reported is this noise"
+        )
 
 
 # ---------------------------------------------------------------- the modules
 
+Merged = tuple[Module, LowRank, Floats | None]
+"""A module, its merged factors, and the bias of lora_B where there is one."""
 
-def _write_sums(plan: AdapterPlan, output: AdapterOutput) -> Iterator[ModuleReport]:
+
+def _summed(plan: AdapterPlan) -> Iterator[Merged]:
     """Modules of a weighted sum, from their factors alone."""
-    for module in plan.modules:
-        stacked = _stack(plan, module)
-        if plan.wanted is not None:
-            low_rank = truncate_product(stacked.left, stacked.right, plan.wanted, module.name)
-            stacked = replace(low_rank, squared=stacked.squared)
-        if stacked.rank == 0:
-            continue
-        module.put(output, stacked.left, stacked.right)
-        if module.has_bias:
-            output.put(f"{module.name}.lora_B.bias", _bias_sum(plan, module))
-        yield _module_report(module, stacked)
+    with reading(plan.adapters):
+        for module in plan.modules:
+            merged = _stack(plan, module)
+            if plan.wanted is not None:
+                cut = truncate_product(merged.left, merged.right, plan.wanted, module.name)
+                merged = replace(cut, squared=merged.squared)
+            yield module, merged, _bias_sum(plan, module) if module.has_bias else None
 
 
 def _stack(plan: AdapterPlan, module: Module) -> LowRank:
     """All factors of a module side by side, with weights and scalings in the left ones."""
     lefts, rights = [], []
-    for owner in module.owners:
-        adapter = plan.adapters[owner]
-        down, up = adapter.read_pair(module.name)
-        factor = plan.coefficient(module.tensor, owner) * adapter.pairs[module.name].scaling
-        lefts.append(up * np.float32(factor))
+    for owner, pair in zip(module.owners, module.pairs, strict=True):
+        down, up = plan.adapters[owner].read_pair(module.name)
+        weight = plan.recipe.weight_for(f"{module.name}.weight", owner)
+        lefts.append(up * np.float32(weight * plan.recipe.scale * pair.scaling))
         rights.append(down)
     left, right = np.concatenate(lefts, axis=1), np.concatenate(rights)
     wide, tall = right.astype(np.float64), left.astype(np.float64)
@@ -475,74 +371,48 @@ def _stack(plan: AdapterPlan, module: Module) -> LowRank:
 
 
 def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
-    total = np.zeros(module.shape[0], np.float32)
+    rows, tensor = module.shape[0], f"{module.name}.bias"
+    total = np.zeros(rows, np.float32)
     for owner in module.owners:
         if module.name in plan.adapters[owner].biases:
-            bias = plan.adapters[owner].read_bias(module.name)
-            total += np.float32(plan.coefficient(f"{module.name}.bias", owner)) * bias
+            bias = read_floats(plan.adapters[owner], tensor, 0, rows)
+            weight = plan.recipe.weight_for(tensor, owner)
+            total += np.float32(weight * plan.recipe.scale) * bias
     return total
 
 
-def _write_elementwise(plan: AdapterPlan, output: AdapterOutput) -> Iterator[ModuleReport]:
+def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
     """Modules whose ΔW is dropped and combined element by element, then truncated."""
     assert plan.wanted is not None  # or the rank would be full
-    tensors = {tensor.name: tensor for tensor in plan.elementwise.tensors}
-    conclusions = draw_conclusions(plan.elementwise)
+    whole = plan.elementwise
+    tensors = {tensor.name: tensor for tensor in whole.tensors}
+    conclusions = draw_conclusions(whole)
+
+    def merge(name: str) -> Floats:
+        """Let the engine merge one tensor of the plan; flat."""
+        sink = ArraySink([tensors[name].base])
+        execute(replace(whole, tensors=(tensors[name],)), sink, known=conclusions)
+        return sink.arrays[name].view(np.float32)
+
     for module in plan.modules:
-        merged = _merge_tensor(plan.elementwise, tensors[module.tensor], conclusions)
-        matrix = (
-            merged.reshape(-1, module.shape[0]).T
-            if module.is_transposed
-            else merged.reshape(module.shape)
-        )
-        low_rank = truncate_matrix(matrix, plan.wanted, module.name)
-        if low_rank.rank == 0:
-            continue
-        module.put(output, low_rank.left, low_rank.right)
-        if module.has_bias:
-            bias = _merge_tensor(plan.elementwise, tensors[f"{module.name}.bias"], conclusions)
-            output.put(f"{module.name}.lora_B.bias", bias)
-        yield _module_report(module, low_rank)
+        matrix = merge(f"{module.name}.weight").reshape(module.shape, order=module.order)
+        merged = truncate_matrix(matrix, plan.wanted, module.name)
+        yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
-def _merge_tensor(plan: Plan, tensor: TensorPlan, conclusions: Conclusions) -> Floats:
-    """Let the engine merge one tensor of the plan; flat."""
-    sink = ArraySink([tensor.base])
-    execute(replace(plan, tensors=(tensor,)), sink, known=conclusions)
-    return sink.arrays[tensor.name].view(np.float32)
-
-
-def _module_report(module: Module, written: LowRank) -> ModuleReport:
-    return ModuleReport(
-        module.name,
-        module.ranks,
-        written.rank,
-        norm=float(np.sqrt(written.squared)),
-        error=relative_error(written.lost, written.squared),
-    )
-
-
-# ---------------------------------------------------------------- what is stored in full
-
-
-def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput) -> list[str]:
+def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput) -> tuple[str, ...]:
+    """Store what all adapters hold in full, averaged by their weights."""
     total = sum(plan.weights)
-    shares = [np.float32(weight / total) for weight in plan.weights] if total else []
-    for tensor, info in plan.adapters[0].saved.items():
-        module, _, parameter = tensor.rpartition(".")
-        key = f"{module}.base_layer.{parameter}" if module in targets else tensor
-        output.put_pieces(key, info.shape, _average(plan, tensor, info, shares))
-    return list(plan.adapters[0].saved)
-
-
-def _average(
-    plan: AdapterPlan, tensor: str, info: TensorInfo, shares: Sequence[np.float32]
-) -> Iterator[Floats]:
-    for start, count in chunk_spans(info.elements):
-        total = np.zeros(count, np.float32)
-        for adapter, share in zip(plan.adapters, shares, strict=True):
-            total += share * adapter.read_saved(tensor, start, count)
-        yield total
+    saved = [adapter.saved for adapter in plan.adapters]
+    with reading(saved):
+        for tensor, info in saved[0].tensors.items():
+            shares = [np.float32(weight / total) for weight in plan.weights]
+            pieces = (
+                sum(map(np.multiply, shares, values), np.zeros(1, np.float32))
+                for values in read_chunks(saved, tensor)
+            )
+            output.put_saved(tensor, targets, info.shape, pieces)
+    return tuple(saved[0].tensors)
 
 
 # ---------------------------------------------------------------- what is said of it
@@ -563,30 +433,26 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
     )
 
 
-def _manifest(plan: AdapterPlan, report: AdapterReport) -> dict[str, Any]:
+def _how(plan: AdapterPlan) -> dict[str, Any]:
+    """For the manifest."""
     recipe = plan.recipe
-    return manifest_of(
-        "merge",
-        {
-            "method": plan.method,
-            "stages": [settings for _, settings in recipe.chain],
-            "tensors": recipe.described_rules(),
-            "scale": recipe.scale,
-            "mask": None if plan.is_additive else MASK_VERSION,
-            "rank": plan.wanted and plan.wanted.rank,
-            "energy": plan.wanted and plan.wanted.energy,
-            "dtype": plan.dtype.name,
-            "adapters": [
-                {
-                    "path": str(adapter.path.resolve()),
-                    "weight": weight,
-                    "seed": seed,
-                    "settings": entry.settings,
-                }
-                for adapter, weight, seed, entry in zip(
-                    plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True
-                )
-            ],
-            "report": report.to_dict(),
-        },
-    )
+    given = zip(plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True)
+    return {
+        "method": plan.method,
+        "stages": [settings for _, settings in recipe.chain],
+        "tensors": recipe.described_rules(),
+        "scale": recipe.scale,
+        "mask": None if plan.is_additive else MASK_VERSION,
+        "rank": plan.wanted and plan.wanted.rank,
+        "energy": plan.wanted and plan.wanted.energy,
+        "dtype": plan.dtype.name,
+        "adapters": [
+            {
+                "path": str(adapter.path.resolve()),
+                "weight": weight,
+                "seed": seed,
+                "settings": entry.settings,
+            }
+            for adapter, weight, seed, entry in given
+        ],
+    }

@@ -8,11 +8,10 @@ its tensor is that name with `.weight`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
-from dare.inputs.reading import read_floats
-from dare.inputs.sources import FileSource, open_source
+from dare.inputs.sources import Source
+from dare.inputs.views import RenamedSource
 from dare.tensors.header import TensorInfo
 
 Floats = NDArray[np.float32]
@@ -56,119 +55,99 @@ class Pair:
 class AdapterFile(LoraSource):
     """An adapter whose deltas are presented without what it holds in full, which is apart."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], stored: FileSource) -> None:
-        super().__init__(path, lora.read_config(path), stored)
-        self.config = config
-        self.saved = {
-            name: TensorInfo(name, info.dtype, info.shape, 0)
-            for name, key in self._whole.items()
-            for info in (stored.tensors[key],)
-        }
-        """What is stored in full, by the names of the base's tensors."""
-        self._saved_keys, self._whole = self._whole, {}
-        self.tensors = {name: self.tensors[name] for name in self._products}
-        self.pairs = {
-            tensor.removesuffix(".weight"): self._pair(tensor)
-            for tensor, product in self._products.items()
-            if product.right is not None
-        }
-        """The factors of each module."""
-        self.biases = {
-            tensor.removesuffix(".bias")
-            for tensor, product in self._products.items()
-            if product.right is None
-        }
-        """Modules whose lora_B has a bias."""
-
-    @property
-    def name(self) -> str:
+    def __init__(self, plain: LoraSource) -> None:
+        super().__init__(plain.path, plain.adapter, plain._stored)
+        self.name = self.path.name or str(self.path)
         """What the adapter is called in messages."""
-        return self.path.name or str(self.path)
-
-    def _pair(self, tensor: str) -> Pair:
-        product = self._products[tensor]
-        assert product.right is not None  # a bias is no pair
-        keys = (product.left, product.right)
-        down, up = keys if product.transposed else reversed(keys)
-        return Pair(self._stored.tensors[down], self._stored.tensors[up], product.scale)
+        self.config = json.loads((self.path / lora.CONFIG_NAME).read_bytes())
+        self.saved = RenamedSource(self._stored, self._whole)
+        """What is stored in full, by the names of the base's tensors."""
+        self._whole = {}
+        self.tensors = {name: self.tensors[name] for name in self._products}
+        self.biases: set[str] = set()
+        """Modules whose lora_B has a bias."""
+        self.pairs: dict[str, Pair] = {}
+        """The factors of each module."""
+        for tensor, product in self._products.items():
+            module = tensor.rpartition(".")[0]
+            if product.right is None:
+                self.biases.add(module)
+                continue
+            left, right = (self._stored.tensors[key] for key in (product.left, product.right))
+            down, up = (left, right) if product.transposed else (right, left)
+            self.pairs[module] = Pair(down, up, product.scale)
 
     def read_pair(self, module: str) -> tuple[Floats, Floats]:
         """lora_A as rank × columns, and lora_B as rows × rank."""
         pair = self.pairs[module]
         return self._read_matrix(pair.down.name), self._read_matrix(pair.up.name)
 
-    def read_bias(self, module: str) -> Floats:
-        """The bias of a module's lora_B, with the scaling."""
-        product = self._products[f"{module}.bias"]
-        info = self._stored.tensors[product.left]
-        return read_floats(self._stored, product.left, 0, info.elements) * np.float32(product.scale)
 
-    def read_saved(self, tensor: str, start: int, count: int) -> Floats:
-        """Elements of a tensor that is stored in full."""
-        return read_floats(self._stored, self._saved_keys[tensor], start, count)
-
-
-def open_adapters(paths: Sequence[Path]) -> list[AdapterFile]:
+def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
     """Read configurations and headers; raise MismatchError if the adapters do not fit together."""
-    adapters = [_open_adapter(path) for path in paths]
-    _check_fit(adapters)
+    for path in paths:
+        if not lora.looks_like(path):
+            raise InputError(
+                f"{path}: has no {lora.CONFIG_NAME}; give the directory of a LoRA adapter"
+            )
+    adapters = tuple(AdapterFile(lora.open_adapter(path)) for path in paths)
+    if problems := list(_find_problems(adapters)):
+        head = f"{len(problems)} things do not fit together:\n  " if len(problems) > 1 else ""
+        raise MismatchError(head + list_findings(problems))
     return adapters
 
 
-def _open_adapter(path: Path) -> AdapterFile:
-    if not lora.looks_like(path):
-        raise InputError(f"{path}: has no {lora.CONFIG_NAME}; give the directory of a LoRA adapter")
-    stored = lora.open_adapter(path)  # which checks what the parts are
-    config = json.loads((path / lora.CONFIG_NAME).read_bytes())
-    return AdapterFile(path, config, open_source(stored.files[0]))
+def list_findings(findings: Sequence[str]) -> str:
+    """The first few, a line for each, and how many more there are."""
+    more = len(findings) - FINDINGS_SHOWN
+    return "\n  ".join([*findings[:FINDINGS_SHOWN], *([f"… and {more} more"] if more > 0 else [])])
 
 
 @contextmanager
-def reading(adapters: Sequence[AdapterFile]) -> Iterator[None]:
-    """Hold the adapters open; at the end, make sure that they are still what they were."""
+def reading(sources: Sequence[Source]) -> Iterator[None]:
+    """Hold sources open; at the end, make sure that they are still what they were."""
     with ExitStack() as stack:
-        for adapter in adapters:
-            stack.enter_context(adapter)
+        for source in sources:
+            stack.enter_context(source)
         yield
-        for adapter in adapters:
-            adapter.check_unchanged()
+        for source in sources:
+            source.check_unchanged()
 
 
 # ---------------------------------------------------------------- do they fit together?
 
 
-def _check_fit(adapters: Sequence[AdapterFile]) -> None:
-    problems = [
-        *_different_shapes(adapters),
-        *_different_names(adapters),
-        *_different_settings(adapters),
-        *_saved_by_some(adapters),
-        *_biases_by_some(adapters),
-    ]
-    if problems:
-        shown = problems[:FINDINGS_SHOWN]
-        if len(problems) > len(shown):
-            shown.append(f"… and {len(problems) - len(shown)} more")
-        head = f"{len(problems)} things do not fit together:\n  " if len(problems) > 1 else ""
-        raise MismatchError(head + "\n  ".join(shown))
+def _find_problems(adapters: Sequence[AdapterFile]) -> Iterator[str]:
+    yield from _different_shapes(adapters)
+    yield from _different_names(adapters)
+    if len({adapter.adapter.fan_in_fan_out for adapter in adapters}) > 1:
+        yield (
+            "fan_in_fan_out is true for some adapters and false for others, so they were made for "
+            "different kinds of layers; only adapters of one base can be merged"
+        )
+    yield from _saved_by_some(adapters)
+    modules = {module for adapter in adapters for module in adapter.pairs}
+    biases = {module for adapter in adapters for module in adapter.biases}
+    if biases and modules - biases:
+        yield (
+            f"{min(biases)} has a lora_bias and {min(modules - biases)} has none, and an adapter "
+            f"has it for all modules or for none; leave out the adapters with lora_bias, "
+            f"{WITH_THE_BASE}"
+        )
 
 
 def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
-    first: dict[str, tuple[AdapterFile, tuple[int, ...], bool]] = {}
+    first: dict[str, tuple[str, str]] = {}
     for adapter in adapters:
         for module, pair in adapter.pairs.items():
-            shape = adapter.tensors[f"{module}.weight"].shape
-            known = first.setdefault(module, (adapter, shape, pair.is_embedding))
-            if known[1:] != (shape, pair.is_embedding):
+            shape = "×".join(map(str, adapter.tensors[f"{module}.weight"].shape))
+            layer = f"{'an embedding' if pair.is_embedding else 'a layer'} of {shape}"
+            name, expected = first.setdefault(module, (adapter.name, layer))
+            if layer != expected:
                 yield (
-                    f"{module}: {known[0].name} changes {_described(*known[1:])}, "
-                    f"{adapter.name} {_described(shape, pair.is_embedding)}; "
+                    f"{module}: {name} changes {expected}, {adapter.name} {layer}; "
                     "only adapters of one base can be merged"
                 )
-
-
-def _described(shape: tuple[int, ...], is_embedding: bool) -> str:
-    return f"{'an embedding' if is_embedding else 'a layer'} of {'×'.join(map(str, shape))}"
 
 
 def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
@@ -187,19 +166,11 @@ def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
                     break
 
 
-def _different_settings(adapters: Sequence[AdapterFile]) -> Iterator[str]:
-    flags = {adapter.adapter.fan_in_fan_out for adapter in adapters}
-    if len(flags) > 1:
-        yield (
-            "fan_in_fan_out is true for some adapters and false for others, so they were made for "
-            "different kinds of layers; only adapters of one base can be merged"
-        )
-
-
 def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
-    for tensor in dict.fromkeys(tensor for adapter in adapters for tensor in adapter.saved):
-        lacking = [adapter.name for adapter in adapters if tensor not in adapter.saved]
-        shapes = {a.saved[tensor].shape for a in adapters if tensor in a.saved}
+    for tensor in dict.fromkeys(name for adapter in adapters for name in adapter.saved.tensors):
+        infos = [adapter.saved.tensors.get(tensor) for adapter in adapters]
+        lacking = [a.name for a, info in zip(adapters, infos, strict=True) if info is None]
+        shapes = {info.shape for info in infos if info is not None}
         if lacking:
             yield (
                 f"{tensor}: stored in full (modules_to_save, bias or a resized embedding), and not "
@@ -209,14 +180,3 @@ def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
         elif len(shapes) > 1:
             listed = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
             yield f"{tensor}: stored in full with different shapes ({listed}), so has no average"
-
-
-def _biases_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
-    modules = {module for adapter in adapters for module in adapter.pairs}
-    biases = {module for adapter in adapters for module in adapter.biases}
-    if biases and modules - biases:
-        yield (
-            f"{min(biases)} has a lora_bias and {min(modules - biases)} has none, and an adapter "
-            f"has it for all modules or for none; leave out the adapters with lora_bias, "
-            f"{WITH_THE_BASE}"
-        )

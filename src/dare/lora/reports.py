@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dare.lora.svd import relative_error
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import show_size
+
+LEFT_OUT_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class _Report:
+    kind: ClassVar[str]
+    title: ClassVar[str]
     output: Path
     modules: tuple[ModuleReport, ...]
     notes: tuple[str, ...]
@@ -48,7 +52,8 @@ class _Report:
     def error(self) -> float:
         """The relative Frobenius error over all modules together."""
         lost = sum((module.error * module.norm) ** 2 for module in self.modules)
-        return relative_error(lost, sum(module.norm**2 for module in self.modules))
+        squared = sum(module.norm**2 for module in self.modules)
+        return sqrt(lost / squared) if squared else 0.0
 
     @property
     def energy(self) -> float:
@@ -62,37 +67,39 @@ class _Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
-        plain = asdict(self)
-        plain["output"] = str(self.output)
-        plain["modules"] = [{**asdict(module), "energy": module.energy} for module in self.modules]
-        return plain | {"rank": self.rank, "error": self.error, "energy": self.energy}
+        modules = [{**asdict(module), "energy": module.energy} for module in self.modules]
+        total = {"rank": self.rank, "error": self.error, "energy": self.energy}
+        return {**asdict(self), "output": str(self.output), "modules": modules, **total}
 
     def to_json(self) -> str:
         """The report as JSON; a number that is not finite becomes a string."""
         return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
-    def _ranks(self) -> str:
-        ranks = {module.rank for module in self.modules}
-        return f"rank {self.rank}" if len(ranks) == 1 else f"rank {min(ranks)} to {self.rank}"
+    def _counts(self) -> str:
+        least, most = min(module.rank for module in self.modules), self.rank
+        ranks = f"{most}" if least == most else f"{least} to {most}"
+        return f"{len(self.modules)} modules, rank {ranks}"
 
-    def _worst(self) -> list[str]:
+    def _lines(self, head: list[str], lists: list[str]) -> str:
+        """The report: its head, the worst module, lists of tensors, notes, and how it ended."""
         worst = max(self.modules, key=lambda module: module.error)
-        if worst.error == 0:
-            return []
-        return [
-            f"  relative error {self.error:.3g} in total, at the most {worst.error:.3g} "
-            f"in {worst.name}"
-        ]
-
-    def _end(self) -> list[str]:
-        size = show_size(self.bytes_written)
-        return [*(f"  note: {note}" for note in self.notes), f"  {size} written to {self.output}"]
+        lines = [*head]
+        if worst.error:
+            lines.append(
+                f"relative error {self.error:.3g} in total, at the most {worst.error:.3g} "
+                f"in {worst.name}"
+            )
+        lines += [*lists, *(f"note: {note}" for note in self.notes)]
+        lines.append(f"{show_size(self.bytes_written)} written to {self.output}")
+        return "\n  ".join(lines)
 
 
 @dataclass(frozen=True)
 class AdapterReport(_Report):
     """What a merge of adapters did."""
 
+    kind = "merge"
+    title = "Merged LoRA"
     method: str
     route: str
     """How the adapter was made: by concatenation, or by which kind of SVD."""
@@ -105,14 +112,12 @@ class AdapterReport(_Report):
 
     def __str__(self) -> str:
         """The report in a few lines."""
-        lines = [
+        head = (
             f"{self.method} of {len(self.adapters)} adapters ({', '.join(self.adapters)}): "
-            f"{len(self.modules)} modules, {self._ranks()}, {self.route}, in {self.seconds:.1f} s",
-            *self._worst(),
-        ]
-        if self.averaged:
-            lines.append(f"  averaged in full: {', '.join(self.averaged)}")
-        return "\n".join([*lines, *self._end()])
+            f"{self._counts()}, {self.route}, in {self.seconds:.1f} s"
+        )
+        averaged = [f"averaged in full: {', '.join(self.averaged)}"] if self.averaged else []
+        return self._lines([head], averaged)
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class LeftOut:
 class ExtractionReport(_Report):
     """What an extraction did."""
 
+    kind = "extraction"
+    title = "Extracted LoRA"
     saved: tuple[str, ...]
     """Modules that are stored in full."""
     left_out: tuple[LeftOut, ...]
@@ -146,17 +153,13 @@ class ExtractionReport(_Report):
 
     def __str__(self) -> str:
         """The report in a few lines."""
-        lines = [
-            f"extracted {len(self.modules)} modules, {self._ranks()}, in {self.seconds:.1f} s",
-            f"  {self.energy:.2%} of their change is kept",
-            *self._worst(),
-        ]
-        if self.saved:
-            lines.append(f"  stored in full: {', '.join(self.saved)}")
+        lists = [f"stored in full: {', '.join(self.saved)}"] if self.saved else []
         if self.left_out:
-            names = ", ".join(tensor.tensor for tensor in self.left_out[:4])
-            more = f" and {len(self.left_out) - 4} more" if len(self.left_out) > 4 else ""
-            lines.append(
-                f"  left out, though changed ({1 - self.share:.2%} of the change): {names}{more}"
+            more = len(self.left_out) - LEFT_OUT_SHOWN
+            names = ", ".join(tensor.tensor for tensor in self.left_out[:LEFT_OUT_SHOWN])
+            lists.append(
+                f"left out, though changed ({1 - self.share:.2%} of the change): {names}"
+                + (f" and {more} more" if more > 0 else "")
             )
-        return "\n".join([*lines, *self._end()])
+        head = f"extracted {self._counts()}, in {self.seconds:.1f} s"
+        return self._lines([head, f"{self.energy:.2%} of their change is kept"], lists)

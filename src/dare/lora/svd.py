@@ -16,7 +16,6 @@ machines to about 1e-5 of their norm, and not bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
-from dare.kernels.linalg import NOISE, PANEL, falling_eigen, gram
+from dare.kernels.linalg import NOISE, PANEL, falling_eigen, gram, squared_norm
 
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.floating[Any]]
@@ -94,6 +93,11 @@ class LowRank:
         """How many directions there are."""
         return int(self.left.shape[1])
 
+    @property
+    def error(self) -> float:
+        """The relative Frobenius error; 0 where there was nothing to lose."""
+        return sqrt(self.lost / self.squared) if self.squared else 0.0
+
 
 def truncate_product(left: Floats, right: Floats, wanted: Wanted, where: str) -> LowRank:
     """Truncate left·right (rows × k times k × columns) without forming it."""
@@ -104,25 +108,23 @@ def truncate_product(left: Floats, right: Floats, wanted: Wanted, where: str) ->
     energies = values**2
     rank = wanted.choose(energies, float(energies.sum()))
     roots = np.sqrt(values[:rank])
-    return _oriented(
-        basis @ (inner[:, :rank] * roots),
-        (roots[:, None] * other_inner[:rank]) @ other_basis.T,
-        squared=float(energies.sum()),
-        lost=float(energies[rank:].sum()),
+    left, right = _oriented(
+        basis @ (inner[:, :rank] * roots), (roots[:, None] * other_inner[:rank]) @ other_basis.T
     )
+    return LowRank(left, right, float(energies.sum()), lost=float(energies[rank:].sum()))
 
 
 def truncate_matrix(matrix: Floats, wanted: Wanted, where: str) -> LowRank:
     """Truncate a matrix that is in memory; `where` names it in errors."""
-    squared = _squared_norm(matrix)
+    height = max(1, PANEL * PANEL // max(matrix.shape[1], 1))
+    panels = [slice(start, start + height) for start in range(0, len(matrix), height)]
+    squared = sum(squared_norm(matrix[rows]) for rows in panels)
     _check_finite(squared, where)
     is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    factors = _leading(wide, wanted, squared)
-    left, right = (factors[1].T, factors[0].T) if is_tall else factors
-    low_rank = _oriented(left, right, squared=squared, lost=0.0)
-    lost = _squared_residual(matrix, low_rank.left, low_rank.right)
-    return LowRank(low_rank.left, low_rank.right, squared, lost)
+    left, right = _leading(matrix.T if is_tall else matrix, wanted, squared)
+    left, right = _oriented(right.T, left.T) if is_tall else _oriented(left, right)
+    lost = sum(squared_norm(matrix[rows] - left[rows] @ right) for rows in panels)
+    return LowRank(left, right, squared, lost)
 
 
 def working_bytes(shape: tuple[int, int], wanted: Wanted) -> int:
@@ -185,34 +187,13 @@ def _within(
     return left * roots, right
 
 
-# ---------------------------------------------------------------- pieces
-
-
-def _oriented(left: Numbers, right: Numbers, *, squared: float, lost: float) -> LowRank:
+def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
     """Fix the signs, which a decomposition leaves open: a column's largest entry is positive."""
     places = np.abs(left).argmax(axis=0)
     signs = np.where(left[places, np.arange(left.shape[1])] < 0, -1.0, 1.0)
-    return LowRank(
+    return (
         np.ascontiguousarray(left * signs, np.float32),
         np.ascontiguousarray(right * signs[:, None], np.float32),
-        squared,
-        lost,
-    )
-
-
-def _panels(matrix: Floats) -> Iterator[slice]:
-    rows = max(1, PANEL * PANEL // max(matrix.shape[1], 1))
-    return (slice(start, start + rows) for start in range(0, matrix.shape[0], rows))
-
-
-def _squared_norm(matrix: Floats) -> float:
-    return sum(float(np.square(matrix[rows], dtype=np.float64).sum()) for rows in _panels(matrix))
-
-
-def _squared_residual(matrix: Floats, left: Floats, right: Floats) -> float:
-    return sum(
-        float(np.square(matrix[rows] - left[rows] @ right, dtype=np.float64).sum())
-        for rows in _panels(matrix)
     )
 
 
@@ -222,12 +203,3 @@ def _check_finite(figure: float, where: str) -> None:
             f"{where}: the change has NaN or infinite values, and no low-rank form; "
             "check the inputs for values that are not finite"
         )
-
-
-def relative_error(lost: float, squared: float) -> float:
-    """The relative Frobenius error; 0 where there was nothing to lose.
-
-    >>> relative_error(1.0, 4.0), relative_error(0.0, 0.0)
-    (0.5, 0.0)
-    """
-    return sqrt(lost / squared) if squared else 0.0

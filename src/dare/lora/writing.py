@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import re
 import tempfile
@@ -24,7 +23,8 @@ from dare import __version__
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
-from dare.output.writer import PartialOutput, check_target
+from dare.lora.reports import AdapterReport, ExtractionReport
+from dare.output.writer import PartialOutput, check_target, explaining, write_into
 from dare.planning.layout import Layout
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
@@ -33,40 +33,39 @@ from dare.tensors.json_values import json_ready
 
 Floats = NDArray[np.float32]
 
-README_NAME = "README.md"
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
 COPIED_BYTES = 1 << 24
 """How much is copied at a time."""
 
 
-def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse an output that is no directory name, an input, or there already."""
-    if output.suffix == ".safetensors":
-        raise OutputError(
-            f"{output}: an adapter is a directory with a {CONFIG_NAME} and a {WEIGHTS_NAME}; "
-            "give a name without .safetensors"
-        )
-    check_target(Layout(output, {WEIGHTS_NAME: ()}), inputs, overwrite=overwrite)
-
-
 class AdapterOutput:
-    """An adapter under way; use as a context manager, and call `finish` at the end."""
+    """An adapter under way; use as a context manager, and call `finish` at the end.
 
-    def __init__(self, target: Path, dtype: StorageType) -> None:
+    An output is refused that is no directory name, one of the inputs, or there already.
+    """
+
+    def __init__(
+        self, target: Path, dtype: StorageType, inputs: Sequence[Path], *, overwrite: bool
+    ) -> None:
+        if target.suffix == ".safetensors":
+            raise OutputError(
+                f"{target}: an adapter is a directory with a {CONFIG_NAME} and a {WEIGHTS_NAME}; "
+                "give a name without .safetensors"
+            )
+        check_target(Layout(target, {WEIGHTS_NAME: ()}), inputs, overwrite=overwrite)
         self.target = target
         self.bytes_written = 0
+        self._overwrite = overwrite
         self._dtype = dtype
         self._tensors: list[Described] = []
         self._starts: dict[str, int] = {}
         self._spool: IO[bytes]
 
     def __enter__(self) -> Self:
-        try:
+        with explaining(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._spool = tempfile.TemporaryFile(dir=self.target.parent)
-        except OSError as error:
-            raise _explained(self.target, error) from error
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -75,6 +74,14 @@ class AdapterOutput:
     def put(self, name: str, values: Floats) -> None:
         """Store a tensor, by its name without PEFT's prefix."""
         self.put_pieces(name, values.shape, [values.reshape(-1)])
+
+    def put_saved(
+        self, tensor: str, targets: Iterable[str], shape: tuple[int, ...], pieces: Iterable[Floats]
+    ) -> None:
+        """Store a tensor of the base in full; what has a LoRA has it beside that."""
+        module, _, parameter = tensor.rpartition(".")
+        name = f"{module}.base_layer.{parameter}" if module in targets else tensor
+        self.put_pieces(name, shape, pieces)
 
     def put_pieces(self, name: str, shape: tuple[int, ...], pieces: Iterable[Floats]) -> None:
         """Store a tensor that comes in flat pieces."""
@@ -88,29 +95,41 @@ class AdapterOutput:
                     f"{name}: has values that are not finite or too large for {self._dtype.name}; "
                     "store a wider dtype, or check the inputs"
                 )
-            try:
+            with explaining(self.target):
                 self._spool.write(raw.tobytes())
-            except OSError as error:
-                raise _explained(self.target, error) from error
             self.bytes_written += raw.nbytes
 
     def finish(
         self,
+        report: AdapterReport | ExtractionReport,
         config: Mapping[str, Any],
-        manifest: Mapping[str, Any],
-        readme: str,
-        *,
-        overwrite: bool,
+        made: Mapping[str, Any],
     ) -> None:
-        """Put everything into its place, sync, and give the directory its name."""
+        """Put everything into its place, sync, and give the directory its name.
+
+        `made` says for the manifest how the adapter was made.
+        """
+        versions = {
+            "dare-merge": __version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        }
+        manifest = _json(
+            {
+                "adapter": report.kind,
+                **made,
+                "report": report.to_dict(),
+                "versions": versions,
+                "machine": platform.machine(),
+            }
+        )
+        readme = _readme(report.title, config["base_model_name_or_path"], str(report))
         layout = Layout(self.target, {WEIGHTS_NAME: tuple(sorted(self._tensors))})
-        fingerprint = bytes_digest(_json(manifest))
-        with PartialOutput(layout, METADATA, fingerprint, resume=False) as output:
+        with PartialOutput(layout, METADATA, bytes_digest(manifest), resume=False) as output:
             for key, dtype, shape in layout.files[WEIGHTS_NAME]:
                 self._copy(output, key, math.prod(shape) * dtype.itemsize)
-            _write_synced(output.folder / CONFIG_NAME, _json(config))
-            _write_synced(output.folder / README_NAME, readme.encode())
-            output.finish({WEIGHTS_NAME: METADATA}, _json(manifest), overwrite=overwrite)
+            write_into(output.folder, {CONFIG_NAME: _json(config), "README.md": readme.encode()})
+            output.finish({WEIGHTS_NAME: METADATA}, manifest, overwrite=self._overwrite)
 
     def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:
         self._spool.seek(self._starts[key])
@@ -148,21 +167,7 @@ def peft_config(ranks: Mapping[str, int], **settings: Any) -> dict[str, Any]:
     }
 
 
-def manifest_of(kind: str, made: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written down of how an adapter was made."""
-    return {
-        "adapter": kind,
-        **made,
-        "versions": {
-            "dare-merge": __version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": platform.machine(),
-    }
-
-
-def readme_of(title: str, base_name: str | None, text: str) -> str:
+def _readme(title: str, base_name: str | None, text: str) -> str:
     """The page that lies beside the weights."""
     head = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
     return "\n".join(["---", *head, "---", "", f"# {title}", "", "```text", text, "```", ""])
@@ -170,17 +175,3 @@ def readme_of(title: str, base_name: str | None, text: str) -> str:
 
 def _json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(json_ready(document), indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    try:
-        with path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _explained(path, error) from error
-
-
-def _explained(place: Path, error: OSError) -> OutputError:
-    return OutputError(f"{place}: cannot be written: {error.strerror or error}")

@@ -10,16 +10,15 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dare.errors import Concern
 from dare.inputs.directory import read_text
 from dare.inputs.sources import SINGLE_NAME
-from dare.output.report import ModelReport, Report
+from dare.output.report import Report
 from dare.planning.plan import Plan
-from dare.recipe.layers import Gradient
 from dare.tensors.mask import MASK_VERSION
 
 NAME = "README.md"
@@ -40,27 +39,37 @@ _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None = None) -> bytes:
     """Write the card of a finished merge; `inherited` is what it takes from the base's own."""
     title = plan.layout.target.name if plan.layout else "merged"
-    lines = [
-        _front_matter(plan, inherited or {}),
-        f"# {_inline(title)}",
-        "",
-        f"{_listed(plan)} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"
-        f" seed {plan.recipe.seed}, by dare.",
-        "",
-        "## Models",
-        "",
-        *_models(plan, report),
-        "",
-        *_warnings(report),
-        "## Recipe",
-        "",
-        *_fenced("toml", _recipe(plan)),
-        "",
-        "## Reproduce",
-        "",
-        *_reproduction(report, title),
-    ]
-    text = "\n".join(lines) + "\n"
+    *some, last = [_code(name) for name in plan.model_names]
+    names = f"{', '.join(some)} and {last}" if some else last
+    summary = (
+        f"{names} merged onto {_code(short_name(plan.recipe.base))} with `{report.method}`,"
+        f" seed {plan.recipe.seed}, by dare."
+    )
+    word = shlex.quote(" ".join(title.split()))
+    text = f"""{_front_matter(plan, inherited or {})}
+# {_inline(title)}
+
+{summary}
+
+## Models
+
+{_models(plan, report)}
+
+{_warnings(report)}## Recipe
+
+{_fenced("toml", _recipe(plan))}
+
+## Reproduce
+
+```bash
+dare {word} --output again   # the same bytes, from the same inputs
+dare verify {word}           # these bytes, to the bit
+```
+
+Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json says):
+
+{_digests(report)}
+"""
     return text.encode(errors="replace")  # a file's name need not be text
 
 
@@ -122,53 +131,45 @@ def inherited(directory: Path) -> dict[str, str]:
 # ---------------------------------------------------------------- the body
 
 
-def _listed(plan: Plan) -> str:
-    *some, last = [_code(name) for name in plan.model_names]
-    return f"{', '.join(some)} and {last}" if some else last
+def _table(*rows: Sequence[str]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def _models(plan: Plan, report: Report) -> Iterator[str]:
-    yield "| model | from | weight | seed | dropped | asked | largest change | in |"
-    yield "|---|---|---:|---:|---:|---:|---:|---|"
+def _models(plan: Plan, report: Report) -> str:
+    head = "| model | from | weight | seed | dropped | asked | largest change | in |"
+    rows = []
     for entry, model in zip(plan.recipe.models, report.models, strict=True):
-        cells = [
-            _code(model.name),
-            _code(short_name(entry.file)),
-            _weight(model.weight),
-            str(model.seed),
-            *_rates(model),
-            f"{model.largest_delta:.3g}",
-            _code(model.largest_delta_in) if model.largest_delta_in else "–",
-        ]
-        yield f"| {' | '.join(cells)} |"
-
-
-def _weight(weight: float | Gradient) -> str:
-    """A weight, or those of the layers from the first to the last.
-
-    >>> _weight([0.2, 0.8])
-    '0.2 to 0.8'
-    """
-    values = weight if isinstance(weight, list) else [weight]
-    return " to ".join(f"{value:.6g}" for value in values)
-
-
-def _rates(model: ModelReport) -> tuple[str, str]:
-    realised, asked = model.drop_rate_realised, model.drop_rate_asked
-    if realised is None or asked is None:
-        return "–", "–"
-    return f"{realised:.4%}", f"{asked:.4%}"
-
-
-def _warnings(report: Report) -> Iterator[str]:
-    said = [notice for notice in report.warnings if notice.about is not Concern.OTHER_PARTIAL]
-    if said:
-        yield "## Warnings"
-        yield ""
-        yield from (
-            f"- {notice.about.value}: {_inline(_without_folders(notice.text))}" for notice in said
+        weights = model.weight if isinstance(model.weight, list) else [model.weight]
+        realised, asked = model.drop_rate_realised, model.drop_rate_asked
+        rows.append(
+            [
+                _code(model.name),
+                _code(short_name(entry.file)),
+                " to ".join(f"{weight:.6g}" for weight in weights),  # from first to last layer
+                str(model.seed),
+                "–" if realised is None else f"{realised:.4%}",
+                "–" if asked is None else f"{asked:.4%}",
+                f"{model.largest_delta:.3g}",
+                _code(model.largest_delta_in) if model.largest_delta_in else "–",
+            ]
         )
-        yield ""
+    return f"{head}\n|---|---|---:|---:|---:|---:|---:|---|\n{_table(*rows)}"
+
+
+def _digests(report: Report) -> str:
+    names = [_code(model.name) for model in report.models]
+    digests = [report.digests.base, *report.digests.models, report.digests.output]
+    rows = zip(["base", *names, "output"], digests, strict=True)
+    return "| | digest |\n|---|---|\n" + _table(*([name, f"`{digest}`"] for name, digest in rows))
+
+
+def _warnings(report: Report) -> str:
+    lines = [
+        f"- {notice.about.value}: {_inline(_without_folders(notice.text))}\n"
+        for notice in report.warnings
+        if notice.about is not Concern.OTHER_PARTIAL
+    ]
+    return f"## Warnings\n\n{''.join(lines)}\n" if lines else ""
 
 
 def _recipe(plan: Plan) -> str:
@@ -202,31 +203,9 @@ def _without_folders(text: str) -> str:
     return _PATH.sub(lambda path: short_name(path[0]), text)
 
 
-def _fenced(language: str, text: str) -> Iterator[str]:
+def _fenced(language: str, text: str) -> str:
     fence = "```" if "```" not in text else "`" * (len(max(re.findall("`+", text))) + 1)
-    yield f"{fence}{language}"
-    yield text.rstrip("\n")
-    yield fence
-
-
-def _reproduction(report: Report, title: str) -> Iterator[str]:
-    yield "```bash"
-    yield f"dare {_word(title)} --output again   # the same bytes, from the same inputs"
-    yield f"dare verify {_word(title)}           # these bytes, to the bit"
-    yield "```"
-    yield ""
-    yield f"Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json says):"
-    yield ""
-    yield "| | digest |"
-    yield "|---|---|"
-    yield f"| base | `{report.digests.base}` |"
-    for model, digest in zip(report.models, report.digests.models, strict=True):
-        yield f"| {_code(model.name)} | `{digest}` |"
-    yield f"| output | `{report.digests.output}` |"
-
-
-def _word(name: str) -> str:
-    return shlex.quote(" ".join(name.split()))
+    return f"{fence}{language}\n{text}{fence}"
 
 
 def _code(text: str) -> str:

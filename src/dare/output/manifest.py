@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,17 @@ from dare.output.report import Report
 from dare.output.writer import manifest_path
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
-from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
 FORMAT = 1
 METADATA_KEY = "dare"
-LATER_PARAMETERS: dict[str, dict[str, Any]] = {
-    "ties": {"vote": "sum", "weighted": True},
-    "trim": {"scope": "tensor"},
-}
+LATER_PARAMETERS = (
+    ("ties", "vote", "sum"),
+    ("ties", "weighted", True),
+    ("trim", "scope", "tensor"),
+)
 """Parameters that stages got after outputs had been written, and the defaults that change nothing.
 
 They stand in a header only if they are set, so that old recipes go on giving the same bytes.
@@ -49,11 +48,27 @@ def embedded_manifest(
 ) -> dict[str, Any]:
     """The manifest that goes into the output's own header, before its check is filled in."""
     recipe = plan.recipe
+    given = zip(
+        models or [UNKNOWN] * len(plan.models),
+        recipe.weights(),
+        recipe.seeds(),
+        recipe.models,
+        strict=True,
+    )
+    later = {  # what came after the first manifests, and stands there only if it is used
+        "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
+        "pad_to_multiple_of": recipe.pad_to_multiple_of,
+        "later_draws": LATER_DRAWS_VERSION if plan.has_later_draws else None,
+        "stages_from": {s.name: s.origin for s in plan.stages if s.origin} or None,
+    }
     return {
         "format": FORMAT,
         "mask": MASK_VERSION,
         "method": "+".join(stage.name for stage in plan.stages),
-        "stages": [_as_first_written(stage.name, values) for stage, values in recipe.chain],
+        "stages": [
+            {k: v for k, v in values.items() if (stage.name, k, v) not in LATER_PARAMETERS}
+            for stage, values in recipe.chain
+        ],
         "embedding_drop_rate": recipe.embedding_drop_rate,
         "tensors": recipe.described_rules(),
         "scale": recipe.scale,
@@ -61,43 +76,12 @@ def embedded_manifest(
         "base": base,
         "models": [
             {"digest": digest, "weight": weight, "seed": seed, "settings": entry.settings}
-            for digest, weight, seed, entry in zip(
-                models or [UNKNOWN] * len(plan.models),
-                recipe.weights(),
-                recipe.seeds(),
-                recipe.models,
-                strict=True,
-            )
+            for digest, weight, seed, entry in given
         ],
         "output": output,
         "check": UNKNOWN,
-        **_vocabulary(recipe),
-        **({"later_draws": LATER_DRAWS_VERSION} if plan.has_later_draws else {}),
-        **_stages_from_outside(plan),
+        **{name: value for name, value in later.items() if value is not None},
     }
-
-
-def _as_first_written(stage: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without the parameters that came later, where those are at their defaults."""
-    later = LATER_PARAMETERS.get(stage, {})
-    return {
-        name: value for name, value in settings.items() if name not in later or value != later[name]
-    }
-
-
-def _stages_from_outside(plan: Plan) -> dict[str, Any]:
-    """The code that decides the bytes besides this package's; nothing if there is none."""
-    origins = {stage.name: stage.origin for stage in plan.stages if stage.origin}
-    return {"stages_from": origins} if origins else {}
-
-
-def _vocabulary(recipe: Recipe) -> dict[str, Any]:
-    """How the vocabulary was changed; nothing if it was not, as in all earlier manifests."""
-    changes = {
-        "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
-        "pad_to_multiple_of": recipe.pad_to_multiple_of,
-    }
-    return {name: value for name, value in changes.items() if value is not None}
 
 
 def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -126,7 +110,8 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         [absolute(entry.file) for entry in recipe.models],
         recipe.output.resolve() if recipe.output else None,
     )
-    digests = asdict(report.digests)
+    figures = report.to_dict()
+    del figures["digests"], figures["output"]
     return {
         **{key: value for key, value in embedded.items() if key != "check"},
         "recipe": resolved.to_document(),
@@ -138,15 +123,11 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         },
         "machine": platform.machine(),
         "digests": {
-            "base": digests["base_tensors"],
-            "models": digests["model_tensors"],
-            "output": digests["output_tensors"],
+            "base": report.digests.base_tensors,
+            "models": report.digests.model_tensors,
+            "output": report.digests.output_tensors,
         },
-        "report": {
-            key: value
-            for key, value in report.to_dict().items()
-            if key not in ("digests", "output")
-        },
+        "report": figures,
     }
 
 
@@ -179,11 +160,13 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
             "models are given with --base and --merge"
         )
     manifest = read_manifest(manifest_file)
+    versions = manifest.get("versions")
+    writer = f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
     for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
         if manifest.get(key) != ours:
             raise InputError(
                 f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
-                f"repeats only {ours!r}; use the version that wrote it ({_writer(manifest)})"
+                f"repeats only {ours!r}; use the version that wrote it ({writer})"
             )
     try:
         if _has_later_draws(manifest) and manifest.get("later_draws") != LATER_DRAWS_VERSION:
@@ -208,11 +191,6 @@ def _has_later_draws(manifest: Mapping[str, Any]) -> bool:
         largest = {key: max(v) if isinstance(v, list) else v for key, v in settings.items()}
         draws += STAGES[name].is_random(largest)
     return draws > 1
-
-
-def _writer(manifest: Mapping[str, Any]) -> str:
-    versions = manifest.get("versions")
-    return f"dare {versions.get('dare')}" if isinstance(versions, dict) else "unknown"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

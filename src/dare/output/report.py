@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -87,9 +87,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
-        plain = asdict(self)
-        plain["output"] = None if self.output is None else str(self.output)
-        return plain
+        return {**asdict(self), "output": None if self.output is None else str(self.output)}
 
     def to_json(self) -> str:
         """The report as JSON; a number that is not finite becomes a string."""
@@ -138,9 +136,7 @@ def make_report(
         _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
     )
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
-    exceptions = [record["exceptions"] for record in records]
-    overflowed = sum(found[0] for found in exceptions)
-    nans = sum(found[1] for found in exceptions)
+    overflowed, nans = (sum(record["exceptions"][kind] for record in records) for kind in (0, 1))
     warnings = [*plan.warnings, *noticed, *_warnings(plan, models, overflowed, nans)]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
@@ -166,42 +162,44 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
     return TensorReport(
         tensor.name,
         tuple(plan.model_names[model] for model in tensor.models),
-        tuple(float(peak) for peak in peaks),
-        tuple(int(count) for count in figures[:, :, 1].sum(axis=0)),
-        tuple(tuple(int(n) for n in model) for model in figures[:, :, 2:].sum(axis=0)),
+        tuple(peaks.tolist()),
+        tuple(figures[:, :, 1].sum(axis=0).tolist()),
+        tuple(map(tuple, figures[:, :, 2:].sum(axis=0).tolist())),
     )
 
 
 def _model_report(plan: Plan, index: int, reports: Sequence[TensorReport]) -> ModelReport:
-    elements = over = 0
+    parts = [
+        (tensor, tensor.models.index(index), report)
+        for tensor, report in zip(plan.merged(), reports, strict=True)
+        if index in tensor.models
+    ]
     largest, largest_in = 0.0, ""
-    for tensor, report in zip(plan.merged(), reports, strict=True):
-        if index not in tensor.models:
-            continue
-        place = tensor.models.index(index)
-        elements += tensor.elements
-        over += report.over_threshold[place]
+    for tensor, place, report in parts:
         peak = report.largest_delta[place]
         if peak > largest or (math.isnan(peak) and not math.isnan(largest)):  # the first NaN stays
             largest, largest_in = peak, tensor.name
-    asked, realised = _drop_rates(plan, index, reports)
+    asked, realised = _drop_rates(plan, parts)
     return ModelReport(
         name=plan.model_names[index],
         seed=plan.recipe.seeds()[index],
         weight=plan.recipe.weights()[index],
-        elements=elements,
+        elements=sum(tensor.elements for tensor, _, _ in parts),
         drop_rate_asked=asked,
         drop_rate_realised=realised,
         largest_delta=largest,
         largest_delta_in=largest_in,
-        over_threshold=over,
+        over_threshold=sum(report.over_threshold[place] for _, place, report in parts),
     )
 
 
 def _drop_rates(
-    plan: Plan, index: int, reports: Sequence[TensorReport]
+    plan: Plan, parts: Sequence[tuple[TensorPlan, int, TensorReport]]
 ) -> tuple[float | None, float | None]:
-    """What all dropping stages together were asked to drop of one model, and what they did."""
+    """What all dropping stages together were asked to drop of one model, and what they did.
+
+    A part is a tensor, the model's place among those that take part in it, and its figures.
+    """
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
     for position, stage in enumerate(plan.stages):
@@ -209,14 +207,12 @@ def _drop_rates(
             continue
         reached = kept = 0
         expected = Fraction(0)
-        for tensor, report in zip(plan.merged(), reports, strict=True):
-            if index in tensor.models:
-                place = tensor.models.index(index)
-                survivors = (tensor.elements, *report.survivors[place])
-                rate = Fraction(tensor.settings[place][position]["drop_rate"])
-                reached += survivors[position]
-                kept += survivors[position + 1]
-                expected += survivors[position] * (1 - rate)
+        for tensor, place, report in parts:
+            survivors = (tensor.elements, *report.survivors[place])
+            rate = Fraction(tensor.settings[place][position]["drop_rate"])
+            reached += survivors[position]
+            kept += survivors[position + 1]
+            expected += survivors[position] * (1 - rate)
         if reached:
             dropped = True
             asked_kept *= expected / reached
@@ -255,21 +251,21 @@ def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
     models: list[dict[str, str]] = [{} for _ in plan.models]
     output: dict[str, str] = {}
     for tensor in plan.tensors:
-        chunks = by_tensor[tensor.name]
-        base[tensor.name] = tensor_digest(chunk["inputs"][0] for chunk in chunks)
-        output[tensor.name] = tensor_digest(chunk["output"] for chunk in chunks)
+        name, chunks = tensor.name, by_tensor[tensor.name]
+        base[name] = tensor_digest(chunk["inputs"][0] for chunk in chunks)
+        output[name] = tensor_digest(chunk["output"] for chunk in chunks)
         for place, model in enumerate(tensor.models, start=1):
-            if tensor.name in plan.models[model].tensors:
-                digest = tensor_digest(chunk["inputs"][place] for chunk in chunks)
-                models[model][tensor.name] = digest
+            if name in plan.models[model].tensors:
+                models[model][name] = tensor_digest(chunk["inputs"][place] for chunk in chunks)
+
+    def of_model(tensors: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
+        return model_digest((tensors[name], digest) for name, digest in digests.items())
+
     written = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
     return Digests(
-        base=model_digest((plan.base.tensors[name], digest) for name, digest in base.items()),
-        models=tuple(
-            model_digest((source.tensors[name], digest) for name, digest in found.items())
-            for source, found in zip(plan.models, models, strict=True)
-        ),
-        output=model_digest((written[name], digest) for name, digest in output.items()),
+        base=of_model(plan.base.tensors, base),
+        models=tuple(of_model(m.tensors, d) for m, d in zip(plan.models, models, strict=True)),
+        output=of_model(written, output),
         base_tensors=base,
         model_tensors=tuple(models),
         output_tensors=output,

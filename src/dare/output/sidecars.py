@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dare.errors import OutputError, RecipeError, did_you_mean
+from dare.errors import RecipeError, did_you_mean
 from dare.inputs.directory import Changes, choose_chat_template, collect, main_type
 from dare.inputs.opening import Inputs
 from dare.output.card import NAME as CARD_NAME
 from dare.output.card import inherited, model_card
 from dare.output.report import Report
+from dare.output.writer import write_into
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 
@@ -61,21 +60,3 @@ def write_sidecars(folder: Path, planned: Plan, report: Report) -> None:
     if planned.sidecars is not None:
         card = model_card(planned, report, planned.base_card)
         write_into(folder, {**planned.sidecars.files, CARD_NAME: card})
-
-
-def write_into(folder: Path, files: Mapping[str, bytes | Path]) -> None:
-    """Write or copy collected files into a folder, and sync them."""
-    for name, content in files.items():
-        path = folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                if isinstance(content, bytes):
-                    file.write(content)
-                else:
-                    with content.open("rb") as original:
-                        shutil.copyfileobj(original, file, 1 << 20)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error

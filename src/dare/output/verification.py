@@ -18,8 +18,9 @@ from dare.output.manifest import METADATA_KEY, UNKNOWN, read_manifest
 from dare.output.writer import manifest_path
 from dare.planning.machine import available_cores
 from dare.run.progress import show_progress
-from dare.tensors.chunks import chunk_count, chunk_span
+from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
+from dare.tensors.header import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -92,26 +93,22 @@ def _checked_manifest(
 
 
 def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[str, str]:
-    chunks = [
-        (name, chunk)
-        for name, info in source.tensors.items()
-        for chunk in range(chunk_count(info.elements))
-    ]
+    """The digest of every tensor, chunks of which are read in threads."""
 
-    def digest_chunk(place: tuple[str, int]) -> str:
-        name, chunk = place
-        info = source.tensors[name]
-        start, count = chunk_span(chunk, info.elements)
+    def digest_chunk(place: tuple[TensorInfo, tuple[int, int]]) -> str:
+        info, (start, count) = place
         raw = np.empty(count, info.dtype.carrier)
-        source.read(name, start, raw)
+        source.read(info.name, start, raw)
         digest = bytes_digest(raw.data)
         advance(raw.nbytes)
         return digest
 
+    infos = source.tensors.values()
+    chunks = [(info, span) for info in infos for span in chunk_spans(info.elements)]
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
     with source, ThreadPoolExecutor(available_cores()) as pool:
-        for (name, _), digest in zip(chunks, pool.map(digest_chunk, chunks), strict=True):
-            by_tensor[name].append(digest)
+        for (info, _), digest in zip(chunks, pool.map(digest_chunk, chunks), strict=True):
+            by_tensor[info.name].append(digest)
     return {name: tensor_digest(digests) for name, digests in by_tensor.items()}
 
 
@@ -129,13 +126,14 @@ def _compare_beside(
             raise InputError("digests.output is not a table")
     except (InputError, KeyError, TypeError) as error:
         return [f"{beside}: cannot be used: {error}"]
-    problems = [
-        f"{name}: is not as it was written"
-        for name in sorted(digests.keys() & expected.keys())
-        if digests[name] != expected[name]
-    ]
-    problems += [f"{name}: is missing" for name in sorted(expected.keys() - digests.keys())]
-    problems += [f"{name}: was not written" for name in sorted(digests.keys() - expected.keys())]
+    problems = []
+    for name in sorted(digests.keys() | expected.keys()):
+        if name not in digests:
+            problems.append(f"{name}: is missing")
+        elif name not in expected:
+            problems.append(f"{name}: was not written")
+        elif digests[name] != expected[name]:
+            problems.append(f"{name}: is not as it was written")
     if not problems:
         problems += [
             f"{beside}: {key} is not what the header of the output says"

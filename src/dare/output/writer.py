@@ -9,6 +9,7 @@ synced when the process or the machine died. The target's name appears when ever
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -77,7 +78,7 @@ class PartialOutput:
         self.resumed: list[Record] = []
         self.started_over = False
         """Whether a partial output of another merge was found and discarded."""
-        self._fingerprint = fingerprint
+        self._first = {"journal": JOURNAL_VERSION, "fingerprint": fingerprint}
         self._resume = resume
         self._built = layout.build(metadata)
         self._places = {
@@ -121,7 +122,6 @@ class PartialOutput:
         self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         if not _lock(self._journal):
             raise OutputError(f"{self.folder}: another process is writing this output")
-        first = {"journal": JOURNAL_VERSION, "fingerprint": self._fingerprint}
         lines, length = _whole_lines(path.read_bytes())
         ours = bool(lines) and isinstance(lines[0], dict) and "journal" in lines[0]
         leftovers = [file for file in self.folder.iterdir() if file != path]
@@ -130,29 +130,27 @@ class PartialOutput:
                 f"{self.folder}: holds {leftovers[0].name} and no journal of ours; "
                 "move it away, this is where the output is made"
             )
-        if self._resume and ours and lines[0] == first:
-            self.resumed = list(self._known(lines[1:]))
+        if self._resume and ours and lines[0] == self._first:
+            self.resumed = self._known(lines[1:])
             os.truncate(self._journal, length)
             return
         self.started_over = ours
         for leftover in leftovers:
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+            _remove(leftover)
         os.truncate(self._journal, 0)
-        self._append(first)
+        self._append(self._first)
 
-    def _known(self, lines: Iterable[Any]) -> Iterable[Record]:
+    def _known(self, lines: Iterable[Any]) -> list[Record]:
         """The last record of every chunk that the output has."""
         records = {}
         for line in lines:
             if not isinstance(line, dict) or line.get("tensor") not in self._places:
                 continue
-            chunks = chunk_count(self._places[line["tensor"]][1].elements)
-            if type(line.get("chunk")) is int and 0 <= line["chunk"] < chunks:
-                records[line["tensor"], line["chunk"]] = line
-        return records.values()
+            name, chunk = line["tensor"], line.get("chunk")
+            chunks = range(chunk_count(self._places[name][1].elements))
+            if type(chunk) is int and chunk in chunks:
+                records[name, chunk] = line
+        return list(records.values())
 
     def _append(self, line: Record) -> None:
         os.write(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -177,9 +175,7 @@ class PartialOutput:
             return bytes_digest(data) == record.get("output")
 
         with ThreadPoolExecutor() as pool:
-            return [
-                r for r, good in zip(records, pool.map(is_intact, records), strict=True) if good
-            ]
+            return list(itertools.compress(records, pool.map(is_intact, records)))
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read back what was written of a tensor."""
@@ -214,33 +210,24 @@ class PartialOutput:
                     raise AssertionError("the final header must be as long as the first one")
                 file.write(header, 0)
                 file.sync()
-            beside = {self._manifest_name: manifest}
+            beside = manifest_path(self.layout.target)
+            _write_synced(self.folder / beside.name, manifest)
             if (index := self.layout.index()) is not None:
-                beside[self.layout.index_name] = index
-            for name, content in beside.items():
-                _write_synced(self.folder / name, content)
-            self._publish()
+                _write_synced(self.folder / self.layout.index_name, index)
+            self._publish(beside)
 
-    @property
-    def _manifest_name(self) -> str:
-        return manifest_path(self.layout.target).name
-
-    def _publish(self) -> None:
+    def _publish(self, manifest: Path) -> None:
         target = self.layout.target
         if self.layout.is_directory:
             _sync_folder(self.folder)
-            replaced = None
+            replaced = target.with_name(f"{target.name}.replaced-{os.getpid()}")
             if target.exists():
-                replaced = target.with_name(f"{target.name}.replaced-{os.getpid()}")
                 target.rename(replaced)
             self.folder.rename(target)
             (target / JOURNAL_NAME).unlink()
-            if replaced is not None and replaced.is_symlink():
-                replaced.unlink()
-            elif replaced is not None:
-                shutil.rmtree(replaced)
+            _remove(replaced)
         else:
-            (self.folder / self._manifest_name).replace(manifest_path(target))
+            (self.folder / manifest.name).replace(manifest)
             (self.folder / target.name).replace(target)
             shutil.rmtree(self.folder)
         _sync_folder(target.parent)
@@ -260,36 +247,35 @@ def manifest_path(target: Path) -> Path:
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to overwrite an input, ever, and an existing output unless told to."""
-    if not layout.target.name:
-        raise OutputError(f"{layout.target}: is not a name for an output; give it one")
-    target = Path(os.path.realpath(layout.target))
+    given, is_directory = layout.target, layout.is_directory
+    if not given.name:
+        raise OutputError(f"{given}: is not a name for an output; give it one")
+    target = Path(os.path.realpath(given))
     for file in inputs:
         source = Path(os.path.realpath(file))
         if partial_folder(target) in source.parents:
             raise OutputError(
-                f"{layout.target}: would be made in {partial_folder(target)}, where the input "
+                f"{given}: would be made in {partial_folder(target)}, where the input "
                 f"{file} lies; choose another output"
             )
-        if target == source or (layout.is_directory and target in source.parents):
+        if target == source or (is_directory and target in source.parents):
             raise OutputError(
-                f"{layout.target}: the output would overwrite the input {file}; "
-                "choose another output"
+                f"{given}: the output would overwrite the input {file}; choose another output"
             )
-        if layout.target.exists() and layout.target.samefile(file):
-            raise OutputError(f"{layout.target}: is the same file as the input {file}")
-    if not layout.target.exists():
+        if given.exists() and given.samefile(file):
+            raise OutputError(f"{given}: is the same file as the input {file}")
+    if not given.exists():
         return
     if not overwrite:
         raise OutputError(
-            f"{layout.target}: exists already; choose another output, or replace it with "
+            f"{given}: exists already; choose another output, or replace it with "
             "--overwrite (overwrite=True in Python)"
         )
-    if layout.is_directory != layout.target.is_dir():
-        raise OutputError(f"{layout.target}: is a {'file' if layout.is_directory else 'directory'}")
-    holds_something = layout.is_directory and any(layout.target.iterdir())
-    if holds_something and not (layout.target / MANIFEST_NAME).exists():
+    if is_directory != given.is_dir():
+        raise OutputError(f"{given}: is a {'file' if is_directory else 'directory'}")
+    if is_directory and any(given.iterdir()) and not (given / MANIFEST_NAME).exists():
         raise OutputError(
-            f"{layout.target}: not made by dare (it has no {MANIFEST_NAME}), "
+            f"{given}: not made by dare (it has no {MANIFEST_NAME}), "
             "so it is not replaced; remove it yourself or choose another output"
         )
 
@@ -307,11 +293,30 @@ def _whole_lines(text: bytes) -> tuple[list[Any], int]:
     return lines, length
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def write_into(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Write or copy files into a folder, and sync them."""
+    for name, content in files.items():
+        with explaining(folder / name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _write_synced(folder / name, content)
+
+
+def _write_synced(path: Path, content: bytes | Path) -> None:
     with path.open("wb") as file:
-        file.write(content)
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            with content.open("rb") as original:
+                shutil.copyfileobj(original, file, 1 << 20)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -327,21 +332,30 @@ def _lock(file_descriptor: int) -> bool:
 
     try:
         fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # else a file system without locks
     return True
 
 
 @contextmanager
-def _explaining(place: Path) -> Iterator[None]:
+def explaining(place: Path) -> Iterator[None]:
+    """Say where something cannot be written."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _explaining(place: Path) -> Iterator[None]:
+    """The same for what can be resumed."""
+    with explaining(place):
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise OutputError(
                 f"{place}: the disk is full; make room and run the same merge again, "
                 "it goes on where it stopped"
             ) from error
-        raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error
