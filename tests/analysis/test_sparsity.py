@@ -311,6 +311,20 @@ def test_the_recommended_rate_keeps_the_outputs_of_real_layers_within_the_bound(
     assert 0.75 < np.median(ratios) < 1.05
 
 
+def test_beside_a_base_of_zeros_there_is_no_relative_error():
+    _, tuned = shaped("gaussian")
+    found = analyze({"w": np.zeros(SHAPE, np.float32)}, tuned)
+    assert (found.relative_norm, found.output_error) == (math.inf, math.inf)
+    assert found.recommended_drop_rate > 0.9
+    assert str(found).splitlines()[1:] == [
+        f"the change is to a base that is zero, and {found.essential_fraction:.1%} of the elements "
+        "carry it",
+        f"recommended drop rate {found.recommended_drop_rate}: enough of the elements that carry "
+        "the change of an output survive",
+    ]
+    assert json.loads(found.to_json())["output_error"] == "inf"
+
+
 # ---------------------------------------------------------------- readiness
 
 
