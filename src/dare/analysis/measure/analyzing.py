@@ -332,9 +332,8 @@ def choose_matrices(
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
     mean_cost = sum(cost(subject, whole=False) for subject in inner) / len(inner)
-    count = min(len(inner), max(1, int(spectrum_costs.WINDOWS_COST / mean_cost)))
-    places = [(2 * place + 1) * len(inner) // (2 * count) for place in range(count)]
-    return {inner[place].name: False for place in places}
+    most = max(1, int(spectrum_costs.WINDOWS_COST / mean_cost))
+    return {inner[place].name: False for place in spectrum_costs.spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- after the pass
