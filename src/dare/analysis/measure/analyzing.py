@@ -13,7 +13,7 @@ from itertools import combinations
 from os import PathLike
 from typing import Any, Literal
 
-from dare.analysis.measure import spectra as spectrum_costs
+from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.kinds import kind_of, layer_of
 from dare.analysis.measure.measuring import (
     AddUp,
@@ -91,10 +91,8 @@ def analyze(
         verbose=verbose,
     )
     folder = inputs.folders[0]
-    study = study_sources(
-        inputs.base, dict(zip(inputs.names, inputs.models, strict=True)), recipe, spectra
-    )
-    return study.conclude(
+    sources = dict(zip(inputs.names, inputs.models, strict=True))
+    return _study(inputs.base, sources, recipe, spectra).conclude(
         started,
         str(recipe.base),
         [str(entry.file) for entry in recipe.models],
@@ -132,7 +130,7 @@ def analyze_arrays(
         base="base", models=list(models), max_memory=max_memory, threads=threads, verbose=False
     )
     sources = {name: array_source(model, name) for name, model in models.items()}
-    study = study_sources(array_source(base, "base"), sources, recipe, spectra)
+    study = _study(array_source(base, "base"), sources, recipe, spectra)
     return study.conclude(started, "base", list(models))
 
 
@@ -202,9 +200,7 @@ class Study:
         )
 
 
-def study_sources(
-    base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: Spectra = "none"
-) -> Study:
+def _study(base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: Spectra) -> Study:
     """Measure what sources have in common, whose names and rows are in line."""
     if spectra not in ("auto", "all", "none"):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
@@ -259,37 +255,26 @@ def measure(
 
 def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subject], list[str]]:
     """The tensors that can be compared, with their models; and those that cannot, with reasons."""
-    subjects, left_out = [], []
+    subjects, left_out, labels = [], [], list(models)
     for name, info in sorted(base.tensors.items()):
-        holders = [
-            (number, label, source.tensors[name])
-            for number, (label, source) in enumerate(models.items())
-            if name in source.tensors
-        ]
+        held = [source.tensors.get(name) for source in models.values()]
         if not info.dtype.is_weight:
-            if holders:
+            if any(held):
                 left_out.append(f"{name}: {info.dtype.name} is no type of weights")
             continue
-        fitting = [
-            number
-            for number, _, held in holders
-            if held.shape == info.shape and held.dtype.is_weight
-        ]
-        left_out += [
-            f"{name}: base is {_described(info)}, {label} is {_described(held)}"
-            for number, label, held in holders
-            if number not in fitting
-        ]
+        fitting = []
+        for number, other in enumerate(held):
+            if other is not None and other.shape == info.shape and other.dtype.is_weight:
+                fitting.append(number)
+            elif other is not None:
+                model = f"{labels[number]} is {_described(other)}"
+                left_out.append(f"{name}: base is {_described(info)}, {model}")
         if fitting:
             subjects.append(Subject(info, kind_of(name), layer_of(name), tuple(fitting)))
-    owners: dict[str, list[str]] = defaultdict(list)
-    for label, source in models.items():
-        for name in source.tensors.keys() - base.tensors.keys():
-            owners[name].append(label)
-    left_out += [
-        f"{name}: in {', '.join(labels)}, not in the base"
-        for name, labels in sorted(owners.items())
-    ]
+    for name in sorted({name for source in models.values() for name in source.tensors}):
+        if name not in base.tensors:
+            owners = [label for label, source in models.items() if name in source.tensors]
+            left_out.append(f"{name}: in {', '.join(owners)}, not in the base")
     if not subjects:
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
@@ -313,27 +298,21 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if len(subject.base.shape) == 2 and min(subject.base.shape) >= spectrum_costs.SMALLEST
+        if len(subject.base.shape) == 2 and min(subject.base.shape) >= costs.SMALLEST
     ]
-
-    def cost(subject: Subject, *, whole: bool) -> float:
-        return len(subject.models) * spectrum_costs.cost_of(subject.base.shape, whole=whole)
-
-    def fits(subject: Subject) -> bool:
-        return spectrum_costs.bytes_of(subject.base.shape) <= bytes_each
-
+    fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
-        return {subject.name: fits(subject) for subject in matrices}
+        return fits
     inner = [subject for subject in matrices if subject.kind not in OUTER] or matrices
-    if not inner:
-        return {}
-    whole = sum(cost(subject, whole=True) for subject in inner)
-    if whole <= spectrum_costs.WHOLE_COST and all(map(fits, inner)):
+
+    def cost(*, whole: bool) -> float:
+        return sum(len(s.models) * costs.cost_of(s.base.shape, whole=whole) for s in inner)
+
+    if cost(whole=True) <= costs.WHOLE_COST and all(fits[subject.name] for subject in inner):
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
-    mean_cost = sum(cost(subject, whole=False) for subject in inner) / len(inner)
-    most = max(1, int(spectrum_costs.WINDOWS_COST / mean_cost))
-    return {inner[place].name: False for place in spectrum_costs.spread(len(inner), most)}
+    most = max(1, int(costs.WINDOWS_COST / (cost(whole=False) / len(inner))))
+    return {inner[place].name: False for place in costs.spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- after the pass

@@ -54,12 +54,10 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.base.name
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         return self.base.elements
 
     @property
