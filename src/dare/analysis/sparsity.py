@@ -35,7 +35,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import reduce
+from operator import add
 from os import PathLike
 from typing import Any
 
@@ -46,17 +47,17 @@ from dare.analysis.judge.limits import limit
 from dare.analysis.judge.outliers import Inliers, without_outliers
 from dare.analysis.judge.prediction import (
     Exposure,
+    exposure_of,
     exposures_of,
-    make_exposure,
     mean_bounded_error,
     mean_square,
     tolerated_drop_rate,
 )
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
-from dare.analysis.measure.measuring import Subject
-from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, share_below
-from dare.analysis.results import Analysis, Statistics
+from dare.analysis.measure.measuring import Measured, Subject
+from dare.analysis.measure.tallies import Magnitudes, Sums, share_below
+from dare.analysis.results import Analysis, TensorAnalysis
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.inputs.sources import ArraySource, Source, open_source
@@ -217,18 +218,8 @@ class DARESparsityAnalyzer:
         subjects, left_out = self._selected(base, tuned)
         study = Study(base, {NAME: tuned}, subjects, left_out, keeps_magnitudes=True)
         measure(study)
-        layers = [
-            Layer(
-                subject.name,
-                subject.base.shape,
-                study.measured[subject.name].sums[0],
-                study.measured[subject.name].magnitudes[0],
-                study.statistics[subject.name, 0],
-            )
-            for subject in subjects
-        ]
         analysis = study.conclude(started, _file_of(first), [_file_of(second)])
-        return self._summarise(layers, analysis, has_base=has_base)
+        return self._summarise(study, analysis, has_base=has_base)
 
     def _assumed_base(self, delta: Source) -> Source:
         """A base of weights that all have the assumed size."""
@@ -252,14 +243,16 @@ class DARESparsityAnalyzer:
             raise InputError(": ".join(["there are no weights to look at", *left_out[:1]]))
         return subjects, left_out
 
-    def _summarise(
-        self, layers: Sequence[Layer], analysis: Analysis, *, has_base: bool
-    ) -> SparsityAnalysis:
+    def _summarise(self, study: Study, analysis: Analysis, *, has_base: bool) -> SparsityAnalysis:
         (model,), settings = analysis.models, self.configuration
         statistics, quantiles = model.total, model.total.quantiles
-        threshold = settings.sparsity_threshold * max(layer.inliers.largest for layer in layers)
-        all_sums = sum((layer.sums for layer in layers), Sums())
-        all_magnitudes = sum((layer.magnitudes for layer in layers), NONE)
+        inliers = [without_outliers(tensor.statistics, tensor.shape) for tensor in model.tensors]
+        parts = [
+            Part.of(study.measured[tensor.name], part)
+            for tensor, part in zip(model.tensors, inliers, strict=True)
+        ]
+        total = reduce(add, parts)
+        threshold = settings.sparsity_threshold * max(part.largest for part in inliers)
         exposures = exposures_of(model)
         rate = self._rate(exposures)
         variance = mean_square(statistics) - statistics.mean_magnitude**2
@@ -267,12 +260,12 @@ class DARESparsityAnalyzer:
             total_parameters=statistics.elements,
             non_zero_parameters=statistics.elements - statistics.zeros - statistics.not_finite,
             not_finite=statistics.not_finite,
-            outliers=sum(layer.inliers.outliers for layer in layers),
-            effective_sparsity=share_below(threshold, all_sums, all_magnitudes),
-            essential_fraction=_essential_fraction(layers),
+            outliers=sum(part.outliers for part in inliers),
+            effective_sparsity=share_below(threshold, total.sums, total.magnitudes),
+            essential_fraction=total.essential_fraction,
             per_layer_sparsity={
-                layer.name: self._metrics(layer, threshold)
-                for layer in layers
+                tensor.name: self._metrics(tensor, part, threshold)
+                for tensor, part in zip(model.tensors, parts, strict=True)
                 if settings.compute_per_layer_metrics
             },
             magnitude_stats=MagnitudeStatistics(
@@ -286,7 +279,7 @@ class DARESparsityAnalyzer:
                 percentile95=quantiles.p95,
                 percentile99=quantiles.p99,
             ),
-            relative_norm=_relative_norm(layers),
+            relative_norm=total.relative_norm,
             recommended_drop_rate=rate,
             output_error=_output_error(exposures, rate),
             has_base=has_base,
@@ -296,19 +289,20 @@ class DARESparsityAnalyzer:
             seconds=analysis.seconds,
         )
 
-    def _metrics(self, layer: Layer, threshold: float) -> LayerSparsityMetrics:
-        statistics = layer.statistics
-        sparsity = share_below(threshold, layer.sums, layer.magnitudes)
+    def _metrics(
+        self, tensor: TensorAnalysis, part: Part, threshold: float
+    ) -> LayerSparsityMetrics:
+        sparsity = share_below(threshold, part.sums, part.magnitudes)
         return LayerSparsityMetrics(
-            layer_name=layer.name,
-            parameter_count=statistics.elements,
+            layer_name=tensor.name,
+            parameter_count=tensor.statistics.elements,
             sparsity=sparsity,
-            mean_magnitude=statistics.mean_magnitude,
-            max_magnitude=statistics.largest,
-            essential_fraction=_essential_fraction([layer]),
+            mean_magnitude=tensor.statistics.mean_magnitude,
+            max_magnitude=tensor.statistics.largest,
+            essential_fraction=part.essential_fraction,
             has_significant_updates=sparsity < SIGNIFICANT,
-            relative_norm=_relative_norm([layer]),
-            recommended_drop_rate=self._rate([make_exposure(statistics, layer.shape)]),
+            relative_norm=part.relative_norm,
+            recommended_drop_rate=self._rate([exposure_of(tensor)]),
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:
@@ -368,36 +362,36 @@ def _promise(analysis: SparsityAnalysis, layers: str) -> str:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What was counted of one tensor."""
+class Part:
+    """What was counted of one tensor, or of all."""
 
-    name: str
-    shape: tuple[int, ...]
     sums: Sums
     magnitudes: Magnitudes
-    statistics: Statistics
+    squares: float
+    """Σδ² without outliers."""
+    fourths: float
+    """Σδ⁴ without outliers."""
 
-    @cached_property
-    def inliers(self) -> Inliers:
-        """What it is without its outliers."""
-        return without_outliers(self.statistics, self.shape)
+    @classmethod
+    def of(cls, measured: Measured, inliers: Inliers) -> Part:
+        sums, (_, squares, _, fourths) = measured.sums[0], measured.sums[0].powers
+        left = squares * inliers.squares, fourths * inliers.fourths
+        return cls(sums, measured.magnitudes[0], *left)
 
+    def __add__(self, other: Part) -> Part:
+        return Part(*map(add, vars(self).values(), vars(other).values()))
 
-def _essential_fraction(layers: Sequence[Layer]) -> float:
-    """The share of finite elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
-    squares = sum(layer.sums.powers[1] * layer.inliers.squares for layer in layers)
-    fourths = sum(layer.sums.powers[3] * layer.inliers.fourths for layer in layers)
-    count = sum(layer.sums.finite for layer in layers)
-    return squares**2 / (count * fourths) if fourths else 0.0
+    @property
+    def essential_fraction(self) -> float:
+        """The share of finite elements that carries the change, (Σδ²)²/(n·Σδ⁴)."""
+        return self.squares**2 / (self.sums.finite * self.fourths) if self.fourths else 0.0
 
-
-def _relative_norm(layers: Sequence[Layer]) -> float:
-    """‖δ‖ / ‖base‖ without outliers; infinite for a change of a base that is zero."""
-    squares = sum(layer.sums.powers[1] * layer.inliers.squares for layer in layers)
-    base_squares = sum(layer.sums.base_squares for layer in layers)
-    if base_squares:
-        return math.sqrt(squares / base_squares)
-    return math.inf if squares else 0.0
+    @property
+    def relative_norm(self) -> float:
+        """‖δ‖ / ‖base‖; infinite for a change of a base that is zero."""
+        if self.sums.base_squares:
+            return math.sqrt(self.squares / self.sums.base_squares)
+        return math.inf if self.squares else 0.0
 
 
 def _output_error(exposures: Sequence[Exposure], rate: float) -> float:

@@ -24,8 +24,6 @@ Whoever changes this must also touch kernels.py, which is all that Numba's cache
 BINS = 1 << 16
 OCTAVE = 1 << (23 - BIN_SHIFT)
 """Bins in an octave."""
-INFINITE = 0x7F800000 >> BIN_SHIFT
-"""The first bin of what is not finite; no element is counted there."""
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
 ROUNDING = 1e-6
