@@ -6,13 +6,14 @@ Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same
 
 from __future__ import annotations
 
+import inspect
 import logging
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, overload
+from typing import Any, get_overloads, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,8 @@ from dare.inputs.arrays import like_original, stored
 from dare.inputs.reading import decoded
 from dare.output.report import Report
 from dare.recipe.schema import Recipe
-from dare.stages import STAGES, Block, Scratch
+from dare.stages import STAGES
 from dare.stages.dare import Rescale
-from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.header import TensorInfo
 
 logger = logging.getLogger("dare")
@@ -77,7 +77,7 @@ class DareMerger:
             models=self.merge_files,
             output=output_file,
             method=config.method,
-            stages=_stages(dare={"drop_rate": config.drop_rate}),
+            stages=_checked({"dare": {"drop_rate": config.drop_rate}}),
             seed=config.seed,
             delta_threshold=config.delta_threshold,
             verbose=config.verbose,
@@ -95,15 +95,7 @@ def dare_sparsify(
     pretrained: Arrays, finetuned: Arrays, drop_rate: float = 0.9, seed: int = 42
 ) -> dict[str, Any]:
     """Apply DARE to one fine-tune: pretrained + DARE(finetuned - pretrained)."""
-    merged, _ = merge_arrays(
-        pretrained,
-        [finetuned],
-        method="dare+sum",
-        stages=_stages(dare={"drop_rate": drop_rate}),
-        seed=seed,
-        delta_threshold=NO_THRESHOLD,
-    )
-    return merged
+    return _merge(pretrained, [finetuned], "dare+sum", seed, dare={"drop_rate": drop_rate})[0]
 
 
 def dare_drop(
@@ -115,14 +107,9 @@ def dare_drop(
     >>> dare_drop({"w": np.ones(8, np.float32)}, drop_rate=0.5, seed=1)["w"]
     array([0., 2., 2., 2., 2., 2., 0., 2.], dtype=float32)
     """
-    dropped, report = merge_arrays(
-        _zeros(task_vector),
-        [task_vector],
-        method="dare+sum",
-        stages=_stages(dare={"drop_rate": drop_rate, "rescale": rescale}),
-        seed=_seed(seed),
-        delta_threshold=NO_THRESHOLD,
-    )
+    settings = {"drop_rate": drop_rate, "rescale": rescale}
+    zeros = {name: _as_original(delta, name, None) for name, delta in task_vector.items()}
+    dropped, report = _merge(zeros, [task_vector], "dare+sum", _seed(seed), dare=settings)
     realised = report.models[0].drop_rate_realised
     if realised is not None:
         logger.info("DARE: dropped %.2f%% (target: %.2f%%)", 100 * realised, 100 * drop_rate)
@@ -138,58 +125,30 @@ def dare_slerp_merge(
     seed: int = 42,
 ) -> dict[str, Any]:
     """Apply DARE to both models, then interpolate between them on the sphere."""
-    merged, _ = merge_arrays(
-        pretrained,
-        [model_a, model_b],
-        method="dare+slerp",
-        stages=_stages(dare={"drop_rate": drop_rate}, slerp={"t": t}),
-        seed=seed,
-        delta_threshold=NO_THRESHOLD,
-    )
-    return merged
+    settings = {"dare": {"drop_rate": drop_rate}, "slerp": {"t": t}}
+    return _merge(pretrained, [model_a, model_b], "dare+slerp", seed, **settings)[0]
 
 
 def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
-    """Keep the largest elements of each delta: keep_ratio of those that are not zero."""
-    trim = STAGES["trim"]
-    settings = trim.settings({"keep_ratio": keep_ratio}, "")
-    kernels = kernel_backends.load("cpu")
+    """Keep the largest elements of each delta: keep_ratio of those that are not zero.
 
-    scratch = Scratch(CHUNK)
+    Of those that are equal at the cut, the first are kept.
+    """
+    STAGES["trim"].settings({"keep_ratio": keep_ratio}, "")  # refuses what the stage would
 
     def trimmed(name: str, delta: Any) -> Any:
         values = _as_floats(delta, name)
-        origin = np.zeros(CHUNK, np.float32)
-
-        def blocks() -> Iterator[Block]:
-            for start, count in chunk_spans(values.size):
-                part = values[start : start + count]
-                block = Block(kernels, name, start, 0, part, origin[:count], scratch, np.int32(0))
-                block.leave_nonzero()
-                yield block
-
-        if trim.survey is not None and trim.surveys_when(settings):
-            summary = trim.survey(_ArrayWalk(values, blocks), **settings)
-            for block in blocks():
-                block.summary = summary
-                trim.apply(block, **settings)
-                values[block.start : block.start + block.size] = block.values
+        sizes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)  # in the order of magnitudes
+        changed = np.count_nonzero(sizes)
+        kept = max(1, int(keep_ratio * changed))
+        if kept < changed:
+            cut = np.partition(sizes, -kept)[-kept]
+            ties = np.flatnonzero(sizes == cut)
+            values[sizes < cut] = 0
+            values[ties[kept - np.count_nonzero(sizes > cut) :]] = 0
         return _as_original(delta, name, values)
 
     return {name: trimmed(name, delta) for name, delta in task_vector.items()}
-
-
-class _ArrayWalk:
-    census = None
-
-    def __init__(self, values: NDArray[np.float32], blocks: Any) -> None:
-        self.spare_bytes = values.nbytes
-        self.shape = values.shape
-        self._blocks = blocks
-
-    def __call__(self) -> Iterator[Block]:
-        found: Iterator[Block] = self._blocks()
-        return found
 
 
 def ties_elect_sign(task_vectors: Sequence[Arrays]) -> dict[str, Any]:
@@ -300,10 +259,10 @@ def dare_merge(
         base_path,
         finetuned_paths,
         output_path,
+        lambda_coeff,
         overwrite=overwrite,
         method=f"dare+{merge_method}",
-        stages=_stages(dare={"drop_rate": drop_rate}),
-        scale=lambda_coeff,
+        stages=_checked({"dare": {"drop_rate": drop_rate}}),
         dtype=dtype,
         seed=_seed(seed),
     )
@@ -343,68 +302,42 @@ def dare_ties_merge(*arguments: Any, **keywords: Any) -> Any:
     `dare_ties_merge(base_path, [path, …], output_path, dare_drop_rate=0.9, ties_keep_ratio=0.5)`
     merges files. Trimming counts the elements that DARE has kept.
     """
-    first = arguments[0] if arguments else None
-    takes_files = "base_path" in keywords or isinstance(first, str | PathLike)
-    form = _dare_ties_merge_files if takes_files else _dare_ties_merge_arrays
-    return form(*arguments, **keywords)
-
-
-def _dare_ties_merge_arrays(
-    models: Sequence[Arrays],
-    pretrained: Arrays,
-    drop_rate: float = 0.9,
-    density: float = 0.2,
-    *,
-    seed: int = 42,
-) -> dict[str, Any]:
-    merged, _ = merge_arrays(
-        pretrained,
-        models,
-        method="dare+ties",
-        stages=_stages(dare={"drop_rate": drop_rate}) | {"ties": {"keep_ratio": density}},
-        seed=seed,
-        delta_threshold=NO_THRESHOLD,
-    )
-    return merged
-
-
-def _dare_ties_merge_files(
-    base_path: AnyPath,
-    finetuned_paths: Sequence[AnyPath],
-    output_path: AnyPath,
-    dare_drop_rate: float = 0.9,
-    ties_keep_ratio: float = 0.5,
-    lambda_coeff: float = 1.0,
-    dtype: Any = "bfloat16",
-    *,
-    seed: int = 42,
-    overwrite: bool = False,
-) -> Report:
-    return _merge_files(
-        base_path,
-        finetuned_paths,
-        output_path,
-        overwrite=overwrite,
-        method="dare+ties",
-        stages=_stages(dare={"drop_rate": dare_drop_rate})
-        | {"ties": {"keep_ratio": ties_keep_ratio}},
-        scale=lambda_coeff,
-        dtype=dtype,
-        seed=seed,
-    )
+    takes_files = "base_path" in keywords or isinstance((*arguments, None)[0], str | PathLike)
+    form = get_overloads(dare_ties_merge)[takes_files]
+    bound = inspect.signature(form).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    given = bound.arguments
+    if not takes_files:
+        tables = {
+            "dare": {"drop_rate": given["drop_rate"]},
+            "ties": {"keep_ratio": given["density"]},
+        }
+        return _merge(given["pretrained"], given["models"], "dare+ties", given["seed"], **tables)[0]
+    tables = {
+        "dare": {"drop_rate": given.pop("dare_drop_rate")},
+        "ties": {"keep_ratio": given.pop("ties_keep_ratio")},
+    }
+    return _merge_files(method="dare+ties", stages=_checked(tables), **given)
 
 
 def _merge_files(
-    base: AnyPath,
-    models: Sequence[AnyPath],
-    output: AnyPath,
+    base_path: AnyPath,
+    finetuned_paths: Sequence[AnyPath],
+    output_path: AnyPath,
+    lambda_coeff: float,
     *,
     overwrite: bool,
     **settings: Any,
 ) -> Report:
     """Merge as the published listings do: what a model lacks is unchanged, what it adds is left."""
     recipe = Recipe(
-        base=base, models=models, output=output, on_missing="base", on_extra="drop", **settings
+        base=base_path,
+        models=finetuned_paths,
+        output=output_path,
+        scale=lambda_coeff,
+        on_missing="base",
+        on_extra="drop",
+        **settings,
     )
     return merge(recipe, overwrite=overwrite)
 
@@ -426,25 +359,30 @@ def _names(task_vectors: Sequence[Arrays]) -> list[str]:
     return list(dict.fromkeys(name for vector in task_vectors for name in vector))
 
 
-def _stages(**tables: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _merge(
+    base: Arrays, models: Sequence[Arrays], method: str, seed: int, **stages: dict[str, Any]
+) -> tuple[dict[str, Any], Report]:
+    return merge_arrays(
+        base,
+        models,
+        method=method,
+        stages=_checked(stages),
+        seed=seed,
+        delta_threshold=NO_THRESHOLD,
+    )
+
+
+def _checked(stages: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Settings by stage; None is refused, because a recipe would take its default for it."""
-    for table in tables.values():
+    for table in stages.values():
         for name, value in table.items():
             if value is None:
                 raise RecipeError(f"{name} = None: give a number, or leave it out for the default")
-    return tables
+    return stages
 
 
 def _seed(seed: int | None) -> int:
     return secrets.randbits(63) if seed is None else seed
-
-
-def _zeros(arrays: Arrays) -> dict[str, Any]:
-    def zeros(name: str, array: Any) -> Any:
-        kind, shape, raw = stored(array, name)
-        return like_original(array, TensorInfo(name, kind, shape, 0), np.zeros_like(raw))
-
-    return {name: zeros(name, array) for name, array in arrays.items()}
 
 
 def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
@@ -455,9 +393,10 @@ def _as_floats(array: Any, name: str) -> NDArray[np.float32]:
     return decoded(raw.view(kind.carrier), "cpu")
 
 
-def _as_original(original: Any, name: str, values: NDArray[np.float32]) -> Any:
-    """Flat float32 values as an array of the type and shape of `original`."""
-    kind, shape, _ = stored(original, name)
-    raw = np.empty(values.size, kind.carrier)
-    kernel_backends.load("cpu").encode(values, raw)
+def _as_original(original: Any, name: str, values: NDArray[np.float32] | None) -> Any:
+    """Flat float32 values, or zeros, as an array of the type and shape of `original`."""
+    kind, shape, stored_bytes = stored(original, name)
+    raw = np.zeros(stored_bytes.size // kind.itemsize, kind.carrier)
+    if values is not None:
+        kernel_backends.load("cpu").encode(values, raw)
     return like_original(original, TensorInfo(name, kind, shape, 0), raw.view(np.uint8))

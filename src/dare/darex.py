@@ -92,7 +92,10 @@ def find_q_by_score(
     trials: list[Trial] = []
 
     def attempt(q: float) -> Trial:
-        trials.append(Trial(q, _number(score(q), q)))
+        found = float(score(q))
+        if math.isnan(found):
+            raise InputError(f"the score at q = {q:.6g} is not a number (NaN)")
+        trials.append(Trial(q, found))
         return trials[-1]
 
     places = int((1.0 - lowest) / step * (1 + 1e-12))  # of the coarse grid, beyond its first
@@ -173,11 +176,11 @@ def score_of_merges(recipe: Recipe, judge: Callable[[Path], float]) -> Callable[
     name = "merged" if recipe.output is None else recipe.output.name
 
     def score(q: float) -> float:
-        given = recipe.stages.get("darex", {})
-        own = {name: value for name, value in given.items() if name != "epsilon"}
+        settings = {**recipe.stages.get("darex", {}), "q": q}
+        settings.pop("epsilon", None)  # the other way to say q
         with tempfile.TemporaryDirectory(prefix="dare-q-") as folder:
             output = Path(folder) / name
-            stages = {**recipe.stages, "darex": {**own, "q": q}}
+            stages = {**recipe.stages, "darex": settings}
             merge(recipe.model_copy(update={"stages": stages, "output": output}))
             return judge(output)
 
@@ -194,41 +197,28 @@ def judge_by_command(command: str) -> Callable[[Path], float]:
     """
 
     def judge(model: Path) -> float:
-        words = shlex.split(command)
-        places = [word.replace("{model}", str(model)) for word in words]
-        words = places if places != words else [*words, str(model)]
-        told = shlex.join(words)
+        words = shlex.split(command if "{model}" in command else f"{command} {{model}}")
+        words = [word.replace("{model}", str(model)) for word in words]
+        line = shlex.join(words)
         try:
             done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
         except OSError as error:
-            raise InputError(f"{told}: cannot be run: {error.strerror or error}") from None
+            raise InputError(f"{line}: cannot be run: {error.strerror or error}") from None
         if done.returncode:
-            raise InputError(f"{told}: failed ({done.returncode}): {done.stderr.strip()}")
+            raise InputError(f"{line}: failed ({done.returncode}): {done.stderr.strip()}")
         last = (done.stdout.strip().splitlines() or [""])[-1]
         try:
             return float(last)
         except ValueError:
-            raise InputError(f"{told}: the last line must be a number, found {last!r}") from None
+            raise InputError(f"{line}: the last line must be a number, found {last!r}") from None
 
     return judge
-
-
-def _number(score: float, q: float) -> float:
-    if math.isnan(score):
-        raise InputError(f"the score at q = {q:.6g} is not a number (NaN)")
-    return float(score)
 
 
 # ---------------------------------------------------------------- by formula
 
 
-def analytic_q(
-    delta: Any,
-    mean_inputs: Any,
-    drop_rate: float,
-    *,
-    eta: float = 0.45,
-) -> LayerQ:
+def analytic_q(delta: Any, mean_inputs: Any, drop_rate: float, *, eta: float = 0.45) -> LayerQ:
     """Find a layer's q from its delta (outputs × inputs) and the mean of its inputs.
 
     With c = δ_ij·mean(x_j), S = |Σ c| and C = Σ c² of an output row, the change of that output is

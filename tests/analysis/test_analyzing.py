@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dare.analysis.measure import analyzing
+from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.measure.tallies import BIN_SHIFT
@@ -65,7 +65,7 @@ def deltas(base, model):
 
 
 def timeless(analysis):
-    return dataclasses.replace(analysis, seconds=0.0, bytes_read=0)
+    return dataclasses.replace(analysis, seconds=0.0)
 
 
 def check_statistics(found, delta):
@@ -206,7 +206,7 @@ LARGE = {"model.layers.0.mlp.up_proj.weight": (700, 1501)}
 def large():
     base = weights(4, LARGE)
     models = [tuned(base, 5), tuned(base, 6)]
-    return base, models, analyze_arrays(base, models, threads=1)
+    return base, models, analyze_arrays(base, models, threads=1, spectra="none")
 
 
 def test_a_tensor_of_several_chunks(large):
@@ -221,19 +221,27 @@ def test_a_tensor_of_several_chunks(large):
     assert found.pairs[0].total.top_overlap == pytest.approx(overlap, abs=4 * (0.01 / 2627) ** 0.5)
 
 
-def test_threads_do_not_change_a_figure(large):
+def test_threads_do_not_change_a_figure(large, three):
     base, models, found = large
+    assert timeless(analyze_arrays(base, models, threads=3, spectra="none")) == timeless(found)
+    base, models, found = three
     assert timeless(analyze_arrays(base, models, threads=3)) == timeless(found)
+
+
+def test_how_many_chunks_are_added_up_at_once_does_not_change_a_figure(large, monkeypatch):
+    base, models, found = large
+    monkeypatch.setattr(measuring, "TOGETHER", 1)
+    assert timeless(analyze_arrays(base, models, spectra="none")) == timeless(found)
 
 
 def test_the_top_of_equal_models_is_the_same(large):
     base, models, _ = large
-    (pair,) = analyze_arrays(base, [models[0], models[0]]).pairs
+    (pair,) = analyze_arrays(base, [models[0], models[0]], spectra="none").pairs
     assert (pair.total.top_overlap, pair.total.top_conflict) == (1, 0)
     assert pair.total.cosine == pytest.approx(1)
     assert pair.ratio == pytest.approx(1)
     opposite = {name: 2 * base[name] - models[0][name] for name in base}
-    (pair,) = analyze_arrays(base, [models[0], opposite]).pairs
+    (pair,) = analyze_arrays(base, [models[0], opposite], spectra="none").pairs
     assert pair.total.top_overlap > 0.99
     assert pair.total.top_conflict == 1
     assert pair.total.cosine == pytest.approx(-1)
@@ -272,7 +280,7 @@ def test_models_of_different_storage_types():
     assert (found.models[0].dtypes, found.base_dtypes) == ({"BF16": 7941}, {"F32": 7941})
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-18, 1e15, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_sizes_far_from_the_usual(size):
     base = {"w": np.zeros(500, np.float32)}
     models = [{"w": weights(seed, {"w": (500,)}, size)["w"]} for seed in (1, 2)]
@@ -384,7 +392,7 @@ def of_vectors(models):
     return analyze_arrays(base, [{"h.0.mlp.w": model} for model in models], spectra="none")
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(vectors, st.integers(0, 40))
 def test_a_tensor_cut_in_two(models, cut):
     whole = of_vectors(models)
@@ -406,7 +414,7 @@ def test_a_tensor_cut_in_two(models, cut):
     assert whole.together.conflicted == parts.together.conflicted
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(vectors)
 def test_deltas_of_twice_the_size(models):
     one, two = of_vectors(models), of_vectors([2 * model for model in models])
@@ -420,7 +428,7 @@ def test_deltas_of_twice_the_size(models):
     assert two.together == one.together
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(vectors)
 def test_the_order_of_models_changes_their_order_alone(models):
     forth, back = of_vectors(models), of_vectors(models[::-1])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dare import merge, plan
-from dare.analysis.measure.glance import MATRICES, _rank_if_low, _read_rows, _spread, glance
+from dare.analysis.measure.glance import MATRICES, _rank_if_low, _read_rows, glance
 from dare.errors import Concern, DareWarning
 from helpers import write_recipe
 
@@ -94,12 +94,6 @@ def test_matrices_too_small_to_tell_are_not_looked_at(tmp_path):
 
 def test_nan_is_no_rank():
     assert _rank_if_low(np.full((64, 64), np.nan, np.float32)) is None
-
-
-def test_samples_are_spread_over_the_model():
-    assert _spread(list(range(100))) == [12, 37, 62, 87]
-    assert _spread(list(range(MATRICES - 1))) == [0, 1, 2]
-    assert _spread([]) == []
 
 
 def test_it_reads_a_matrix_at_once_and_stops_at_the_first_full_rank(tmp_path, monkeypatch):

@@ -108,13 +108,13 @@ def measured_variance(base, models, seeds, expected, **settings):
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.9])
-def test_the_variance_of_ten_merges_of_a_real_model(demo, rate):
+def test_the_variance_of_a_few_merges_of_a_real_model(demo, rate):
     base, tuned = demo
     found = analysis(base, {"add": tuned["add"]})
     measured = measured_variance(
         base,
         [tuned["add"]],
-        range(0, 1000, 100),
+        range(0, 300, 100),
         tuned["add"],
         method="dare+sum",
         stages={"dare": {"drop_rate": rate}},

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 from datetime import UTC, datetime
+from functools import cache
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_magnitudes_are_those_of_numpy():
     arrays(np.float32, st.integers(1, 19), elements=st.floats(-1, 1, width=16)),
     st.sampled_from([0.001, 0.01, 0.3]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_sparsity_is_the_share_under_the_threshold(values, threshold):
     found = analyze({"w": values}, sparsity_threshold=threshold)
     sizes = np.abs(values).astype(np.float64)
@@ -186,9 +187,10 @@ def test_presets():
 # ---------------------------------------------------------------- the recommendation
 
 
-def shaped(kind, ratio=0.02, seed=0):
+@cache
+def shaped(kind, ratio=0.02):
     """A delta of a shape, with a base beside which it has this size."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     values = {
         "uniform": lambda: generator.uniform(-1, 1, SHAPE),
         "gaussian": lambda: generator.standard_normal(SHAPE),
@@ -201,38 +203,33 @@ def shaped(kind, ratio=0.02, seed=0):
     return {"w": base.astype(np.float32)}, {"w": (base + values).astype(np.float32)}
 
 
-def rate(kind, **settings):
-    return analyze(*shaped(kind, **settings)).recommended_drop_rate
-
-
 def test_the_recommendation_depends_on_the_shape():
-    rates = {kind: rate(kind) for kind in ("uniform", "gaussian", "laplace", "heavy", "zeros")}
+    kinds = ("uniform", "gaussian", "laplace", "heavy", "zeros")
+    found = [analyze(*shaped(kind)) for kind in kinds]
     # All have one norm, and less is borne the fewer elements carry it.
-    assert list(rates.values()) == sorted(rates.values(), reverse=True)
-    assert len(set(rates.values())) == 5
-    assert rates["uniform"] > 0.8
+    rates = [analysis.recommended_drop_rate for analysis in found]
+    assert rates == sorted(set(rates), reverse=True)
+    assert rates[0] > 0.8
+    shares = dict(zip(kinds, [analysis.essential_fraction for analysis in found], strict=True))
+    expected = {"uniform": 0.556, "gaussian": 0.333, "laplace": 0.167, "zeros": 0.0333}
+    for kind, share in expected.items():
+        assert shares[kind] == pytest.approx(share, rel=0.04)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "gaussian", "laplace", "heavy", "zeros", "outlier"])
 def test_at_the_recommended_rate_nineteen_of_twenty_outputs_are_within_the_bound(kind):
     base, tuned = shaped("gaussian" if kind == "outlier" else kind)
-    if kind == "outlier":
-        tuned["w"][5, 5] += 3.0
+    tuned = {"w": tuned["w"].copy()}
+    tuned["w"][5, 5] += 3.0 * (kind == "outlier")
     dropped = dare.dare_sparsify(base, tuned, analyze(base, tuned).recommended_drop_rate)
     errors = np.linalg.norm(dropped["w"] - tuned["w"], axis=1)
     assert (errors <= BOUND * np.linalg.norm(base["w"], axis=1)).mean() >= 0.95
 
 
-@pytest.mark.parametrize(
-    ("kind", "share"),
-    [("uniform", 0.556), ("gaussian", 0.333), ("laplace", 0.167), ("zeros", 0.0333)],
-)
-def test_the_essential_fraction_depends_on_the_shape(kind, share):
-    assert analyze(*shaped(kind)).essential_fraction == pytest.approx(share, rel=0.04)
-
-
 def test_the_recommendation_depends_on_the_size():
-    rates = [rate("gaussian", ratio=ratio) for ratio in (0.004, 0.01, 0.02, 0.05, 0.2)]
+    rates = [
+        analyze(*shaped("gaussian", ratio)).recommended_drop_rate for ratio in (0.004, 0.02, 0.2)
+    ]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == 0.95
     assert rates[-1] < 0.1
@@ -277,7 +274,7 @@ def real_inputs(task):
         }
         model._layers[number] = dataclasses.replace(layer, **spies)
     lines = "\n".join(prompt + answer for prompt, answer in task.examples("test", 50)).encode()
-    texts = np.frombuffer(lines[:250] + held_out_english()[:250], np.uint8).reshape(2, 250)
+    texts = np.frombuffer(lines[:120] + held_out_english()[:120], np.uint8).reshape(2, 120)
     model.logits(texts.astype(np.intp))
     return {
         f"model.layers.{number}.{name}.weight": np.concatenate(inputs)
@@ -309,6 +306,20 @@ def test_the_recommended_rate_keeps_the_outputs_of_real_layers_within_the_bound(
     assert min(ratios) > 0.2
     assert max(ratios) < 2.2
     assert 0.75 < np.median(ratios) < 1.05
+
+
+def test_beside_a_base_of_zeros_there_is_no_relative_error():
+    _, tuned = shaped("gaussian")
+    found = analyze({"w": np.zeros(SHAPE, np.float32)}, tuned)
+    assert (found.relative_norm, found.output_error) == (math.inf, math.inf)
+    assert found.recommended_drop_rate > 0.9
+    assert str(found).splitlines()[1:] == [
+        f"the change is to a base that is zero, and {found.essential_fraction:.1%} of the elements "
+        "carry it",
+        f"recommended drop rate {found.recommended_drop_rate}: enough of the elements that carry "
+        "the change of an output survive",
+    ]
+    assert json.loads(found.to_json())["output_error"] == "inf"
 
 
 # ---------------------------------------------------------------- readiness
@@ -370,7 +381,7 @@ def test_the_verdict_is_that_of_assess(name):
     )
 
 
-@pytest.mark.parametrize("size", [0.01, 0.5, 50.0, 5000.0])
+@pytest.mark.parametrize("size", [0.01, 5000.0])
 def test_an_outlier_among_a_million_moves_nothing(size):
     generator = np.random.default_rng(0)
     delta = {f"layers.{n}.w": generator.normal(0, 0.0005, (512, 512)) for n in range(4)}

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -25,14 +24,13 @@ from numpy.typing import NDArray
 from dare import kernels as kernel_backends
 from dare.errors import InputError, OutputError, did_you_mean
 from dare.inputs.opening import open_inputs
-from dare.inputs.reading import read_floats
+from dare.inputs.reading import decoded, read_chunks
 from dare.inputs.sources import Source, open_source
 from dare.output.manifest import find_manifest, repeating_document
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
-from dare.tensors.chunks import chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo, build_header
@@ -63,11 +61,11 @@ def emr_tasks(output: AnyPath, *, overwrite: bool = False) -> dict[str, float]:
     target = tasks_path(output)
     if target.exists() and not overwrite:
         raise OutputError(f"{target}: exists already; pass overwrite=True to replace it")
-    with _opened(output) as merge:
-        names = merge.plan.model_names
+    with _opened(output) as (plan, merged):
+        names = plan.model_names
         described = [
             (f"{names[model]}/{tensor.name}", STORAGE_TYPES["U8"], (-(-tensor.elements // 8),))
-            for tensor in merge.plan.merged()
+            for tensor in plan.merged()
             for model in tensor.models
         ]
         described.append((RESCALERS, STORAGE_TYPES["F64"], (len(names),)))
@@ -77,7 +75,7 @@ def emr_tasks(output: AnyPath, *, overwrite: bool = False) -> dict[str, float]:
         file = OutputFile(partial, last.start + last.nbytes)
         try:
             file.write(header, 0)
-            scales = _write_masks(merge, places, file)
+            scales = _write_masks(plan, merged, places, file)
             file.write(np.array(scales, "<f8").view(np.uint8), last.start)
             file.sync()
         finally:
@@ -88,47 +86,29 @@ def emr_tasks(output: AnyPath, *, overwrite: bool = False) -> dict[str, float]:
 
 def emr_weights(output: AnyPath, task: str) -> Iterator[tuple[str, Floats]]:
     """The weights as one task sees them, base + λ·(M ⊙ δ), tensor after tensor, in float32."""
-    source = open_source(tasks_path(output))
-    with _opened(output) as merge, source:
-        names = merge.plan.model_names
+    tasks = open_source(tasks_path(output))
+    with _opened(output) as (plan, merged), tasks:
+        names = plan.model_names
         if task not in names:
             raise InputError(
                 f"{task!r}: there is no such task{did_you_mean(task, names)}; "
                 f"there are {', '.join(names)}"
             )
         scales = np.empty(len(names), "<f8")
-        source.read(RESCALERS, 0, scales)
+        tasks.read(RESCALERS, 0, scales)
         scale = np.float32(scales[names.index(task)])
-        for tensor in merge.plan.merged():
+        for tensor in plan.merged():
             weights = np.empty(tensor.elements, np.float32)
-            for start, count in chunk_spans(tensor.elements):
-                base, unified = merge.unified(tensor, start, count)
-                mask = _read_mask(source, f"{task}/{tensor.name}", start, count)
-                weights[start : start + count] = base + np.where(mask, scale * unified, 0)
+            mask = _read_mask(tasks, f"{task}/{tensor.name}", tensor.elements)
+            for start, base, unified, _ in _chunks(plan, merged, tensor, ()):
+                part = slice(start, start + base.size)
+                weights[part] = base + np.where(mask[part], scale * unified, 0)
             yield tensor.name, weights.reshape(tensor.shape)
 
 
-@dataclass(frozen=True)
-class _Merge:
-    """A finished merge, its output and inputs open."""
-
-    plan: Plan
-    output: Source
-
-    def unified(self, tensor: TensorPlan, start: int, count: int) -> tuple[Floats, Floats]:
-        """The base over a chunk, and the unified delta."""
-        base = read_floats(self.plan.base, tensor.name, start, count, "cpu")
-        return base, read_floats(self.output, tensor.name, start, count, "cpu") - base
-
-    def delta(self, tensor: TensorPlan, model: int, start: int, base: Floats) -> Floats:
-        """A model's own delta over a chunk."""
-        source = self.plan.source_of(tensor, model)
-        values = read_floats(source, tensor.name, start, base.size, "cpu")
-        return values if source.holds_delta(tensor.name) else values - base
-
-
 @contextmanager
-def _opened(output: AnyPath) -> Iterator[_Merge]:
+def _opened(output: AnyPath) -> Iterator[tuple[Plan, Source]]:
+    """The plan of a finished merge and its output, and all inputs open."""
     path = Path(output)
     manifest = find_manifest(path)
     if manifest is None:
@@ -138,37 +118,49 @@ def _opened(output: AnyPath) -> Iterator[_Merge]:
         raise InputError(f"{path}: was merged by {recipe.method}; tasks are those of emr")
     recipe, inputs = open_inputs(recipe)
     plan = make_plan(recipe, inputs.base, inputs.models, inputs.names)
-    source = open_source(path)
+    merged = open_source(path)
     with ExitStack() as stack:
-        for opened in (plan.base, *plan.models, source):
-            stack.enter_context(opened)
-        yield _Merge(plan, source)
+        for source in (plan.base, *plan.models, merged):
+            stack.enter_context(source)
+        yield plan, merged
 
 
-def _write_masks(merge: _Merge, places: dict[str, TensorInfo], file: OutputFile) -> list[float]:
-    kernels = kernel_backends.load("cpu")
-    names = merge.plan.model_names
+def _chunks(
+    plan: Plan, merged: Source, tensor: TensorPlan, models: Sequence[int]
+) -> Iterator[tuple[int, Floats, Floats, list[Floats]]]:
+    """For each chunk: where it starts, the base, the unified delta, and these models' own."""
+    sources = [plan.source_of(tensor, model) for model in models]
+    for start, stored in read_chunks([plan.base, merged, *sources], tensor.name):
+        base, output, *tuned = (decoded(raw, "cpu") for raw in stored)
+        deltas = [
+            values if source.holds_delta(tensor.name) else values - base
+            for source, values in zip(sources, tuned, strict=True)
+        ]
+        yield start, base, output - base, deltas
+
+
+def _write_masks(
+    plan: Plan, merged: Source, places: dict[str, TensorInfo], file: OutputFile
+) -> list[float]:
+    """Write all masks; return the scales."""
+    sum_magnitudes = kernel_backends.load("cpu").sum_magnitudes
+    names = plan.model_names
     whole, seen = [0.0] * len(names), [0.0] * len(names)
-    for tensor in merge.plan.merged():
-        for start, count in chunk_spans(tensor.elements):
-            base, unified = merge.unified(tensor, start, count)
-            for model in tensor.models:
-                delta = merge.delta(tensor, model, start, base)
+    for tensor in plan.merged():
+        for start, _, unified, deltas in _chunks(plan, merged, tensor, tensor.models):
+            for model, delta in zip(tensor.models, deltas, strict=True):
                 mask = np.sign(delta) * np.sign(unified) > 0
-                whole[model] += kernels.sum_magnitudes(delta)
-                seen[model] += kernels.sum_magnitudes(np.where(mask, unified, np.float32(0)))
+                whole[model] += sum_magnitudes(delta)
+                seen[model] += sum_magnitudes(np.where(mask, unified, np.float32(0)))
                 place = places[f"{names[model]}/{tensor.name}"].start + start // 8
                 file.write(np.packbits(mask, bitorder="little"), place)
-    return list(map(_ratio, whole, seen))
+    ratios = (a / b if b else math.inf for a, b in zip(whole, seen, strict=True))
+    return [ratio if math.isfinite(ratio) else 1.0 for ratio in ratios]
 
 
-def _ratio(whole: float, part: float) -> float:
-    return whole / part if part and math.isfinite(whole / part) else 1.0
-
-
-def _read_mask(source: Source, name: str, start: int, count: int) -> NDArray[np.bool_]:
-    if name not in source.tensors:
+def _read_mask(tasks: Source, name: str, count: int) -> NDArray[np.bool_]:
+    if name not in tasks.tensors:
         return np.zeros(count, np.bool_)
     packed = np.empty(-(-count // 8), np.uint8)
-    source.read(name, start // 8, packed)
-    return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
+    tasks.read(name, 0, packed)
+    return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)

@@ -33,52 +33,38 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import reduce
+from operator import add
 from os import PathLike
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.outliers import Inliers, without_outliers
 from dare.analysis.judge.prediction import (
     Exposure,
+    exposure_of,
     exposures_of,
-    make_exposure,
     mean_bounded_error,
     mean_square,
     tolerated_drop_rate,
 )
 from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.analyzing import conclude, find_subjects
-from dare.analysis.measure.measuring import Study, Subject
-from dare.analysis.measure.tallies import (
-    BIN_SHIFT,
-    INFINITE,
-    Magnitudes,
-    Sums,
-    add_magnitudes,
-    add_sums,
-    bin_edge,
-    statistics_of,
-)
-from dare.analysis.results import Analysis, Statistics
+from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
+from dare.analysis.measure.measuring import Measured, Subject
+from dare.analysis.measure.tallies import Magnitudes, Sums, share_below
+from dare.analysis.results import Analysis, TensorAnalysis
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
-from dare.inputs.opening import open_inputs
-from dare.inputs.reading import read_floats
-from dare.inputs.sources import Source, open_source
-from dare.recipe.schema import Recipe
-from dare.tensors.chunks import chunk_spans
-from dare.tensors.header import TensorInfo
+from dare.inputs.sources import ArraySource, Source, open_source
+from dare.inputs.views import SourceView
+from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
 
-Floats = NDArray[np.float32]
 Given = Mapping[str, Any] | str | PathLike[str]
 """Arrays by name (or lists of numbers), or a file or directory."""
 
@@ -110,16 +96,14 @@ class Configuration:
     most language models."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("sparsity_threshold", 0 <= self.sparsity_threshold <= 1),
-            ("droppable_percentile", 0 <= self.droppable_percentile < 1),
+        for name, is_allowed, bounds in (
+            ("sparsity_threshold", 0 <= self.sparsity_threshold <= 1, "from 0 up to 1"),
+            ("droppable_percentile", 0 <= self.droppable_percentile < 1, "from 0 up to but not 1"),
+            ("output_error", self.output_error > 0, "above 0"),
+            ("base_deviation", self.base_deviation > 0, "above 0"),
         ):
-            if not allowed:
-                bounds = "from 0 up to " + ("1" if name == "sparsity_threshold" else "but not 1")
+            if not is_allowed:
                 raise RecipeError(f"{name} = {getattr(self, name)}: must be {bounds}")
-        for name in ("output_error", "base_deviation"):
-            if not getattr(self, name) > 0:
-                raise RecipeError(f"{name} = {getattr(self, name)}: must be above 0")
 
     @classmethod
     def aggressive(cls) -> Configuration:
@@ -181,7 +165,8 @@ class SparsityAnalysis:
     relative_norm: float
     recommended_drop_rate: float
     output_error: float
-    """What the error of the layers' outputs stays under at that rate, with probability 0.95."""
+    """What the error of the layers' outputs stays under at that rate, with probability 0.95;
+    infinite if the base of all that is changed is zero."""
     has_base: bool
     """Whether a base was given, or one of the assumed size was compared with."""
     left_out: tuple[str, ...]
@@ -201,14 +186,11 @@ class SparsityAnalysis:
 
     def __str__(self) -> str:
         """The main figures, in a few lines."""
-        return "\n".join(
-            (
-                f"{self.total_parameters:,} parameters, {self.non_zero_parameters:,} changed, "
-                f"{self.effective_sparsity:.1%} of all nearly zero",
-                f"the change is {_size(self)}",
-                f"recommended drop rate {self.recommended_drop_rate}: the outputs of the layers "
-                f"stay within {self.output_error:.1%}",
-            )
+        return (
+            f"{self.total_parameters:,} parameters, {self.non_zero_parameters:,} changed, "
+            f"{self.effective_sparsity:.1%} of all nearly zero\n"
+            f"the change is {_size(self)}\n"
+            f"recommended drop rate {self.recommended_drop_rate}: {_promise(self, 'the layers')}"
         )
 
 
@@ -230,27 +212,26 @@ class DARESparsityAnalyzer:
         """
         started = time.perf_counter()
         base, tuned = _opened(first, second)
-        subjects, left_out = self._selected(base or tuned, tuned)
-        study = Study(base or tuned, (tuned,), None, lambda _nbytes: None)
-        with ExitStack() as stack:
-            for source in (tuned,) if base is None else (base, tuned):
-                stack.enter_context(source)
-            layers = [self._measure(base, tuned, subject.base) for subject in subjects]
-        for subject, layer in zip(subjects, layers, strict=True):
-            study.note(subject, layer.sums, layer.magnitudes)
-        analysis = conclude(
-            study,
-            subjects,
-            (NAME,),
-            base_file=_file_of(first),
-            files=(_file_of(second),),
-            notes=(),
-            left_out=tuple(left_out),
-            tied=(),
-            bytes_read=0,
-            seconds=time.perf_counter() - started,
+        has_base = base is not None
+        if base is None:
+            base, tuned = self._assumed_base(tuned), _Delta(tuned, tuned.tensors)
+        subjects, left_out = self._selected(base, tuned)
+        study = Study(base, {NAME: tuned}, subjects, left_out, keeps_magnitudes=True)
+        measure(study)
+        analysis = study.conclude(started, _file_of(first), [_file_of(second)])
+        return self._summarise(study, analysis, has_base=has_base)
+
+    def _assumed_base(self, delta: Source) -> Source:
+        """A base of weights that all have the assumed size."""
+        size, full = np.float32(self.configuration.base_deviation), STORAGE_TYPES["F32"]
+        return ArraySource(
+            {
+                name: (full, info.shape, np.broadcast_to(size, info.elements))
+                if info.dtype.is_weight
+                else (info.dtype, info.shape, np.zeros(info.nbytes, np.uint8))
+                for name, info in delta.tensors.items()
+            }
         )
-        return self._summarise(layers, analysis, has_base=base is not None)
 
     def _selected(self, base: Source, tuned: Source) -> tuple[list[Subject], list[str]]:
         """The tensors to look at, and why others are not."""
@@ -262,39 +243,31 @@ class DARESparsityAnalyzer:
             raise InputError(": ".join(["there are no weights to look at", *left_out[:1]]))
         return subjects, left_out
 
-    def _measure(self, base: Source | None, tuned: Source, info: TensorInfo) -> Layer:
-        name = info.name
-        sums, counts = Sums(), np.zeros(INFINITE, np.int64)
-        for start, count in chunk_spans(info.elements):
-            values = read_floats(tuned, name, start, count, "cpu")
-            weights = None if base is None else read_floats(base, name, start, count, "cpu")
-            if weights is not None and not tuned.holds_delta(name):
-                values -= weights
-            sums += _sums(values, weights, self.configuration.base_deviation)
-            bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
-            bits = bits[(bits > 0) & (bits < np.uint32(0x7F800000))]
-            counts += np.bincount(bits >> np.uint32(BIN_SHIFT), minlength=INFINITE)
-        return Layer(name, info.shape, sums, Magnitudes.of(counts))
-
-    def _summarise(
-        self, layers: Sequence[Layer], analysis: Analysis, *, has_base: bool
-    ) -> SparsityAnalysis:
-        total, (model,) = _together(layers), analysis.models
-        settings, statistics = self.configuration, total.statistics
-        threshold = settings.sparsity_threshold * max(layer.inliers.largest for layer in layers)
+    def _summarise(self, study: Study, analysis: Analysis, *, has_base: bool) -> SparsityAnalysis:
+        (model,), settings = analysis.models, self.configuration
+        statistics, quantiles = model.total, model.total.quantiles
+        inliers = [without_outliers(tensor.statistics, tensor.shape) for tensor in model.tensors]
+        parts = [
+            Part.of(study.measured[tensor.name], part)
+            for tensor, part in zip(model.tensors, inliers, strict=True)
+        ]
+        total = reduce(add, parts)
+        threshold = settings.sparsity_threshold * max(part.largest for part in inliers)
         exposures = exposures_of(model)
         rate = self._rate(exposures)
-        metrics = {layer.name: self._metrics(layer, threshold) for layer in layers}
-        quantiles = statistics.quantiles
         variance = mean_square(statistics) - statistics.mean_magnitude**2
         return SparsityAnalysis(
             total_parameters=statistics.elements,
             non_zero_parameters=statistics.elements - statistics.zeros - statistics.not_finite,
             not_finite=statistics.not_finite,
-            outliers=sum(layer.inliers.outliers for layer in layers),
-            effective_sparsity=_share_below(total, threshold),
-            essential_fraction=_essential_fraction(layers),
-            per_layer_sparsity=metrics if settings.compute_per_layer_metrics else {},
+            outliers=sum(part.outliers for part in inliers),
+            effective_sparsity=share_below(threshold, total.sums, total.magnitudes),
+            essential_fraction=total.essential_fraction,
+            per_layer_sparsity={
+                tensor.name: self._metrics(tensor, part, threshold)
+                for tensor, part in zip(model.tensors, parts, strict=True)
+                if settings.compute_per_layer_metrics
+            },
             magnitude_stats=MagnitudeStatistics(
                 mean=statistics.mean_magnitude,
                 standard_deviation=math.sqrt(max(0.0, variance)),
@@ -306,9 +279,9 @@ class DARESparsityAnalyzer:
                 percentile95=quantiles.p95,
                 percentile99=quantiles.p99,
             ),
-            relative_norm=_relative_norm(layers),
+            relative_norm=total.relative_norm,
             recommended_drop_rate=rate,
-            output_error=mean_bounded_error(exposures, rate),
+            output_error=_output_error(exposures, rate),
             has_base=has_base,
             left_out=analysis.left_out,
             readiness=assess(analysis, output_error=settings.output_error),
@@ -316,19 +289,20 @@ class DARESparsityAnalyzer:
             seconds=analysis.seconds,
         )
 
-    def _metrics(self, layer: Layer, threshold: float) -> LayerSparsityMetrics:
-        statistics = layer.statistics
-        sparsity = _share_below(layer, threshold)
+    def _metrics(
+        self, tensor: TensorAnalysis, part: Part, threshold: float
+    ) -> LayerSparsityMetrics:
+        sparsity = share_below(threshold, part.sums, part.magnitudes)
         return LayerSparsityMetrics(
-            layer_name=layer.name,
-            parameter_count=statistics.elements,
+            layer_name=tensor.name,
+            parameter_count=tensor.statistics.elements,
             sparsity=sparsity,
-            mean_magnitude=statistics.mean_magnitude,
-            max_magnitude=statistics.largest,
-            essential_fraction=_essential_fraction([layer]),
+            mean_magnitude=tensor.statistics.mean_magnitude,
+            max_magnitude=tensor.statistics.largest,
+            essential_fraction=part.essential_fraction,
             has_significant_updates=sparsity < SIGNIFICANT,
-            relative_norm=_relative_norm([layer]),
-            recommended_drop_rate=self._rate([make_exposure(statistics, layer.shape)]),
+            relative_norm=part.relative_norm,
+            recommended_drop_rate=self._rate([exposure_of(tensor)]),
         )
 
     def _rate(self, exposures: Sequence[Exposure]) -> float:
@@ -355,8 +329,7 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
         Severity.NOTE,
         (NAME,),
         f"The change is {_size(analysis)}",
-        f"Up to a drop rate of {rate} the outputs of its layers stay within "
-        f"{analysis.output_error:.1%}",
+        f"Up to a drop rate of {rate} {_promise(analysis, 'its layers')}",
         f"Merge it with a drop_rate of up to {rate}, and compare lower ones on held-out data",
         {
             "recommended_drop_rate": rate,
@@ -371,99 +344,73 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
 def _size(analysis: SparsityAnalysis) -> str:
     """How large the change is, for sentences."""
     beside = "the base" if analysis.has_base else "weights of the assumed size"
+    size = f"{analysis.relative_norm:.2%} of {beside}"
+    if math.isinf(analysis.relative_norm):
+        size = "to a base that is zero"
     left_out = f", {analysis.outliers:,} outliers left out" if analysis.outliers else ""
-    return (
-        f"{analysis.relative_norm:.2%} of {beside}{left_out}, and "
-        f"{analysis.essential_fraction:.1%} of the elements carry it"
-    )
+    return f"{size}{left_out}, and {analysis.essential_fraction:.1%} of the elements carry it"
+
+
+def _promise(analysis: SparsityAnalysis, layers: str) -> str:
+    """What holds at the recommended drop rate, for sentences."""
+    if math.isinf(analysis.output_error):
+        return "enough of the elements that carry the change of an output survive"
+    return f"the outputs of {layers} stay within {analysis.output_error:.1%}"
 
 
 # ---------------------------------------------------------------- pieces
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What was counted of one tensor."""
+class Part:
+    """What was counted of one tensor, or of all."""
 
-    name: str
-    shape: tuple[int, ...]
     sums: Sums
     magnitudes: Magnitudes
+    squares: float
+    """Σδ² without outliers."""
+    fourths: float
+    """Σδ⁴ without outliers."""
 
-    @cached_property
-    def statistics(self) -> Statistics:
-        """What the sums say."""
-        return statistics_of(self.sums, self.magnitudes)
+    @classmethod
+    def of(cls, measured: Measured, inliers: Inliers) -> Part:
+        sums, (_, squares, _, fourths) = measured.sums[0], measured.sums[0].powers
+        left = squares * inliers.squares, fourths * inliers.fourths
+        return cls(sums, measured.magnitudes[0], *left)
 
-    @cached_property
-    def inliers(self) -> Inliers:
-        """What it is without its outliers."""
-        return without_outliers(self.statistics, self.shape)
+    def __add__(self, other: Part) -> Part:
+        return Part(*map(add, vars(self).values(), vars(other).values()))
 
+    @property
+    def essential_fraction(self) -> float:
+        """The share of finite elements that carries the change, (Σδ²)²/(n·Σδ⁴)."""
+        return self.squares**2 / (self.sums.finite * self.fourths) if self.fourths else 0.0
 
-def _essential_fraction(layers: Sequence[Layer]) -> float:
-    """The share of finite elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
-    squares = sum(layer.sums.powers[1] * layer.inliers.squares for layer in layers)
-    fourths = sum(layer.sums.powers[3] * layer.inliers.fourths for layer in layers)
-    count = sum(layer.sums.elements - layer.sums.not_finite for layer in layers)
-    return squares**2 / (count * fourths) if fourths else 0.0
-
-
-def _relative_norm(layers: Sequence[Layer]) -> float:
-    """‖δ‖ / ‖base‖ without outliers; infinite for a change of a base that is zero."""
-    squares = sum(layer.sums.powers[1] * layer.inliers.squares for layer in layers)
-    base_squares = sum(layer.sums.base_squares for layer in layers)
-    if base_squares:
-        return math.sqrt(squares / base_squares)
-    return math.inf if squares else 0.0
+    @property
+    def relative_norm(self) -> float:
+        """‖δ‖ / ‖base‖; infinite for a change of a base that is zero."""
+        if self.sums.base_squares:
+            return math.sqrt(self.squares / self.sums.base_squares)
+        return math.inf if self.squares else 0.0
 
 
-def _together(layers: Sequence[Layer]) -> Layer:
-    sums = add_sums(layer.sums for layer in layers)
-    return Layer("all", (), sums, add_magnitudes(layer.magnitudes for layer in layers))
+def _output_error(exposures: Sequence[Exposure], rate: float) -> float:
+    """The bounded error of the outputs; infinite where there is no base to compare it with."""
+    changed = [exposure for exposure in exposures if exposure.carriers]
+    if rate and not any(math.isfinite(exposure.relative_norm) for exposure in changed):
+        return math.inf
+    return mean_bounded_error(exposures, rate)
 
 
-def _share_below(layer: Layer, threshold: float) -> float:
-    """The share of finite elements under a threshold; 1 if none is changed.
+class _Delta(SourceView):
+    """A source of deltas."""
 
-    In the bin that the threshold falls in, elements count as spread evenly.
-    """
-    sums, magnitudes = layer.sums, layer.magnitudes
-    finite = sums.elements - sums.not_finite
-    if not finite or not sums.largest:
-        return 1.0 if finite else 0.0
-    if threshold > sums.largest:
-        return 1.0
-    edges = bin_edge(np.arange(magnitudes.first, magnitudes.first + magnitudes.counts.size + 1))
-    covered = np.clip((threshold - edges[:-1]) / np.diff(edges), 0, 1)
-    return float(sums.zeros + (covered * magnitudes.counts).sum()) / finite
+    @property
+    def is_partial(self) -> bool:
+        return True
 
-
-def _sums(delta: Floats, base: Floats | None, base_deviation: float) -> Sums:
-    """The sums of a chunk; a base that is not given has the assumed size."""
-    finite = np.isfinite(delta)
-    values = delta[finite].astype(np.float64)
-    magnitudes = np.abs(values)
-    changed = magnitudes[magnitudes > 0]
-    squares = values * values
-    beside = delta.size * base_deviation**2
-    if base is not None:
-        beside = float(np.square(base[np.isfinite(base)], dtype=np.float64).sum())
-    return Sums(
-        elements=delta.size,
-        zeros=values.size - changed.size,
-        not_finite=delta.size - values.size,
-        powers=(
-            float(values.sum()),
-            float(squares.sum()),
-            float((squares * values).sum()),
-            float((squares * squares).sum()),
-        ),
-        magnitude=float(magnitudes.sum()),
-        smallest=float(changed.min(initial=np.inf)),
-        largest=float(changed.max(initial=0.0)),
-        base_squares=beside,
-    )
+    def holds_delta(self, name: str) -> bool:  # noqa: ARG002
+        return True
 
 
 def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
@@ -476,16 +423,7 @@ def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
         return array_source(_arrays(first), "base"), array_source(_arrays(second), "tuned")
     if isinstance(first, Mapping) or isinstance(second, Mapping):
         raise InputError("base and tuned: give two dicts of arrays, or two paths")
-    recipe = Recipe(
-        base=first,
-        models=[second],
-        method="linear",
-        on_missing="base",
-        on_extra="drop",
-        on_mismatch="base",
-        verbose=False,
-    )
-    _, inputs = open_inputs(recipe)
+    _, inputs = open_to_compare(first, [second], verbose=False)
     return inputs.base, inputs.models[0]
 
 

@@ -23,7 +23,7 @@ from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.names import match_names
-from dare.inputs.reading import read_chunks
+from dare.inputs.reading import read_values
 from dare.inputs.sources import Source
 from dare.lora.reading import list_findings, reading
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
@@ -47,15 +47,15 @@ class Change:
     def read_delta(self, tensor: str) -> Iterator[Floats]:
         """A tensor's change, chunk by chunk."""
         if self.model.holds_delta(tensor):
-            return (delta for (delta,) in read_chunks([self.model], tensor))
-        return (tuned - base for tuned, base in read_chunks([self.model, self.base], tensor))
+            return (delta for (delta,) in read_values([self.model], tensor))
+        return (tuned - base for tuned, base in read_values([self.model, self.base], tensor))
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
         """A tensor of the model, chunk by chunk; the base's where the model has none."""
         has_it = tensor in self.model.tensors
         needs_base = not has_it or self.model.holds_delta(tensor)
         sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
-        return (reduce(np.add, values) for values in read_chunks(sources, tensor))
+        return (reduce(np.add, values) for values in read_values(sources, tensor))
 
     def read_matrix(self, tensor: str) -> Floats:
         """A matrix's whole change."""

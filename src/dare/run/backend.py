@@ -13,7 +13,6 @@ from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Block, Deltas, Scratch
 from dare.tensors.chunks import CHUNK
-from dare.tensors.dtypes import StorageType
 from dare.tensors.files import ALIGNMENT, aligned_bytes
 
 Raw = NDArray[Any]
@@ -53,16 +52,13 @@ class Backend:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._kernels = kernels.load(plan.backend)
-        self._inputs = np.empty((1 + len(plan.models), CHUNK * plan.cost.widest), np.uint8)
+        self.inputs = np.empty((1 + len(plan.models), CHUNK * plan.cost.widest), np.uint8)
+        """Where stored elements are read to: the base's, then each model's."""
         self._output = aligned_bytes(CHUNK * plan.cost.widest + ALIGNMENT)
         self._scratch = Scratch(CHUNK)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
-
-    def room(self, place: int, kind: StorageType, count: int) -> Raw:
-        """Where to read stored elements to: of the base (0), or of a model (from 1 on)."""
-        return self._inputs[place, : count * kind.itemsize].view(kind.carrier)
 
     def merge(
         self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, alignment: int

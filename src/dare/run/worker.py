@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dare.errors import MismatchError
+from dare.inputs.reading import read_chunks
 from dare.output.writer import Record, Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.run.backend import Backend, Chunk, Merged, Raw, Summaries
+from dare.run.backend import Backend, Chunk, Merged, Summaries
 from dare.run.graph import (
     Conclude,
     Copy,
@@ -25,7 +26,7 @@ from dare.run.graph import (
     survey_id,
 )
 from dare.stages import Block, Deltas
-from dare.tensors.chunks import chunk_span, chunk_spans
+from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.files import ALIGNMENT
 
@@ -145,39 +146,38 @@ class Worker:
         walk = _Walk(self._plan.cost.spare_bytes, tensor.shape, deltas)
         return survey(walk, **tensor.combine)
 
-    def _chunks(self, tensor: TensorPlan, models: Collection[int]) -> Iterator[Chunk]:
-        """Every chunk of a tensor, unless the work is to stop."""
-        for span in chunk_spans(tensor.elements):
+    def _chunks(
+        self, tensor: TensorPlan, models: Collection[int], start: int = 0, count: int | None = None
+    ) -> Iterator[Chunk]:
+        """Read the base and some models chunk by chunk, unless the work is to stop."""
+        sources = [self._plan.base, *(self._plan.source_of(tensor, model) for model in models)]
+        buffers = [self._backend.inputs[place] for place in (0, *(1 + m for m in models))]
+        for place, (base, *tuned) in read_chunks(
+            sources, tensor.name, start, count, buffers=buffers
+        ):
             if self._stop.is_set():
                 raise Stopped
-            yield self._read(tensor, models, *span)
+            self._progress(sum(raw.nbytes for raw in (base, *tuned)))
+            yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)))
 
     # ------------------------------------------------------------ chunks
 
-    def _read(self, tensor: TensorPlan, models: Collection[int], start: int, count: int) -> Chunk:
-        """Read a chunk of the base and of some models into the backend's buffers."""
-        stored: list[Raw] = []
-        sources = [self._plan.base, *(self._plan.source_of(tensor, model) for model in models)]
-        for place, source in zip([0, *(1 + model for model in models)], sources, strict=True):
-            stored.append(self._backend.room(place, source.tensors[tensor.name].dtype, count))
-            source.read(tensor.name, start, stored[-1])
-            self._progress(stored[-1].nbytes)
-        return Chunk(tensor, start, stored[0], dict(zip(models, stored[1:], strict=True)))
+    def _read(self, step: Merge | Copy) -> tuple[Chunk, list[str]]:
+        """The chunk of a step, and the digests of what was read."""
+        tensor = self._tensors[step.tensor]
+        (chunk,) = self._chunks(tensor, tensor.models, *chunk_span(step.chunk, tensor.elements))
+        return chunk, [bytes_digest(raw.data) for raw in (chunk.base, *chunk.tuned.values())]
 
     def _merge(self, step: Merge, results: Results) -> Record:
-        tensor = self._tensors[step.tensor]
-        chunk = self._read(tensor, tensor.models, *chunk_span(step.chunk, tensor.elements))
-        digests = [bytes_digest(raw.data) for raw in (chunk.base, *chunk.tuned.values())]
-        summary = results.get(survey_all_id(tensor))
-        merged = self._backend.merge(
-            chunk, _summaries(tensor, results), summary, self._alignment(chunk)
-        )
+        chunk, digests = self._read(step)
+        summaries = _summaries(chunk.tensor, results)
+        summary = results.get(survey_all_id(chunk.tensor))
+        merged = self._backend.merge(chunk, summaries, summary, self._alignment(chunk))
         return self._write(step, chunk, digests, merged)
 
     def _copy(self, step: Copy) -> Record:
-        tensor = self._tensors[step.tensor]
-        chunk = self._read(tensor, tensor.models, *chunk_span(step.chunk, tensor.elements))
-        digests = [bytes_digest(raw.data) for raw in (chunk.base, *chunk.tuned.values())]
+        chunk, digests = self._read(step)
+        tensor = chunk.tensor
         for model, digest in zip(tensor.models, digests[1:], strict=True):
             if digest != digests[0]:
                 raise MismatchError(

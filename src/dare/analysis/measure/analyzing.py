@@ -6,26 +6,27 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from dare.analysis.measure import spectra as spectrum_costs
+from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.kinds import kind_of, layer_of
 from dare.analysis.measure.measuring import (
-    MeasureChunk,
+    AddUp,
     Measured,
-    MeasureEmpty,
     MeasureSpectrum,
+    MeasureStep,
     PairSums,
-    Study,
     Subject,
     Worker,
-    pairs_of,
+    list_steps,
     workspace_bytes,
 )
-from dare.analysis.measure.tallies import NONE, Sums, add_magnitudes, add_sums, statistics_of
+from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of
 from dare.analysis.results import (
     Analysis,
     Cell,
@@ -35,20 +36,20 @@ from dare.analysis.results import (
     Origin,
     Overlap,
     PairAnalysis,
+    Spectrum,
     Statistics,
     TensorAnalysis,
 )
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.inputs.formats import read_config
-from dare.inputs.opening import open_inputs
+from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.machine import available_cores
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.progress import show_progress
-from dare.run.threads import run_tasks
-from dare.tensors.chunks import chunk_count
+from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
@@ -61,9 +62,6 @@ OUTER = (Kind.EMBEDDING, Kind.HEAD)
 """What LoRAs rarely change, and where many rows may be unused: it says little about an origin."""
 NEARLY_ALL = 0.9
 """Share of the changed matrices that must be of low rank for a model to count as a LoRA."""
-
-Key = TypeVar("Key", bound=Hashable)
-Item = TypeVar("Item")
 
 
 def analyze(
@@ -83,33 +81,30 @@ def analyze(
     listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
     """
     started = time.perf_counter()
-    recipe = Recipe(
-        base=base,
-        models=models,
-        method="linear",
-        on_missing="base",
-        on_extra="drop",
-        on_mismatch="base",
+    recipe, inputs = open_to_compare(
+        base,
+        models,
         vocabulary=vocabulary,
         allow_pickle=allow_pickle,
         max_memory=max_memory,
         threads=threads,
         verbose=verbose,
     )
-    recipe, inputs = open_inputs(recipe)
-    return analyze_sources(
-        inputs.base,
-        dict(zip(inputs.names, inputs.models, strict=True)),
-        base_file=str(recipe.base),
-        files=[str(entry.file) for entry in recipe.models],
-        config=read_config(inputs.folders[0]) if inputs.folders[0] is not None else {},
-        notes=inputs.notes,
-        spectra=spectra,
-        max_memory=recipe.max_memory,
-        threads=threads,
-        verbose=verbose,
-        started=started,
+    folder = inputs.folders[0]
+    sources = dict(zip(inputs.names, inputs.models, strict=True))
+    return _study(inputs.base, sources, recipe, spectra).conclude(
+        started,
+        str(recipe.base),
+        [str(entry.file) for entry in recipe.models],
+        notes=tuple(inputs.notes),
+        tied=_tied(inputs.base, {} if folder is None else read_config(folder)),
     )
+
+
+def open_to_compare(base: AnyPath, models: Any, **settings: Any) -> tuple[Recipe, Inputs]:
+    """Open a base and models of which not everything has to fit together."""
+    loose = {"on_missing": "base", "on_extra": "drop", "on_mismatch": "base"}
+    return open_inputs(Recipe(base=base, models=models, method="linear", **loose, **settings))
 
 
 def analyze_arrays(
@@ -128,83 +123,131 @@ def analyze_arrays(
     >>> analysis.model("math").total.norm, analysis.model("math").total.zeros
     (5.0, 2)
     """
+    started = time.perf_counter()
     if not isinstance(models, Mapping):
         models = {f"model {number}": model for number, model in enumerate(models)}
-    recipe = Recipe(base="base", models=list(models), max_memory=max_memory, threads=threads)
-    return analyze_sources(
-        array_source(base, "base"),
-        {name: array_source(model, name) for name, model in models.items()},
-        base_file="base",
-        files=list(models),
-        spectra=spectra,
-        max_memory=recipe.max_memory,
-        threads=threads,
-        verbose=False,
+    recipe = Recipe(
+        base="base", models=list(models), max_memory=max_memory, threads=threads, verbose=False
     )
+    sources = {name: array_source(model, name) for name, model in models.items()}
+    study = _study(array_source(base, "base"), sources, recipe, spectra)
+    return study.conclude(started, "base", list(models))
 
 
-def analyze_sources(
-    base: Source,
-    models: Mapping[str, Source],
-    *,
-    base_file: str,
-    files: Sequence[str],
-    config: Mapping[str, Any] | None = None,
-    notes: Sequence[str] = (),
-    spectra: Spectra = "auto",
-    max_memory: int = 1 << 30,
-    threads: int | None = None,
-    verbose: bool = True,
-    started: float | None = None,
-) -> Analysis:
-    """Analyze sources whose names and rows are in line."""
-    started = time.perf_counter() if started is None else started
+@dataclass
+class Study:
+    """What was measured of the tensors that a base and models have in common."""
+
+    base: Source
+    models: Mapping[str, Source]
+    subjects: Sequence[Subject]
+    left_out: Sequence[str]
+    """Why other tensors were not looked at."""
+    keeps_magnitudes: bool = False
+    """Whether those of each tensor are kept, and not only those of a layer's tensors of a kind."""
+    bytes_read: int = 0
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """By tensor."""
+    statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
+    """By tensor and model."""
+    spectra: dict[tuple[str, int], Spectrum | None] = field(default_factory=dict)
+    magnitudes: dict[tuple[int, int, Kind], Magnitudes] = field(default_factory=dict)
+    """By model, layer and kind."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def collect(self, step: MeasureStep, result: Any) -> None:
+        """Keep what a step has found, if it is the last of its tensor."""
+        subject = step.subject
+        if isinstance(step, MeasureSpectrum):
+            self.spectra[subject.name, step.model] = result
+        elif isinstance(step, AddUp) and step.is_last:
+            for model, sums in result.sums.items():
+                magnitudes = result.magnitudes[model]
+                self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
+                cell = (model, subject.layer, subject.kind)
+                with self.lock:
+                    self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
+            kept = result if self.keeps_magnitudes else replace(result, magnitudes={})
+            self.measured[subject.name] = kept
+
+    def conclude(
+        self,
+        started: float,
+        base_file: str,
+        files: Sequence[str],
+        notes: tuple[str, ...] = (),
+        tied: tuple[str, ...] = (),
+    ) -> Analysis:
+        """Make an analysis of what was measured."""
+        tensors = [self.measured[subject.name] for subject in self.subjects]
+        return Analysis(
+            base=base_file,
+            base_dtypes=_count_types(self.base.tensors.values()),
+            models=tuple(
+                _model(self, number, name, file)
+                for number, (name, file) in enumerate(zip(self.models, files, strict=True))
+            ),
+            pairs=tuple(
+                _pair(tensors, pair, tuple(self.models))
+                for pair in combinations(range(len(self.models)), 2)
+            ),
+            together=_together(tensors),
+            notes=notes,
+            left_out=tuple(self.left_out),
+            tied=tied,
+            bytes_read=self.bytes_read,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _study(base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: Spectra) -> Study:
+    """Measure what sources have in common, whose names and rows are in line."""
     if spectra not in ("auto", "all", "none"):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
     if not models:
         raise RecipeError("no models: name at least one to be compared with the base")
-    sources = tuple(models.values())
-    subjects, left_out = find_subjects(base, models)
-    threads = _thread_count(base, sources, max_memory, threads)
-    spare = max_memory // threads - workspace_bytes(base, sources)
-    matrices = choose_matrices(subjects, spectra, spare)
-    study, bytes_read = _look(base, sources, subjects, matrices, threads, verbose=verbose)
-    return conclude(
-        study,
-        subjects,
-        tuple(models),
-        base_file=base_file,
-        files=files,
-        notes=tuple(notes),
-        left_out=tuple(left_out),
-        tied=_tied(base, config or {}),
-        bytes_read=bytes_read,
-        seconds=time.perf_counter() - started,
-    )
+    study = Study(base, models, *find_subjects(base, models))
+    measure(study, spectra, recipe.max_memory, recipe.threads, verbose=recipe.verbose)
+    return study
 
 
-def conclude(
+def measure(
     study: Study,
-    subjects: Sequence[Subject],
-    names: Sequence[str],
+    spectra: Spectra = "none",
+    max_memory: int = 1 << 30,
+    threads: int | None = None,
     *,
-    base_file: str,
-    files: Sequence[str],
-    **more: Any,
-) -> Analysis:
-    """Make an analysis of what was measured; `more` are fields of it."""
-    measured = [study.measured[subject.name] for subject in subjects]
-    return Analysis(
-        base=base_file,
-        base_dtypes=_count_types(study.base.tensors.values()),
-        models=tuple(
-            _model(study, measured, number, name, file, study.base)
-            for number, (name, file) in enumerate(zip(names, files, strict=True))
-        ),
-        pairs=tuple(_pair(measured, pair, names) for pair in pairs_of(range(len(names)))),
-        together=_together(measured),
-        **more,
-    )
+    verbose: bool = False,
+) -> None:
+    """Read everything once."""
+    from dare.analysis.measure import kernels
+    from dare.kernels.cpu import announcing
+
+    sources = tuple(study.models.values())
+    per_thread = workspace_bytes(study.base, sources)
+    if per_thread > max_memory:
+        raise RecipeError(
+            f"max_memory = {max_memory}: one thread needs {per_thread} bytes; "
+            f"allow at least {-(-per_thread // 1000) / 1000:.3f} MB"
+        )
+    threads = max(1, min(threads or available_cores(), max_memory // per_thread))
+    matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
+    steps = list(list_steps(sources, study.subjects, matrices))
+    study.bytes_read = sum(step.nbytes for step in steps)
+    with ExitStack() as stack:
+        for source in (study.base, *sources):
+            stack.enter_context(source)
+        stack.enter_context(one_blas_thread())
+        display = stack.enter_context(show_progress(study.bytes_read, "analyzing", visible=verbose))
+        stack.enter_context(announcing(lambda: display.announce(COMPILING)))
+        run_steps(
+            steps,
+            lambda _stop: Worker(study.base, sources, kernels, display.advance),
+            threads,
+            collect=study.collect,
+        )
+        for source in (study.base, *sources):
+            source.check_unchanged()
 
 
 # ---------------------------------------------------------------- before the pass
@@ -212,37 +255,26 @@ def conclude(
 
 def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subject], list[str]]:
     """The tensors that can be compared, with their models; and those that cannot, with reasons."""
-    subjects, left_out = [], []
+    subjects, left_out, labels = [], [], list(models)
     for name, info in sorted(base.tensors.items()):
-        holders = [
-            (number, label, source.tensors[name])
-            for number, (label, source) in enumerate(models.items())
-            if name in source.tensors
-        ]
+        held = [source.tensors.get(name) for source in models.values()]
         if not info.dtype.is_weight:
-            if holders:
+            if any(held):
                 left_out.append(f"{name}: {info.dtype.name} is no type of weights")
             continue
-        fitting = [
-            number
-            for number, _, held in holders
-            if held.shape == info.shape and held.dtype.is_weight
-        ]
-        left_out += [
-            f"{name}: base is {_described(info)}, {label} is {_described(held)}"
-            for number, label, held in holders
-            if number not in fitting
-        ]
+        fitting = []
+        for number, other in enumerate(held):
+            if other is not None and other.shape == info.shape and other.dtype.is_weight:
+                fitting.append(number)
+            elif other is not None:
+                model = f"{labels[number]} is {_described(other)}"
+                left_out.append(f"{name}: base is {_described(info)}, {model}")
         if fitting:
             subjects.append(Subject(info, kind_of(name), layer_of(name), tuple(fitting)))
-    owners: dict[str, list[str]] = defaultdict(list)
-    for label, source in models.items():
-        for name in source.tensors.keys() - base.tensors.keys():
-            owners[name].append(label)
-    left_out += [
-        f"{name}: in {', '.join(labels)}, not in the base"
-        for name, labels in sorted(owners.items())
-    ]
+    for name in sorted({name for source in models.values() for name in source.tensors}):
+        if name not in base.tensors:
+            owners = [label for label, source in models.items() if name in source.tensors]
+            left_out.append(f"{name}: in {', '.join(owners)}, not in the base")
     if not subjects:
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
@@ -252,18 +284,6 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
 def _described(info: TensorInfo) -> str:
     shape = "×".join(map(str, info.shape)) or "a scalar"
     return f"{shape} {info.dtype.name}"
-
-
-def _thread_count(
-    base: Source, models: Sequence[Source], max_memory: int, wanted: int | None
-) -> int:
-    per_thread = workspace_bytes(base, models)
-    if per_thread > max_memory:
-        raise RecipeError(
-            f"max_memory = {max_memory}: one thread needs {per_thread} bytes; "
-            f"allow at least {-(-per_thread // 1000) / 1000:.3f} MB"
-        )
-    return max(1, min(wanted or available_cores(), max_memory // per_thread))
 
 
 def choose_matrices(
@@ -278,142 +298,71 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if len(subject.base.shape) == 2 and min(subject.base.shape) >= spectrum_costs.SMALLEST
+        if len(subject.base.shape) == 2 and min(subject.base.shape) >= costs.SMALLEST
     ]
-
-    def cost(subject: Subject, *, whole: bool) -> float:
-        return len(subject.models) * spectrum_costs.cost_of(subject.base.shape, whole=whole)
-
-    def fits(subject: Subject) -> bool:
-        return spectrum_costs.bytes_of(subject.base.shape) <= bytes_each
-
+    fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
-        return {subject.name: fits(subject) for subject in matrices}
+        return fits
     inner = [subject for subject in matrices if subject.kind not in OUTER] or matrices
-    if not inner:
-        return {}
-    whole = sum(cost(subject, whole=True) for subject in inner)
-    if whole <= spectrum_costs.WHOLE_COST and all(map(fits, inner)):
+
+    def cost(*, whole: bool) -> float:
+        return sum(len(s.models) * costs.cost_of(s.base.shape, whole=whole) for s in inner)
+
+    if cost(whole=True) <= costs.WHOLE_COST and all(fits[subject.name] for subject in inner):
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
-    mean_cost = sum(cost(subject, whole=False) for subject in inner) / len(inner)
-    count = min(len(inner), max(1, int(spectrum_costs.WINDOWS_COST / mean_cost)))
-    places = [(2 * place + 1) * len(inner) // (2 * count) for place in range(count)]
-    return {inner[place].name: False for place in places}
-
-
-# ---------------------------------------------------------------- the pass
-
-
-def _look(
-    base: Source,
-    models: Sequence[Source],
-    subjects: Sequence[Subject],
-    matrices: Mapping[str, bool],
-    threads: int,
-    *,
-    verbose: bool,
-) -> tuple[Study, int]:
-    """Read everything once; return what was found, and how many bytes were read."""
-    from dare.analysis.measure import kernels
-    from dare.kernels.cpu import announcing
-
-    bytes_read = 0
-    counting = threading.Lock()
-    with ExitStack() as stack:
-        for source in (base, *models):
-            stack.enter_context(source)
-        stack.enter_context(one_blas_thread())
-        stack.enter_context(announcing(lambda: display.announce(COMPILING)))
-
-        def advance(nbytes: int) -> None:
-            nonlocal bytes_read
-            with counting:
-                bytes_read += nbytes
-            display.advance(nbytes)
-
-        study = Study(base, models, kernels, advance)
-        tasks = _tasks(study, subjects, matrices)
-        total = sum(task.nbytes for task in tasks)
-        display = stack.enter_context(show_progress(total, "analyzing", visible=verbose))
-        run_tasks(tasks, lambda _stop: Worker(study), threads)
-        for source in (base, *models):
-            source.check_unchanged()
-    return study, bytes_read
-
-
-def _tasks(study: Study, subjects: Sequence[Subject], matrices: Mapping[str, bool]) -> list[Any]:
-    """All tasks; a matrix's spectrum comes when its bytes have just been read."""
-    tasks: list[Any] = []
-    for subject in subjects:
-        chunks = range(chunk_count(subject.elements))
-        tasks += [MeasureChunk(study, subject, chunk) for chunk in chunks]
-        if not chunks:
-            tasks.append(MeasureEmpty(study, subject))
-        if subject.name in matrices:
-            whole = matrices[subject.name]
-            tasks += [MeasureSpectrum(study, subject, model, whole) for model in subject.models]
-    return tasks
+    most = max(1, int(costs.WINDOWS_COST / (cost(whole=False) / len(inner))))
+    return {inner[place].name: False for place in costs.spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- after the pass
 
 
-def _model(
-    study: Study, measured: Sequence[Measured], number: int, name: str, file: str, base: Source
-) -> ModelAnalysis:
-    changed = [tensor for tensor in measured if number in tensor.sums]
-    source = study.models[number]
-    cells = _grouped(changed, lambda tensor: (tensor.subject.layer, tensor.subject.kind))
-    sums = {cell: add_sums(t.sums[number] for t in tensors) for cell, tensors in cells.items()}
+def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
+    source = study.models[name]
+    changed = [subject for subject in study.subjects if number in subject.models]
+    cells: dict[tuple[int, Kind], Sums] = {}
+    for subject in changed:
+        cell = subject.layer, subject.kind
+        cells[cell] = cells.get(cell, Sums()) + study.measured[subject.name].sums[number]
 
-    def over(wanted: Callable[[tuple[int, Kind]], bool]) -> Statistics:
-        chosen = [cell for cell in sums if wanted(cell)]
-        magnitudes = (study.magnitudes.get((number, *cell), NONE) for cell in chosen)
-        return statistics_of(add_sums(sums[cell] for cell in chosen), add_magnitudes(magnitudes))
+    def over(layer: int | None = None, kind: Kind | None = None) -> Statistics:
+        chosen = [cell for cell in cells if layer in (None, cell[0]) and kind in (None, cell[1])]
+        return statistics_of(
+            sum((cells[cell] for cell in chosen), Sums()),
+            sum((study.magnitudes[number, *cell] for cell in chosen), NONE),
+        )
 
-    tensors = tuple(_tensor(study, tensor, number) for tensor in changed)
-    origin, rank = find_origin(tensors)
+    analyzed = tuple(
+        TensorAnalysis(
+            subject.name,
+            subject.kind,
+            subject.layer,
+            subject.base.shape,
+            source.tensors[subject.name].dtype.name,
+            study.statistics[subject.name, number],
+            study.spectra.get((subject.name, number)),
+        )
+        for subject in changed
+    )
+    origin, rank = find_origin(analyzed)
     return ModelAnalysis(
         name=name,
         file=file,
-        total=over(lambda _cell: True),
-        by_kind={
-            kind: over(lambda cell, kind=kind: cell[1] is kind)  # type: ignore[misc]
-            for kind in Kind
-            if any(own_kind is kind for _, own_kind in sums)
-        },
-        by_layer={
-            layer: over(lambda cell, layer=layer: cell[0] == layer)  # type: ignore[misc]
-            for layer in sorted({layer for layer, _ in sums})
-        },
-        cells=tuple(
-            Cell(*cell, over(lambda other, cell=cell: other == cell))  # type: ignore[misc]
-            for cell in sorted(sums)
-        ),
-        tensors=tensors,
+        total=over(),
+        by_kind={kind: over(kind=kind) for kind in Kind if any(kind is k for _, k in cells)},
+        by_layer={layer: over(layer) for layer in sorted({layer for layer, _ in cells})},
+        cells=tuple(Cell(*cell, over(*cell)) for cell in sorted(cells)),
+        tensors=analyzed,
         origin=origin,
         likely_rank=rank,
         missing=tuple(
             name
-            for name, info in sorted(base.tensors.items())
+            for name, info in sorted(study.base.tensors.items())
             if info.dtype.is_weight and name not in source.tensors
         ),
-        dtypes=_count_types(source.tensors[tensor.name] for tensor in tensors),
+        dtypes=_count_types(source.tensors[tensor.name] for tensor in analyzed),
         is_adapter=source.is_partial,
-    )
-
-
-def _tensor(study: Study, measured: Measured, number: int) -> TensorAnalysis:
-    subject = measured.subject
-    return TensorAnalysis(
-        subject.name,
-        subject.kind,
-        subject.layer,
-        subject.base.shape,
-        study.models[number].tensors[subject.name].dtype.name,
-        measured.statistics[number],
-        study.spectra.get((subject.name, number)),
     )
 
 
@@ -432,59 +381,48 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
     return Origin.FULL, None
 
 
-def _pair(
-    measured: Sequence[Measured], pair: tuple[int, int], names: Sequence[str]
-) -> PairAnalysis:
-    layers = _grouped(measured, lambda tensor: tensor.subject.layer)
-    squares = add_sums(tensor.sums.get(pair[0], Sums()) for tensor in measured).powers[1]
-    dot = sum(tensor.pairs.get(pair, PairSums()).dot for tensor in measured)
-    return PairAnalysis(
-        names[pair[0]],
-        names[pair[1]],
-        _overlap(measured, pair),
-        {layer: _overlap(layers[layer], pair) for layer in sorted(layers)},
-        dot / squares if squares else 0.0,
-    )
+def _pair(tensors: Sequence[Measured], pair: tuple[int, int], names: Sequence[str]) -> PairAnalysis:
+    def overlap(chosen: Iterable[Measured]) -> tuple[Overlap, float]:
+        total, first, second = PairSums(), 0.0, 0.0
+        for measured in chosen:
+            total += measured.pairs.get(pair, PairSums())
+            first += measured.sums.get(pair[0], Sums()).powers[1]
+            second += measured.sums.get(pair[1], Sums()).powers[1]
+        length = math.sqrt(first) * math.sqrt(second)
+        found = Overlap(
+            cosine=min(1.0, max(-1.0, total.dot / length)) if length else 0.0,
+            agreeing=total.agreeing / total.both if total.both else 0.0,
+            both=total.both,
+            top_conflict=total.opposed_top / total.shared_top if total.shared_top else 0.0,
+            top_overlap=2 * total.shared_top / total.tops if total.tops else 0.0,
+        )
+        return found, total.dot / first if first else 0.0
+
+    whole, ratio = overlap(tensors)
+    by_layer = {layer: overlap(part)[0] for layer, part in _layers(tensors).items()}
+    return PairAnalysis(names[pair[0]], names[pair[1]], whole, by_layer, ratio)
 
 
-def _overlap(measured: Sequence[Measured], pair: tuple[int, int]) -> Overlap:
-    total = sum((tensor.pairs.get(pair, PairSums()) for tensor in measured), start=PairSums())
-    norms = [
-        math.sqrt(add_sums(tensor.sums.get(model, Sums()) for tensor in measured).powers[1])
-        for model in pair
-    ]
-    length = norms[0] * norms[1]
-    return Overlap(
-        cosine=min(1.0, max(-1.0, total.dot / length)) if length else 0.0,
-        agreeing=total.agreeing / total.both if total.both else 0.0,
-        both=total.both,
-        top_conflict=total.opposed_top / total.shared_top if total.shared_top else 0.0,
-        top_overlap=2 * total.shared_top / total.tops if total.tops else 0.0,
-    )
-
-
-def _together(measured: Sequence[Measured]) -> Interference:
-    def cancelled(tensors: Iterable[Measured]) -> float:
-        apart = together = 0.0
-        for tensor in tensors:
-            apart += sum(sums.magnitude for sums in tensor.sums.values())
-            together += tensor.summed_magnitude
+def _together(tensors: Sequence[Measured]) -> Interference:
+    def cancelled(chosen: Sequence[Measured]) -> float:
+        apart = sum(sum(s.magnitude for s in measured.sums.values()) for measured in chosen)
+        together = sum(measured.summed_magnitude for measured in chosen)
         return max(0.0, 1 - together / apart) if apart else 0.0
 
-    layers = _grouped(measured, lambda tensor: tensor.subject.layer)
-    shared = sum(tensor.shared for tensor in measured)
+    shared = sum(measured.shared for measured in tensors)
+    conflicted = sum(measured.conflicted for measured in tensors)
     return Interference(
-        cancelled(measured),
-        sum(tensor.conflicted for tensor in measured) / shared if shared else 0.0,
-        {layer: cancelled(layers[layer]) for layer in sorted(layers)},
+        cancelled(tensors),
+        conflicted / shared if shared else 0.0,
+        {layer: cancelled(part) for layer, part in _layers(tensors).items()},
     )
 
 
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+def _layers(tensors: Sequence[Measured]) -> dict[int, list[Measured]]:
+    layers: dict[int, list[Measured]] = defaultdict(list)
+    for measured in tensors:
+        layers[measured.subject.layer].append(measured)
+    return dict(sorted(layers.items()))
 
 
 def _count_types(tensors: Iterable[TensorInfo]) -> dict[str, int]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.judge.limits import limit
+from dare.analysis.measure.spectra import SMALLEST, spread
 from dare.errors import Concern, Notice
 from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
@@ -25,112 +25,87 @@ from dare.planning.plan import Plan
 from dare.tensors.names import is_embedding
 
 Floats = NDArray[np.float32]
+Sample = tuple[TensorPlan, Floats, Floats]
+"""Some rows of one matrix: the base's, and one model's delta to it."""
 
 MATRICES, ROWS, COLUMNS = 4, 128, 256
 """How many matrices are looked at, and how much of each at the most."""
 READ_WHOLE = 4096
 """Rows up to this width are read whole, all at once: that is faster than a read for each."""
-SMALLEST = 32
-"""Matrices with fewer rows or columns say nothing about rank."""
-
-FOREIGN_DELTA = limit("foreign_delta")
-FOREIGN_RATIO = limit("foreign_ratio")
-LOW_RANK_TAIL = limit("low_rank_tail")
-LOW_RANK_RATE = limit("low_rank_rate")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Some rows of one matrix: the base's, and one model's delta to it."""
-
-    tensor: TensorPlan
-    base: Floats
-    delta: Floats
 
 
 def glance(plan: Plan) -> list[Notice]:
     """Look at the weights of a planned merge and say what is amiss."""
-    chosen = _spread([t for t in plan.merged() if _is_telling(t)])
+    telling = [
+        tensor
+        for tensor in plan.merged()
+        if len(tensor.shape) == 2
+        and min(tensor.shape) >= SMALLEST
+        and not is_embedding(tensor.name)
+    ]
     notices = []
     with ExitStack() as stack, np.errstate(invalid="ignore", over="ignore"):
         for source in (plan.base, *plan.models):
             stack.enter_context(source)
+        chosen = [telling[place] for place in spread(len(telling), MATRICES)]
         bases = [_read_rows(plan.base, tensor) for tensor in chosen]
-        for model, name in enumerate(plan.model_names):
-            samples = [
-                Sample(tensor, base, _read_delta(plan.models[model], tensor, base))
-                for tensor, base in zip(chosen, bases, strict=True)
-                if model in tensor.models and tensor.name in plan.models[model].tensors
-            ]
-            notices += [*_foreign(name, samples), *_low_rank(plan, model, samples)]
+        for model, source in enumerate(plan.models):
+            samples = []
+            for tensor, base in zip(chosen, bases, strict=True):
+                if model in tensor.models and tensor.name in source.tensors:
+                    values = _read_rows(source, tensor)
+                    delta = values if source.holds_delta(tensor.name) else values - base
+                    samples.append((tensor, base, delta))
+            notices += [*_foreign(plan, model, samples), *_low_rank(plan, model, samples)]
     return notices
-
-
-def _is_telling(tensor: TensorPlan) -> bool:
-    shape = tensor.shape
-    return len(shape) == 2 and min(shape) >= SMALLEST and not is_embedding(tensor.name)
-
-
-def _spread(tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
-    """A few of the tensors, evenly spread."""
-    count = min(MATRICES, len(tensors))
-    return [tensors[(2 * place + 1) * len(tensors) // (2 * count)] for place in range(count)]
-
-
-def _read_delta(source: Source, tensor: TensorPlan, base: Floats) -> Floats:
-    values = _read_rows(source, tensor)
-    return values if source.holds_delta(tensor.name) else values - base
 
 
 def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
     """Rows from the middle of a matrix, from their first column on."""
     height, width = tensor.shape
     rows, columns = min(ROWS, height), min(COLUMNS, width)
-    kind = source.tensors[tensor.name].dtype
-    first = (height - rows) // 2
+    first, carrier = (height - rows) // 2, source.tensors[tensor.name].dtype.carrier
     if width <= READ_WHOLE:
-        raw = np.empty((rows, width), kind.carrier)
+        raw = np.empty((rows, width), carrier)
         source.read(tensor.name, first * width, raw.reshape(-1))
         raw = np.ascontiguousarray(raw[:, :columns])
     else:
-        raw = np.empty((rows, columns), kind.carrier)
+        raw = np.empty((rows, columns), carrier)
         for row, into in enumerate(raw, start=first):
             source.read(tensor.name, row * width, into)
     return decoded(raw)
 
 
-def _foreign(name: str, samples: Sequence[Sample]) -> Iterator[Notice]:
+def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Notice]:
     if not samples:
         return
-    deltas = np.concatenate([sample.delta.ravel() for sample in samples])
-    bases = np.concatenate([sample.base.ravel() for sample in samples])
+    bases = np.concatenate([base.ravel() for _, base, _ in samples])
+    deltas = np.concatenate([delta.ravel() for _, _, delta in samples])
     mean = float(np.abs(deltas).mean(dtype=np.float64))
-    length = _norm(bases)
-    ratio = _norm(deltas) / length if length else 0.0
-    if mean >= FOREIGN_DELTA or ratio >= FOREIGN_RATIO:
+    # Not np.linalg.norm: the threads of BLAS take longer to start than this.
+    norm, base_norm = (
+        math.sqrt(np.square(values, dtype=np.float64).sum()) for values in (deltas, bases)
+    )
+    ratio = norm / base_norm if base_norm else 0.0
+    if mean >= limit("foreign_delta") or ratio >= limit("foreign_ratio"):
         yield Notice(
             Concern.NOT_HOMOLOGOUS,
-            f"{name}: does not look like a fine-tune of this base: |δ| is {mean:.2g} on average, "
-            f"the change {ratio:.0%} of the base in size (seen in parts of matrices). "
-            f"DARE works around {limit('usual_delta')} and fails around {FOREIGN_DELTA}; check "
-            "that base and model belong together",
+            f"{plan.model_names[model]}: does not look like a fine-tune of this base: |δ| is "
+            f"{mean:.2g} on average, the change {ratio:.0%} of the base in size (seen in parts of "
+            f"matrices). DARE works around {limit('usual_delta')} and fails around "
+            f"{limit('foreign_delta')}; check that base and model belong together",
         )
-
-
-def _norm(values: Floats) -> float:
-    """Without BLAS, whose threads take longer to start than this."""
-    return math.sqrt(np.square(values, dtype=np.float64).sum())
 
 
 def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Notice]:
     rates = [
         settings["drop_rate"]
-        for sample in samples
-        for settings in sample.tensor.settings_of(model)
+        for tensor, _, _ in samples
+        for settings in tensor.settings_of(model)
         if "drop_rate" in settings
     ]
-    changed = [sample.delta for sample in samples if sample.delta.any()]
-    if not changed or max(rates, default=0) <= LOW_RANK_RATE:
+    changed = [delta for _, _, delta in samples if delta.any()]
+    if not changed or max(rates, default=0) <= limit("low_rank_rate"):
         return
     ranks = []
     with one_blas_thread():  # the matrices are small, and more threads take ten times as long
@@ -142,7 +117,8 @@ def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Not
     yield Notice(
         Concern.LOW_RANK,
         f"{plan.model_names[model]}: its delta has a rank of about {max(ranks)}, as a LoRA's has, "
-        f"and drop_rate is {max(rates)}; 0.7 to {LOW_RANK_RATE} is the usual range for LoRAs",
+        f"and drop_rate is {max(rates)}; 0.7 to {limit('low_rank_rate')} is the usual range for "
+        "LoRAs",
     )
 
 
@@ -158,5 +134,5 @@ def _rank_if_low(delta: Floats) -> int | None:
         return None
     energies = squared_values(delta)
     held = np.cumsum(energies) / energies.sum()
-    rank = int(np.searchsorted(held, 1 - LOW_RANK_TAIL)) + 1
+    rank = int(np.searchsorted(held, 1 - limit("low_rank_tail"))) + 1
     return rank if rank <= len(energies) // 2 else None

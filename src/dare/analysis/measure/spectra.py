@@ -80,22 +80,21 @@ def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
     rows, columns = shape
     if whole:
         return Window(((0, rows),), np.arange(columns), is_whole=True)
-    short, long = WINDOW
-    height, width = (short, long) if rows <= columns else (long, short)
-    return Window(_runs(rows, height), _spread(columns, width), is_whole=False)
+    height, width = WINDOW if rows <= columns else WINDOW[::-1]
+    runs = tuple((place - RUN // 2, RUN) for place in spread(rows, height // RUN))
+    if rows <= height:
+        runs = ((0, rows),)
+    return Window(runs, np.array(spread(columns, width), np.intp), is_whole=False)
 
 
-def _runs(length: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Runs that hold `most` of so many rows, each in the middle of its part."""
-    if length <= most:
-        return ((0, length),)
-    count = most // RUN
-    return tuple(((2 * n + 1) * length // (2 * count) - RUN // 2, RUN) for n in range(count))
+def spread(length: int, most: int) -> list[int]:
+    """Places in so many, each in the middle of its part, or all if they are no more than `most`.
 
-
-def _spread(length: int, most: int) -> NDArray[np.intp]:
+    >>> spread(100, 4), spread(3, 4)
+    ([12, 37, 62, 87], [0, 1, 2])
+    """
     count = min(length, most)
-    return ((2 * np.arange(count) + 1) * length // (2 * count)).astype(np.intp)
+    return [(2 * part + 1) * length // (2 * count) for part in range(count)]
 
 
 def cost_of(shape: Sequence[int], *, whole: bool) -> float:

@@ -9,7 +9,6 @@ falls in, so it is off by 0.2 % at the most (more below 2⁻¹²⁶, where float
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +24,6 @@ Whoever changes this must also touch kernels.py, which is all that Numba's cache
 BINS = 1 << 16
 OCTAVE = 1 << (23 - BIN_SHIFT)
 """Bins in an octave."""
-INFINITE = 0x7F800000 >> BIN_SHIFT
-"""The first bin of what is not finite; no element is counted there."""
 NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
 ROUNDING = 1e-6
@@ -43,19 +40,6 @@ class Magnitudes:
     """The bin of the first count."""
     counts: Counts
     """Neither the first nor the last is zero."""
-
-    @classmethod
-    def of(cls, counts: Counts, first: int = 0) -> Magnitudes:
-        """Leave out the empty bins at both ends.
-
-        >>> Magnitudes.of(np.array([0, 2, 0, 1, 0]), first=10)
-        Magnitudes(first=11, counts=array([2, 0, 1]))
-        """
-        used = np.flatnonzero(counts)
-        if not used.size:
-            return cls(0, counts[:0].copy())
-        low, high = int(used[0]), int(used[-1]) + 1
-        return cls(first + low, counts[low:high].copy())
 
     def __add__(self, other: Magnitudes) -> Magnitudes:
         """Of both sets together."""
@@ -89,6 +73,11 @@ class Sums:
     largest: float = 0.0
     base_squares: float = 0.0
 
+    @property
+    def finite(self) -> int:
+        """How many elements are finite."""
+        return self.elements - self.not_finite
+
     def __add__(self, other: Sums) -> Sums:
         """Of both sets together."""
         one, two, three, four = (a + b for a, b in zip(self.powers, other.powers, strict=True))
@@ -104,36 +93,42 @@ class Sums:
         )
 
 
-def add_sums(parts: Iterable[Sums]) -> Sums:
-    """Of all sets together, added up in their order."""
-    return sum(parts, start=Sums())
-
-
-def add_magnitudes(parts: Iterable[Magnitudes]) -> Magnitudes:
-    """Of all sets together."""
-    return sum(parts, start=NONE)
-
-
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """What the sums of a set say about it."""
-    finite = sums.elements - sums.not_finite
-    mean, deviation, kurtosis = _moments(sums.powers, finite)
+    mean, deviation, kurtosis = _moments(sums.powers, sums.finite)
     return Statistics(
         elements=sums.elements,
         zeros=sums.zeros,
         not_finite=sums.not_finite,
         mean=mean,
         std=deviation,
-        mean_magnitude=sums.magnitude / finite if finite else 0.0,
+        mean_magnitude=sums.magnitude / sums.finite if sums.finite else 0.0,
         smallest=sums.smallest if sums.largest else 0.0,
         largest=sums.largest,
         quantiles=_quantiles(sums, magnitudes),
-        negligible=_negligible(sums, magnitudes),
+        negligible=share_below(NEGLIGIBLE * sums.largest, sums, magnitudes),
         norm=math.sqrt(sums.powers[1]),
         base_norm=math.sqrt(sums.base_squares),
         excess_kurtosis=kurtosis,
         histogram=_octaves(magnitudes),
     )
+
+
+def share_below(threshold: float, sums: Sums, magnitudes: Magnitudes) -> float:
+    """The share of finite elements under a magnitude; 1 if none is changed.
+
+    In the bin that the threshold falls in, elements count as spread evenly.
+    """
+    if not sums.largest or threshold > sums.largest:
+        return 1.0 if sums.finite else 0.0
+    counts = magnitudes.counts
+    bin_ = int(np.float32(threshold).view(np.uint32)) >> BIN_SHIFT
+    place = bin_ - magnitudes.first
+    below = float(sums.zeros + counts[: max(place, 0)].sum())
+    if 0 <= place < counts.size:
+        low, high = float(bin_edge(bin_)), float(bin_edge(bin_ + 1))
+        below += float(counts[place]) * (threshold - low) / (high - low)
+    return below / sums.finite
 
 
 def top_bin(magnitudes: Magnitudes, count: int) -> int:
@@ -172,11 +167,10 @@ def _moments(powers: tuple[float, float, float, float], count: int) -> tuple[flo
 
 def _quantiles(sums: Sums, magnitudes: Magnitudes) -> Quantiles:
     """Of the magnitudes of all finite elements: of n the ⌈share·n⌉-th, counted from the least."""
-    finite = sums.elements - sums.not_finite
     reached = sums.zeros + np.cumsum(magnitudes.counts)
 
     def at(share: float) -> float:
-        rank = max(1, math.ceil(share * finite))
+        rank = max(1, math.ceil(share * sums.finite))
         if rank <= sums.zeros or not reached.size:
             return 0.0
         place = magnitudes.first + min(int(np.searchsorted(reached, rank)), reached.size - 1)
@@ -184,21 +178,6 @@ def _quantiles(sums: Sums, magnitudes: Magnitudes) -> Quantiles:
         return min(max(middle, sums.smallest), sums.largest)
 
     return Quantiles(*map(at, (0.01, 0.05, 0.5, 0.95, 0.99)))
-
-
-def _negligible(sums: Sums, magnitudes: Magnitudes) -> float:
-    """The share under 1 % of the largest; in the bin of that limit, elements count evenly."""
-    finite = sums.elements - sums.not_finite
-    if not sums.largest:
-        return 1.0 if finite else 0.0
-    limit = NEGLIGIBLE * sums.largest
-    place = int(np.float32(limit).view(np.uint32)) >> BIN_SHIFT
-    low, high = float(bin_edge(place)), float(bin_edge(place + 1))
-    below = min(max(place - magnitudes.first, 0), magnitudes.counts.size)
-    count = float(sums.zeros + magnitudes.counts[:below].sum())
-    if 0 <= place - magnitudes.first < magnitudes.counts.size:
-        count += float(magnitudes.counts[below]) * (limit - low) / (high - low)
-    return count / finite
 
 
 def _octaves(magnitudes: Magnitudes) -> Histogram:
