@@ -18,7 +18,7 @@ from dare.errors import Concern, Notice
 from dare.output.terminal import make_table, print_titled
 from dare.planning.plan import Fate, Plan
 from dare.stages import ALIASES, STAGES, Stage
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
     from dare.output.report import ModelReport, Report
@@ -57,9 +57,9 @@ def plan_summary(
         "base": str(plan.recipe.base),
         "tensors": _fates(plan),
         "weights": f"{elements:,} elements, {_types(plan)}",
-        "reads": f"{show_size(plan.bytes_read)} in {_times(plan.passes, 'pass', 'passes')}",
+        "reads": f"{show_size(plan.bytes_read)} in {times(plan.passes, 'pass', 'passes')}",
         "writes": _written(plan),
-        "with": _times(plan.threads, "thread"),
+        "with": times(plan.threads, "thread"),
         "memory": plan.memory_line,
     }
     if estimate is not None:
@@ -103,7 +103,7 @@ def _types(plan: Plan) -> str:
 def _written(plan: Plan) -> str:
     if plan.layout is None:
         return f"{show_size(plan.bytes_written)} (no output is named yet)"
-    files = _times(len(plan.layout.files), "file")
+    files = times(len(plan.layout.files), "file")
     place = f"{show_size(plan.bytes_written)} to {plan.layout.target} ({files})"
     return f"{place}, which exists already" if plan.layout.target.exists() else place
 
@@ -136,10 +136,10 @@ def _weight(weight: float | list[float]) -> str:
 def report(console: Console, report: Report) -> None:
     """What was done, and what to do next."""
     speed = show_size(int(report.bytes_read / max(report.seconds, 1e-9)))
-    title = f"Merged {_times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
+    title = f"Merged {times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
     pace = f"{show_size(report.bytes_read)} read, {speed}/s"
     if report.resumed_chunks:
-        pace += f", {_times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
+        pace += f", {times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
     console.print(Text.assemble((title, "bold green"), f"  {pace}"))
     columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
     shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
@@ -186,7 +186,7 @@ def warnings(console: Console, notices: Iterable[Notice]) -> None:
 def verification(console: Console, result: Verification) -> None:
     """Whether an output is what was written."""
     if result.ok:
-        checked = f"{_times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
+        checked = f"{times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
         console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {result.path}"))
         return
     verdict = "Not what was written" if result.tensors else "Cannot be verified"
@@ -262,10 +262,6 @@ def catalogue(names: Iterable[str]) -> dict[str, Any]:
         ],
         "aliases": dict(ALIASES),
     }
-
-
-def _times(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def _facts(title: str, rows: Mapping[str, str]) -> Table:

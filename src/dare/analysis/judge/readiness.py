@@ -34,6 +34,7 @@ from dare.analysis.judge.prediction import (
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
+from dare.tensors.sizes import times
 
 Values = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
@@ -221,7 +222,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "cost": cost,
         "way_out": way_out,
         "missing": len(model.missing),
-        "missing_count": counted(len(model.missing), "tensor"),
+        "missing_count": times(len(model.missing), "tensor"),
         "missing_names": _listed(model.missing),
         "is_adapter": model.is_adapter,
         "is_lora": model.origin is Origin.LORA,
@@ -270,7 +271,7 @@ def _outliers(model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
                 "concerns": (model.name,),
                 "outliers": count,
                 "share": max(1 - inliers.squares for inliers in named.values()),
-                "count": counted(count, "outlier"),
+                "count": times(count, "outlier"),
                 "names": _listed(named),
             },
         )
@@ -352,7 +353,7 @@ def _unfit(analysis: Analysis) -> Iterator[tuple[str, Values]]:
                     "concerns": tuple(name for name in analysis.names if _is_named(name, lines)),
                     "tensors": len(embeddings) if rule == "vocabulary" else len(lines),
                     "models": len(notes),
-                    "count": counted(len(lines), "tensor"),
+                    "count": times(len(lines), "tensor"),
                     "line": _listed(lines, 1),
                     "names": _listed(map(_tensor, lines)),
                 },
@@ -391,7 +392,7 @@ class Body:
     @property
     def left_out(self) -> str:
         """What a sentence with the ratio must add."""
-        return f", {counted(self.outliers, 'outlier')} left out" if self.outliers else ""
+        return f", {times(self.outliers, 'outlier')} left out" if self.outliers else ""
 
     @property
     def is_foreign(self) -> bool:
@@ -468,8 +469,3 @@ def _listed(names: Iterable[str], shown: int = SHOWN) -> str:
     every = list(names)
     more = len(every) - shown
     return ", ".join(every[:shown]) + (f" and {more} more" if more > 0 else "")
-
-
-def counted(count: int, what: str) -> str:
-    """A count with its noun."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")

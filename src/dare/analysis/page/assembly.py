@@ -23,10 +23,10 @@ from dare.analysis.page.charts import Table
 from dare.analysis.page.figures import Figure
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.themes import DARK, LIGHT, THEMES, css_variables, vega_config
-from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share, times
+from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share
 from dare.analysis.results import Analysis, ModelAnalysis
 from dare.output.card import short_name
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""

@@ -18,8 +18,9 @@ from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST, FAINT, Spec
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.series import Row
 from dare.analysis.page.themes import DASHES, SHAPES
-from dare.analysis.page.words import cosine, listed, number, share, times
+from dare.analysis.page.words import cosine, listed, number, share
 from dare.analysis.results import OUTSIDE, Analysis, Kind, ModelAnalysis
+from dare.tensors.sizes import times
 
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""

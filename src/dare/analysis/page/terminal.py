@@ -23,12 +23,11 @@ from dare.analysis.page.words import (
     origin,
     setting,
     share,
-    times,
 )
 from dare.analysis.results import Analysis, ModelAnalysis, Overlap
 from dare.output.card import short_name
 from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 WIDE = 116
 """Columns from which all figures of a model stand in one line."""
