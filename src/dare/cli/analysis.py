@@ -18,8 +18,7 @@ from dare.analysis.judge.readiness import BASE, assess
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.flags import RESOURCES
-from dare.cli.options import Debug, Json, Overwrite, Quiet
+from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
 from dare.inputs.formats import read_config
@@ -53,10 +52,7 @@ class Options:
         Literal["auto", "all", "none"],
         Parameter(help="Singular values of which matrices: a spread that is quick, all, or none."),
     ] = "auto"
-    allow_pickle: Annotated[
-        bool,
-        Parameter(negative="", show_default=False, help="Read .bin files, weights only."),
-    ] = False
+    allow_pickle: Annotated[bool, switch("Read .bin files, weights only.")] = False
     threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
     max_memory: Annotated[
         str, Parameter(group=RESOURCES, metavar="SIZE", help="What the buffers may take.")
@@ -153,12 +149,7 @@ def report(
     format: Annotated[  # noqa: A002 (the name of the flag)
         Literal["svg", "png"], Parameter(group=WRITES, help="Of those figures.")
     ] = "svg",
-    dark: Annotated[
-        bool,
-        Parameter(
-            negative="", show_default=False, group=WRITES, help="Those figures on a dark ground."
-        ),
-    ] = False,
+    dark: Annotated[bool, switch("Those figures on a dark ground.", group=WRITES)] = False,
     steps: Steps = None,
     overwrite: Overwrite = False,
     options: Options | None = None,

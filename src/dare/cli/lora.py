@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from dare.cli import DONE, show
-from dare.cli.flags import RUN
-from dare.cli.options import Debug, Json, Overwrite, Quiet
+from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.texts import COMMANDS
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
@@ -48,9 +47,7 @@ def merge(
     dtype: Type = "F32",
     threads: int | None = None,
     max_memory: Annotated[str, Parameter(help="What buffers and factors may take.")] = "1GiB",
-    dry_run: Annotated[
-        bool, Parameter(negative="", show_default=False, group=RUN, help="Only say what it does.")
-    ] = False,
+    dry_run: Annotated[bool, switch("Only say what it does.", group=RUN)] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
