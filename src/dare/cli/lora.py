@@ -71,8 +71,8 @@ def merge(
         max_memory=max_memory,
     )
     if dry_run:
-        return _show(str(plan), quiet=quiet)
-    return _show_report(run_plan(plan, output, overwrite=overwrite), quiet=quiet, json=json)
+        return _show(plan, quiet=quiet)
+    return _show(run_plan(plan, output, overwrite=overwrite), quiet=quiet, json=json)
 
 
 @lora.command
@@ -116,16 +116,11 @@ def extract(
         dtype=dtype,
         overwrite=overwrite,
     )
-    return _show_report(report, quiet=quiet, json=json)
+    return _show(report, quiet=quiet, json=json)
 
 
-def _show_report(report: AdapterReport | ExtractionReport, *, quiet: bool, json: bool) -> int:
-    _show(str(report), quiet=quiet, json=json)
-    if json:
-        print(report.to_json())
-    return DONE
-
-
-def _show(text: str, *, quiet: bool, json: bool = False) -> int:
-    show.console(json=json, quiet=quiet).print(text)
+def _show(result: object, *, quiet: bool, json: bool = False) -> int:
+    show.console(json=json, quiet=quiet).print(str(result))
+    if json and isinstance(result, AdapterReport | ExtractionReport):
+        print(result.to_json())
     return DONE

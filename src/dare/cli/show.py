@@ -52,11 +52,16 @@ def plan_summary(
 ) -> None:
     """What will be merged, how and at what cost."""
     elements = sum(tensor.elements for tensor in plan.tensors)
+    fates = Counter(tensor.fate for tensor in plan.tensors)
+    fates[Fate.LEFT_OUT] = len(plan.left_out)
+    before = ", ".join(sorted({tensor.base.dtype.name for tensor in plan.tensors}))
+    after = ", ".join(sorted({tensor.dtype.name for tensor in plan.tensors}))
     rows = {
         "method": _method(plan),
         "base": str(plan.recipe.base),
-        "tensors": _fates(plan),
-        "weights": f"{elements:,} elements, {_types(plan)}",
+        "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
+        "weights": f"{elements:,} elements, {before}"
+        + (f" stored as {after}" if after != before else ""),
         "reads": f"{show_size(plan.bytes_read)} in {times(plan.passes, 'pass', 'passes')}",
         "writes": _written(plan),
         "with": times(plan.threads, "thread"),
@@ -87,19 +92,6 @@ def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {toml_word(value)}".strip() for name, value in given.items())
 
 
-def _fates(plan: Plan) -> str:
-    counts = Counter(tensor.fate for tensor in plan.tensors)
-    counts[Fate.LEFT_OUT] = len(plan.left_out)
-    return ", ".join(f"{counts[fate]} {fate.value}" for fate in Fate if counts[fate])
-
-
-def _types(plan: Plan) -> str:
-    before = sorted({tensor.base.dtype.name for tensor in plan.tensors})
-    after = sorted({tensor.dtype.name for tensor in plan.tensors})
-    stored = ", ".join(before)
-    return stored if before == after else f"{stored} stored as {', '.join(after)}"
-
-
 def _written(plan: Plan) -> str:
     if plan.layout is None:
         return f"{show_size(plan.bytes_written)} (no output is named yet)"
@@ -117,13 +109,8 @@ def _models_table(plan: Plan) -> Table:
             for _, values in recipe.chain[:-1]
             for parameter, value in values.items()
         }
-        table.add_row(
-            name,
-            str(entry.file),
-            _weight(recipe.weights()[index]),
-            str(recipe.seeds()[index]),
-            _listed(settings),
-        )
+        weight, seed = _weight(recipe.weights()[index]), str(recipe.seeds()[index])
+        table.add_row(name, str(entry.file), weight, seed, _listed(settings))
     return table
 
 
@@ -158,12 +145,11 @@ def report(console: Console, report: Report) -> None:
 
 
 def _model_row(model: ModelReport) -> Sequence[str]:
-    realised, asked = model.drop_rate_realised, model.drop_rate_asked
+    rates = (model.drop_rate_realised, model.drop_rate_asked)
     share = model.over_threshold / model.elements if model.elements else 0.0
     return (
         model.name,
-        "–" if realised is None else f"{realised:.3%}",
-        "–" if asked is None else f"{asked:.3%}",
+        *("–" if rate is None else f"{rate:.3%}" for rate in rates),
         f"{model.largest_delta:.3g}",
         f"{model.over_threshold:,} ({share:.2%})",
         model.largest_delta_in or "–",
@@ -240,28 +226,15 @@ def stage(console: Console, stage: Stage) -> None:
 
 def catalogue(names: Iterable[str]) -> dict[str, Any]:
     """Stages and aliases as plain values, ready for JSON."""
-    return {
-        "stages": [
-            {
-                "name": stage.name,
-                "kind": stage.kind,
-                "summary": stage.summary,
-                "documentation": stage.documentation,
-                "paper": stage.paper,
-                "parameters": [
-                    {
-                        "name": p.name,
-                        "default": p.default,
-                        "range": p.range,
-                        "description": p.description,
-                    }
-                    for p in stage.parameters.values()
-                ],
-            }
-            for stage in (STAGES[name] for name in names)
-        ],
-        "aliases": dict(ALIASES),
-    }
+    facts = ("name", "kind", "summary", "documentation", "paper")
+    shown = []
+    for stage in (STAGES[name] for name in names):
+        parameters = [
+            {fact: getattr(p, fact) for fact in ("name", "default", "range", "description")}
+            for p in stage.parameters.values()
+        ]
+        shown.append({fact: getattr(stage, fact) for fact in facts} | {"parameters": parameters})
+    return {"stages": shown, "aliases": dict(ALIASES)}
 
 
 def _facts(title: str, rows: Mapping[str, str]) -> Table:

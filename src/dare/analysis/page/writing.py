@@ -43,7 +43,7 @@ def write_page(
     figures = _draw(analysis, advice, outcome)
     library = _library(_version(figures[0].spec)) if figures else ""
     page = assemble_page(analysis, readiness, advice, outcome, figures, library)
-    _write(path, page.encode())
+    write_file(path, page.encode())
 
 
 def write_figures(
@@ -59,7 +59,7 @@ def write_figures(
     written = []
     for figure in _draw(analysis, advice, outcome):
         path = folder / f"{figure.name}.{format}"
-        _write(path, draw_file(figure, THEMES[theme], format))
+        write_file(path, draw_file(figure, THEMES[theme], format))
         written.append(path)
     return written
 
@@ -118,7 +118,8 @@ def _draw(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[F
     return draw_figures(analysis, advice, outcome)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, and the folders that it lies in."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
