@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -18,12 +18,12 @@ from dare.analysis.judge.readiness import BASE, assess
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.flags import RESOURCES
-from dare.cli.options import Debug, Json, Overwrite, Quiet
+from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
 from dare.inputs.formats import read_config
 from dare.output.manifest import find_manifest, read_manifest
+from dare.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from dare.analysis.page.outcome import Outcome
@@ -53,27 +53,20 @@ class Options:
         Literal["auto", "all", "none"],
         Parameter(help="Singular values of which matrices: a spread that is quick, all, or none."),
     ] = "auto"
-    allow_pickle: Annotated[
-        bool,
-        Parameter(negative="", show_default=False, help="Read .bin files, weights only."),
-    ] = False
+    allow_pickle: Annotated[bool, switch("Read .bin files, weights only.")] = False
     threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
     max_memory: Annotated[
-        str, Parameter(group=RESOURCES, metavar="SIZE", help="What the buffers may take.")
+        str,
+        Parameter(
+            group=RESOURCES,
+            metavar="SIZE",
+            help=Recipe.model_fields["max_memory"].description,
+        ),
     ] = "1GiB"
 
 
-@dataclass(frozen=True)
-class Found:
-    """An analysis and what is made of it."""
-
-    analysis: Analysis
-    readiness: Readiness
-    advice: Advice
-
-    def to_json(self) -> str:
-        """All of it in one document."""
-        return to_json(self.analysis, self.readiness, self.advice)
+Judged = tuple[Analysis, Readiness, Advice]
+"""An analysis and what is made of it."""
 
 
 def analyze(
@@ -99,22 +92,25 @@ def analyze(
     for path in (output, html):
         _check_free(path, overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
-    found = find(inputs, options, steps, verbose=not quiet)
+    judged = judge(inputs, options, steps, verbose=not quiet)
+    from dare.analysis.page import write_page
     from dare.analysis.page.terminal import show_analysis
+    from dare.analysis.page.writing import write_file
 
-    show_analysis(console, found.analysis, found.readiness, found.advice)
+    show_analysis(console, *judged)
     if output is not None:
-        _write(output, found.to_json() + "\n")
+        write_file(output, f"{to_json(*judged)}\n".encode())
         console.print(f"The analysis is in {output}; `dare report {output}` makes a page of it")
     if csv is not None:
-        files = write_tables(csv, found.analysis, found.readiness, found.advice)
+        files = write_tables(csv, *judged)
         console.print(f"{len(files)} tables are in {csv}")
     if html is not None:
-        _write_page(html, found)
+        write_page(html, *judged)
         console.print(f"The page is {html}")
     if json:
-        print(found.to_json())
-    return FAILED if found.readiness.verdict is Verdict.NOT_READY else DONE
+        print(to_json(*judged))
+    _, readiness, _ = judged
+    return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
 
 
 def advise(
@@ -130,12 +126,12 @@ def advise(
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
-    found = find(inputs, options, steps, verbose=not quiet)
+    _, _, advice = judge(inputs, options, steps, verbose=not quiet)
     if json:
-        print(jsonlib.dumps(found.advice.to_dict(), indent=1, ensure_ascii=False))
+        print(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
     else:
-        print(advised_toml(found.advice, output), end="")
-    return DONE if found.advice.recipe else FAILED
+        print(advised_toml(advice, output), end="")
+    return DONE if advice.recipe else FAILED
 
 
 def report(
@@ -153,12 +149,7 @@ def report(
     format: Annotated[  # noqa: A002 (the name of the flag)
         Literal["svg", "png"], Parameter(group=WRITES, help="Of those figures.")
     ] = "svg",
-    dark: Annotated[
-        bool,
-        Parameter(
-            negative="", show_default=False, group=WRITES, help="Those figures on a dark ground."
-        ),
-    ] = False,
+    dark: Annotated[bool, switch("Those figures on a dark ground.", group=WRITES)] = False,
     steps: Steps = None,
     overwrite: Overwrite = False,
     options: Options | None = None,
@@ -167,21 +158,19 @@ def report(
 ) -> int:
     """Write the page."""
     _check_free(output, overwrite=overwrite)
+    from dare.analysis.page import write_figures, write_page
+
     given = [merged] if merged is not None and not inputs else inputs
-    found = find(given, options, steps, verbose=not quiet)
+    analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)
     outcome = None
     if merged is not None:
-        outcome = _outcome(merged, found.analysis, options, verbose=not quiet)
-    _write_page(output, found, outcome)
+        outcome = _outcome(merged, analysis, options, verbose=not quiet)
+    write_page(output, analysis, readiness, advice, outcome)
     console = show.console(quiet=quiet)
     console.print(f"The page is {output}; open it in a browser, no network is needed")
     if figures is not None:
-        from dare.analysis.page import write_figures
-
         theme: Literal["light", "dark"] = "dark" if dark else "light"
-        files = write_figures(
-            figures, found.analysis, found.advice, outcome, format=format, theme=theme
-        )
+        files = write_figures(figures, analysis, advice, outcome, format=format, theme=theme)
         console.print(f"{len(files)} figures are in {figures}")
     return DONE
 
@@ -195,9 +184,9 @@ def is_analysis(path: Path) -> bool:
         return False  # which is said better where it is opened
 
 
-def find(
+def judge(
     inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
-) -> Found:
+) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
     if not inputs:
         raise UsageError("nothing to analyse: name the base and its fine-tunes, or a recipe")
@@ -206,14 +195,10 @@ def find(
     else:
         base, models = _named(inputs)
         analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
-    readiness = assess(analysis, _configs(analysis))
-    return Found(analysis, readiness, give_advice(analysis, readiness, steps=steps))
-
-
-def _configs(analysis: Analysis) -> dict[str, Mapping[str, Any]]:
-    """What config.json says of the base and each model, where there is one."""
     files = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
-    return {name: found for name, file in files.items() if (found := read_config(Path(file)))}
+    configs = {name: read_config(Path(file)) or {} for name, file in files.items()}
+    readiness = assess(analysis, configs)
+    return analysis, readiness, give_advice(analysis, readiness, steps=steps)
 
 
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
@@ -244,20 +229,6 @@ def _outcome(
     return outcome_of_manifest(read_manifest(place), analysis, survival, str(place))
 
 
-def _write_page(path: Path, found: Found, outcome: Outcome | None = None) -> None:
-    from dare.analysis.page import write_page
-
-    write_page(path, found.analysis, found.readiness, found.advice, outcome)
-
-
 def _check_free(path: Path | None, *, overwrite: bool) -> None:
     if path is not None and path.exists() and not overwrite:
         raise OutputError(f"{path}: exists already; write elsewhere, or add --overwrite")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -13,8 +13,20 @@ from cyclopts import Parameter
 
 from dare import api
 from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.flags import CONFIG, FILES, RUN, recipe_from_flags, takes_recipe
-from dare.cli.options import Debug, Json, Overwrite, Quiet, StageFiles, Verbose
+from dare.cli.flags import (
+    FILES,
+    RUN,
+    Config,
+    Debug,
+    Json,
+    Overwrite,
+    Quiet,
+    StageFiles,
+    Verbose,
+    recipe_from_flags,
+    switch,
+    takes_recipe,
+)
 from dare.cli.template import write_template
 from dare.errors import (
     DareWarning,
@@ -45,21 +57,13 @@ def merge(
     recipe: RecipePath = None,
     /,
     *,
-    config: CONFIG = None,
+    config: Config = None,
     overwrite: Overwrite = False,
     resume: Annotated[
         bool,
         Parameter(show_default=False, group=RUN, help="Go on where an interrupted merge stopped."),
     ] = True,
-    dry_run: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            show_default=False,
-            group=RUN,
-            help="Only say what would be done: dare plan.",
-        ),
-    ] = False,
+    dry_run: Annotated[bool, switch("Only say what would be done: dare plan.", group=RUN)] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -90,7 +94,7 @@ def plan(
     recipe: RecipePath = None,
     /,
     *,
-    config: CONFIG = None,
+    config: Config = None,
     quiet: Quiet = False,
     json: Json = False,
     stage: StageFiles = None,
@@ -194,15 +198,12 @@ def init(
         Path,
         Parameter(group=RUN, allow_leading_hyphen=True, help="Where the recipe goes; - is stdout."),
     ] = Path("recipe.toml"),
-    overwrite: Annotated[
-        bool,
-        Parameter(negative="", show_default=False, group=RUN, help="Replace an existing recipe."),
-    ] = False,
+    overwrite: Annotated[bool, switch("Replace an existing recipe.", group=RUN)] = False,
     from_analysis: Annotated[
         Path | None,
         Parameter(group=FILES, help="What `dare analyze --output` wrote: follow its advice."),
     ] = None,
-    config: CONFIG = None,
+    config: Config = None,
     stage: StageFiles = None,
     debug: Debug = False,
     **flags: Any,
@@ -270,12 +271,7 @@ def demo(
             name=["--output", "-o"], help="Keep picture and merged models in this directory."
         ),
     ] = None,
-    quick: Annotated[
-        bool,
-        Parameter(
-            negative="", show_default=False, help="Fewer prompts and seeds: rough figures, sooner."
-        ),
-    ] = False,
+    quick: Annotated[bool, switch("Fewer prompts and seeds: rough figures, sooner.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:

@@ -1,8 +1,8 @@
-"""The flags that describe a recipe.
+"""The flags: those that commands share, and those that describe a recipe.
 
-They are made from the recipe's schema and the registry of stages: what a field or parameter means
-is said there, and a new stage brings its flags along. `recipe_from_flags` lays what was given over
-the tables of a recipe file, so that both ways of asking end in the same checks.
+The latter are made from the recipe's schema and the registry of stages: what a field or parameter
+means is said there, and a new stage brings its flags along. `recipe_from_flags` lays what was given
+over the tables of a recipe file, so that both ways of asking end in the same checks.
 """
 
 from __future__ import annotations
@@ -37,18 +37,27 @@ RUN = Group("This run", sort_key=6)
 OUTPUT = Group("What is shown", sort_key=7)
 
 
-@dataclass(frozen=True)
-class Flag:
-    """How a recipe's field is given on the command line."""
-
-    kind: Any
-    group: Group
-    names: tuple[str, ...] = ()
-    metavar: str | None = None
-    help: str = ""
+def switch(text: str, *names: str, **place: Any) -> Parameter:
+    """A flag that is off unless it is given."""
+    return Parameter(name=names or None, negative="", show_default=False, help=text, **place)
 
 
-CONFIG = Annotated[
+Verbose = Annotated[
+    bool,
+    switch(
+        "Show plan, progress and report, even if the recipe says otherwise.",
+        "--verbose",
+        "-v",
+        group=OUTPUT,
+    ),
+]
+Quiet = Annotated[bool, switch("Show errors only.", "--quiet", "-q", group=OUTPUT)]
+Json = Annotated[
+    bool, switch("One JSON document on stdout; everything else goes to stderr.", group=OUTPUT)
+]
+Debug = Annotated[bool, switch("With an error, show where it came from.", group=OUTPUT)]
+Overwrite = Annotated[bool, switch("Replace an existing output.", group=RUN)]
+Config = Annotated[
     Path | None,
     Parameter(
         name=["--config", "--recipe", "-c"],
@@ -56,6 +65,43 @@ CONFIG = Annotated[
         help="A recipe in TOML, or a finished output to repeat. Flags override it.",
     ),
 ]
+StageFiles = Annotated[
+    list[Path] | None,
+    Parameter(
+        name="--stage",
+        metavar="FILE",
+        negative="",
+        group=METHOD,
+        help="A Python file that registers a stage of your own. It is run: trust it first.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How something that a recipe says is given on the command line."""
+
+    kind: Any
+    group: Group
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    help: str = ""
+    """What it means; else what the recipe's schema says of the field."""
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """The parameter that a command gets for it."""
+        flag = Parameter(
+            name=self.names or None,
+            group=self.group,
+            help=self.help or Recipe.model_fields[name].description,
+            metavar=self.metavar,
+            negative="",
+            consume_multiple=(1, None),
+        )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        annotation = Annotated[self.kind | None, flag]  # type: ignore[name-defined]
+        return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
 
 FIELDS: dict[str, Flag] = {
     "base": Flag(Path, FILES, ("--base", "-b")),
@@ -99,42 +145,15 @@ PER_MODEL: dict[str, Flag] = {
 def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
     signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters = sorted([*own, *_recipe_parameters()], key=lambda p: p.kind)
+    flags = FIELDS | PER_MODEL
+    for name in stage_parameter_names():
+        flags[name] = Flag(list[str], STAGE_PARAMETERS, (), "VALUE...", _stage_help(name))
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [flag.parameter(name) for name, flag in flags.items()]
+    parameters.sort(key=lambda p: p.kind)
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
     return command
-
-
-def _recipe_parameters() -> list[inspect.Parameter]:
-    flags = {
-        name: (flag, flag.help or Recipe.model_fields[name].description)
-        for name, flag in FIELDS.items()
-    }
-    flags |= {name: (flag, flag.help) for name, flag in PER_MODEL.items()}
-    flags |= {
-        name: (Flag(list[str], STAGE_PARAMETERS, metavar="VALUE..."), _stage_help(name))
-        for name in stage_parameter_names()
-    }
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                flag.kind | None,
-                Parameter(
-                    name=flag.names or None,
-                    group=flag.group,
-                    help=help_text,
-                    metavar=flag.metavar,
-                    negative="",
-                    consume_multiple=(1, None),
-                ),
-            ],
-        )
-        for name, (flag, help_text) in flags.items()
-    ]
 
 
 def stage_parameter_names() -> list[str]:

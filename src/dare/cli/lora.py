@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from dare.cli import DONE, show
-from dare.cli.flags import RUN
-from dare.cli.options import Debug, Json, Overwrite, Quiet
+from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.texts import COMMANDS
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
@@ -48,9 +47,7 @@ def merge(
     dtype: Type = "F32",
     threads: int | None = None,
     max_memory: Annotated[str, Parameter(help="What buffers and factors may take.")] = "1GiB",
-    dry_run: Annotated[
-        bool, Parameter(negative="", show_default=False, group=RUN, help="Only say what it does.")
-    ] = False,
+    dry_run: Annotated[bool, switch("Only say what it does.", group=RUN)] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -74,8 +71,8 @@ def merge(
         max_memory=max_memory,
     )
     if dry_run:
-        return _show(str(plan), quiet=quiet)
-    return _show_report(run_plan(plan, output, overwrite=overwrite), quiet=quiet, json=json)
+        return _show(plan, quiet=quiet)
+    return _show(run_plan(plan, output, overwrite=overwrite), quiet=quiet, json=json)
 
 
 @lora.command
@@ -119,16 +116,11 @@ def extract(
         dtype=dtype,
         overwrite=overwrite,
     )
-    return _show_report(report, quiet=quiet, json=json)
+    return _show(report, quiet=quiet, json=json)
 
 
-def _show_report(report: AdapterReport | ExtractionReport, *, quiet: bool, json: bool) -> int:
-    _show(str(report), quiet=quiet, json=json)
-    if json:
-        print(report.to_json())
-    return DONE
-
-
-def _show(text: str, *, quiet: bool, json: bool = False) -> int:
-    show.console(json=json, quiet=quiet).print(text)
+def _show(result: object, *, quiet: bool, json: bool = False) -> int:
+    show.console(json=json, quiet=quiet).print(str(result))
+    if json and isinstance(result, AdapterReport | ExtractionReport):
+        print(result.to_json())
     return DONE

@@ -19,7 +19,7 @@ from dare.output.terminal import make_table, print_titled
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
 from dare.stages import ALIASES, STAGES, Stage
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
     from dare.output.report import ModelReport, Report
@@ -53,14 +53,19 @@ def plan_summary(
 ) -> None:
     """What will be merged, how and at what cost."""
     cost, elements = plan.cost, sum(tensor.elements for tensor in plan.tensors)
+    fates = Counter(tensor.fate for tensor in plan.tensors)
+    fates[Fate.LEFT_OUT] = len(plan.left_out)
+    before = ", ".join(sorted({tensor.base.dtype.name for tensor in plan.tensors}))
+    after = ", ".join(sorted({tensor.dtype.name for tensor in plan.tensors}))
     rows = {
         "method": _method(plan),
         "base": str(plan.recipe.base),
-        "tensors": _fates(plan),
-        "weights": f"{elements:,} elements, {_types(plan)}",
-        "reads": f"{show_size(cost.bytes_read)} in {_times(cost.passes, 'pass', 'passes')}",
+        "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
+        "weights": f"{elements:,} elements, {before}"
+        + (f" stored as {after}" if after != before else ""),
+        "reads": f"{show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}",
         "writes": _written(plan),
-        "with": _times(cost.threads, "thread"),
+        "with": times(cost.threads, "thread"),
         "memory": cost.memory_line,
     }
     if estimate is not None:
@@ -88,23 +93,10 @@ def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {toml_word(value)}".strip() for name, value in given.items())
 
 
-def _fates(plan: Plan) -> str:
-    counts = Counter(tensor.fate for tensor in plan.tensors)
-    counts[Fate.LEFT_OUT] = len(plan.left_out)
-    return ", ".join(f"{counts[fate]} {fate.value}" for fate in Fate if counts[fate])
-
-
-def _types(plan: Plan) -> str:
-    before = sorted({tensor.base.dtype.name for tensor in plan.tensors})
-    after = sorted({tensor.dtype.name for tensor in plan.tensors})
-    stored = ", ".join(before)
-    return stored if before == after else f"{stored} stored as {', '.join(after)}"
-
-
 def _written(plan: Plan) -> str:
     if plan.layout is None:
         return f"{show_size(plan.cost.bytes_written)} (no output is named yet)"
-    files = _times(len(plan.layout.files), "file")
+    files = times(len(plan.layout.files), "file")
     place = f"{show_size(plan.cost.bytes_written)} to {plan.layout.target} ({files})"
     return f"{place}, which exists already" if plan.layout.target.exists() else place
 
@@ -118,13 +110,8 @@ def _models_table(plan: Plan) -> Table:
             for _, values in recipe.chain[:-1]
             for parameter, value in values.items()
         }
-        table.add_row(
-            name,
-            str(entry.file),
-            _weight(recipe.weights()[index]),
-            str(recipe.seeds()[index]),
-            _listed(settings),
-        )
+        weight, seed = _weight(recipe.weights()[index]), str(recipe.seeds()[index])
+        table.add_row(name, str(entry.file), weight, seed, _listed(settings))
     return table
 
 
@@ -137,10 +124,10 @@ def _weight(weight: float | list[float]) -> str:
 def report(console: Console, report: Report) -> None:
     """What was done, and what to do next."""
     speed = show_size(int(report.bytes_read / max(report.seconds, 1e-9)))
-    title = f"Merged {_times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
+    title = f"Merged {times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
     pace = f"{show_size(report.bytes_read)} read, {speed}/s"
     if report.resumed_chunks:
-        pace += f", {_times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
+        pace += f", {times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
     console.print(Text.assemble((title, "bold green"), f"  {pace}"))
     columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
     shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
@@ -159,12 +146,11 @@ def report(console: Console, report: Report) -> None:
 
 
 def _model_row(model: ModelReport) -> Sequence[str]:
-    realised, asked = model.drop_rate_realised, model.drop_rate_asked
+    rates = (model.drop_rate_realised, model.drop_rate_asked)
     share = model.over_threshold / model.elements if model.elements else 0.0
     return (
         model.name,
-        "–" if realised is None else f"{realised:.3%}",
-        "–" if asked is None else f"{asked:.3%}",
+        *("–" if rate is None else f"{rate:.3%}" for rate in rates),
         f"{model.largest_delta:.3g}",
         f"{model.over_threshold:,} ({share:.2%})",
         model.largest_delta_in or "–",
@@ -187,7 +173,7 @@ def warnings(console: Console, notices: Iterable[Notice]) -> None:
 def verification(console: Console, result: Verification) -> None:
     """Whether an output is what was written."""
     if result.ok:
-        checked = f"{_times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
+        checked = f"{times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
         console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {result.path}"))
         return
     verdict = "Not what was written" if result.tensors else "Cannot be verified"
@@ -241,32 +227,15 @@ def stage(console: Console, stage: Stage) -> None:
 
 def catalogue(names: Iterable[str]) -> dict[str, Any]:
     """Stages and aliases as plain values, ready for JSON."""
-    return {
-        "stages": [
-            {
-                "name": stage.name,
-                "kind": stage.kind,
-                "summary": stage.summary,
-                "documentation": stage.documentation,
-                "paper": stage.paper,
-                "parameters": [
-                    {
-                        "name": p.name,
-                        "default": p.default,
-                        "range": p.range,
-                        "description": p.description,
-                    }
-                    for p in stage.parameters.values()
-                ],
-            }
-            for stage in (STAGES[name] for name in names)
-        ],
-        "aliases": dict(ALIASES),
-    }
-
-
-def _times(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    facts = ("name", "kind", "summary", "documentation", "paper")
+    shown = []
+    for stage in (STAGES[name] for name in names):
+        parameters = [
+            {fact: getattr(p, fact) for fact in ("name", "default", "range", "description")}
+            for p in stage.parameters.values()
+        ]
+        shown.append({fact: getattr(stage, fact) for fact in facts} | {"parameters": parameters})
+    return {"stages": shown, "aliases": dict(ALIASES)}
 
 
 def _facts(title: str, rows: Mapping[str, str]) -> Table:

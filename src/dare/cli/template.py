@@ -44,10 +44,12 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
         *_fields(document),
         "[models]",
         f"# {_described(plan)}",
-        *_key("base_file", document["models"]["base_file"]),
+        _key("base_file", document["models"]["base_file"]),
         "# Each may be a table of its own: { file = …, weight = 0.5, seed = 7, drop_rate = 0.8 }",
-        *_models(document["models"]["merge_files"]),
-        *_key("output_file", document["models"].get("output_file", "merged.safetensors")),
+        "merge_files = [",
+        *(f"    {_inline(entry)}," for entry in document["models"]["merge_files"]),
+        "]",
+        _key("output_file", document["models"].get("output_file", "merged.safetensors")),
         *_stages(recipe, document),
         *_rules(document),
     ]
@@ -65,16 +67,14 @@ def advised_toml(advice: Advice, output: Path) -> str:
 
 def reasons(advice: Advice) -> Iterator[str]:
     """Why an advice is what it is, as comments."""
-    for each in advice.suggestions:
-        whose = "" if each.model is None else f" of {each.model}"
-        told = f"{each.setting}{whose} = {each.value}: {each.reason}"
-        yield from _wrapped(f"{told} ({each.evidence} evidence; {each.source})")
-    for doubt in advice.doubts:
-        yield from _wrapped(f"Not known: {doubt}")
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
+    texts = []
+    for advised in advice.suggestions:
+        whose = "" if advised.model is None else f" of {advised.model}"
+        grounds = f"({advised.evidence} evidence; {advised.source})"
+        setting = f"{advised.setting}{whose} = {advised.value}"
+        texts.append(f"{setting}: {advised.reason} {grounds}")
+    for text in (*texts, *(f"Not known: {doubt}" for doubt in advice.doubts)):
+        yield from textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:
@@ -83,9 +83,9 @@ def _fields(document: Mapping[str, Any]) -> Iterator[str]:
             continue  # digests have no place in a recipe written by hand
         yield f"# {field.description}"
         if name in document or name == "method":
-            yield from _key(name, document.get(name, field.default))
+            yield _key(name, document.get(name, field.default))
         else:
-            yield from _comment(name, EXAMPLES.get(name, field.default))
+            yield f"# {_key(name, EXAMPLES.get(name, field.default))}"
         yield ""
 
 
@@ -95,17 +95,10 @@ def _described(plan: Plan) -> str:
     return f"{len(plan.tensors)} tensors, {elements:,} elements, {types}; all models fit."
 
 
-def _models(entries: list[Any]) -> Iterator[str]:
-    yield "merge_files = ["
-    for entry in entries:
-        yield f"    {_inline(entry)},"
-    yield "]"
-
-
 def _inline(entry: Any) -> str:
     if not isinstance(entry, dict):
         return _value(entry)
-    return "{ " + ", ".join(f"{key} = {_value(value)}" for key, value in entry.items()) + " }"
+    return "{ " + ", ".join(_key(name, value) for name, value in entry.items()) + " }"
 
 
 def _stages(recipe: Recipe, document: Mapping[str, Any]) -> Iterator[str]:
@@ -113,38 +106,26 @@ def _stages(recipe: Recipe, document: Mapping[str, Any]) -> Iterator[str]:
         given = document.get(stage.name, {})
         if not stage.parameters:
             continue
-        yield ""
-        yield f"[{stage.name}]"
-        yield f"# {stage.summary}"
+        yield from ("", f"[{stage.name}]", f"# {stage.summary}")
         for name, parameter in stage.parameters.items():
             yield f"# {parameter.description} {parameter.range}"
-            if name in given or parameter.default is None:
-                write = _key if name in given else _comment
-                yield from write(name, given.get(name, 0.5))
+            if name in given or parameter.default is not None:
+                yield _key(name, given.get(name, parameter.default))
             else:
-                yield from _key(name, parameter.default)
+                yield f"# {_key(name, 0.5)}"
 
 
 def _rules(document: Mapping[str, Any]) -> Iterator[str]:
-    yield ""
-    yield "# Other parameters for the tensors whose names match; a later rule wins."
-    rules = document.get("tensors", [])
-    for rule in rules:
+    yield from ("", "# Other parameters for the tensors whose names match; a later rule wins.")
+    for rule in document.get("tensors", []):
         yield "[[tensors]]"
-        for key, value in rule.items():
-            yield from _key(key, value)
-    if not rules:
-        yield "# [[tensors]]"
-        yield '# match = ["*.mlp.*"]'
-        yield "# drop_rate = 0.5"
+        yield from (_key(name, value) for name, value in rule.items())
+    if not document.get("tensors"):
+        yield from ("# [[tensors]]", '# match = ["*.mlp.*"]', "# drop_rate = 0.5")
 
 
-def _key(name: str, value: Any) -> Iterator[str]:
-    yield f"{name} = {_value(value)}"
-
-
-def _comment(name: str, value: Any) -> Iterator[str]:
-    yield f"# {name} = {_value(value)}"
+def _key(name: str, value: Any) -> str:
+    return f"{name} = {_value(value)}"
 
 
 def _value(value: Any) -> str:

@@ -21,14 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
-from dare.inputs.reading import read_values, read_floats
+from dare.inputs.reading import read_floats, read_values
 from dare.inputs.sources import ArraySource
 from dare.lora.reading import AdapterFile, Pair, open_adapters, reading
 from dare.lora.reports import AdapterReport, ModuleReport
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, peft_config
 from dare.output.writer import ArraySink
-from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes and counts, as people write and read them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def show_size(nbytes: int) -> str:
             break
         text = f"{nbytes / bytes_each:.{digits}f} {unit}"
     return text
+
+
+def times(count: int, one: str, many: str = "") -> str:
+    """A count with its noun.
+
+    >>> times(1, "model"), times(2, "model"), times(0, "matrix", "matrices")
+    ('1 model', '2 models', '0 matrices')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

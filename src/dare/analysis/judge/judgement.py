@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -80,7 +79,7 @@ class Readiness:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict as plain values, ready for JSON; what is not finite is a string."""
-        return _plain(self)
+        return dict(json_ready(asdict(self)))
 
     def to_json(self) -> str:
         """The verdict as JSON."""
@@ -134,7 +133,7 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as plain values, ready for JSON; what is not finite is a string."""
-        return _plain(self)
+        return dict(json_ready(asdict(self)))
 
     def to_json(self) -> str:
         """The advice as JSON."""
@@ -143,28 +142,17 @@ class Advice:
     def __str__(self) -> str:
         """The settings with their reasons, and the doubts."""
         lines = []
-        for each in self.suggestions:
-            whose = f" ({each.model})" if each.model else ""
-            value = each.value if isinstance(each.value, str) else f"{each.value:.4g}"
-            grounds = f"{each.reason}. {each.source}; evidence: {each.evidence}"
-            lines += [f"{each.setting} = {value}{whose}", *_wrapped("  ", grounds)]
+        for advised in self.suggestions:
+            whose = f" ({advised.model})" if advised.model else ""
+            value = advised.value if isinstance(advised.value, str) else f"{advised.value:.4g}"
+            grounds = f"{advised.reason}. {advised.source}; evidence: {advised.evidence}"
+            lines += [f"{advised.setting} = {value}{whose}", *_wrapped("  ", grounds)]
         lines += [line for doubt in self.doubts for line in _wrapped("? ", doubt)]
         return "\n".join(lines)
 
 
-def _wrapped(label: str, text: str) -> Iterator[str]:
+def _wrapped(label: str, text: str) -> list[str]:
     """A text in lines, its label before the first of them."""
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     indent = " " * min(len(label), 4)
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=label,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _plain(judgement: Readiness | Advice) -> dict[str, Any]:
-    plain: dict[str, Any] = json_ready(asdict(judgement))
-    return plain
+    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=indent, **whole)

@@ -13,29 +13,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from dare.analysis.judge.judgement import Advice, Evidence, Finding, Readiness, Severity, Verdict
+from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity
 from dare.analysis.page import series, words
-from dare.analysis.page.charts import Table
-from dare.analysis.page.figures import Figure
 from dare.analysis.page.outcome import Outcome
-from dare.analysis.page.themes import DARK, LIGHT, THEMES, css_variables, vega_config
-from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share, times
-from dare.analysis.results import Analysis, ModelAnalysis
+from dare.analysis.page.series import Columns, Table, listing
+from dare.analysis.page.themes import THEMES, vega_config
+from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share
+from dare.analysis.results import Analysis
 from dare.output.card import short_name
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
+
+if TYPE_CHECKING:
+    from dare.analysis.page.figures import Figure
 
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""
-VERDICT_TONES = {
-    Verdict.READY: "ready",
-    Verdict.WITH_CHANGES: "change",
-    Verdict.NOT_READY: "stop",
-}
-EVIDENCE_TONES = {Evidence.STRONG: "ready", Evidence.FAIR: "change", Evidence.WEAK: "note"}
 COUNTED = {
     Severity.STOP: ("reason to stop", "reasons to stop"),
     Severity.CHANGE: ("change to make", "changes to make"),
@@ -48,6 +44,25 @@ FIGURE_SECTIONS = {
 }
 """By name: the title, and how the names of its figures begin."""
 MERGE_FIGURES = ("kept", "survival")
+MODEL_COLUMNS: Columns = {
+    "model": lambda model: model.name,
+    "relative change": lambda model: share(model.total.relative_norm),
+    "mean |δ|": lambda model: number(model.total.mean_magnitude),
+    "99% below": lambda model: number(model.total.quantiles.p99),
+    "largest |δ|": lambda model: number(model.total.largest),
+    "not changed": lambda model: share(model.total.sparsity),
+    "excess kurtosis": lambda model: number(model.total.excess_kurtosis),
+    "origin": words.origin,
+}
+MERGED_COLUMNS: Columns = {
+    "model": lambda model: model.name,
+    "weight": lambda model: words.weight(model.weight),
+    "seed": lambda model: str(model.seed),
+    "dropped": lambda model: words.rate(model.drop_rate_realised),
+    "asked": lambda model: words.rate(model.drop_rate_asked),
+    "largest |δ|": lambda model: number(model.largest_delta),
+    "in": lambda model: model.largest_delta_in or NOTHING,
+}
 
 
 @dataclass(frozen=True)
@@ -73,11 +88,11 @@ def assemble_page(
     names = analysis.names
     many = times(len(names), "model") if len(names) > MOST_NAMES else ""
     headline = words.HEADLINES[readiness.verdict]
+    inputs = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
     return _render(
         policy=_policy([start, library, script]),
         title=f"{headline}: {many or listed(names)} – dare",
-        light=css_variables(LIGHT),
-        dark=css_variables(DARK),
+        colours={name: theme.colours for name, theme in THEMES.items()},
         style=_resource("page.css"),
         start=start,
         library=library,
@@ -88,23 +103,18 @@ def assemble_page(
         names=names,
         many=many,
         headline=headline,
-        tone=VERDICT_TONES[readiness.verdict],
+        readiness=readiness,
         base=short_name(analysis.base),
         counted=_counted(readiness.findings),
-        verdicts=[
-            (name, VERDICT_TONES[verdict], verdict) for name, verdict in readiness.by_model.items()
-        ],
         tiles=list(_tiles(analysis, advice)),
-        findings=readiness.findings,
-        models=_models(analysis),
+        models=listing(analysis.models, MODEL_COLUMNS),
         bars=_bars([model.total.relative_norm for model in analysis.models]),
         outcome=outcome,
-        merged=_merged(outcome) if outcome else None,
+        merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
-        evidence_tones=EVIDENCE_TONES,
         recipe=tomli_w.dumps(advice.recipe),
-        inputs=_inputs(analysis),
-        remarks=_remarks(analysis),
+        inputs=Table(("input", "file"), tuple((name, short_name(file)) for name, file in inputs)),
+        analysis=analysis,
         size_read=show_size(analysis.bytes_read),
         seconds=number(analysis.seconds),
     )
@@ -201,74 +211,8 @@ def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]
         yield "Advised drop rate", f"{rates[0]:g} to {rates[-1]:g}", "by model"
 
 
-def _models(analysis: Analysis) -> Table:
-    return Table(
-        (
-            "model",
-            "relative change",
-            "mean |δ|",
-            "99% below",
-            "largest |δ|",
-            "not changed",
-            "excess kurtosis",
-            "origin",
-        ),
-        tuple(map(_model_row, analysis.models)),
-    )
-
-
-def _model_row(model: ModelAnalysis) -> tuple[str, ...]:
-    total = model.total
-    return (
-        model.name,
-        share(total.relative_norm),
-        number(total.mean_magnitude),
-        number(total.quantiles.p99),
-        number(total.largest),
-        share(total.sparsity),
-        number(total.excess_kurtosis),
-        words.origin(model),
-    )
-
-
 def _bars(values: Sequence[float]) -> list[str]:
     """Lengths in per cent of the longest; what is not finite has none."""
     drawable = [value if math.isfinite(value) else 0.0 for value in values]
     longest = max(drawable) or 1.0
     return [f"{100 * value / longest:.1f}" for value in drawable]
-
-
-def _merged(outcome: Outcome) -> Table:
-    return Table(
-        ("model", "weight", "seed", "dropped", "asked", "largest |δ|", "in"),
-        tuple(
-            (
-                model.name,
-                words.weight(model.weight),
-                str(model.seed),
-                words.rate(model.drop_rate_realised),
-                words.rate(model.drop_rate_asked),
-                number(model.largest_delta),
-                model.largest_delta_in or NOTHING,
-            )
-            for model in outcome.models
-        ),
-    )
-
-
-def _inputs(analysis: Analysis) -> Table:
-    inputs = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
-    return Table(("input", "file"), tuple((name, short_name(file)) for name, file in inputs))
-
-
-def _remarks(analysis: Analysis) -> dict[str, tuple[str, ...]]:
-    """Lists about the inputs, by title."""
-    return {
-        "What was done so that they fit": analysis.notes,
-        "Left out": analysis.left_out,
-        "Stored once, used twice": analysis.tied,
-        **{
-            f"Not in {model.name}, its delta counted as zero": model.missing
-            for model in analysis.models
-        },
-    }

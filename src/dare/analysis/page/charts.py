@@ -1,65 +1,26 @@
-"""What the figures share: axes, lines, bars, tooltips, tables.
+"""What the figures share: axes, lines, bars, tooltips.
 
 The only module that imports Altair, which writes Vega-Lite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
+
+import altair
 
 from dare.analysis.page.series import Row
 from dare.analysis.page.themes import DASHES, SHAPES
-from dare.analysis.page.words import NOTHING, layer_name
 
 Spec = dict[str, Any]
+alt: Any = altair
 
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = "!model || datum.model === model || datum.other === model"
 FAINT = 0.12
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
 """The colour of text on a cell of a matrix."""
-
-
-class _OnDemand:
-    """Altair, imported when the first figure is drawn."""
-
-    def __getattr__(self, name: str) -> Any:
-        import altair
-
-        return getattr(altair, name)
-
-
-alt: Any = _OnDemand()
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers as text; the first of every row says whose they are."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def listing(items: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> Table:
-    """A row for each item, a column for each thing that is said of it."""
-    cells = columns.values()
-    return Table(tuple(columns), tuple(tuple(cell(item) for cell in cells) for item in items))
-
-
-def layer_table(columns: Mapping[str, Mapping[int, float]], shown: Callable[[float], str]) -> Table:
-    """A row for each layer that any of the columns has."""
-    return Table(
-        ("layer", *columns),
-        tuple(
-            (
-                layer_name(layer),
-                *(shown(by[layer]) if layer in by else NOTHING for by in columns.values()),
-            )
-            for layer in sorted({layer for by_layer in columns.values() for layer in by_layer})
-        ),
-    )
 
 
 def lines(

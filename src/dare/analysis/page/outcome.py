@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from dare.analysis.results import Analysis, PairAnalysis
@@ -18,7 +18,6 @@ class ModelOutcome:
     name: str
     weight: float | list[float]
     seed: int
-    elements: int
     drop_rate_asked: float | None
     drop_rate_realised: float | None
     largest_delta: float
@@ -73,71 +72,42 @@ def _outcome(
     report: Mapping[str, Any], output: Any, analysis: Analysis, survival: Sequence[PairAnalysis]
 ) -> Outcome:
     stages = report["method"].split("+")[:-1]
-    tallies = _count_kept(report["tensors"], analysis)
+    known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
+    counts: dict[str, dict[int, list[int]]] = {model["name"]: {} for model in report["models"]}
+    for tensor in report["tensors"]:
+        if (analysed := known.get(tensor["name"])) is None:
+            continue  # what was not analysed does not count
+        for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
+            new = [analysed.statistics.elements, *survivors]
+            old = counts[model].get(analysed.layer, [0] * len(new))
+            counts[model][analysed.layer] = [a + b for a, b in zip(old, new, strict=True)]
     return Outcome(
         report["method"],
         "" if output is None else str(output),
         report["seconds"],
-        tuple(_model(model, stages, tallies) for model in report["models"]),
+        tuple(_model(model, stages, counts[model["name"]]) for model in report["models"]),
         tuple(warning["text"] for warning in report["warnings"]),
         tuple(survival),
     )
 
 
-@dataclass
-class _Tally:
-    """Elements of one model in one layer, and how many are left after each delta stage."""
-
-    elements: int
-    left: list[int]
-
-
-def _count_kept(
-    tensors: Sequence[Mapping[str, Any]], analysis: Analysis
-) -> dict[tuple[str, int], _Tally]:
-    """By model and layer; tensors that were not analysed do not count."""
-    known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
-    tallies: dict[tuple[str, int], _Tally] = {}
-    for tensor in tensors:
-        if (tensor_analysis := known.get(tensor["name"])) is None:
-            continue
-        for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
-            tally = tallies.setdefault(
-                (model, tensor_analysis.layer), _Tally(0, [0] * len(survivors))
-            )
-            tally.elements += tensor_analysis.statistics.elements
-            tally.left = [a + b for a, b in zip(tally.left, survivors, strict=True)]
-    return tallies
-
-
 def _model(
-    model: Mapping[str, Any], stages: Sequence[str], tallies: Mapping[tuple[str, int], _Tally]
+    model: Mapping[str, Any], stages: Sequence[str], by_layer: Mapping[int, Sequence[int]]
 ) -> ModelOutcome:
-    by_layer = {layer: tally for (name, layer), tally in tallies.items() if name == model["name"]}
-    elements = sum(tally.elements for tally in by_layer.values())
-    shown = [field.name for field in fields(ModelOutcome) if not field.name.startswith("kept")]
+    """One model; `by_layer` counts its elements, and those that are left after each stage."""
+    elements, *left = [sum(counts) for counts in zip(*by_layer.values(), strict=True)] or [0]
     return ModelOutcome(
-        **{name: model[name] for name in shown if name != "largest_delta"},
-        largest_delta=float(model["largest_delta"]),  # text in a manifest, if it is not finite
-        kept={
-            stage_name(stages, number): sum(tally.left[number] for tally in by_layer.values())
-            / elements
-            for number in range(len(stages))
-            if elements
-        },
-        kept_by_layer={
-            layer: tally.left[-1] / tally.elements
-            for layer, tally in sorted(by_layer.items())
-            if stages and tally.elements
+        model["name"],
+        model["weight"],
+        model["seed"],
+        model["drop_rate_asked"],
+        model["drop_rate_realised"],
+        float(model["largest_delta"]),  # text in a manifest, if it is not finite
+        model["largest_delta_in"],
+        {stage: count / elements for stage, count in zip(stages, left, strict=False) if elements},
+        {
+            layer: counts[-1] / counts[0]
+            for layer, counts in sorted(by_layer.items())
+            if stages and counts[0]
         },
     )
-
-
-def stage_name(stages: Sequence[str], number: int) -> str:
-    """The name of a stage, numbered where a chain has it twice.
-
-    >>> stage_name(["dare", "trim", "dare"], 1), stage_name(["dare", "trim", "dare"], 2)
-    ('trim', 'dare (3)')
-    """
-    name = stages[number]
-    return f"{name} ({number + 1})" if stages.count(name) > 1 else name

@@ -1,4 +1,4 @@
-"""What figures are drawn from: rows of plain values, few enough for a page of any model's size.
+"""What figures and tables are made from: rows of values, few enough for a page of any model.
 
 A value that is not finite becomes None, which JSON can hold and figures leave out.
 """
@@ -6,14 +6,14 @@ A value that is not finite becomes None, which JSON can hold and figures leave o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.prediction import predict
-from dare.analysis.page.outcome import Outcome
-from dare.analysis.page.words import layer_name
+from dare.analysis.page.words import NOTHING, layer_name
 from dare.analysis.results import (
-    OUTSIDE,
     Analysis,
     Kind,
     ModelAnalysis,
@@ -174,31 +174,6 @@ def closest_pairs(analysis: Analysis) -> list[PairAnalysis]:
     return [pair for pair in analysis.pairs if pair in ranked]
 
 
-def layer_pair_rows(analysis: Analysis) -> list[Row]:
-    """The closest pairs of models in each layer."""
-    return [
-        {
-            "pair": pair_name(pair),
-            "model": pair.first,
-            "other": pair.second,
-            "layer": layer,
-            "cosine": finite(overlap.cosine),
-            "conflict": finite(overlap.conflict),
-        }
-        for pair in closest_pairs(analysis)
-        for layer, overlap in sorted(pair.by_layer.items())
-        if layer != OUTSIDE
-    ]
-
-
-def cancelled_rows(analysis: Analysis) -> list[Row]:
-    """What a merge of all models would lose to opposite changes, in each layer."""
-    return [
-        {"layer": layer_name(layer), "place": layer, "cancelled": finite(cancelled)}
-        for layer, cancelled in sorted(analysis.together.by_layer.items())
-    ]
-
-
 # ---------------------------------------------------------------- drop rates
 
 
@@ -233,45 +208,36 @@ def prediction_rows(analysis: Analysis) -> list[Row]:
     return [row for row in rows if row["error"]]
 
 
-def suggestion_rows(analysis: Analysis, advice: Advice) -> list[Row]:
-    """The point of every model's curve that is advised."""
-    rows = [
-        prediction_row(analysis.model(name), rate)
-        for name, rate in suggested_rates(analysis, advice).items()
-    ]
-    return [row for row in rows if row["error"]]
+# ---------------------------------------------------------------- tables
 
 
-# ---------------------------------------------------------------- after a merge
+@dataclass(frozen=True)
+class Table:
+    """Numbers as text; the first of every row says whose they are."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
-def kept_rows(outcome: Outcome) -> list[Row]:
-    """The share of elements that each delta stage left of each model."""
-    return [
-        {
-            "model": model.name,
-            "stage": stage,
-            "step": step,
-            "kept": finite(kept),
-        }
-        for model in outcome.models
-        for step, (stage, kept) in enumerate(model.kept.items())
-    ]
+Columns = Mapping[str, Callable[[Any], str]]
+"""Columns by name, each with what it says of an item."""
 
 
-def kept_layer_rows(outcome: Outcome) -> list[Row]:
-    """The share of elements that all delta stages together left of each model, in each layer."""
-    return [
-        {"model": model.name, "layer": layer, "kept": finite(kept)}
-        for model in outcome.models
-        for layer, kept in model.kept_by_layer.items()
-        if layer != OUTSIDE
-    ]
+def listing(items: Iterable[Any], columns: Columns) -> Table:
+    """A row for each item, a column for each thing that is said of it."""
+    cells = columns.values()
+    return Table(tuple(columns), tuple(tuple(cell(item) for cell in cells) for item in items))
 
 
-def survival_rows(outcome: Outcome) -> list[Row]:
-    """How much of each model's delta is in the merged one, and how well their directions agree."""
-    return [
-        {"model": pair.first, "ratio": finite(pair.ratio), "cosine": finite(pair.total.cosine)}
-        for pair in outcome.survival
-    ]
+def layer_table(columns: Mapping[str, Mapping[int, float]], shown: Callable[[float], str]) -> Table:
+    """A row for each layer that any of the columns has."""
+    return Table(
+        ("layer", *columns),
+        tuple(
+            (
+                layer_name(layer),
+                *(shown(by[layer]) if layer in by else NOTHING for by in columns.values()),
+            )
+            for layer in sorted({layer for by_layer in columns.values() for layer in by_layer})
+        ),
+    )

@@ -23,12 +23,11 @@ from dare.analysis.page.words import (
     origin,
     setting,
     share,
-    times,
 )
 from dare.analysis.results import Analysis, ModelAnalysis, Overlap
 from dare.output.card import short_name
 from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 WIDE = 116
 """Columns from which all figures of a model stand in one line."""
@@ -41,7 +40,13 @@ VERDICTS = {
 SEVERITIES = {Severity.STOP: "bold red", Severity.CHANGE: "bold yellow", Severity.NOTE: "bold"}
 EVIDENCE = {Evidence.STRONG: "green", Evidence.FAIR: "yellow", Evidence.WEAK: "dim"}
 
-Cells = dict[str, Callable[[ModelAnalysis], Text]]
+MATRICES: dict[str, Callable[[Overlap], str]] = {
+    "Cosine of every two deltas": lambda overlap: cosine(overlap.cosine),
+    "Changed by both, in opposite directions (chance: 50%)": lambda overlap: share(
+        overlap.conflict
+    ),
+}
+Cells = dict[str, Callable[[ModelAnalysis], str | Text]]
 """Columns by name, each with what it says of a model."""
 
 
@@ -98,49 +103,38 @@ def _show_findings(console: Console, readiness: Readiness) -> None:
 def _show_models(console: Console, analysis: Analysis) -> None:
     wide = console.width >= WIDE
     bars = _bars(console, 16 if wide else 10, [m.total.relative_norm for m in analysis.models])
-    first: Cells = {
-        "model": lambda model: Text(model.name),
-        "parameters >": lambda model: Text(amount(model.total.elements)),
+    name: Cells = {"model": lambda model: model.name}
+    change: Cells = {
+        "parameters >": lambda model: amount(model.total.elements),
         "change": lambda model: bars(model.total.relative_norm),
-        "origin": lambda model: Text(origin(model)),
+        "origin": origin,
     }
-    second: Cells = {
-        "mean |δ| >": lambda model: Text(number(model.total.mean_magnitude)),
-        "99% below >": lambda model: Text(number(model.total.quantiles.p99)),
-        "largest >": lambda model: Text(number(model.total.largest)),
-        "unchanged >": lambda model: Text(share(model.total.sparsity)),
-        "kurtosis >": lambda model: Text(number(model.total.excess_kurtosis)),
+    magnitudes: Cells = {
+        "mean |δ| >": lambda model: number(model.total.mean_magnitude),
+        "99% below >": lambda model: number(model.total.quantiles.p99),
+        "largest >": lambda model: number(model.total.largest),
+        "unchanged >": lambda model: share(model.total.sparsity),
+        "kurtosis >": lambda model: number(model.total.excess_kurtosis),
+    }
+    tables = {
+        "Models: change is ‖δ‖ / ‖base‖": name | change,
+        "Magnitudes of changes": name | magnitudes,
     }
     if wide:
-        _print_table(console, "Models: ‖δ‖ / ‖base‖ and magnitudes", analysis, {**first, **second})
-        return
-    name = {"model": first["model"]}
-    _print_table(console, "Models: change is ‖δ‖ / ‖base‖", analysis, first)
-    _print_table(console, "Magnitudes of changes", analysis, {**name, **second})
-
-
-def _print_table(
-    console: Console,
-    title: str,
-    analysis: Analysis,
-    columns: Cells,
-) -> None:
-    table = make_table(*columns)
-    for model in analysis.models:
-        table.add_row(*(cell(model) for cell in columns.values()))
-    print_titled(console, title, table)
+        tables = {"Models: ‖δ‖ / ‖base‖ and magnitudes": name | change | magnitudes}
+    for title, columns in tables.items():
+        table = make_table(*columns)
+        for model in analysis.models:
+            cells = (cell(model) for cell in columns.values())
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+        print_titled(console, title, table)
 
 
 def _show_kinds(console: Console, analysis: Analysis) -> None:
-    kinds = kinds_of(analysis)
-    changes = [
-        statistics.relative_norm
-        for model in analysis.models
-        for statistics in model.by_kind.values()
-    ]
+    changes = [s.relative_norm for model in analysis.models for s in model.by_kind.values()]
     bars = _bars(console, _room(console, len(analysis.models), 13), changes)
     table = make_table("kind", *analysis.names)
-    for kind in kinds:
+    for kind in kinds_of(analysis):
         cells = [
             bars(model.by_kind[kind].relative_norm) if kind in model.by_kind else Text(NOTHING)
             for model in analysis.models
@@ -150,11 +144,8 @@ def _show_kinds(console: Console, analysis: Analysis) -> None:
 
 
 def _show_pairs(console: Console, analysis: Analysis) -> None:
-    cosines = _matrix(analysis, lambda overlap: cosine(overlap.cosine))
-    conflicts = _matrix(analysis, lambda overlap: share(overlap.conflict))
-    print_titled(console, "Cosine of every two deltas", cosines)
-    title = "Changed by both, in opposite directions (chance: 50%)"
-    print_titled(console, title, conflicts)
+    for title, shown in MATRICES.items():
+        print_titled(console, title, _matrix(analysis, shown))
     console.print(
         f"{share(analysis.together.cancelled)} of all changes cancel out if the models are added "
         "up as they are.\n"
@@ -184,10 +175,8 @@ def _show_predictions(console: Console, analysis: Analysis, advice: Advice) -> N
     bars = _bars(console, _room(console, len(analysis.models), 11), list(errors.values()))
     table = make_table("drop rate >", *analysis.names)
     for rate in rates:
-        cells = [
-            bars(errors[name, rate], starred=advised.get(name) == rate) for name in analysis.names
-        ]
-        table.add_row(f"{rate:g}", *cells)
+        stars = {name: advised.get(name) == rate for name in analysis.names}
+        table.add_row(f"{rate:g}", *(bars(errors[n, rate], starred=s) for n, s in stars.items()))
     starred = " (* advised)" if advised else ""
     print_titled(console, f"Expected error of a layer's outputs{starred}", table)
 

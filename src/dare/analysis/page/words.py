@@ -80,15 +80,6 @@ def layer_name(layer: int) -> str:
     return "outside" if layer == OUTSIDE else str(layer)
 
 
-def times(count: int, one: str, many: str = "") -> str:
-    """A count with its noun.
-
-    >>> times(1, "model"), times(2, "model"), times(0, "matrix", "matrices")
-    ('1 model', '2 models', '0 matrices')
-    """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def listed(names: tuple[str, ...]) -> str:
     """Names in a sentence.
 

@@ -11,15 +11,17 @@ from functools import cache
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.page.assembly import assemble_page
-from dare.analysis.page.figures import Figure, draw_figures
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.themes import THEMES, Theme, vega_config
 from dare.analysis.results import Analysis
 from dare.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    from dare.analysis.page.figures import Figure
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 WIDTH, SCALE = 760, 2
@@ -30,11 +32,6 @@ Format = Literal["svg", "png"]
 ThemeName = Literal["light", "dark"]
 
 
-def can_draw() -> bool:
-    """Say whether what draws is installed."""
-    return all(find_spec(name) is not None for name in NEEDED)
-
-
 def write_page(
     path: Path,
     analysis: Analysis,
@@ -43,11 +40,10 @@ def write_page(
     outcome: Outcome | None = None,
 ) -> None:
     """Write one HTML page that needs nothing else; `outcome` is what a finished merge did."""
-    _check(analysis)
-    figures = draw_figures(analysis, advice, outcome)
+    figures = _draw(analysis, advice, outcome)
     library = _library(_version(figures[0].spec)) if figures else ""
     page = assemble_page(analysis, readiness, advice, outcome, figures, library)
-    _write(path, page.encode())
+    write_file(path, page.encode())
 
 
 def write_figures(
@@ -60,11 +56,10 @@ def write_figures(
     theme: ThemeName = "light",
 ) -> list[Path]:
     """Write every figure as a file of its own; return their paths."""
-    _check(analysis)
     written = []
-    for figure in draw_figures(analysis, advice, outcome):
+    for figure in _draw(analysis, advice, outcome):
         path = folder / f"{figure.name}.{format}"
-        _write(path, draw_file(figure, THEMES[theme], format))
+        write_file(path, draw_file(figure, THEMES[theme], format))
         written.append(path)
     return written
 
@@ -74,7 +69,7 @@ def draw_file(figure: Figure, theme: Theme, format: Format) -> bytes:  # noqa: A
     import vl_convert
 
     spec = {**figure.spec, "width": WIDTH, "title": figure.title}
-    config = {**vega_config(theme), "background": theme.colours.panel, "padding": 16}
+    config = {**vega_config(theme), "background": theme.colours["panel"], "padding": 16}
     version = _version(spec)
     if format == "png":
         return vl_convert.vegalite_to_png(spec, vl_version=version, config=config, scale=SCALE)
@@ -110,17 +105,21 @@ def _version(spec: dict[str, Any]) -> str:
     return f"{major}.{minor}"
 
 
-def _check(analysis: Analysis) -> None:
-    if not can_draw():
+def _draw(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[Figure]:
+    if not all(find_spec(name) for name in NEEDED):
         raise OutputError(
             "a report needs altair, jinja2 and vl-convert-python, and not all of them are "
             "installed: pip install 'dare-merge[report]'"
         )
     if not analysis.models:
         raise InputError("the analysis has no models: there is nothing to show")
+    from dare.analysis.page.figures import draw_figures
+
+    return draw_figures(analysis, advice, outcome)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, and the folders that it lies in."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
