@@ -10,7 +10,7 @@ import inspect
 import logging
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, get_overloads, overload
@@ -153,36 +153,33 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
 
 def ties_elect_sign(task_vectors: Sequence[Arrays]) -> dict[str, Any]:
     """Return the sign (-1, 0, 1) of the sum of the deltas, element by element."""
-
-    def elected(name: str) -> Any:
-        present = _present(task_vectors, name)
-        floats = [_as_floats(delta, name) for delta in present]
+    elected = {}
+    for name, deltas in _by_name(task_vectors):
+        floats = [_as_floats(delta, name) for delta in deltas]
         above = sum(np.maximum(values, 0) for values in floats)
         below = sum(np.minimum(values, 0) for values in floats)
-        return _as_original(present[0], name, np.sign(above + below))
-
-    return {name: elected(name) for name in _names(task_vectors)}
+        elected[name] = _as_original(deltas[0], name, np.sign(above + below))
+    return elected
 
 
 def ties_disjoint_merge(task_vectors: Sequence[Arrays], elected: Arrays) -> dict[str, Any]:
     """Average, element by element, the deltas that are not zero and have the elected sign."""
-
-    def merged(name: str) -> Any:
+    merged = {}
+    for name, (*deltas, last) in _by_name([*task_vectors, elected]):
         if name not in elected:
             raise InputError(f"{name}: no sign was elected for it")
-        present = _present([*task_vectors, elected], name)[:-1]
-        sign = _as_floats(elected[name], name)
-        total = np.zeros_like(sign)
-        count = np.zeros_like(sign)
-        for delta in present:
+        if not deltas:
+            continue
+        sign = _as_floats(last, name)
+        total, count = np.zeros_like(sign), np.zeros_like(sign)
+        for delta in deltas:
             values = _as_floats(delta, name)
             agrees = (np.sign(values) == sign) & (sign != 0)
             total += np.where(agrees, values, np.float32(0))
             count += agrees
         mean = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
-        return _as_original(present[0], name, mean)
-
-    return {name: merged(name) for name in _names(task_vectors)}
+        merged[name] = _as_original(deltas[0], name, mean)
+    return merged
 
 
 def detect_delta_sparsity(task_vector: Arrays) -> float:
@@ -307,17 +304,11 @@ def dare_ties_merge(*arguments: Any, **keywords: Any) -> Any:
     bound = inspect.signature(form).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    if not takes_files:
-        tables = {
-            "dare": {"drop_rate": given["drop_rate"]},
-            "ties": {"keep_ratio": given["density"]},
-        }
-        return _merge(given["pretrained"], given["models"], "dare+ties", given["seed"], **tables)[0]
-    tables = {
-        "dare": {"drop_rate": given.pop("dare_drop_rate")},
-        "ties": {"keep_ratio": given.pop("ties_keep_ratio")},
-    }
-    return _merge_files(method="dare+ties", stages=_checked(tables), **given)
+    rate, ratio = ("dare_drop_rate", "ties_keep_ratio") if takes_files else ("drop_rate", "density")
+    tables = {"dare": {"drop_rate": given.pop(rate)}, "ties": {"keep_ratio": given.pop(ratio)}}
+    if takes_files:
+        return _merge_files(method="dare+ties", stages=_checked(tables), **given)
+    return _merge(given["pretrained"], given["models"], "dare+ties", given["seed"], **tables)[0]
 
 
 def _merge_files(
@@ -345,18 +336,14 @@ def _merge_files(
 # ---------------------------------------------------------------- pieces
 
 
-def _present(task_vectors: Sequence[Arrays], name: str) -> list[Any]:
-    """The arrays of that name, which must have one shape."""
-    present = [vector[name] for vector in task_vectors if name in vector]
-    shapes = {tuple(array.shape) for array in present}
-    if len(shapes) > 1:
-        raise MismatchError(f"{name}: has different shapes: {', '.join(map(str, sorted(shapes)))}")
-    return present
-
-
-def _names(task_vectors: Sequence[Arrays]) -> list[str]:
-    """All names, in the order in which they first occur."""
-    return list(dict.fromkeys(name for vector in task_vectors for name in vector))
+def _by_name(task_vectors: Sequence[Arrays]) -> Iterator[tuple[str, list[Any]]]:
+    """Every name, in the order in which they first occur, and its arrays, all of one shape."""
+    for name in dict.fromkeys(name for vector in task_vectors for name in vector):
+        arrays = [vector[name] for vector in task_vectors if name in vector]
+        shapes = sorted({tuple(array.shape) for array in arrays})
+        if len(shapes) > 1:
+            raise MismatchError(f"{name}: has different shapes: {', '.join(map(str, shapes))}")
+        yield name, arrays
 
 
 def _merge(

@@ -4,6 +4,7 @@ import math
 from datetime import UTC, datetime
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -125,6 +126,13 @@ def test_files_and_arrays_are_the_same(tmp_path):
 def test_a_file_of_deltas(tmp_path):
     file = save(tmp_path / "delta.safetensors", DELTA)
     assert analyze(file).non_zero_parameters == 4
+
+
+def test_a_delta_of_a_coarse_type_has_not_been_rounded():
+    delta = np.random.default_rng(0).normal(0, 0.0005, SHAPE)
+    coarse, fine = (analyze({"w": delta.astype(kind)}) for kind in (ml_dtypes.bfloat16, np.float32))
+    assert coarse.recommended_drop_rate == fine.recommended_drop_rate
+    assert [finding.rule for finding in dare_merge_readiness(coarse).findings] == ["fit"]
 
 
 def test_lists_of_numbers_are_taken():

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dare import kernels as kernel_backends
 from dare.errors import InputError, OutputError, did_you_mean
 from dare.inputs.opening import open_inputs
-from dare.inputs.reading import decoded, read_chunks
+from dare.inputs.reading import read_float_chunks
 from dare.inputs.sources import Source, open_source
 from dare.output.manifest import find_manifest, repeating_document
 from dare.planning.data import TensorPlan
@@ -130,8 +130,8 @@ def _chunks(
 ) -> Iterator[tuple[int, Floats, Floats, list[Floats]]]:
     """For each chunk: where it starts, the base, the unified delta, and these models' own."""
     sources = [plan.source_of(tensor, model) for model in models]
-    for start, stored in read_chunks([plan.base, merged, *sources], tensor.name):
-        base, output, *tuned = (decoded(raw, "cpu") for raw in stored)
+    inputs = [plan.base, merged, *sources]
+    for start, (base, output, *tuned) in read_float_chunks(inputs, tensor.name, "cpu"):
         deltas = [
             values if source.holds_delta(tensor.name) else values - base
             for source, values in zip(sources, tuned, strict=True)

@@ -267,11 +267,11 @@ class Analysis:
                 f"base, mean |δ| {total.mean_magnitude:.2g}, largest {total.largest:.2g}, "
                 f"{total.sparsity:.1%} unchanged"
             )
-        for pair in self.pairs:
-            lines.append(
-                f"  {pair.first} and {pair.second}: cosine {pair.total.cosine:.3f}, "
-                f"{pair.total.conflict:.0%} of common changes opposed"
-            )
+        lines += [
+            f"  {pair.first} and {pair.second}: cosine {pair.total.cosine:.3f}, "
+            f"{pair.total.conflict:.0%} of common changes opposed"
+            for pair in self.pairs
+        ]
         if self.pairs:
             lines.append(f"  added up, {self.together.cancelled:.0%} of all change cancels out")
         return "\n".join(lines)

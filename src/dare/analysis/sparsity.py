@@ -219,6 +219,8 @@ class DARESparsityAnalyzer:
         study = Study(base, {NAME: tuned}, subjects, left_out, keeps_magnitudes=True)
         measure(study)
         analysis = study.conclude(started, _file_of(first), [_file_of(second)])
+        if not has_base:
+            analysis = replace(analysis, base_dtypes={})  # nothing was rounded from them
         return self._summarise(study, analysis, has_base=has_base)
 
     def _assumed_base(self, delta: Source) -> Source:
@@ -404,10 +406,6 @@ def _output_error(exposures: Sequence[Exposure], rate: float) -> float:
 
 class _Delta(SourceView):
     """A source of deltas."""
-
-    @property
-    def is_partial(self) -> bool:
-        return True
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         return True

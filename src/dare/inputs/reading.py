@@ -43,6 +43,14 @@ def read_chunks(
         )
 
 
+def read_float_chunks(
+    sources: Sequence[Source], name: str, backend: str = "reference"
+) -> Iterator[tuple[int, list[Floats]]]:
+    """The same of a whole tensor in float32, in arrays that stay."""
+    for start, stored in read_chunks(sources, name):
+        yield start, [decoded(raw, backend) for raw in stored]
+
+
 def read_stored(source: Source, name: str, start: int, count: int, buffer: Bytes) -> Raw:
     """Some elements of a tensor as they are stored, in a buffer that has room for them."""
     dtype = source.tensors[name].dtype

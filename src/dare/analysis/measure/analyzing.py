@@ -13,6 +13,7 @@ from itertools import combinations
 from os import PathLike
 from typing import Any, Literal
 
+from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.kinds import kind_of, layer_of
 from dare.analysis.measure.measuring import (
@@ -58,8 +59,6 @@ Spectra = Literal["auto", "all", "none"]
 """Which matrices' singular values are computed: what is cheap, every one, none."""
 
 COMPILING = "compiling kernels (once; ten seconds or so)"
-OUTER = (Kind.EMBEDDING, Kind.HEAD)
-"""What LoRAs rarely change, and where many rows may be unused: it says little about an origin."""
 NEARLY_ALL = 0.9
 """Share of the changed matrices that must be of low rank for a model to count as a LoRA."""
 
@@ -303,6 +302,7 @@ def choose_matrices(
     fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
         return fits
+    # LoRAs rarely change embeddings and heads, and many of their rows may be unused.
     inner = [subject for subject in matrices if subject.kind not in OUTER] or matrices
 
     def cost(*, whole: bool) -> float:
