@@ -1,4 +1,4 @@
-"""Stored weights as numbers."""
+"""Stored weights as numbers, and the one walk over the chunks of a tensor."""
 
 from __future__ import annotations
 
@@ -9,24 +9,65 @@ from numpy.typing import NDArray
 
 from dare import kernels
 from dare.inputs.sources import Raw, Source
-from dare.tensors.chunks import chunk_spans
+from dare.tensors.chunks import CHUNK, chunk_spans
 
 Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+def read_chunks(
+    sources: Sequence[Source],
+    name: str,
+    start: int = 0,
+    count: int | None = None,
+    *,
+    buffers: Sequence[Bytes] | None = None,
+) -> Iterator[tuple[int, list[Raw]]]:
+    """Stored elements of a tensor, of several sources at once, chunk after chunk.
+
+    Yields the index of a chunk's first element, and what each source has there. The next chunk
+    fills the same buffers: bytes enough for a chunk of each source, made here unless given.
+    """
+    count = sources[0].tensors[name].elements - start if count is None else count
+    if buffers is None:
+        sizes = (source.tensors[name].dtype.itemsize for source in sources)
+        buffers = [np.empty(min(count, CHUNK) * size, np.uint8) for size in sizes]
+    for offset, size in chunk_spans(count):
+        place = start + offset
+        yield (
+            place,
+            [
+                read_stored(source, name, place, size, buffer)
+                for source, buffer in zip(sources, buffers, strict=True)
+            ],
+        )
+
+
+def read_float_chunks(
+    sources: Sequence[Source], name: str, backend: str = "reference"
+) -> Iterator[tuple[int, list[Floats]]]:
+    """The same of a whole tensor in float32, in arrays that stay."""
+    for start, stored in read_chunks(sources, name):
+        yield start, [decoded(raw, backend) for raw in stored]
+
+
+def read_stored(source: Source, name: str, start: int, count: int, buffer: Bytes) -> Raw:
+    """Some elements of a tensor as they are stored, in a buffer that has room for them."""
+    dtype = source.tensors[name].dtype
+    raw: Raw = buffer[: count * dtype.itemsize].view(dtype.carrier)
+    source.read(name, start, raw)
+    return raw
 
 
 def read_floats(
     source: Source, name: str, start: int, count: int, backend: str = "reference"
 ) -> Floats:
     """Some elements of a tensor, in float32."""
-    raw = np.empty(count, source.tensors[name].dtype.carrier)
-    source.read(name, start, raw)
-    return decoded(raw, backend)
-
-
-def read_chunks(sources: Sequence[Source], name: str) -> Iterator[list[Floats]]:
-    """A tensor that several sources have, chunk by chunk: the values in each of them."""
-    for start, count in chunk_spans(sources[0].tensors[name].elements):
-        yield [read_floats(source, name, start, count) for source in sources]
+    values = np.empty(count, np.float32)
+    decode = kernels.load(backend).decode
+    for place, (raw,) in read_chunks([source], name, start, count):
+        decode(raw, values[place - start :][: raw.size])
+    return values
 
 
 def decoded(raw: Raw, backend: str = "reference") -> Floats:
