@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from dare.demo import merges, picture, run_demo, show, story
+from dare.demo import merges, run_demo, show, story
 from dare.demo.llama import Llama
 from dare.demo.merges import SCALES, TUNED, Job, Merge, measure, scale_for
 from dare.demo.results import Curve, Figure, Row, Score, Writing
@@ -92,7 +92,7 @@ def test_merged_models_are_left_to_use(ran):
 
 
 def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
-    monkeypatch.setattr(picture, "can_draw", lambda: False)
+    monkeypatch.setattr(story, "find_spec", lambda _: None)
     written = io.StringIO()
     console = Console(file=written, width=80)
     assert story._keep(console, tmp_path, replace(SMALL, table_rates=()), ran[0].curves) is None
@@ -101,7 +101,7 @@ def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
 
 def test_picture(ran, tmp_path):
     pytest.importorskip("matplotlib")
-    picture.draw(ran[0].curves, "caption", tmp_path / "demo.png")
+    show.draw_curves(ran[0].curves, "caption", tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert ran[0].picture is not None
 

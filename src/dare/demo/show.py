@@ -1,8 +1,10 @@
-"""How the demonstration looks in a terminal, 80 columns wide or 200, in colour or plain."""
+"""How the demonstration looks in a terminal, 80 columns wide or 200, and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
@@ -17,24 +19,26 @@ GOOD, POOR = 80.0, 20.0
 """Percentages from which, and up to which, a cell is set off."""
 LONGEST_BAR = 40
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""Okabe and Ito's, which people with any kind of colour vision can tell apart."""
+MARKS = ("o", "s", "^", "D")
+
 
 def scores_table(rows: Sequence[Row]) -> RenderableType:
     """One row for each model and merge, one column for each task."""
     names = (*(task.name for task in TASKS), "mean", "English")
     title = "Right answers to held-out prompts, in %; English in bits per byte"
     table = _table(title, "", "scale >", *(f"{name} >" for name in names))
-    earlier: Row | None = None
-    for row in rows:
-        if earlier is not None and _kind(earlier) != _kind(row):
-            table.add_section()
-        earlier = row
-        table.add_row(
-            row.name,
-            "" if row.scale is None else f"{row.scale:g}",
-            *(_percentage(row.correct(task.name)) for task in TASKS),
-            Text.assemble((_figure(row.mean), "bold" if row.method else "")),
-            f"{row.bits_per_byte.mean:.3f}",
-        )
+    for _, alike in groupby(rows, lambda row: (row.method is None, row.drop_rate > 0)):
+        table.add_section()
+        for row in alike:
+            table.add_row(
+                row.name,
+                "" if row.scale is None else f"{row.scale:g}",
+                *(_percentage(row.correct(task.name)) for task in TASKS),
+                Text.assemble((_figure(row.mean), "bold" if row.method else "")),
+                f"{row.bits_per_byte.mean:.3f}",
+            )
     return table
 
 
@@ -66,13 +70,43 @@ def writings_table(
     for writing in writings:
         cells = []
         for text, example in zip(writing.texts, examples, strict=True):
-            right = text == example.answer
             shown = "".join(letter if letter.isprintable() else "·" for letter in text)
-            cells.append(
-                Text(f"{shown} {mark}", style="green") if right else Text(shown, style="dim")
-            )
+            is_right = text == example.answer
+            cells.append(Text(f"{shown} {mark}", "green") if is_right else Text(shown, "dim"))
         table.add_row(writing.name, *cells)
     return table
+
+
+def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
+    """Draw the curves with their spread over seeds, as PNG, SVG or whatever the name ends in."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.4), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for curve, colour, mark in zip(curves, COLOURS, MARKS, strict=False):
+        rates = [rate for rate, _ in curve.points]
+        means = [point.mean for _, point in curve.points]
+        spreads = [point.spread or 0.0 for _, point in curve.points]
+        axes.plot(rates, means, color=colour, marker=mark, linewidth=2, label=curve.name)
+        axes.fill_between(
+            rates,
+            [mean - spread for mean, spread in zip(means, spreads, strict=True)],
+            [min(100.0, mean + spread) for mean, spread in zip(means, spreads, strict=True)],
+            color=colour,
+            alpha=0.18,
+            linewidth=0,
+        )
+    axes.set(xlabel="drop rate p", ylabel="right answers to held-out prompts (%)")
+    axes.set(xlim=(-0.02, 1), ylim=(0, 103))
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left")
+    axes.set_title(caption, loc="left", fontsize=10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
 
 
 def _table(title: str, *columns: str | Column) -> Table:
@@ -87,10 +121,6 @@ def _table(title: str, *columns: str | Column) -> Table:
         show_edge=False,
         header_style="bold",
     )
-
-
-def _kind(row: Row) -> str:
-    return "model" if row.method is None else "dare" if row.drop_rate else "plain"
 
 
 def _figure(figure: Figure) -> str:

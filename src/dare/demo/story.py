@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dare.demo import picture, show
+from dare.demo import show
 from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, MODELS, TUNED, Job, Merge, measure_all, scale_for
 from dare.demo.results import Curve, DemoResult, Figure, Row, Writing
@@ -215,12 +216,13 @@ def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve
             for file in BASE.glob("*.json"):
                 shutil.copyfile(file, folder / file.name)
     console.print(f"merged models: {output}", soft_wrap=True, highlight=False)
-    if not picture.can_draw():
-        console.print(picture.HOW_TO_GET, markup=False, soft_wrap=True)
+    if find_spec("matplotlib") is None:
+        how = "for the picture, install matplotlib: pip install 'dare-merge[demo]'"
+        console.print(how, markup=False, soft_wrap=True)
         return None
     file = output / "demo.png"
     seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
-    picture.draw(curves, f"Three tasks, mean of {extent.prompts} prompts each, {seeds}", file)
+    show.draw_curves(curves, f"Three tasks, mean of {extent.prompts} prompts each, {seeds}", file)
     console.print(f"picture: {file}", soft_wrap=True, highlight=False)
     return file
 

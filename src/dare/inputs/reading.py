@@ -70,11 +70,6 @@ def read_floats(
     return values
 
 
-def read_values(sources: Sequence[Source], name: str) -> Iterator[list[Floats]]:
-    """A tensor that several sources have, chunk by chunk: the values in each of them."""
-    return ([decoded(raw) for raw in stored] for _, stored in read_chunks(sources, name))
-
-
 def decoded(raw: Raw, backend: str = "reference") -> Floats:
     """Stored elements in float32; the backend `cpu` is faster, once Numba is loaded."""
     values = np.empty(raw.shape, np.float32)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import sqrt
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.names import match_names
-from dare.inputs.reading import read_values
+from dare.inputs.reading import read_float_chunks
 from dare.inputs.sources import Source
 from dare.lora.reading import list_findings, reading
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
@@ -44,31 +45,31 @@ class Change:
     model: Source
     notes: tuple[str, ...]
 
-    def read_delta(self, tensor: str) -> Iterator[Floats]:
-        """A tensor's change, chunk by chunk."""
-        if self.model.holds_delta(tensor):
-            return (delta for (delta,) in read_values([self.model], tensor))
-        return (tuned - base for tuned, base in read_values([self.model, self.base], tensor))
+    def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
+        """A tensor's change, chunk by chunk, each with the place of its first element."""
+        sources = [self.model, *([] if self.model.holds_delta(tensor) else [self.base])]
+        for start, values in read_float_chunks(sources, tensor):
+            yield start, reduce(np.subtract, values)
 
     def read_tuned(self, tensor: str) -> Iterator[Floats]:
         """A tensor of the model, chunk by chunk; the base's where the model has none."""
         has_it = tensor in self.model.tensors
         needs_base = not has_it or self.model.holds_delta(tensor)
         sources = [*([self.model] if has_it else []), *([self.base] if needs_base else [])]
-        return (reduce(np.add, values) for values in read_values(sources, tensor))
+        return (reduce(np.add, values) for _, values in read_float_chunks(sources, tensor))
 
     def read_matrix(self, tensor: str) -> Floats:
         """A matrix's whole change."""
         info = self.base.tensors[tensor]
-        matrix, start = np.empty(info.elements, np.float32), 0
-        for piece in self.read_delta(tensor):
-            matrix[start : start + piece.size] = piece
-            start += piece.size
+        matrix = np.empty(info.elements, np.float32)
+        for start, change in self.read_delta(tensor):
+            matrix[start : start + change.size] = change
         return matrix.reshape(info.shape)
 
     def norm(self, tensor: str) -> float:
         """The Frobenius norm of a tensor's change."""
-        squares = (np.square(piece, dtype=np.float64).sum() for piece in self.read_delta(tensor))
+        changes = (change for _, change in self.read_delta(tensor))
+        squares = (np.square(change, dtype=np.float64).sum() for change in changes)
         return sqrt(float(sum(squares)))
 
 
@@ -125,17 +126,6 @@ def extract_adapter(
             saved=tuple(saved),
             left_out=tuple(left_out),
         )
-        owners = {tensor.rpartition(".")[0] for tensor in saved}
-        architecture = str((config.get("architectures") or [""])[0])
-        is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
-        adapter_config = peft_config(
-            ranks,
-            base_model_name_or_path=base_name or str(base.resolve()),
-            task_type="CAUSAL_LM" if is_causal else None,
-            fan_in_fan_out=fan_in_fan_out,
-            bias="lora_only" if owners & set(ranks) else "none",
-            modules_to_save=sorted(owners - set(ranks)) or None,
-        )
         made = {
             "base": str(base.resolve()),
             "model": str(model.resolve()),
@@ -145,8 +135,26 @@ def extract_adapter(
             "save_others": save_others,
             "dtype": kind.name,
         }
-        writing.finish(report, adapter_config, made)
+        named = base_name or str(base.resolve())
+        writing.finish(report, _config(report, config, named, fan_in_fan_out), made)
     return report
+
+
+def _config(
+    report: ExtractionReport, base: Mapping[str, Any], base_name: str, fan_in_fan_out: bool
+) -> dict[str, Any]:
+    ranks = {module.name: module.rank for module in report.modules}
+    owners = {tensor.rpartition(".")[0] for tensor in report.saved}
+    architecture = str((base.get("architectures") or [""])[0])
+    is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    return peft_config(
+        ranks,
+        base_model_name_or_path=base_name,
+        task_type="CAUSAL_LM" if is_causal else None,
+        fan_in_fan_out=fan_in_fan_out,
+        bias="lora_only" if owners & set(ranks) else "none",
+        modules_to_save=sorted(owners - set(ranks)) or None,
+    )
 
 
 def _open(base: Path, model: Path) -> Change:

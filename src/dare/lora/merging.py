@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
-from dare.inputs.reading import read_floats, read_values
+from dare.inputs.reading import read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
 from dare.lora.reading import AdapterFile, Pair, open_adapters, reading
 from dare.lora.reports import AdapterReport, ModuleReport
@@ -408,7 +408,7 @@ def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput)
             shares = [np.float32(weight / total) for weight in plan.weights]
             pieces = (
                 sum(map(np.multiply, shares, values), np.zeros(1, np.float32))
-                for values in read_values(saved, tensor)
+                for _, values in read_float_chunks(saved, tensor)
             )
             output.put_saved(tensor, targets, info.shape, pieces)
     return tuple(saved[0].tensors)

@@ -100,20 +100,16 @@ class Report:
             f"({self.bytes_read / 1e9 / max(self.seconds, 1e-9):.2f} GB/s read)"
         ]
         for model in self.models:
-            dropped = ""
-            if model.drop_rate_realised is not None and model.drop_rate_asked is not None:
-                dropped = (
-                    f"dropped {model.drop_rate_realised:.4%} "
-                    f"(asked for {model.drop_rate_asked:.4%}), "
-                )
+            realised, asked = model.drop_rate_realised, model.drop_rate_asked
+            dropped = "" if asked is None else f"dropped {realised:.4%} (asked for {asked:.4%}), "
             lines.append(
-                f"  {model.name}: {dropped}largest |δ| {model.largest_delta:.3g} "
+                f"{model.name}: {dropped}largest |δ| {model.largest_delta:.3g} "
                 f"in {model.largest_delta_in or '-'}"
             )
-        lines += [f"  warning: {warning}" for warning in self.warnings]
+        lines += [f"warning: {warning}" for warning in self.warnings]
         if self.output is not None:
-            lines.append(f"  written to {self.output}")
-        return "\n".join(lines)
+            lines.append(f"written to {self.output}")
+        return "\n  ".join(lines)
 
 
 def make_report(
