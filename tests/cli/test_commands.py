@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calling import BASE, TO, TWO, base_arrays, contents, dare, dare_succeeds
+from calling import BASE, TO, TWO, asked_recipe, base_arrays, contents, dare, dare_succeeds
 from safetensors.numpy import load_file
 
 from dare import __version__, merge, plan
@@ -107,33 +108,22 @@ def test_a_merge_shows_plan_report_and_the_next_commands(folder):
 
 def test_the_commands_it_suggests_work_for_any_name(folder):
     lines = dare_succeeds(*TWO, "-o", "my model's $HOME.safetensors").out.splitlines()
-    commands = [line.split(maxsplit=1)[1] for line in lines[-2:]]
-    script = "\n".join(commands).replace("OTHER", "other.safetensors")
-    dare_command = f'dare() {{ "{sys.executable}" -m dare "$@"; }}'
-    done = subprocess.run(
-        ["bash", "-ec", f"{dare_command}\n{script}"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    for line in lines[-2:]:
+        _word, name, *arguments = shlex.split(line.replace("OTHER", "other.safetensors"))
+        assert name == "dare"
+        dare_succeeds(*arguments)
     assert sha256(Path("my model's $HOME.safetensors")) == sha256(Path("other.safetensors"))
 
 
-REPEATS = {
-    "the output": ["merged.safetensors"],
-    "the output by flag": ["--recipe", "merged.safetensors"],
-    "the output after the word": ["merge", "merged.safetensors"],
-    "its manifest": ["--config", "merged.safetensors.manifest.json"],
-    "the recipe": ["recipe.toml"],
-    "the recipe after the word": ["merge", "recipe.toml"],
-    "the recipe by flag": ["--config", "recipe.toml"],
-}
+@pytest.mark.parametrize("what", ["merged.safetensors", "merged.safetensors.manifest.json"])
+def test_a_merge_can_be_repeated_to_the_same_bytes(what, merged):
+    dare_succeeds(what, "--output", "again.safetensors", "--quiet")
+    assert sha256(Path("again.safetensors")) == sha256(merged)
 
 
-@pytest.mark.parametrize("way", REPEATS)
-def test_a_merge_can_be_repeated_to_the_same_bytes(way, folder):
-    (folder / "recipe.toml").write_text(RECIPE)
-    dare_succeeds(*TWO, *TO, "--drop-rate", "0.8", "--quiet")
-    dare_succeeds(*REPEATS[way], "--output", "again.safetensors", "--quiet")
-    assert sha256(Path("again.safetensors")) == sha256(Path("merged.safetensors"))
+@pytest.mark.parametrize("way", [["--recipe"], ["--config"], ["merge"], ["merge", "-c"]])
+def test_what_is_repeated_can_be_named_in_every_way(way, merged):
+    assert asked_recipe(*way, merged) == asked_recipe(merged)
 
 
 def test_a_repeat_works_from_another_folder(merged, tmp_path, monkeypatch):
@@ -180,26 +170,15 @@ def test_nothing_but_the_output_and_its_manifest_is_left(folder):
 
 def test_quiet_means_nothing_on_either_stream(folder):
     loud = ("--drop-rate", "0.99", "--model-seed", "1", "1", "--delta-threshold", "0")
-    done = subprocess.run(
-        [sys.executable, "-m", "dare", *TWO, *TO, *loud, "--quiet"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    outcome = dare(*TWO, *TO, *loud, "--quiet")
+    assert (outcome.status, outcome.out, outcome.err.removeprefix(COMPILING)) == (0, "", "")
     assert dare("verify", "merged.safetensors", "--quiet").out == ""
 
 
 def test_merge_as_json_is_the_report_and_nothing_else_on_stdout(folder):
-    done = subprocess.run(
-        [sys.executable, "-m", "dare", *TWO, *TO, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    report = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert done.stderr.removeprefix(COMPILING).startswith("Plan  method   dare+linear")
+    outcome = dare_succeeds(*TWO, *TO, "--json")
+    report = outcome.json
+    assert outcome.err.removeprefix(COMPILING).startswith("Plan  method   dare+linear")
     assert report["method"] == "dare+linear"
     assert report["output"] == "merged.safetensors"
     assert [model["name"] for model in report["models"]] == ["math", "code"]
@@ -384,7 +363,7 @@ def test_methods_lists_every_stage_with_its_parameters_and_every_alias():
         assert f"{alias} {chain}" in lines
 
 
-@pytest.mark.parametrize("name", [*STAGES, *ALIASES, "dare+trim+ties"])
+@pytest.mark.parametrize("name", ["trim", "dare_linear", "+".join(STAGES)])
 def test_methods_explains_each_stage_of_what_it_is_asked_about(name):
     shown = " ".join(dare_succeeds("methods", name).out.split())
     stages = [name] if name in STAGES else ALIASES.get(name, name).split("+")
@@ -420,13 +399,6 @@ def test_the_version_is_the_packages():
     assert dare_succeeds("--version").out == f"dare {__version__}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_commands_and_flags(shell):
-    script = build_app().generate_completion(shell=shell)
-    for word in ("merge", "verify", "drop-rate", "keep-ratio", "delta-threshold"):
-        assert word in script
-
-
 def test_completion_is_valid_bash():
     script = build_app().generate_completion(shell="bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -436,6 +408,8 @@ COMP_WORDS=(dare merge --drop); COMP_CWORD=2
 """
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
     assert "--drop-rate" in done.stdout.split()
+    for word in ("verify", "keep-ratio", "delta-threshold"):
+        assert word in script
 
 
 HEAVY = ("numpy", "pydantic", "numba", "torch", "dare.api", "dare.recipe.schema")
@@ -459,7 +433,7 @@ def test_help_is_there_at_once(capsys):
         user, system = (after[n] - before[n] for n in (2, 3))  # those of the child
         return user + system
 
-    best = min(seconds() for _ in range(5))
+    best = min(seconds() for _ in range(3))
     with capsys.disabled():
         print(f"\ndare --help takes {best:.2f} s (0.3 is promised, 0.6 allowed here)")
     assert best < 0.6
@@ -558,13 +532,7 @@ def test_a_merge_goes_on_when_nobody_reads_what_it_says(folder):
     assert Path("merged.safetensors").exists()
 
 
-def test_a_merge_works_with_stdout_closed(folder):
-    line = f"dare {' '.join([*TWO, *TO])}"
-    assert dare_in_bash(f"{line} >&-; echo $?").removeprefix(COMPILING) == "0\n"
-
-
 CLOSED = {
-    "a merge with stderr closed": (" ".join([*TWO, *TO]), "2>&-", 0, None),
     "a merge with both closed": (" ".join([*TWO, *TO]), ">&- 2>&-", 0, ""),
     "a failure as JSON with stdout closed": (
         "plan nothing.toml --json",
@@ -586,13 +554,11 @@ def test_a_closed_stream_is_no_mistake_in_dare(case, folder):
     )
     assert done.returncode == status
     assert "Traceback" not in done.stderr
-    if said is not None:
-        assert done.stdout + done.stderr == said
+    assert done.stdout + done.stderr == said
 
 
 def test_a_stdout_that_cannot_be_written_is_no_mistake_in_dare(folder):
-    for flags in ("", "--json"):
-        said = dare_in_bash(f"dare plan {' '.join(TWO)} {flags} 2>&1 >/dev/full; echo $?")
-        assert said.endswith("dare: stdout: No space left on device\n1\n")
-        assert said.count("dare: ") == 1
-        assert "Traceback" not in said
+    said = dare_in_bash("dare methods --json 2>&1 >/dev/full; echo $?")
+    assert said.endswith("dare: stdout: No space left on device\n1\n")
+    assert said.count("dare: ") == 1
+    assert "Traceback" not in said

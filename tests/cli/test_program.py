@@ -1,22 +1,23 @@
 """The original program: what its README shows works as it stands, with real files.
 
 The command lines, the configuration and the Python examples below are copied from that README
-without a change. They run in a copy of `examples/program`, the lines through bash and uv.
+without a change. They run in a copy of `examples/program`, two of the lines through bash and uv.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from calling import dare_succeeds, recipe_of
+from calling import Outcome, dare, dare_succeeds, recipe_of
 from safetensors.numpy import load_file
 
 from dare import verify
@@ -109,13 +110,6 @@ config = DareConfig(
 pytestmark = pytest.mark.skipif(shutil.which("uv", path=VENV / "bin") is None, reason="needs uv")
 
 
-@dataclass(frozen=True)
-class Done:
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """A copy of the example, with models at every path the README names."""
@@ -142,7 +136,7 @@ def program(tmp_path: Path) -> Path:
     return folder
 
 
-def run(line: str, folder: Path) -> Done:
+def run(line: str, folder: Path) -> Outcome:
     """Run a line as it stands; where uv looks is said by the environment alone."""
     surroundings = {
         "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -159,7 +153,16 @@ def run(line: str, folder: Path) -> Done:
         text=True,
         check=False,
     )
-    return Done(done.returncode, done.stdout, done.stderr.removeprefix(COMPILING))
+    return Outcome(done.returncode, done.stdout, done.stderr.removeprefix(COMPILING))
+
+
+def call(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """What `run` does, in this process: bash, uv and dare.py only pass the arguments on."""
+    monkeypatch.chdir(folder)
+    words = shlex.split(line.replace("\\\n", " "), comments=True)
+    assert words[:4] == ["uv", "run", "python", "dare.py"]
+    outcome = dare(*words[4:])
+    return replace(outcome, err=outcome.err.removeprefix(COMPILING))
 
 
 def drop_rates(output: Path) -> list[float]:
@@ -190,15 +193,14 @@ def test_the_line_with_a_configuration_merges(program):
 
 
 def test_the_basic_merge_gives_the_same_as_the_configuration(program, monkeypatch):
-    done = run(BASIC_MERGE, program)
+    done = call(BASIC_MERGE, program, monkeypatch)
     assert (done.status, done.err) == (0, "")
-    monkeypatch.chdir(program)
     dare_succeeds("--config", "merge_config.toml", "--output", "by_config.safetensors", "--quiet")
     assert sha256(Path("merged_model.safetensors")) == sha256(Path("by_config.safetensors"))
 
 
-def test_custom_parameters_are_used_and_large_deltas_warned_of(program):
-    done = run(CUSTOM_PARAMETERS, program)
+def test_custom_parameters_are_used_and_large_deltas_warned_of(program, monkeypatch):
+    done = call(CUSTOM_PARAMETERS, program, monkeypatch)
     output = program / "super_merged.safetensors"
     assert (done.status, done.err) == (0, "")
     assert verify(output).ok
@@ -216,10 +218,10 @@ def test_custom_parameters_are_used_and_large_deltas_warned_of(program):
     )
 
 
-def test_flags_override_the_configuration_and_quiet_prints_nothing(program):
-    done = run(OVERRIDE, program)
+def test_flags_override_the_configuration_and_quiet_prints_nothing(program, monkeypatch):
+    done = call(OVERRIDE, program, monkeypatch)
     output = program / "merged_model.safetensors"
-    assert done == Done(0, "", "")
+    assert done == Outcome(0, "", "")
     assert verify(output).ok
     assert drop_rates(output)[0] == 0.99
     assert recipe_of(output)["dare"] == {"drop_rate": 0.99}
@@ -262,11 +264,11 @@ def test_the_advanced_configuration_is_silent_and_stricter(program, monkeypatch,
 
 def test_import_dare_beside_dare_py_finds_the_package(program):
     done = run('uv run python -c "import dare; print(dare.DareMerger.__module__)"', program)
-    assert done == Done(0, "dare.compat\n", "")
+    assert done == Outcome(0, "dare.compat\n", "")
 
 
-def test_its_help_lists_the_original_options(program):
-    done = run("uv run python dare.py merge -h", program)
+def test_its_help_lists_the_original_options(program, monkeypatch):
+    done = call("uv run python dare.py merge -h", program, monkeypatch)
     assert done.status == 0
     for option in (
         "--config --recipe -c",

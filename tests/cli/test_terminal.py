@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -88,60 +87,70 @@ MERGE = " ".join(["dare", *TWO, *TO])
 WIDTHS = pytest.mark.parametrize("columns", [80, 200])
 
 
+@pytest.fixture
+def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Call the command in this process, as wide as a terminal would be; all lines must fit."""
+
+    def call(columns: int, *arguments: str) -> str:
+        monkeypatch.setattr("dare.cli.show.PIPE_WIDTH", columns)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = dare_succeeds(*arguments).out
+        assert [line for line in text.splitlines() if cell_len(line) > columns] == []
+        return "\n".join(line.rstrip() for line in text.splitlines())
+
+    return call
+
+
 @WIDTHS
-@pytest.mark.parametrize("command", ["dare --help", "dare merge --help"])
-def test_help_fits(command, columns, folder):
-    terminal = show(command, columns)
-    assert_fits(terminal)
-    boxes = [line for line in terminal.lines if line[:1] in ("╭", "│", "╰")]
+@pytest.mark.parametrize("command", [(), ("merge",)])
+def test_help_fits(command, columns, page):
+    text = page(columns, *command, "--help")
+    boxes = [line for line in text.splitlines() if line[:1] in ("╭", "│", "╰")]
     assert len(boxes) > 8
     assert {cell_len(line) for line in boxes} == {columns}  # all borders stand in one column
-    examples = terminal.text.partition("Examples")[2]
+    examples = text.partition("Examples")[2]
     assert (
         "  dare --base base.safetensors --merge math.safetensors code.safetensors \\\n" in examples
     )
 
 
 @WIDTHS
-def test_the_methods_fit_and_no_name_is_cut(columns, folder):
-    terminal = show("dare methods", columns)
-    assert_fits(terminal)
-    headers = [line.split() for line in terminal.lines if line.startswith(" stage")]
+def test_the_methods_fit_and_no_name_is_cut(columns, page):
+    text = page(columns, "methods")
+    headers = [line.split() for line in text.splitlines() if line.startswith(" stage")]
     assert headers == [["stage", "does", "parameters", "paper"]] * 2
     for stage in STAGES.values():
-        assert f"\n {stage.name} " in terminal.text
-        assert stage.paper in terminal.text
+        assert f"\n {stage.name} " in text
+        assert stage.paper in text
         for parameter in stage.parameters:
-            assert f" {parameter} = " in terminal.text
+            assert f" {parameter} = " in text
 
 
 @WIDTHS
-def test_the_explanation_of_a_method_fits(columns, folder):
-    terminal = show("dare methods dare+trim+ties", columns)
-    assert_fits(terminal)
-    headers = [line.split() for line in terminal.lines if line.startswith(" parameter")]
+def test_the_explanation_of_a_method_fits(columns, page):
+    text = page(columns, "methods", "dare+trim+ties")
+    headers = [line.split() for line in text.splitlines() if line.startswith(" parameter")]
     assert headers == [["parameter", "default", "range", "meaning"]] * 3
 
 
 @WIDTHS
-def test_a_plan_fits_even_with_long_paths(columns, folder):
+def test_a_plan_fits_even_with_long_paths(columns, page):
     place = "a-rather-long-name-for-a-folder/" * 6 + "merged.safetensors"
-    terminal = show(
-        f"dare plan {' '.join(TWO)} -o {place} --method dare+trim+ties --drop-rate 0.9 0.5", columns
-    )
-    assert_fits(terminal)
-    rows = [line.split() for line in terminal.lines]
+    rates = ("--method", "dare+trim+ties", "--drop-rate", "0.9", "0.5")
+    text = page(columns, "plan", *TWO, "-o", place, *rates)
+    rows = [line.split() for line in text.splitlines()]
     assert ["model", "file", "weight", "seed", "settings"] in rows
     for number, name in enumerate(("math", "code")):
         (row,) = [row for row in rows if row[:1] == [name]]
         assert row[1:4] == [f"{name}.safetensors", "1", str(42 + number)]
-    assert place in "".join(terminal.text.split())
+    assert place in "".join(text.split())
 
 
 @WIDTHS
 def test_a_merge_fits_from_plan_to_report(columns, folder):
     terminal = show(f"{MERGE} --delta-threshold 0.0001", columns)
     assert_fits(terminal)
+    assert COLOUR.search(terminal.raw)
     rows = [line.split() for line in terminal.lines]
     header = ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold"]
     assert [*header, *(["in"] if columns >= 100 else [])] in rows
@@ -155,10 +164,6 @@ def test_a_merge_fits_from_plan_to_report(columns, folder):
 # ---------------------------------------------------------------- colour
 
 
-def test_a_terminal_gets_colour(folder):
-    assert COLOUR.search(show("dare methods", 80).raw)
-
-
 def test_no_color_means_no_colour(folder):
     codes = COLOUR.findall(show(f"{MERGE} --delta-threshold 0", 80, NO_COLOR="1").raw)
     assert set(codes) <= {"\x1b[0m", "\x1b[1m", "\x1b[2m"}  # plain, bold, faint
@@ -168,14 +173,12 @@ def test_a_dumb_terminal_gets_no_codes_at_all(folder):
     assert "\x1b" not in show("dare methods", 80, TERM="dumb").raw
 
 
-@pytest.mark.parametrize("command", ["dare --help", "dare methods", MERGE])
+@pytest.mark.parametrize("command", [("--help",), ("methods",), (*TWO, *TO)])
 def test_a_pipe_gets_no_codes_at_all(command, folder):
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, env=surroundings(), check=True
-    )
-    assert b"\x1b" not in done.stdout + done.stderr
-    assert b"\r" not in done.stdout + done.stderr
-    assert done.stdout
+    outcome = dare_succeeds(*command)
+    assert "\x1b" not in outcome.out + outcome.err
+    assert "\r" not in outcome.out + outcome.err
+    assert outcome.out
 
 
 def test_a_bar_is_drawn_only_where_somebody_looks(folder):

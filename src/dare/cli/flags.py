@@ -23,6 +23,7 @@ from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.stages import STAGES, Stage, parse_method
 from dare.stages.outside import load_installed_stages
+from dare.tensors.sizes import times
 
 FILES = Group("Files", sort_key=1)
 METHOD = Group("Method", sort_key=2)
@@ -209,18 +210,18 @@ def _lay_over(document: dict[str, Any], given: dict[str, Any], fixed: Mapping[st
         return  # which is what the recipe's own check will say
     fields = {name: given[name] for name in FIELDS if name in given} | dict(fixed)
     if "tensors" in fields:
-        fields["tensors"] = [_rule(text) for text in fields["tensors"]]
+        fields["tensors"] = [read_rule(text) for text in fields["tensors"]]
     for key, name in FILE_KEYS.items():
         if name in fields:
-            files[key] = _plain(fields.pop(name))
+            paths = fields.pop(name)
+            files[key] = str(paths) if isinstance(paths, Path) else [str(path) for path in paths]
     document.update(fields)
     for key in LIFTED:
         if key in fields and isinstance(document.get("dare"), dict):
             document["dare"].pop(key, None)
 
-    for name, key in (("weight", "weight"), ("model_seed", "seed")):
-        if name in given:
-            _set_for_models(files, key, given[name], name)
+    for name in (name for name in PER_MODEL if name in given):
+        _set_for_models(files, name.removeprefix("model_"), given[name], name)
     asked = [name for name in stage_parameter_names() if name in given]
     method = document.get("method", Recipe.model_fields["method"].default)
     if not asked or not isinstance(method, str):
@@ -262,10 +263,10 @@ def _owner(chain: Sequence[Stage], name: str) -> Stage:
     ]
     method = "+".join(stage.name for stage in chain)
     if not owners:
-        known = [_flag(n) for stage in chain for n in stage.parameters]
+        known = ", ".join(_flag(n) for stage in chain for n in stage.parameters)
         raise RecipeError(
             f"{_flag(name)} would have no effect: method {method!r} takes "
-            f"{', '.join(known) or 'no parameters'}"
+            f"{known or 'no parameters'}"
         )
     if len(owners) > 1:
         raise RecipeError(
@@ -281,10 +282,9 @@ def _set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], name
     if not isinstance(entries, list):
         entries = [entries]
     if len(values) != len(entries):
-        models = "1 model" if len(entries) == 1 else f"{len(entries)} models"
         raise RecipeError(
-            f"{_flag(name)}: {len(values)} given for {models}; give one for each, "
-            "in the order of the models"
+            f"{_flag(name)}: {len(values)} given for {times(len(entries), 'model')}; give one for "
+            "each, in the order of the models"
         )
     files["merge_files"] = [
         {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
@@ -292,10 +292,10 @@ def _set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], name
     ]
 
 
-def _rule(text: str) -> dict[str, Any]:
+def read_rule(text: str) -> dict[str, Any]:
     """Read `PATTERN: name=value, name=value`.
 
-    >>> _rule("*.mlp.*: drop_rate=0.5, rescale=l1")
+    >>> read_rule("*.mlp.*: drop_rate=0.5, rescale=l1")
     {'match': '*.mlp.*', 'drop_rate': 0.5, 'rescale': 'l1'}
     """
     pattern, _, settings = text.partition(":")
@@ -320,10 +320,6 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return text
-
-
-def _plain(value: Path | Sequence[Path]) -> str | list[str]:
-    return str(value) if isinstance(value, Path) else [str(path) for path in value]
 
 
 def _flag(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import sample
 
 from dare.analysis.page import figures, series
-from dare.analysis.page.themes import DARK, LIGHT, vega_config
+from dare.analysis.page.themes import THEMES, vega_config
 from dare.analysis.page.words import cosine, number, share
 from dare.analysis.results import Histogram
 
@@ -171,16 +171,16 @@ def test_a_wide_range_of_changes_is_coloured_by_its_logarithm(subject):
     assert spec["layer"][1]["encoding"]["color"]["scale"] == {"domain": [0.001, 0.1], "type": "log"}
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_models_stand_out_from_the_panel(theme):
+@pytest.mark.parametrize("name", THEMES)
+def test_models_stand_out_from_the_panel(name):
     # WCAG 2.2, 1.4.11: graphics need a contrast of 3 to 1, 1.4.3: text 4.5 to 1.
-    for colour in theme.models:
-        assert contrast(colour, theme.colours.panel) >= 3
-    for name in ("ink", "muted", "accent"):
-        assert contrast(getattr(theme.colours, name), theme.colours.panel) >= 4.5
-    for name in ("good", "fair", "poor"):
-        tint = getattr(theme.colours, f"{name}_tint")
-        assert contrast(getattr(theme.colours, name), tint) >= 4.5
+    colours = THEMES[name].colours
+    for colour in THEMES[name].models:
+        assert contrast(colour, colours["panel"]) >= 3
+    for text in ("ink", "muted", "accent"):
+        assert contrast(colours[text], colours["panel"]) >= 4.5
+    for text in ("good", "fair", "poor"):
+        assert contrast(colours[text], colours[f"{text}-tint"]) >= 4.5
 
 
 def contrast(one, other):
@@ -197,7 +197,7 @@ def luminance(colour):
 
 
 def test_amounts_get_steadily_darker_in_the_light_and_lighter_in_the_dark():
-    light = [luminance(colour) for colour in vega_config(LIGHT)["range"]["heatmap"]]
-    dark = [luminance(colour) for colour in vega_config(DARK)["range"]["heatmap"]]
+    light = [luminance(colour) for colour in vega_config(THEMES["light"])["range"]["heatmap"]]
+    dark = [luminance(colour) for colour in vega_config(THEMES["dark"])["range"]["heatmap"]]
     assert light == sorted(light, reverse=True)
     assert dark == sorted(dark)

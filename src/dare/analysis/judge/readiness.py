@@ -40,11 +40,7 @@ Values = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
 """What config.json says, by model; the base's under `BASE`."""
 BASE = "base"
-MEANING = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act"),
-    *("rope_theta", "rope_scaling", "tie_word_embeddings"),
-)
+MEANING: list[str] = RULES_FILE["configuration"]["keys"]
 """Keys of config.json that decide what weights do."""
 LIMIT = SimpleNamespace(**VALUES)
 SHOWN = 3

@@ -243,26 +243,17 @@ def spectra(analysis: Analysis) -> Figure | None:
 
 def cosines(analysis: Analysis) -> Figure | None:
     """In how far every two models change the same way."""
-    spec = _matrix(analysis, "cosine", "cosine", "+.2f", "diverging", (-1, 1))
-    if spec is None:
-        return None
-    largest = max(analysis.pairs, key=lambda pair: abs(pair.total.cosine))
     columns: Columns = {
         "models": series.pair_name,
         "cosine": lambda pair: cosine(pair.total.cosine),
         "multiple of the first nearest to the second": lambda pair: number(pair.ratio),
     }
-    texts = {"first": largest.first, "second": largest.second}
-    table = series.listing(analysis.pairs, columns)
-    return _figure("cosines", spec, table, largest=cosine(largest.total.cosine), **texts)
+    scale = {"domain": [-1, 1], "range": "diverging"}
+    return _matrix(analysis, "cosines", "cosine", "cosine", "+.2f", scale, columns)
 
 
 def conflicts(analysis: Analysis) -> Figure | None:
     """In how many elements every two models disagree."""
-    spec = _matrix(analysis, "conflict", "in opposite directions", ".0%", "heatmap", (0, 1))
-    if spec is None:
-        return None
-    largest = max(analysis.pairs, key=lambda pair: pair.total.conflict)
     columns: Columns = {
         "models": series.pair_name,
         "in opposite directions": lambda pair: share(pair.total.conflict),
@@ -270,19 +261,20 @@ def conflicts(analysis: Analysis) -> Figure | None:
         "of the top 1%: shared": lambda pair: share(pair.total.top_overlap),
         "of those: opposite": lambda pair: share(pair.total.top_conflict),
     }
-    texts = {"first": largest.first, "second": largest.second}
-    table = series.listing(analysis.pairs, columns)
-    return _figure("conflicts", spec, table, largest=share(largest.total.conflict), **texts)
+    scale, title = {"domain": [0, 1], "range": "heatmap"}, "in opposite directions"
+    return _matrix(analysis, "conflicts", "conflict", title, ".0%", scale, columns)
 
 
 def _matrix(
     analysis: Analysis,
+    name: str,
     field: str,
     title: str,
     shown_as: str,
-    colours: str,
-    domain: tuple[float, float],
-) -> Spec | None:
+    scale: Spec,
+    columns: Columns,
+) -> Figure | None:
+    """A cell for every two models; the second of the columns shows what is drawn."""
     rows, names = series.pair_rows(analysis), list(analysis.names)
     if not rows:
         return None
@@ -302,13 +294,22 @@ def _matrix(
     )
     cells = place.mark_rect(cornerRadius=3).encode(
         color=alt.Color(f"{field}:Q", title=title)
-        .scale(domain=list(domain), range=colours)
+        .scale(**scale)
         .legend(format=shown_as, gradientLength=160, gradientThickness=10, tickCount=4)
     )
     contrast = alt.expr(CONTRAST.format(field=field))
     texts = place.mark_text(fontSize=13, color=contrast, aria=False)
     texts = texts.encode(text=alt.Text(f"{field}:Q", format=shown_as))
-    return charts.finish(alt.layer(cells, texts), rows, height=max(140, 52 * len(names)))
+    largest = max(analysis.pairs, key=lambda pair: abs(getattr(pair.total, field)))
+    _, shown, *_ = columns.values()
+    return _figure(
+        name,
+        charts.finish(alt.layer(cells, texts), rows, height=max(140, 52 * len(names))),
+        series.listing(analysis.pairs, columns),
+        largest=shown(largest),
+        first=largest.first,
+        second=largest.second,
+    )
 
 
 def layer_cosines(analysis: Analysis) -> Figure | None:
