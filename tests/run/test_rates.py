@@ -31,7 +31,8 @@ def source_of(shape, kind="F32", *, deltas=False) -> ArraySource:
 def plan_of(shape=(64, 32), models=2, kind="F32", **settings) -> Plan:
     names = [f"m{number}" for number in range(models)]
     recipe = Recipe(**{"base": "base", "models": names, "threads": 1, **settings})
-    return make_plan(recipe, source_of(shape, kind), [source_of(shape, kind)] * models, names)
+    sources = [source_of(shape, kind)] * models
+    return make_plan(recipe, sources[0], sources, names, backend="reference")
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +244,7 @@ def test_every_stage_can_be_measured(method, monkeypatch):
     if STAGES.get(method) is not None and STAGES[method].kind == "delta":
         method += "+linear"
     made = plan_of(method=method)
-    speed = measure_speed(made, made.tensors[0], "reference", clock=ticking(0.125))
+    speed = measure_speed(made, made.tensors[0], clock=ticking(0.125))
     assert speed.side == 16
     assert speed.seconds == 0.125
 
@@ -251,7 +252,7 @@ def test_every_stage_can_be_measured(method, monkeypatch):
 def test_a_slow_stage_is_measured_on_small_matrices_only(monkeypatch):
     monkeypatch.setattr(calibration, "SIDES", (8, 16, 32, 64))
     made = plan_of(method="tsv")
-    speed = measure_speed(made, made.tensors[0], "reference", clock=ticking(1.0))
+    speed = measure_speed(made, made.tensors[0], clock=ticking(1.0))
     assert speed.side == 16
 
 
@@ -262,7 +263,7 @@ def test_deltas_and_absent_models_are_measured_as_such(monkeypatch):
     sample = calibration.sample_plan(made, made.tensors[0], (8, 8))
     assert [model.holds_delta("w") for model in sample.models] == [False, True]
     assert [model.tensors["w"].dtype.name for model in sample.models] == ["F16", "F32"]
-    assert measure_speed(made, made.tensors[0], "reference").side == 8
+    assert measure_speed(made, made.tensors[0]).side == 8
 
 
 def test_the_disk_is_measured_and_left_as_it_was(cache):

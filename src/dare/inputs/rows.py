@@ -99,7 +99,7 @@ class RowOrigins:
             if min(weights) <= 0:
                 weights = [1.0] * len(having)
             owners[number] = [
-                (index, row, weight / sum(weights))
+                (index, row, weight / math.fsum(weights))
                 for (index, row), weight in zip(having.items(), weights, strict=True)
             ]
         return owners

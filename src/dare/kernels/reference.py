@@ -317,7 +317,10 @@ def _lane_sum(terms: NDArray[np.float64]) -> float:
     lanes = np.zeros(SUM_LANES)
     for row in rows:
         lanes += row
-    return float(sum(lanes.tolist(), start=0.0))
+    total = 0.0
+    for lane in lanes.tolist():  # not `sum`, which from Python 3.12 on corrects its rounding
+        total += lane
+    return float(total)
 
 
 def sum_magnitudes(values: Floats) -> float:

@@ -311,7 +311,7 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
             "where one lacks a module, it changes nothing there"
         )
     if plan.adapters[0].saved.tensors:
-        total = sum(plan.weights)
+        total = math.fsum(plan.weights)
         if total == 0:
             raise RecipeError(
                 "weights: they sum to 0, so what is stored in full (modules_to_save, biases) has "
@@ -401,7 +401,7 @@ def _elementwise(plan: AdapterPlan) -> Iterator[Merged]:
 
 def _write_averages(plan: AdapterPlan, targets: set[str], output: AdapterOutput) -> tuple[str, ...]:
     """Store what all adapters hold in full, averaged by their weights."""
-    total = sum(plan.weights)
+    total = math.fsum(plan.weights)
     saved = [adapter.saved for adapter in plan.adapters]
     with reading(saved):
         for tensor, info in saved[0].tensors.items():
