@@ -61,7 +61,7 @@ def test_of_equal_scores_the_first_counts():
     assert found.trials[0] == Trial(0.5, 1.0)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.floats(0.01, 0.99), st.floats(0, 1), st.none() | st.floats(0.01, 1))
 def test_no_q_is_tried_below_the_keep_rate_or_above_one(drop_rate, best, step):
     found = find_q_by_score(lambda q: -abs(q - best), drop_rate, step=step)

@@ -107,20 +107,14 @@ def measured_variance(base, models, seeds, expected, **settings):
     return total / count
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.9])
-def test_the_variance_of_a_few_merges_of_a_real_model(demo, rate):
+def test_the_variance_of_a_few_merges_of_a_real_model(demo):
     base, tuned = demo
-    found = analysis(base, {"add": tuned["add"]})
-    measured = measured_variance(
-        base,
-        [tuned["add"]],
-        range(0, 300, 100),
-        tuned["add"],
-        method="dare+sum",
-        stages={"dare": {"drop_rate": rate}},
-    )
-    predicted = predict(found.models[0].total, rate).variance
-    assert measured == pytest.approx(predicted, rel=0.05)
+    total = analysis(base, {"add": tuned["add"]}).models[0].total
+    for rate in (0.3, 0.9):
+        settings = {"method": "dare+sum", "stages": {"dare": {"drop_rate": rate}}}
+        models, seeds = [tuned["add"]], range(0, 300, 100)
+        measured = measured_variance(base, models, seeds, tuned["add"], **settings)
+        assert measured == pytest.approx(predict(total, rate).variance, rel=0.05)
 
 
 # ---------------------------------------------------------------- how few elements carry a change

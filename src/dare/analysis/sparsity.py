@@ -16,14 +16,10 @@ shape.) What the figures mean:
   if nine of ten elements are zero, little for heavy tails;
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
   `output_error` with probability 0.95, and at most `droppable_percentile`; 0 if that is below 0.1,
-  which is not worth its noise. The rule is
-  `prediction.tolerated_drop_rate`, and its derivation is there; embeddings and head
-  count if there is nothing else.
+  which is not worth its noise. The rule and its derivation are in `judge.prediction`; embeddings
+  and head count if there is nothing else.
 
-The verdict is that of `dare.analysis.judge.readiness.assess`, by the same rules.
-
-Magnitudes are counted in bins 0.4 % wide, chunk by chunk; no tensor is in memory as a whole unless
-it is given so.
+The weights are read by the pass of an analysis, and the verdict is that of `dare.assess`.
 """
 
 from __future__ import annotations
@@ -218,7 +214,8 @@ class DARESparsityAnalyzer:
         subjects, left_out = self._selected(base, tuned)
         study = Study(base, {NAME: tuned}, subjects, left_out, keeps_magnitudes=True)
         measure(study)
-        analysis = study.conclude(started, _file_of(first), [_file_of(second)])
+        file = str(second) if isinstance(second, str | PathLike) else NAME
+        analysis = study.conclude(started, NAME, [file])
         if not has_base:
             analysis = replace(analysis, base_dtypes={})  # nothing was rounded from them
         return self._summarise(study, analysis, has_base=has_base)
@@ -423,11 +420,6 @@ def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
         raise InputError("base and tuned: give two dicts of arrays, or two paths")
     _, inputs = open_to_compare(first, [second], verbose=False)
     return inputs.base, inputs.models[0]
-
-
-def _file_of(given: Given | None) -> str:
-    """The path that was given; arrays have none."""
-    return NAME if given is None or isinstance(given, Mapping) else str(given)
 
 
 def _arrays(given: Mapping[str, Any]) -> dict[str, Any]:
