@@ -99,7 +99,7 @@ def write_specified(folder, specifications):
     ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(specification, min_size=1, max_size=4), st.randoms())
 def test_concatenation_is_the_weighted_sum_in_any_order(tmp_path_factory, specifications, random):
     folder = tmp_path_factory.mktemp("sum")
@@ -148,7 +148,7 @@ def test_the_error_is_the_tail_of_the_singular_values(two, tmp_path, rank):
     assert report.error == pytest.approx((lost / total) ** 0.5, abs=1e-7)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(st.lists(st.floats(0.05, 1), min_size=2, max_size=4))
 def test_more_energy_is_never_less(tmp_path_factory, energies):
     folder = tmp_path_factory.mktemp("energy")

@@ -106,7 +106,7 @@ def test_as_few_directions_as_hold_the_energy(matrix, energy, monkeypatch):
 sizes = st.integers(1, 12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(sizes, sizes, sizes, st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_factors_and_their_product_give_the_same(rows, inner, columns, rank, seed):
     left, right = gaussian(rows, inner, seed=seed), gaussian(inner, columns, seed=seed + 1)
@@ -121,7 +121,7 @@ def test_factors_and_their_product_give_the_same(rows, inner, columns, rank, see
     assert from_matrix.error == pytest.approx(error, abs=1e-5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(sizes, sizes, st.lists(st.floats(0.01, 1), min_size=2, max_size=5), st.integers(0, 99))
 def test_more_energy_never_takes_fewer_directions(rows, columns, energies, seed):
     matrix = gaussian(rows, columns, seed=seed)

@@ -1,6 +1,7 @@
 """PEFT loads what is written, and agrees with it."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -47,20 +48,25 @@ CASES = {
 }
 
 
-def train_both(tmp_path, case):
-    build, *configs = CASES[case]
-    paths = [
-        train(tmp_path / str(n), build(), n, **config) for n, config in enumerate(configs, start=1)
-    ]
-    return build, paths
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """For a case, its model, two adapters, and what PEFT adds for each; all made once."""
+
+    @cache
+    def make(case):
+        build, *configs = CASES[case]
+        folder = tmp_path_factory.mktemp("adapters")
+        paths = [train(folder / str(n), build(), n, **configs[n - 1]) for n in (1, 2)]
+        return build, paths, [deltas(build(), path) for path in paths]
+
+    return make
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_concatenation_merges_to_the_sum_of_what_the_adapters_merge_to(tmp_path, case):
-    build, paths = train_both(tmp_path, case)
+def test_a_concatenation_merges_to_the_sum_of_what_the_adapters_merge_to(trained, tmp_path, case):
+    build, paths, (first, second) = trained(case)
     merge_adapters(paths, tmp_path / "out", method="sum", weights=[1, -0.5])
     found = deltas(build(), tmp_path / "out")
-    first, second = (deltas(build(), path) for path in paths)
     for name in found:
         expected = first[name] - 0.5 * second[name]
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6, err_msg=name)
@@ -71,11 +77,10 @@ def test_a_concatenation_merges_to_the_sum_of_what_the_adapters_merge_to(tmp_pat
 @pytest.mark.parametrize(
     "settings", [{}, {"method": "dare+linear", "drop_rate": 0.0}], ids=["factors", "matrices"]
 )
-def test_a_truncation_has_the_error_that_is_reported(tmp_path, case, settings):
-    build, paths = train_both(tmp_path, case)
+def test_a_truncation_has_the_error_that_is_reported(trained, tmp_path, case, settings):
+    build, paths, (first, second) = trained(case)
     report = merge_adapters(paths, tmp_path / "out", rank=2, **settings)
     found = deltas(build(), tmp_path / "out")
-    first, second = (deltas(build(), path) for path in paths)
     lost = total = 0.0
     for module in report.modules:
         name = f"{module.name}.weight"
