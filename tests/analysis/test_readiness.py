@@ -14,7 +14,7 @@ from made_up import analysis, make_base, mixed, tune
 from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import predict
-from dare.analysis.judge.readiness import BASE, RULES, assess, body_of, rounding_norm
+from dare.analysis.judge.readiness import BASE, CONDITIONS, RULES, assess, body_of, rounding_norm
 from dare.analysis.results import Analysis, Origin
 
 ROOT = make_base()
@@ -74,6 +74,11 @@ def test_every_rule_says_what_it_looks_for():
     assert all(rule.looks_for.endswith(".") for rule in RULES)
 
 
+def test_every_condition_belongs_to_a_rule_and_rules_of_shared_subjects_have_one():
+    assert CONDITIONS.keys() <= {rule.name for rule in RULES}
+    assert CONDITIONS.keys() >= {rule.name for rule in RULES if rule.about}
+
+
 def test_words():
     text = str(assess(analysis(ROOT, {"math": ONE, "copy": ROOT})))
     lines = text.splitlines()
@@ -121,7 +126,7 @@ def test_a_model_trained_apart_is_unrelated():
 
 
 @given(st.floats(0.3, 3.0), st.integers(0, 10**6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_nothing_unrelated_passes_for_a_fine_tune(size, seed):
     other = make_base(seed=seed + 1, size=0.02 * size)
     assert "unrelated" in of({"m": other})
