@@ -1,4 +1,4 @@
-"""Tasks on threads: all of them, in order, and errors come out."""
+"""Steps on threads: all of them, in order, and errors come out."""
 
 import gc
 import signal
@@ -11,10 +11,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from dare.run.threads import READ_AHEAD, run_steps, run_tasks
+from dare.run.threads import READ_AHEAD, run_steps
 
 
 class Task:
+    """A step that needs nothing, and does itself."""
+
+    id, needs, group = None, (), 0
+
     def __init__(self, work, log=None):
         self.work = work
         self.log = log
@@ -29,6 +33,21 @@ class Task:
 
 def make_list(_stop):
     return []
+
+
+class Doer:
+    def __init__(self, state):
+        self.state = state
+
+    def prefetch(self, task):
+        task.prefetch()
+
+    def run(self, task, _results):
+        task.run(self.state)
+
+
+def run_tasks(tasks, make_state, threads):
+    run_steps(tasks, lambda stop: Doer(make_state(stop)), threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -100,15 +119,17 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import time\n"
-        "from dare.run.threads import run_tasks\n"
-        "class Task:\n"
-        "    def prefetch(self): pass\n"
-        "    def run(self, stop):\n"
+        "from dare.run.graph import Step\n"
+        "from dare.run.threads import run_steps\n"
+        "class Worker:\n"
+        "    def __init__(self, stop): self.stop = stop\n"
+        "    def prefetch(self, step): pass\n"
+        "    def run(self, step, results):\n"
         "        print('started', flush=True)\n"
-        "        assert stop.wait(20)\n"
+        "        assert self.stop.wait(20)\n"
         "        print('stopped', flush=True)\n"
         "try:\n"
-        "    run_tasks([Task()], lambda stop: stop, 1)\n"
+        "    run_steps([Step((), (), 0)], Worker, 1)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', flush=True)\n"
     )

@@ -168,9 +168,8 @@ def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> S
         return Scale(scale, 1, 1, width)
     if len(weight.shape) == 2 and scale.shape == (-(-rows // BLOCK), -(-width // BLOCK)):
         return Scale(scale, scale.shape[1], BLOCK, BLOCK)
-    shapes = ["×".join(map(str, info.shape)) or "one number" for info in (scale, weight)]
     raise InputError(
-        f"{where}: {scale.name} is {shapes[0]} and {weight.name} is {shapes[1]}; a scale "
+        f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; a scale "
         f"is one number, one for each row, or one for each block of {BLOCK}×{BLOCK}. "
         "Dequantise the model first"
     )

@@ -156,9 +156,8 @@ class LoraSource(SourceView):
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
         rank, height = down.shape[0], up.shape[0]
         if math.prod(up.shape[1:]) != rank:
-            shapes = ["×".join(map(str, info.shape)) for info in (down, up)]
             raise InputError(
-                f"{self.path}: {module}: lora_A is {shapes[0]} and lora_B is {shapes[1]}, "
+                f"{self.path}: {module}: lora_A is {down.form} and lora_B is {up.form}, "
                 "which cannot be multiplied"
             )
         scale = self.adapter.scaling(module, rank)

@@ -239,8 +239,8 @@ def _sort_others(
         if not (info.dtype.is_weight and tuned.dtype.is_weight):
             continue
         if info.shape != tuned.shape:
-            shapes = " and ".join("×".join(map(str, shape)) for shape in (info.shape, tuned.shape))
-            left_out.append(LeftOut(tensor, 0.0, f"another shape in base and model ({shapes})"))
+            reason = f"another shape in base and model ({info.form} and {tuned.form})"
+            left_out.append(LeftOut(tensor, 0.0, reason))
         elif norm := change.norm(tensor):
             module = tensor.rpartition(".")[0]
             together = {name for name in change.base.tensors if name.startswith(f"{module}.")}

@@ -140,8 +140,8 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     first: dict[str, tuple[str, str]] = {}
     for adapter in adapters:
         for module, pair in adapter.pairs.items():
-            shape = "×".join(map(str, adapter.tensors[f"{module}.weight"].shape))
-            layer = f"{'an embedding' if pair.is_embedding else 'a layer'} of {shape}"
+            form = adapter.tensors[f"{module}.weight"].form
+            layer = f"{'an embedding' if pair.is_embedding else 'a layer'} of {form}"
             name, expected = first.setdefault(module, (adapter.name, layer))
             if layer != expected:
                 yield (
@@ -170,13 +170,13 @@ def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     for tensor in dict.fromkeys(name for adapter in adapters for name in adapter.saved.tensors):
         infos = [adapter.saved.tensors.get(tensor) for adapter in adapters]
         lacking = [a.name for a, info in zip(adapters, infos, strict=True) if info is None]
-        shapes = {info.shape for info in infos if info is not None}
+        forms = {info.shape: info.form for info in infos if info is not None}
         if lacking:
             yield (
                 f"{tensor}: stored in full (modules_to_save, bias or a resized embedding), and not "
                 f"by {', '.join(lacking)}, so there is nothing to average it with; leave that "
                 f"adapter out, {WITH_THE_BASE}"
             )
-        elif len(shapes) > 1:
-            listed = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+        elif len(forms) > 1:
+            listed = ", ".join(forms[shape] for shape in sorted(forms))
             yield f"{tensor}: stored in full with different shapes ({listed}), so has no average"

@@ -128,7 +128,7 @@ def _fate(
         elif info.shape == base.shape and (info.dtype == base.dtype or _are_weights(info, base)):
             takes_part.append(index)
         else:
-            mismatched.append(f"base is {_describe(base)}, {model_name} is {_describe(info)}")
+            mismatched.append(f"base is {base.described}, {model_name} is {info.described}")
 
     if missing:
         line = f"{name}: not in {', '.join(missing)}"
@@ -230,11 +230,6 @@ def _values(recipe: Recipe, parameter: str) -> set[Any]:
 
 def _are_weights(*infos: TensorInfo) -> bool:
     return all(info.dtype.is_weight for info in infos)
-
-
-def _describe(info: TensorInfo) -> str:
-    shape = "×".join(map(str, info.shape)) or "a scalar"
-    return f"{shape} {info.dtype.name}"
 
 
 def _list(problems: Sequence[str]) -> str:

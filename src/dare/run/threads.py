@@ -11,9 +11,8 @@ import heapq
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 READ_AHEAD = 4
 """Steps per thread between asking for bytes and reading them."""
@@ -169,45 +168,3 @@ def run_steps(
         raise
     if errors:
         raise errors[0]
-
-
-# ---------------------------------------------------------------- tasks that need nothing
-
-State_contra = TypeVar("State_contra", contravariant=True)
-State = TypeVar("State")
-
-
-class Task(Protocol[State_contra]):
-    """A piece of work that needs no other, and does itself."""
-
-    def prefetch(self) -> None:
-        """Say what will be read when the task runs, some time before it does."""
-
-    def run(self, state: State_contra) -> None:
-        """Do the work."""
-
-
-@dataclass(frozen=True)
-class _Alone(Generic[State]):
-    task: Task[State]
-    id: Hashable = None
-    needs: Sequence[Hashable] = ()
-    group: int = 0
-
-
-@dataclass(frozen=True)
-class _Doer(Generic[State]):
-    state: State
-
-    def prefetch(self, step: _Alone[State]) -> None:
-        step.task.prefetch()
-
-    def run(self, step: _Alone[State], results: Mapping[Any, Any]) -> None:  # noqa: ARG002
-        step.task.run(self.state)
-
-
-def run_tasks(
-    tasks: Sequence[Task[State]], make_state: Callable[[threading.Event], State], threads: int
-) -> None:
-    """Carry out all tasks; `make_state` makes what is private to one thread."""
-    run_steps([_Alone(task) for task in tasks], lambda stop: _Doer(make_state(stop)), threads)

@@ -48,6 +48,16 @@ class TensorInfo:
         return math.prod(self.shape)
 
     @property
+    def form(self) -> str:
+        """The shape for people: 4096×11008."""
+        return "×".join(map(str, self.shape)) or "a scalar"
+
+    @property
+    def described(self) -> str:
+        """Shape and type for people: 4096×11008 BF16."""
+        return f"{self.form} {self.dtype.name}"
+
+    @property
     def nbytes(self) -> int:
         """Size of the data."""
         return self.elements * self.dtype.itemsize

@@ -266,8 +266,8 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
             if other is not None and other.shape == info.shape and other.dtype.is_weight:
                 fitting.append(number)
             elif other is not None:
-                model = f"{labels[number]} is {_described(other)}"
-                left_out.append(f"{name}: base is {_described(info)}, {model}")
+                model = f"{labels[number]} is {other.described}"
+                left_out.append(f"{name}: base is {info.described}, {model}")
         if fitting:
             subjects.append(Subject(info, kind_of(name), layer_of(name), tuple(fitting)))
     for name in sorted({name for source in models.values() for name in source.tensors}):
@@ -278,11 +278,6 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
     return subjects, left_out
-
-
-def _described(info: TensorInfo) -> str:
-    shape = "×".join(map(str, info.shape)) or "a scalar"
-    return f"{shape} {info.dtype.name}"
 
 
 def choose_matrices(
