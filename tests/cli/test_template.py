@@ -107,7 +107,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @given(flags=command_lines())
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_the_recipe_that_init_writes_says_what_the_flags_said(flags, some_models, place):
     files = [
         f"--base={some_models / 'base.safetensors'}",
