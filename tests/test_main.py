@@ -19,10 +19,12 @@ def left_behind(before: str, *arguments: str, **variables: str) -> list[object]:
     """What a call of `main` leaves: is the collector on, what is frozen, BLAS's threads."""
     code = f"""
 import gc, json, os, sys
+frozen = gc.get_freeze_count()  # Python 3.12 starts with some
 {before}
 from dare.cli import main
 main({list(arguments)!r})
-print(json.dumps([gc.isenabled(), gc.get_freeze_count(), os.environ.get("OPENBLAS_NUM_THREADS")]))
+frozen = gc.get_freeze_count() - frozen
+print(json.dumps([gc.isenabled(), frozen, os.environ.get("OPENBLAS_NUM_THREADS")]))
 """
     environment = {key: value for key, value in os.environ.items() if "NUM_THREADS" not in key}
     done = subprocess.run(

@@ -64,8 +64,9 @@ def test_factors_in_single_precision_are_those_of_numpy(shape, single):
     np.testing.assert_allclose(found.values, values, rtol=0, atol=2e-6 * values[0])
     assert relative(found.product(), matrix) < 1e-5
     rank = min(shape)
-    np.testing.assert_allclose(found.left.T @ found.left, np.eye(rank), atol=1e-4)
-    np.testing.assert_allclose(found.right @ found.right.T, np.eye(rank), atol=1e-4)
+    # 1.6e-4 was seen between neighbours with one BLAS, below 1e-4 with others
+    np.testing.assert_allclose(found.left.T @ found.left, np.eye(rank), atol=4e-4)
+    np.testing.assert_allclose(found.right @ found.right.T, np.eye(rank), atol=4e-4)
     assert relative(found.left @ found.right, left @ right) < 2e-5
 
 
