@@ -8,19 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import altair
-
 from dare.analysis.page.series import Row
 from dare.analysis.page.themes import DASHES, SHAPES
 
 Spec = dict[str, Any]
-alt: Any = altair
-
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = "!model || datum.model === model || datum.other === model"
 FAINT = 0.12
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
 """The colour of text on a cell of a matrix."""
+
+
+class _OnDemand:
+    """Altair, imported when the first figure is drawn."""
+
+    def __getattr__(self, name: str) -> Any:
+        import altair
+
+        return getattr(altair, name)
+
+
+alt: Any = _OnDemand()
 
 
 def lines(
