@@ -21,7 +21,7 @@ from dare.cli import UsageError
 from dare.errors import RecipeError
 from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
 from dare.recipe.schema import Recipe
-from dare.stages import STAGES, Stage, parse_method
+from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.outside import load_installed_stages
 from dare.tensors.sizes import times
 
@@ -259,7 +259,7 @@ def _owner(chain: Sequence[Stage], name: str) -> Stage:
         stage
         for stage in chain
         if name in stage.parameters
-        and STAGES.get(stage.preceded_by.get(name, "")) not in chain  # else that stage's is meant
+        and STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that one's is meant
     ]
     method = "+".join(stage.name for stage in chain)
     if not owners:

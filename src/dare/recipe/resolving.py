@@ -15,7 +15,7 @@ from typing import Any
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import ModelEntry, TensorRule, as_path
 from dare.recipe.layers import OUTSIDE, Gradient, value_at
-from dare.stages import STAGES, Stage, parse_method
+from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.tensors.names import is_embedding
 
 Chain = tuple[tuple[Stage, dict[str, Any]], ...]
@@ -40,8 +40,10 @@ class Resolving:
         chain = []
         for stage in stages:
             settings = stage.settings(self.stages.get(stage.name, {}), f"[{stage.name}] ")
-            for parameter, implied in stage.preceded_by.items():
-                value = settings[parameter]
+            for parameter, value in settings.items():
+                implied = IMPLIED.get((stage.name, parameter))
+                if implied is None:
+                    continue
                 if STAGES[implied] not in stages:
                     if value is not None or parameter in overridden:
                         default = {parameter: 1.0 if value is None else value}

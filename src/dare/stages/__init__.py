@@ -7,11 +7,12 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from dare.stages.blocks import Block, Deltas, Mask, Scratch, Walk
-from dare.stages.methods import ALIASES, parse_method
+from dare.stages.methods import ALIASES, IMPLIED, parse_method
 from dare.stages.registry import STAGES, Parameter, Round, Settings, Stage
 
 __all__ = [
     "ALIASES",
+    "IMPLIED",
     "STAGES",
     "Block",
     "Deltas",

@@ -25,6 +25,8 @@ ALIASES: dict[str, str] = {
     "nm": "nm+linear",
 }
 """Names that people bring along, as chains of ours."""
+IMPLIED = {("ties", "keep_ratio"): "trim"}
+"""Parameters of combine stages that, when given, put a delta stage before them."""
 
 
 def find_stage(name: str, file: str = "") -> Stage:

@@ -176,8 +176,6 @@ class Stage:
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
     models: int | None = None
     """How many models a combine stage takes, if not any number."""
-    preceded_by: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that, when given, put the delta stage named here before this one."""
     origin: str = ""
     """Where it is from, if not from this package: a file's digest, or a package and its version."""
     file: str = ""

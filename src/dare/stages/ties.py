@@ -30,12 +30,11 @@ Weighted = Annotated[bool, Field(description="Whether a model's vote counts by i
 @combine_stage(
     paper="arXiv:2306.01708",
     is_lazy=lambda settings: settings["vote"] == "sum" and settings["weighted"],
-    preceded_by={"keep_ratio": "trim"},
 )
 def ties(
     deltas: Deltas,
     *,
-    keep_ratio: TrimFirst = None,  # noqa: ARG001 (read by the planner: see preceded_by)
+    keep_ratio: TrimFirst = None,  # noqa: ARG001 (makes a stage of its own: see IMPLIED)
     divide_by: Divisor = "weights",
     vote: Vote = "sum",
     weighted: Weighted = True,
