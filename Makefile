@@ -8,7 +8,7 @@ BENCH := .venv-bench
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# uv installs in half a minute what takes pip three; pip knows indexes that uv may not.
+# uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs test-browser test-real test-peers bench \

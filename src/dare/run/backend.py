@@ -46,7 +46,7 @@ class Backend:
     """What a worker computes with: each thread has one, which owns its buffers.
 
     This one runs the stages on NumPy arrays, with the kernels `cpu` or `reference`. Another device
-    overrides `merge` for chains whose stages are lazy; the others compute on arrays, here.
+    would override `merge` for chains whose stages are lazy; the others compute on arrays, here.
     """
 
     def __init__(self, plan: Plan) -> None:
