@@ -89,6 +89,16 @@ def test_stages_in_files_are_used_from_the_command_line(folder):
     assert origins.keys() == {"shrink", "farthest"}
 
 
+def test_a_merge_is_repeated_with_the_stages_it_was_made_with(folder):
+    stage = "--stage", folder / "shrink.py"
+    run_dare(*command(folder, *stage, "--method", "shrink+sum"))
+    made, again = folder / "out.safetensors", folder / "again.safetensors"
+    with pytest.raises(RecipeError, match=r"no stage 'shrink'.*--stage FILE"):
+        dare.load_recipe(made)
+    run_dare("merge", made, *stage, "--output", again)
+    assert load_file(again)["w"].tolist() == load_file(made)["w"].tolist()
+
+
 def test_help_and_the_list_of_methods_have_them(folder):
     stage = "--stage", folder / "shrink.py"
     assert "Leave a share of every change." in run_dare("methods", "shrink", *stage)

@@ -24,7 +24,7 @@ from dare.output.report import Report
 from dare.output.writer import manifest_path
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
-from dare.stages import STAGES
+from dare.stages.methods import find_stage
 from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
@@ -187,9 +187,10 @@ def _has_later_draws(manifest: Mapping[str, Any]) -> bool:
     """Whether more than one stage of the chain draws, by the settings that all models share."""
     draws = 0
     for name, given in zip(manifest["method"].split("+"), manifest["stages"], strict=True):
-        settings = STAGES[name].settings(given, "")
+        stage = find_stage(name)
+        settings = stage.settings(given, "")
         largest = {key: max(v) if isinstance(v, list) else v for key, v in settings.items()}
-        draws += STAGES[name].is_random(largest)
+        draws += stage.is_random(largest)
     return draws > 1
 
 
