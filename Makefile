@@ -11,14 +11,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
-.PHONY: help demo test lint types unit coverage docs test-browser test-real test-peers bench \
-	pre-commit check-workflows clean
+.PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
+	test-peers bench pre-commit check-workflows clean
+# How many times the attacks of `make test`, and from which seed on.
+ATTACK_SIZE := 20
+ATTACK_SEED := 0
 
 help:
 	@echo "make demo        merge three small language models and see what becomes of them"
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the report's page in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
@@ -71,6 +75,10 @@ coverage: $(VENV)/dev-ready
 
 docs: $(VENV)/dev-ready
 	$(BIN)/mkdocs build --strict
+
+test-attack: $(VENV)/dev-ready
+	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal tests/attack \
+		--attack-size $(ATTACK_SIZE) --attack-seed $(ATTACK_SEED)
 
 test-browser: $(VENV)/tools-ready
 	$(BIN)/python -m pytest --quiet tests/analysis/page/test_browser.py

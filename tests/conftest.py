@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 # Matrices are small and tests run on every core: more threads only wait for each other.
@@ -16,3 +17,21 @@ settings.load_profile("dare")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a job that a shell runs in the background; the processes under test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long and from where on the attacks in tests/attack go."""
+    parser.addoption("--attack-size", type=int, default=1, help="times the short run's attacks")
+    parser.addoption("--attack-seed", type=int, default=0, help="which attacks they are")
+
+
+@pytest.fixture
+def attack_size(request: pytest.FixtureRequest) -> int:
+    """How many times as many attacks as in `make test`."""
+    return int(request.config.getoption("--attack-size"))
+
+
+@pytest.fixture
+def attack_seed(request: pytest.FixtureRequest) -> int:
+    """The seed that the attacks follow from."""
+    return int(request.config.getoption("--attack-seed"))
