@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from interposing import Attack, Outcome, Warm
@@ -21,6 +23,7 @@ from peft_models import pair, write_adapter
 
 from helpers import save, sha256
 
+Attacked = TypeVar("Attacked")
 Contents = dict[str, bytes | None]
 """Every path below a folder: a file's bytes, a link's target, None for a folder."""
 
@@ -49,7 +52,7 @@ class Scenario:
     def command(self) -> tuple[str, ...]:
         """The whole command line."""
         again = () if self.before is None else ("--overwrite",)
-        return (*self.arguments, "--output", self.output, *again)
+        return (*self.arguments, "--output", self.output, "--quiet", *again)
 
     @property
     def is_file(self) -> bool:
@@ -74,22 +77,27 @@ SCENARIOS = [
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
+FULL_SIZE = 20
+"""The size of an attack from which on nothing is left out."""
+
+
+def chosen(seed: object, size: int, attacks: Sequence[Attacked]) -> list[Attacked]:
+    """The attacks of a run: one at size 1, all from `FULL_SIZE` on, by seed in between."""
+    more = (len(attacks) - 1) * (min(size, FULL_SIZE) - 1) // (FULL_SIZE - 1)
+    return random.Random(repr(seed)).sample(attacks, min(len(attacks), 1 + more))
+
+
 def make_inputs(folder: Path) -> None:
     """Models as files and as folders, and two adapters."""
     generator = np.random.default_rng(0)
+    large = 0.02 * generator.standard_normal((560, 1000), np.float32)  # two chunks
     base = {
         "model.embed_tokens.weight": 0.02 * generator.standard_normal((40, 24), np.float32),
-        "model.layers.0.mlp.down_proj.weight": 0.02 * generator.standard_normal((48, 48)),
+        "model.layers.0.mlp.down_proj.weight": 0.02 * generator.standard_normal((48, 48), "f4"),
         "model.layers.0.norm.weight": np.ones(48, np.float32),
-        "model.layers.1.mlp.down_proj.weight": 0.02 * generator.standard_normal((560, 1000)),
+        "model.layers.1.mlp.down_proj.weight": large.astype(np.float16),
         "model.position_ids": np.arange(8, dtype=np.int64),
     }
-    base["model.layers.0.mlp.down_proj.weight"] = base[
-        "model.layers.0.mlp.down_proj.weight"
-    ].astype(np.float32)
-    base["model.layers.1.mlp.down_proj.weight"] = base[
-        "model.layers.1.mlp.down_proj.weight"
-    ].astype(np.float16)
     for number, name in enumerate(("base", "one", "two")):
         model = moved(base, number)
         save(folder / f"{name}.safetensors", model)
@@ -154,13 +162,11 @@ class Place:
         self._identity = self._identify_inputs()
         self._digests = self._hash_inputs()
         self.reset({})
-        for scenario in SCENARIOS:
-            if scenario.before is None:
-                warm.warm_up((*scenario.command, "--quiet"), self.work)
-                warm.warm_up(("verify", scenario.output, "--quiet"), self.work) if (
-                    scenario.arguments[0] != "lora"
-                ) else None
-                self.reset({})
+        for name in ("file", "directory", "extract", "adapters"):
+            warm.warm_up(BY_NAME[name].command, self.work)
+            if name == "file":
+                warm.warm_up(("verify", "out.safetensors", "--quiet"), self.work)
+            self.reset({})
 
     def reset(self, to: Contents) -> None:
         """Put the work folder into a state."""
@@ -241,7 +247,7 @@ def find_end(place: Place, scenario: Scenario) -> End:
         assert outcome.status == 0, outcome.err
         ends.append(contents(place.work))
         counts.append(outcome.seen)
-    verdict = place.run(("verify", scenario.output)).status
+    verdict = place.run(("verify", scenario.output, "--quiet")).status
     restless = {
         (name, *path)
         for name, data in ends[0].items()
@@ -303,7 +309,7 @@ def check_between(place: Place, scenario: Scenario, context: str) -> bool:
         assert weights in (end.start.get(scenario.output), end.new[scenario.output]), (
             f"{context}: the weights are neither the old nor the new ones"
         )
-        if weights is not None and place.run(("verify", scenario.output)).status == 0:
+        if weights is not None and place.run(("verify", scenario.output, "--quiet")).status == 0:
             assert has(found, end.start if weights != end.new[scenario.output] else end.new, end), (
                 f"{context}: weights and manifest are not of one merge, and verify says intact"
             )
@@ -337,6 +343,15 @@ def check_whole(place: Place, scenario: Scenario, context: str) -> None:
         assert settled(name, found[name], end) == settled(name, data, end), (
             f"{context}: {name} is different"
         )
-    verified = place.run(("verify", scenario.output))
+    verified = place.run(("verify", scenario.output, "--quiet"))
     assert verified.status == end.verdict, f"{context}: verify says {verified.out}{verified.err}"
     assert place.inputs_are_whole(), f"{context}: an input was touched"
+
+
+def check_message(status: int, err: str, context: str) -> None:
+    """An error is one message that names a place; nothing is a traceback."""
+    assert status in (0, 1), context
+    assert "Traceback" not in err, context
+    assert "mistake in dare" not in err, context
+    if status == 1:
+        assert re.match(r"dare: .*\b(out|inputs)\b", err), f"{context} (names no place)"

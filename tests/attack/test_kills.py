@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import random
-import re
 import signal
+import subprocess
+import sys
 
 import pytest
-from interposing import ERRORS, Attack
-from scenarios import BY_NAME, SCENARIOS, Place, Scenario, check_between, check_end
+from interposing import ERRORS, Attack, environment
+from scenarios import (
+    BY_NAME,
+    SCENARIOS,
+    Place,
+    Scenario,
+    check_between,
+    check_end,
+    check_message,
+    chosen,
+)
 
-SHORT_RUN = 2
-"""How many attacks of each kind on each scenario there are at size 1."""
 each_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-
-
-def chosen(seed: object, size: int, attacks: list) -> list:
-    """The attacks of this run: all, if there are not more."""
-    generator = random.Random(repr(seed))
-    return generator.sample(attacks, min(len(attacks), SHORT_RUN * size))
 
 
 @each_scenario
@@ -47,19 +48,10 @@ def test_a_call_that_fails_is_an_error_with_a_place_or_a_warning(
         outcome = place.run(scenario.command, Attack(place.work, "fail", at, error=error))
         context = f"{scenario.name}, {error} at call {at}, {outcome.what}: {outcome.err}"
         assert outcome.happened, context
-        check_message(outcome.status, outcome.err, str(place.folder), context)
+        check_message(outcome.status, outcome.err, context)
         is_new = check_between(place, scenario, context)
         assert is_new == (outcome.status == 0), f"{context}exit status {outcome.status}"
         check_end(place, scenario, context)
-
-
-def check_message(status: int, err: str, folder: str, context: str) -> None:
-    """An error is one message that names a place; nothing is a traceback."""
-    assert status in (0, 1), context
-    assert "Traceback" not in err, context
-    assert "mistake in dare" not in err, context
-    if status == 1:
-        assert re.match(r"dare: .*\b(out|inputs)\b", err), f"{context} (names no place)"
 
 
 @each_scenario
@@ -84,7 +76,7 @@ def test_a_read_that_fails_is_an_error_and_a_short_one_is_not(
         place.reset(end.start)
         outcome = place.run(scenario.command, Attack(place.folder, action, at, reads=True))
         context = f"{scenario.name}, {action} read {at}, {outcome.what}: {outcome.err}"
-        check_message(outcome.status, outcome.err, str(place.folder), context)
+        check_message(outcome.status, outcome.err, context)
         if action == "shorten":
             assert outcome.status == 0, context
         is_new = check_between(place, scenario, context)
@@ -94,17 +86,13 @@ def test_a_read_that_fails_is_an_error_and_a_short_one_is_not(
 
 def test_a_process_that_is_started_in_the_ordinary_way_is_killed_too(place: Place):
     """The warm process and its children might differ from what a user starts."""
-    import os
-    import subprocess
-    import sys
-
     scenario = BY_NAME["file"]
     place.reset({})
     variables = {"ATTACK_ROOT": str(place.work), "ATTACK_AT": "9", "ATTACK_ACTION": "2"}
     run = subprocess.run(
         [sys.executable, "-c", "from dare.cli import main; main()", *scenario.command],
         cwd=place.work,
-        env={**os.environ, "LD_PRELOAD": str(place.warm.library), **variables},
+        env={**environment(place.warm.library), **variables},
         check=False,
     )
     assert run.returncode == -signal.SIGKILL

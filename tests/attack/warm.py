@@ -6,6 +6,7 @@ in every way a process of its own: it can be killed, and what it leaves on the d
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -14,9 +15,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
+from cyclopts import App, CycloptsError
 from interposing import ACTIONS, ERRORS, Struct
+
+from dare.cli import build_app, main, with_command
 
 HANGS_AFTER_S = 120
 
@@ -99,10 +104,28 @@ def _whole(stream: int) -> str:
 
 def call(job: dict[str, Any]) -> int:
     """Call the command, as a shell would, in this process."""
-    from dare.cli import main
-
     os.chdir(job["folder"])
     return main(job["arguments"])
+
+
+def remember_parsing() -> None:
+    """Parse each command line once: that takes longer than a small merge."""
+    parse = App.parse_args
+    parsed: dict[tuple[str, ...], Any] = {}
+
+    def parse_once(self: App, tokens: Sequence[str], **settings: Any) -> Any:
+        key = tuple(tokens)
+        if key not in parsed:
+            parsed[key] = parse(self, tokens, **settings)
+        return parsed[key]
+
+    App.parse_args = parse_once  # type: ignore[method-assign,assignment]
+
+
+def parse(arguments: Sequence[str]) -> None:
+    """Parse a command line before the fork, so that it is remembered."""
+    with contextlib.suppress(CycloptsError):
+        build_app().parse_args(with_command(arguments), exit_on_error=False, print_error=False)
 
 
 def serve() -> None:
@@ -110,11 +133,14 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     library = ctypes.CDLL(sys.argv[1])
+    remember_parsing()
     for line in sys.stdin:
         request = json.loads(line)
         if "warm" in request:
             answer: Any = call(request["warm"])
         else:
+            for job in request["jobs"]:
+                parse(job["arguments"])
             children = [Child(library, job) for job in request["jobs"]]
             while not all([child.is_done() for child in children]):  # noqa: C419 (each is asked)
                 time.sleep(0.0003)
