@@ -27,7 +27,7 @@ Attacked = TypeVar("Attacked")
 Contents = dict[str, bytes | None]
 """Every path below a folder: a file's bytes, a link's target, None for a folder."""
 
-TIMES = {"seconds", "bytes_read", "resumed_chunks"}
+OF_THE_RUN = {"seconds", "bytes_read", "resumed_chunks", "threads"}
 """What a manifest says of the run and not of the output."""
 
 MODELS = ("--base", "../inputs/base.safetensors", "--merge", "../inputs/one.safetensors")
@@ -81,10 +81,10 @@ FULL_SIZE = 20
 """The size of an attack from which on nothing is left out."""
 
 
-def chosen(seed: object, size: int, attacks: Sequence[Attacked]) -> list[Attacked]:
-    """The attacks of a run: one at size 1, all from `FULL_SIZE` on, by seed in between."""
-    more = (len(attacks) - 1) * (min(size, FULL_SIZE) - 1) // (FULL_SIZE - 1)
-    return random.Random(repr(seed)).sample(attacks, min(len(attacks), 1 + more))
+def chosen(seed: object, size: int, attacks: Sequence[Attacked], least: int = 1) -> list[Attacked]:
+    """The attacks of a run: the least at size 1, all from `FULL_SIZE` on, by seed in between."""
+    more = (len(attacks) - least) * (min(size, FULL_SIZE) - 1) // (FULL_SIZE - 1)
+    return random.Random(repr(seed)).sample(attacks, min(len(attacks), least + max(more, 0)))
 
 
 def make_inputs(folder: Path) -> None:
@@ -282,7 +282,7 @@ def flat(
     value: Any, path: tuple[str, ...], restless: frozenset[tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """A document as paths and values."""
-    if path in restless or path[-1] in TIMES:
+    if path in restless or path[-1] in OF_THE_RUN:
         return
     if isinstance(value, dict):
         for key in sorted(value):
@@ -338,11 +338,12 @@ def check_whole(place: Place, scenario: Scenario, context: str) -> None:
     """Hold that the output is what an undisturbed run makes, and that nothing else is left."""
     end = place.end(scenario)
     found = contents(place.work)
-    assert sorted(found) == sorted(end.new), f"{context}: other files than expected"
+    other = sorted(found.keys() ^ end.new.keys())
+    assert not other, f"{context}: files that should not be there, or are missing: {other}"
     for name, data in end.new.items():
-        assert settled(name, found[name], end) == settled(name, data, end), (
-            f"{context}: {name} is different"
-        )
+        made, expected = settled(name, found[name], end), settled(name, data, end)
+        which = made if isinstance(made, bytes) else [v for v in made or () if v not in expected]
+        assert made == expected, f"{context}: {name} is different: {which[:500]}"
     verified = place.run(("verify", scenario.output, "--quiet"))
     assert verified.status == end.verdict, f"{context}: verify says {verified.out}{verified.err}"
     assert place.inputs_are_whole(), f"{context}: an input was touched"
