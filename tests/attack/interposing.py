@@ -23,6 +23,8 @@ ACTIONS = ("count", "kill before", "kill after", "fail", "shorten")
 """What can be done to a call, in the order of `enum action`."""
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EDQUOT", "EACCES")}
 LONGEST_PATH = 4096
+CANNOT_MOUNT = 77
+"""The exit status where a bind mount is not allowed."""
 
 
 class Struct(ctypes.Structure):
@@ -65,6 +67,8 @@ class Job:
     folder: Path
     attack: Attack | None = None
     kill_after_s: float | None = None
+    mounts: tuple[tuple[Path, Path], ...] = ()
+    """Folders that the command sees at a second place."""
 
 
 @dataclass(frozen=True)

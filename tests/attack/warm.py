@@ -16,10 +16,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cyclopts import App, CycloptsError
-from interposing import ACTIONS, ERRORS, Struct
+from interposing import ACTIONS, CANNOT_MOUNT, ERRORS, Struct
 
 from dare.cli import build_app, main, with_command
 
@@ -56,6 +57,8 @@ class Child:
             signal.alarm(HANGS_AFTER_S)
             for number, stream in enumerate(self._streams, start=1):
                 os.dup2(stream, number)
+            for source, target in job["mounts"]:
+                bind(source, target)
             if job["attack"] is not None:
                 library.attack_with(ctypes.byref(self._struct))
             status = call(job)
@@ -100,6 +103,23 @@ def _whole(stream: int) -> str:
     with os.fdopen(stream, "rb") as file:
         file.seek(0)
         return file.read().decode(errors="replace")
+
+
+def bind(source: str, target: str) -> None:
+    """Show a folder at a second place, to this process alone."""
+    system = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_user, is_bind, is_private = 0x20000, 0x10000000, 0x1000, 0x44000
+    ours = f"0 {os.geteuid()} 1"
+    is_root = os.geteuid() == 0
+    if system.unshare(new_mounts if is_root else new_mounts | new_user) != 0:
+        os._exit(CANNOT_MOUNT)
+    if not is_root:
+        Path("/proc/self/uid_map").write_text(ours)
+    mount = system.mount
+    if mount(b"none", b"/", None, is_private, None) or mount(
+        os.fsencode(source), os.fsencode(target), None, is_bind, None
+    ):
+        os._exit(CANNOT_MOUNT)
 
 
 def call(job: dict[str, Any]) -> int:
