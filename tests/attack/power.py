@@ -57,7 +57,7 @@ def relative(path: str, root: Path) -> str:
     return str(Path(path).relative_to(root))
 
 
-@dataclass
+@dataclass(eq=False)
 class File:
     """Data that is on the disk, and changes that may not be."""
 
