@@ -7,15 +7,26 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dare import __version__
 from dare.analysis.measure.glance import glance
-from dare.errors import Concern, DareWarning, InputError, Notice, RecipeError
+from dare.errors import (
+    Concern,
+    DareWarning,
+    InputError,
+    Notice,
+    RecipeError,
+    VerificationError,
+)
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
+from dare.output.journal import JOURNAL_VERSION, Record
 from dare.output.manifest import (
+    FORMAT,
     checked_metadata,
     embedded_manifest,
     find_manifest,
@@ -23,20 +34,22 @@ from dare.output.manifest import (
     metadata_of,
     repeating_document,
 )
+from dare.output.publishing import finished_before, settle
 from dare.output.report import Report, make_report
-from dare.output.sidecars import with_sidecars, write_sidecars
-from dare.output.writer import ArraySink, PartialOutput, Record, check_target
+from dare.output.sealing import seal
+from dare.output.sidecars import sidecar_files, with_sidecars
+from dare.output.targets import check_target
+from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.run.execute import execute
+from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.header import TensorInfo
-from dare.tensors.json_values import json_ready
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
@@ -93,19 +106,26 @@ def merge(
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
     recipe = planned.recipe
     layout = checked_layout(planned, overwrite=overwrite)
+    finished = _finished_before(planned) if resume else None
+    settle(layout)
+    if finished is not None:
+        return finished
     noticed = glance(planned)
     _warn(recipe, [*planned.warnings, *noticed])
+    _rehearse(planned, layout)
 
     bytes_read = 0
     counting = threading.Lock()
     metadata = metadata_of(embedded_manifest(planned))
     with (
-        PartialOutput(layout, metadata, _fingerprint(planned), resume=resume) as output,
+        PartialOutput(
+            layout, metadata, _fingerprint(planned), _stamps(planned), resume=resume
+        ) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
         if output.started_over:
-            text = f"{output.folder}: was left by another merge, and is not used"
-            noticed.append(Notice(Concern.OTHER_PARTIAL, text))
+            text = f"{output.folder}: {output.started_over}"
+            noticed.append(Notice(Concern.LEFTOVERS, text))
             _warn(recipe, noticed[-1:])
 
         def advance(nbytes: int) -> None:
@@ -114,6 +134,9 @@ def merge(
                 bytes_read += nbytes
             display.advance(nbytes)
 
+        if output.doubtful:
+            display.announce("comparing the inputs with those of the earlier try")
+            output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
         display.advance(_bytes_taken_over(planned, output.resumed))
         records = execute(
             planned,
@@ -130,18 +153,47 @@ def merge(
             resumed_chunks=len(output.resumed),
             noticed=noticed,
         )
-        _check_inputs(recipe, report)
-        digests = report.digests
-        embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
-        beside = json.dumps(json_ready(full_manifest(planned, report, embedded)), indent=1)
-        write_sidecars(output.folder, planned, report)
-        output.finish(
+        _check_digests(recipe, report)
+        embedded = _embedded(planned, report)
+        output.add_files(sidecar_files(planned, report))
+        problems = output.finish(
             checked_metadata(layout, embedded),
-            beside.encode() + b"\n",
+            full_manifest(planned, report, embedded),
             overwrite=overwrite,
         )
-    _warn(recipe, report.warnings[len(planned.warnings) + len(noticed) :])
-    return report
+    late = [Notice(Concern.LEFTOVERS, f"{layout.target} is complete, but {p}") for p in problems]
+    _warn(recipe, [*report.warnings[len(planned.warnings) + len(noticed) :], *late])
+    return replace(report, warnings=(*report.warnings, *late))
+
+
+def _finished_before(planned: Plan) -> Report | None:
+    """The report of this very merge, if it was complete when its process died."""
+    found = None if planned.layout is None else finished_before(planned.layout)
+    if found is None or found.fingerprint != _fingerprint(planned):
+        return None
+    if {stamps for stamps, _ in found.records.values()} - {_stamps(planned)}:
+        return None  # whether the inputs are still the same is not known
+    target = planned.recipe.output
+    done = Notice(Concern.LEFTOVERS, f"{target}: was complete already, only leftovers lay about")
+    records = [record for _, record in found.records.values()]
+    return make_report(
+        planned, records, seconds=0.0, bytes_read=0, resumed_chunks=len(records), noticed=[done]
+    )
+
+
+def _rehearse(planned: Plan, layout: Layout) -> None:
+    """Write in memory all that will be written at the end, so that nothing fails there."""
+    report = make_report(planned, (), seconds=0.0, bytes_read=0, resumed_chunks=0)
+    embedded = _embedded(planned, report)
+    checked_metadata(layout, embedded)
+    seal(full_manifest(planned, report, embedded), {})
+    sidecar_files(planned, report)
+    report.to_json()
+
+
+def _embedded(planned: Plan, report: Report) -> dict[str, Any]:
+    digests = report.digests
+    return embedded_manifest(planned, digests.base, digests.models, digests.output)
 
 
 def checked_layout(planned: Plan, *, overwrite: bool) -> Layout:
@@ -149,7 +201,8 @@ def checked_layout(planned: Plan, *, overwrite: bool) -> Layout:
     if planned.layout is None:
         raise RecipeError("output is missing: say where the merged model shall go")
     inputs = [file for source in (planned.base, *planned.models) for file in source.files]
-    check_target(planned.layout, inputs, overwrite=overwrite)
+    if _finished_before(planned) is None:
+        check_target(planned.layout, inputs, overwrite=overwrite)
     return planned.layout
 
 
@@ -217,13 +270,14 @@ def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
 def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
     """What an interrupted run has read already, as far as the progress bar is concerned."""
     elements = {tensor.name: tensor.elements for tensor in planned.tensors}
-    done = sum(chunk_span(record["chunk"], elements[record["tensor"]])[1] for record in resumed)
+    done = sum(chunk_span(record.chunk, elements[record.tensor])[1] for record in resumed)
     return planned.cost.bytes_read * done // max(sum(elements.values()), 1)
 
 
 def _fingerprint(planned: Plan) -> str:
-    """What must be the same for the chunks of an earlier try to be of use."""
+    """Which merge it is: what must be the same for the chunks of an earlier try to be of use."""
     described = [
+        [__version__, FORMAT, JOURNAL_VERSION, planned.backend],
         embedded_manifest(planned),
         [source.fingerprint() for source in (planned.base, *planned.models)],
         [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
@@ -233,16 +287,26 @@ def _fingerprint(planned: Plan) -> str:
     return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
-def _check_inputs(recipe: Recipe, report: Report) -> None:
-    """A recipe from a manifest is for those inputs and no others."""
-    if recipe.input_digests is None:
-        return
+def _stamps(planned: Plan) -> str:
+    """By what the inputs are known here and now."""
+    stamps = [source.stamps() for source in (planned.base, *planned.models)]
+    return bytes_digest(json.dumps(stamps).encode())
+
+
+def _check_digests(recipe: Recipe, report: Report) -> None:
+    """A recipe from a manifest is for those inputs and no others, and gives that output."""
     found = (report.digests.base, *report.digests.models)
     files = (recipe.base, *(entry.file for entry in recipe.models))
-    for file, expected, digest in zip(files, recipe.input_digests, found, strict=True):
+    for file, expected, digest in zip(files, recipe.input_digests or (), found, strict=False):
         if digest != expected:
             raise InputError(
                 f"{file}: is not what it was when the manifest was written "
                 f"(digest {digest}, then {expected}); to merge it all the same, write the recipe "
                 "out with `dare init --config` and take input_digests out of it"
             )
+    if recipe.output_digest not in (None, report.digests.output):
+        raise VerificationError(
+            f"{recipe.output}: the merge gives other weights than its manifest says (digest "
+            f"{report.digests.output}, then {recipe.output_digest}); the manifest was edited, or "
+            "written by another version. Nothing was written"
+        )

@@ -68,7 +68,7 @@ class Concern(StrEnum):
     UNUSED_RULE = "rule without effect"
     OVERFLOW = "overflow"
     NOT_A_NUMBER = "not a number"
-    OTHER_PARTIAL = "another merge's leftovers"
+    LEFTOVERS = "leftovers"
 
 
 @dataclass(frozen=True)

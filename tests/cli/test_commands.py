@@ -21,6 +21,7 @@ from dare.cli import build_app, show
 from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, Notice
+from dare.output.targets import MARK, MARK_NAME
 from dare.stages import ALIASES, STAGES
 from helpers import flip_bit, save, sha256
 
@@ -237,6 +238,7 @@ def test_verify_as_json_has_one_entry_for_each_output(merged, folder):
         "ok": True,
         "path": "merged.safetensors",
         "problems": [],
+        "changed": [],
         "tensors": 4,
         "bytes_checked": sum(values.nbytes for values in base_arrays().values()),
     }
@@ -467,7 +469,8 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     save(folder / "far.safetensors", far)
     leftovers = folder / "merged.safetensors.partial"
     leftovers.mkdir()
-    (leftovers / "journal.jsonl").write_text('{"journal": 1, "fingerprint": "another"}\n')
+    (leftovers / MARK_NAME).write_bytes(MARK)
+    (leftovers / "merged.safetensors").write_bytes(b"of another merge")
     outcome = dare_succeeds(
         *BASE, "--merge", "far.safetensors", "math.safetensors", *TO,
         "--drop-rate", "0.96", "0.97", "--rescale", "false", "--model-seed", "1", "1",
@@ -562,3 +565,24 @@ def test_a_stdout_that_cannot_be_written_is_no_mistake_in_dare(folder):
     assert said.endswith("dare: stdout: No space left on device\n1\n")
     assert said.count("dare: ") == 1
     assert "Traceback" not in said
+
+
+def test_a_merge_is_repeated_with_its_files_elsewhere(merged, folder):
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    names = ("base", "math", "code")
+    files = [elsewhere / f"{name}-2.safetensors" for name in names]
+    for name, file in zip(names, files, strict=True):
+        shutil.move(f"{name}.safetensors", file)
+    assert "name where the inputs are now" in dare(merged, "-o", "again.safetensors").err
+    dare_succeeds(merged, "-o", "again.safetensors", "-b", files[0], "-m", *files[1:], "--quiet")
+    assert sha256(folder / "again.safetensors") == sha256(merged)
+    swapped = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", *files[:0:-1], "--quiet")
+    assert "is not what it was when the manifest was written" in swapped.err
+    few = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", files[1], "--quiet")
+    assert "--merge: 1 model given, and 2 were merged" in few.err
+
+
+def test_a_repeat_with_another_setting_is_a_merge_of_its_own(merged, folder):
+    dare_succeeds(merged, "-o", "other.safetensors", "--seed", "7", "--quiet")
+    assert sha256(folder / "other.safetensors") != sha256(merged)

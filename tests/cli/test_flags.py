@@ -80,6 +80,7 @@ GIVEN = {
     "vocabulary": (["--vocabulary", "union"], "union"),
     "pad_to_multiple_of": (["--pad-to-multiple-of", "64"], 64),
     "input_digests": (["--input-digests", "a", "b", "c"], ("a", "b", "c")),
+    "output_digest": (["--output-digest", "d"], "d"),
     "method": (["--method", "dare+ties"], "dare+ties"),
     "seed": (["--seed", "0"], 0),
     "scale": (["--scale", "-0.5"], -0.5),

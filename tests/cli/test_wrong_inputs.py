@@ -16,6 +16,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from dare import RecipeError, load_recipe, stages
 from dare.cli import FAILED, WRONG_USAGE
 from dare.cli.flags import read_rule
 from dare.output.manifest import FORMAT
+from dare.output.sealing import seal
 from dare.tensors.mask import MASK_VERSION
 from helpers import entry, file_bytes, save
 
@@ -422,10 +424,10 @@ def _index_without_shard() -> None:
     Path("sharded/model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _merged_with_manifest(text: str) -> Callable[[], object]:
+def _merged_with_manifest(**document: Any) -> Callable[[], object]:
     def write() -> None:
         dare_succeeds(*TWO, *TO, "--quiet")
-        Path("merged.safetensors.manifest.json").write_text(text)
+        Path("merged.safetensors.manifest.json").write_bytes(seal(document, {}))
 
     return write
 
@@ -560,27 +562,19 @@ FILES = {
         "merged.safetensors: no such file",
     ),
     "a manifest of something else": (
-        _merged_with_manifest('{"name": "my-app"}'),
+        _merged_with_manifest(name="my-app"),
         "plan merged.safetensors",
-        "merged.safetensors.manifest.json: is not a manifest made by dare",
+        "merged.safetensors.manifest.json: is not the manifest of a merge",
     ),
     "a manifest without digests": (
         _merged_with_manifest(
-            json.dumps(
-                {
-                    "format": FORMAT,
-                    "mask": MASK_VERSION,
-                    "method": "linear",
-                    "stages": [{}],
-                    "recipe": {},
-                }
-            )
+            format=FORMAT, mask=MASK_VERSION, method="linear", stages=[{}], recipe={}
         ),
         "plan merged.safetensors",
         "merged.safetensors.manifest.json: the manifest is damaged: it has no 'base'",
     ),
     "a manifest of a later version": (
-        _merged_with_manifest('{"recipe": {}, "format": 9, "versions": {"dare": "7.0"}}'),
+        _merged_with_manifest(recipe={}, format=9, versions={"dare": "7.0"}),
         "plan merged.safetensors",
         "merged.safetensors.manifest.json: its format is 9, and this version of dare repeats only "
         f"{FORMAT}; use the version that wrote it (dare 7.0)",
@@ -626,7 +620,8 @@ OUTPUTS = {
     "an output that is a model by another name": (
         lambda: os.link("math.safetensors", "alias.safetensors"),
         "-o alias.safetensors --overwrite",
-        "alias.safetensors: is the same file as the input math.safetensors",
+        "alias.safetensors: the output would overwrite the input math.safetensors; "
+        "choose another output",
     ),
     "an output that exists": (
         _nothing,
@@ -815,7 +810,7 @@ def test_an_input_that_is_not_what_the_manifest_says_is_refused(folder):
     assert digest != expected
     assert_refused(
         outcome,
-        f"{folder}/math.safetensors: is not what it was when the manifest was written "
+        "math.safetensors: is not what it was when the manifest was written "
         f"(digest {digest}, then {expected}); to merge it all the same, write the recipe out with "
         "`dare init --config` and take input_digests out of it",
     )

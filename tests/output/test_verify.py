@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,8 +8,10 @@ import pytest
 
 from dare.api import merge
 from dare.errors import DareError, InputError, VerificationError
+from dare.output.sealing import read_sealed, seal
+from dare.output.targets import MANIFEST_NAME, manifest_path
 from dare.output.verification import verify
-from dare.output.writer import MANIFEST_NAME, manifest_path
+from dare.recipe.schema import Recipe
 from dare.tensors.header import read_header
 from helpers import flip_bit, save, write_recipe
 
@@ -219,9 +220,9 @@ def test_a_shard_of_another_merge_is_found(sharded, tmp_path):
 
 def edit_beside(output: Path, edit) -> None:
     beside = manifest_path(output)
-    manifest = json.loads(beside.read_text())
+    manifest = read_sealed(beside)
     edit(manifest)
-    beside.write_text(json.dumps(manifest))
+    beside.write_bytes(seal(manifest, manifest["files"]))
 
 
 def test_a_tensors_digest_changed_beside_is_found(output):
@@ -242,7 +243,6 @@ def test_a_tensor_removed_beside_is_found(output):
 @pytest.mark.parametrize(
     ("key", "edit"),
     [
-        ("output", lambda manifest: manifest.update(output="0" * 32)),
         ("base", lambda manifest: manifest.update(base="0" * 32)),
         ("method", lambda manifest: manifest.update(method="linear")),
         ("scale", lambda manifest: manifest.update(scale=2.0)),
@@ -276,10 +276,92 @@ def test_a_manifest_beside_that_contradicts_the_header_is_found(output, key, edi
 def test_a_manifest_beside_that_cannot_be_used_is_found(output, text):
     manifest_path(output).write_text(text)
     (problem,) = verify(output).problems
-    assert problem.startswith(f"{manifest_path(output)}: cannot be used: ")
+    assert problem.startswith(f"{manifest_path(output)}: ")
 
 
 def test_the_manifest_of_a_directory_lies_in_it(sharded):
     (sharded / MANIFEST_NAME).write_text("{}")
     (problem,) = verify(sharded).problems
-    assert problem.startswith(f"{sharded / MANIFEST_NAME}: cannot be used")
+    assert problem.startswith(f"{sharded / MANIFEST_NAME}: is not a manifest made by dare")
+
+
+# ---------------------------------------------------------------- what lies beside the weights
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    """An output directory with a configuration, a tokenizer, a module and a card."""
+    for name, arrays in (("base", BASE), ("model", MODEL)):
+        folder = save(tmp_path / name / "model.safetensors", arrays).parent
+        (folder / "config.json").write_text('{"vocab_size": 4}')
+        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "modules.json").write_text('[{"path": "1_Pooling"}]')
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text("{}")
+    output = tmp_path / "out"
+    merge(
+        Recipe(
+            base=tmp_path / "base",
+            models=[tmp_path / "model"],
+            output=output,
+            method="sum",
+            shard_size=16,
+            verbose=False,
+        )
+    )
+    return output
+
+
+NAMES = (
+    *("config.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json"),
+    *("model.safetensors.index.json",),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_beside_the_weights_is_checked(directory, name):
+    assert verify(directory).ok
+    text = (directory / name).read_text()
+    (directory / name).write_text(text + " ")
+    assert verify(directory).problems == (f"{name}: is not as it was written",)
+    (directory / name).unlink()
+    assert is_refused(directory)
+
+
+def test_a_card_that_was_edited_is_no_damage(directory):
+    with (directory / "README.md").open("a") as card:
+        card.write("It is good at arithmetic.")
+    (directory / "figure.png").write_bytes(b"a picture")
+    (directory / ".gitattributes").write_text("*.safetensors filter=lfs")
+    found = verify(directory)
+    assert found.ok
+    assert found.changed == ("README.md: has been changed", "figure.png: has been added")
+    assert "README.md: has been changed" in str(found)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "modeling.py", "1_Pooling/more.bin"])
+def test_a_file_that_a_loader_may_read_is_a_problem(directory, name):
+    (directory / name).write_text("{}")
+    (problem,) = verify(directory).problems
+    assert problem.startswith(f"{name}: was not written by dare")
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(directory):
+    path = directory / MANIFEST_NAME
+    size = path.stat().st_size
+    unnoticed = []
+    for bit in range(0, 8 * size, 8 * size // 150):
+        flip_bit(path, bit)
+        if not is_refused(directory):
+            unnoticed.append(bit)
+        flip_bit(path, bit)
+    assert unnoticed == []
+
+
+def test_a_directory_without_its_manifest_says_what_was_not_checked(directory):
+    (directory / MANIFEST_NAME).unlink()
+    found = verify(directory)
+    assert found.ok
+    assert found.changed == (
+        "dare-manifest.json: is missing, so only the weights could be checked",
+    )

@@ -15,15 +15,16 @@ from safetensors.numpy import load_file
 from dare.api import merge
 from dare.errors import MismatchError, OutputError
 from dare.inputs.sources import INDEX_NAME
-from dare.output.verification import verify
-from dare.output.writer import (
+from dare.output.journal import Record
+from dare.output.sealing import read_sealed
+from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
-    ArraySink,
-    PartialOutput,
     check_target,
     manifest_path,
 )
+from dare.output.verification import verify
+from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import lay_out
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -41,8 +42,9 @@ def begin(target: Path, fingerprint: str = "f", shard_size: int | None = None, *
     return PartialOutput(lay_out(target, TENSORS, shard_size), METADATA, fingerprint, **more)
 
 
-def record_of(name: str, data: np.ndarray) -> dict[str, object]:
-    return {"tensor": name, "chunk": 0, "output": bytes_digest(data.tobytes())}
+def record_of(name: str, data: np.ndarray) -> Record:
+    digest = bytes_digest(data.tobytes())
+    return Record(name, 0, inputs=(digest,), output=digest, models=((0, 0),), exceptions=(0, 0))
 
 
 def write_chunk(output: PartialOutput, name: str, data: np.ndarray) -> None:
@@ -51,7 +53,7 @@ def write_chunk(output: PartialOutput, name: str, data: np.ndarray) -> None:
 
 
 def finish(output: PartialOutput) -> None:
-    output.finish(dict.fromkeys(output.layout.files, METADATA), b"{}\n")
+    output.finish(dict.fromkeys(output.layout.files, METADATA), {"made": "so"})
 
 
 def interrupted_after_a(target: Path) -> PartialOutput:
@@ -62,7 +64,7 @@ def interrupted_after_a(target: Path) -> PartialOutput:
 
 def resumed(target: Path, **more) -> list[str]:
     with begin(target, **more) as output:
-        return [record["tensor"] for record in output.resumed]
+        return [record.tensor for record in output.resumed]
 
 
 # ---------------------------------------------------------------- a merge that goes well
@@ -79,7 +81,7 @@ def test_the_target_does_not_exist_before_finish(tmp_path):
     found = load_file(target)
     assert found["a"].tolist() == [1.0, 2.0]
     assert found["b"].tolist() == [7, 8, 9]
-    assert manifest_path(target).read_bytes() == b"{}\n"
+    assert read_sealed(manifest_path(target))["made"] == "so"
 
 
 def test_a_directory_is_published_whole(tmp_path):
@@ -129,7 +131,7 @@ def test_an_output_without_tensors_can_be_written(tmp_path):
 def test_the_final_metadata_replaces_the_first(tmp_path):
     target = tmp_path / "out.safetensors"
     with begin(target) as output:
-        output.finish({"out.safetensors": {"format": "np"}}, b"{}\n")
+        output.finish({"out.safetensors": {"format": "np"}}, {})
     assert b'"__metadata__":{"format":"np"}' in target.read_bytes()
 
 
@@ -403,7 +405,7 @@ def test_the_output_may_not_be_what_an_input_links_to(weights, tmp_path):
 
 def test_the_output_may_not_be_a_hard_link_to_an_input(weights, tmp_path):
     (tmp_path / "same.safetensors").hardlink_to(weights)
-    with pytest.raises(OutputError, match="is the same file as the input"):
+    with pytest.raises(OutputError, match="would overwrite the input"):
         check(tmp_path / "same.safetensors", weights)
 
 
@@ -478,14 +480,14 @@ def test_an_output_is_replaced_if_told(tmp_path, output):
     assert not [name for name in listing(tmp_path) if "partial" in name or "replaced" in name]
 
 
-def test_a_linked_output_directory_is_replaced_if_told(tmp_path):
+def test_a_linked_output_directory_is_not_replaced(tmp_path):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / "out")
     merge(recipe)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
-    merge(recipe.model_copy(update={"scale": 0.5}), overwrite=True)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found["w"].tolist() == [0.5, 1.0, 1.5, 2.0]
+    with pytest.raises(OutputError, match="out: is a link, which is not replaced"):
+        merge(recipe.model_copy(update={"scale": 0.5}), overwrite=True)
+    assert verify(tmp_path / "elsewhere").ok
 
 
 def test_the_working_directory_is_no_output(tmp_path, monkeypatch):
@@ -505,7 +507,7 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch,
     def finish_late(self, *arguments, **keywords):
         theirs.parent.mkdir(exist_ok=True)
         theirs.write_bytes(b"theirs")
-        original(self, *arguments, **keywords)
+        return original(self, *arguments, **keywords)
 
     monkeypatch.setattr(PartialOutput, "finish", finish_late)
     with pytest.raises(OutputError):

@@ -20,7 +20,7 @@ from dare.api import load_document
 from dare.cli import UsageError
 from dare.errors import RecipeError
 from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
-from dare.recipe.schema import Recipe
+from dare.recipe.schema import SAME_WEIGHTS, Recipe
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.outside import load_installed_stages
 from dare.tensors.sizes import times
@@ -112,6 +112,7 @@ FIELDS: dict[str, Flag] = {
     "chat_template": Flag(str, FILES),
     "allow_pickle": Flag(bool, FILES),
     "input_digests": Flag(list[str], FILES),
+    "output_digest": Flag(str, FILES),
     "method": Flag(str, METHOD),
     "seed": Flag(int, METHOD),
     "scale": Flag(float, METHOD),
@@ -197,11 +198,28 @@ def recipe_from_flags(
     where = "command line" if config is None else str(config)
     if config is not None and given:
         where += " with flags"
+    moved: dict[str, Any] = {}
+    if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
+        moved = {name: given.pop(name) for name in ("base", "models") if name in given}
+        if set(given) - SAME_WEIGHTS:
+            del document["output_digest"]
     try:
         _lay_over(document, given, fixed)
+        return _with_files(recipe_from_document(document, where), moved)
     except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
-    return recipe_from_document(document, where)
+        text = str(error)
+        raise RecipeError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _with_files(recipe: Recipe, moved: Mapping[str, Any]) -> Recipe:
+    """A repeated merge whose files lie elsewhere than the manifest says."""
+    files = moved.get("models", [entry.file for entry in recipe.models])
+    if len(files) != len(recipe.models):
+        raise RecipeError(
+            f"--merge: {times(len(files), 'model')} given, and "
+            f"{len(recipe.models)} were merged; give all of them, in that order"
+        )
+    return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
 
 
 def _lay_over(document: dict[str, Any], given: dict[str, Any], fixed: Mapping[str, Any]) -> None:

@@ -175,10 +175,10 @@ def verification(console: Console, result: Verification) -> None:
     if result.ok:
         checked = f"{times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
         console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {result.path}"))
-        return
-    verdict = "Not what was written" if result.tensors else "Cannot be verified"
-    console.print(Text.assemble((verdict, "bold red"), f"  {result.path}"))
-    for problem in result.problems:
+    else:
+        verdict = "Not what was written" if result.tensors else "Cannot be verified"
+        console.print(Text.assemble((verdict, "bold red"), f"  {result.path}"))
+    for problem in (*result.problems, *result.changed):
         console.print(Padding(Text(problem), (0, 0, 0, 4), expand=False))
 
 

@@ -28,8 +28,8 @@ EXAMPLES = {
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 
-ELSEWHERE = {"base", "models", "output", "stages", "tensors"}
-"""Fields that have tables of their own."""
+ELSEWHERE = {"base", "models", "output", "stages", "tensors", "output_digest"}
+"""Fields that have tables of their own; and the digest, which what is edited will not have."""
 
 
 def write_template(plan: Plan, advice: Advice | None = None) -> str:

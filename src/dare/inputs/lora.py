@@ -186,7 +186,7 @@ class LoraSource(SourceView):
         return name in self._products and name not in self._whole
 
     def fingerprint(self) -> list[Any]:
-        return [*self._stored.fingerprint(), repr(self.adapter)]
+        return [*super().fingerprint(), repr(self.adapter), repr(self._products)]
 
     def __exit__(self, *error: object) -> None:
         self._kept.clear()

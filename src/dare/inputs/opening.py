@@ -6,7 +6,6 @@ models are brought in line with the base's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from dare.inputs.hub import resolve
 from dare.inputs.names import match_names
 from dare.inputs.sources import Source
 from dare.inputs.vocabulary import Aligned, align
+from dare.recipe.entries import distinct
+from dare.recipe.hub_names import parse_name
 from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 
@@ -44,8 +45,14 @@ class Inputs:
 
 def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
     """Open what a recipe names; also return the recipe with the commits of what the hub gave."""
-    names = _distinct([entry.name for entry in recipe.models])
+    names = distinct([entry.name for entry in recipe.models])
     given = [recipe.base, *(entry.file for entry in recipe.models)]
+    for path in given if recipe.output_digest is not None else ():
+        if parse_name(path.as_posix()) is None and not path.exists():
+            raise InputError(
+                f"{path}: is not there, as it was when this was merged; name where the inputs are "
+                "now with --base and --merge (they are known by their digests)"
+            )
     places = [resolve(path, verbose=recipe.verbose) for path in given]
     if any(place.commit is not None for place in places):
         pinned_base, *pinned = (place.pinned for place in places)
@@ -82,11 +89,3 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
     return recipe, Inputs(tuple(names), folders, aligned, (*notes, *aligned.notes))
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Number the names that occur more than once."""
-    return [
-        f"{name} ({index + 1})" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]

@@ -163,7 +163,7 @@ class AlignedSource(SourceView):
         """A digest of all that decides which row comes from where."""
 
     def fingerprint(self) -> list[Any]:
-        return [*self.inner.fingerprint(), self._decided]
+        return [*super().fingerprint(), self._decided]
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name in self._rows:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
+from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import read_at
 from dare.tensors.header import Header, TensorInfo, read_header
@@ -53,7 +54,12 @@ class Source:
         return False
 
     def fingerprint(self) -> list[Any]:
-        """What must stay the same for a half-finished merge to be resumed."""
+        """What headers and configurations say of it: a half-finished merge is of this."""
+        lines = (f"{i.name}\t{i.dtype.name}\t{i.shape}\t{i.start}" for i in self.tensors.values())
+        return [bytes_digest("\n".join(lines).encode())]
+
+    def stamps(self) -> list[Any]:
+        """By what its files are known to be the same here and now, without reading them."""
         return []
 
     def read(self, name: str, start: int, into: Raw) -> None:
@@ -78,8 +84,8 @@ class InputFiles(Source):
     """A source in files: as they were for the plan, and open while weights are read."""
 
     def __init__(self) -> None:
-        self._stamps: dict[Path, tuple[int, int]] = {}
-        """Size and time of change, by which a file is known to be the same."""
+        self._stamps: dict[Path, tuple[int, ...]] = {}
+        """By file; see `_stamp`."""
         self._open: dict[Path, int] = {}
         self._users = 0
         """How many have entered: others may read rows of this source through theirs."""
@@ -100,8 +106,8 @@ class InputFiles(Source):
         finally:
             os.close(file_descriptor)
 
-    def fingerprint(self) -> list[Any]:
-        return [[os.path.realpath(file), *stamp] for file, stamp in self._stamps.items()]
+    def stamps(self) -> list[Any]:
+        return list(self._stamps.values())
 
     def __enter__(self) -> Self:
         self._users += 1
@@ -123,7 +129,7 @@ class InputFiles(Source):
 
     def check_unchanged(self) -> None:
         for file, stamp in self._stamps.items():
-            if _stamp(self._open[file]) != stamp:
+            if _stamp(self._open[file])[:-1] != stamp[:-1]:
                 raise InputError(f"{file}: changed since the merge was planned; run it again")
 
     def read(self, name: str, start: int, into: Raw) -> None:
@@ -242,9 +248,13 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
             )
 
 
-def _stamp(file_descriptor: int) -> tuple[int, int]:
+def _stamp(file_descriptor: int) -> tuple[int, ...]:
+    """Size, time, device and inode; last the time that nobody can set, and a new name changes."""
     status = os.fstat(file_descriptor)
-    return status.st_size, status.st_mtime_ns
+    return (
+        *(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino),
+        status.st_ctime_ns,
+    )
 
 
 def _open(file: Path) -> int:

@@ -30,7 +30,10 @@ class SourceView(Source):
         return self.inner.holds_delta(self.names.get(name, name))
 
     def fingerprint(self) -> list[Any]:
-        return self.inner.fingerprint()
+        return [*super().fingerprint(), self.inner.fingerprint()]
+
+    def stamps(self) -> list[Any]:
+        return self.inner.stamps()
 
     def read(self, name: str, start: int, into: Raw) -> None:
         self.inner.read(self.names.get(name, name), start, into)
@@ -60,4 +63,4 @@ class RenamedSource(SourceView):
         super().__init__(inner, tensors, names)
 
     def fingerprint(self) -> list[Any]:
-        return [*self.inner.fingerprint(), sorted(self.names.items())]
+        return [*super().fingerprint(), sorted(self.names.items())]

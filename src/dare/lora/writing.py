@@ -24,7 +24,8 @@ from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.lora.reports import AdapterReport, ExtractionReport
-from dare.output.writer import PartialOutput, check_target, explaining, write_into
+from dare.output.targets import check_target
+from dare.output.writer import PartialOutput, explaining
 from dare.planning.layout import Layout
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
@@ -114,21 +115,19 @@ class AdapterOutput:
             "numpy": np.__version__,
             "python": platform.python_version(),
         }
-        manifest = _json(
-            {
-                "adapter": report.kind,
-                **made,
-                "report": report.to_dict(),
-                "versions": versions,
-                "machine": platform.machine(),
-            }
-        )
+        manifest = {
+            "adapter": report.kind,
+            **made,
+            "report": report.to_dict(),
+            "versions": versions,
+            "machine": platform.machine(),
+        }
         readme = _readme(report.title, config["base_model_name_or_path"], str(report))
         layout = Layout(self.target, {WEIGHTS_NAME: tuple(sorted(self._tensors))})
-        with PartialOutput(layout, METADATA, bytes_digest(manifest), resume=False) as output:
+        with PartialOutput(layout, METADATA, bytes_digest(_json(manifest)), resume=False) as output:
             for key, dtype, shape in layout.files[WEIGHTS_NAME]:
                 self._copy(output, key, math.prod(shape) * dtype.itemsize)
-            write_into(output.folder, {CONFIG_NAME: _json(config), "README.md": readme.encode()})
+            output.add_files({CONFIG_NAME: _json(config), "README.md": readme.encode()})
             output.finish({WEIGHTS_NAME: METADATA}, manifest, overwrite=self._overwrite)
 
     def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:

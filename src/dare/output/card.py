@@ -1,13 +1,12 @@
 """The model card of an output directory: what it is, what it was made from and how.
 
 The text depends on the recipe, the inputs and what the merge found, not on the time, the machine
-or the folder: of a path at most the last two parts are told.
+or the folder: of a path only the name is told.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,24 +15,22 @@ from typing import Any
 
 from dare.errors import Concern
 from dare.inputs.directory import read_text
-from dare.inputs.sources import SINGLE_NAME
+from dare.output.places import short_name, without_folders
 from dare.output.report import Report
 from dare.planning.plan import Plan
+from dare.recipe.entries import distinct
 from dare.tensors.mask import MASK_VERSION
 
 NAME = "README.md"
 TAGS = ("merge", "dare-merge")
 INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
 """What the base's card says of itself and that holds for the output too."""
-MACHINE_KEYS = ("input_digests", "threads", "max_memory", "verbose")
+MACHINE_KEYS = ("input_digests", "output_digest", "threads", "max_memory", "verbose")
 """Keys of a recipe that do not decide what the output is."""
 MAX_FRONT_MATTER = 1 << 19
 """Characters; the cards of embedding models carry their scores there, some 100,000."""
 
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
-_HOME = re.compile(r"/(home|Users)/[^/]+|~\w*")
-_PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
-_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 
 
 def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None = None) -> bytes:
@@ -73,25 +70,6 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
     return text.encode(errors="replace")  # a file's name need not be text
 
 
-def short_name(path: str | os.PathLike[str]) -> str:
-    """The last two parts of a path at most; the name on the hub for a folder of its cache.
-
-    A directory stands for the `model.safetensors` in it.
-
-    >>> short_name("/home/me/models/llama/math"), short_name("~/base.safetensors")
-    ('llama/math', 'base.safetensors')
-    >>> short_name("~/cache/hub/models--org--name/snapshots/0a1b/")
-    'org/name'
-    """
-    text = Path(path).as_posix().removesuffix(f"/{SINGLE_NAME}")
-    cached = _HUB_CACHE.search(text + "/")
-    if cached:
-        return f"{cached[1]}/{cached[2]}"
-    parts = [part for part in Path(text).parts if part not in ("/", "..", "~")]
-    kept = 1 if _HOME.fullmatch(str(Path(text).parent)) else 2  # a home is called like its owner
-    return "/".join(parts[-kept:])
-
-
 # ---------------------------------------------------------------- the head
 
 
@@ -100,7 +78,7 @@ def _front_matter(plan: Plan, inherited: Mapping[str, str]) -> str:
 
     paths = [plan.recipe.base, *(entry.file for entry in plan.recipe.models)]
     metadata = {
-        "base_model": list(dict.fromkeys(map(short_name, paths))),
+        "base_model": list(dict.fromkeys(short_name(path).partition("@")[0] for path in paths)),
         "base_model_relation": "merge",
         "library_name": "transformers",
         **inherited,
@@ -165,9 +143,9 @@ def _digests(report: Report) -> str:
 
 def _warnings(report: Report) -> str:
     lines = [
-        f"- {notice.about.value}: {_inline(_without_folders(notice.text))}\n"
+        f"- {notice.about.value}: {_inline(without_folders(notice.text))}\n"
         for notice in report.warnings
-        if notice.about is not Concern.OTHER_PARTIAL
+        if notice.about is not Concern.LEFTOVERS
     ]
     return f"## Warnings\n\n{''.join(lines)}\n" if lines else ""
 
@@ -175,32 +153,19 @@ def _warnings(report: Report) -> str:
 def _recipe(plan: Plan) -> str:
     import tomli_w
 
+    files = distinct([short_name(entry.file) for entry in plan.recipe.models])
+    shortened = plan.recipe.with_files(
+        Path(short_name(plan.recipe.base)),
+        list(map(Path, files)),
+        plan.recipe.output and Path(plan.recipe.output.name),
+    )
     document: dict[str, Any] = {
-        key: _without_folders(value) if isinstance(value, str) else value
-        for key, value in plan.recipe.to_document().items()
+        key: without_folders(value) if isinstance(value, str) else value
+        for key, value in shortened.to_document().items()
         if key not in MACHINE_KEYS
     }
-    document["models"] = {key: _shortened(value) for key, value in document["models"].items()}
     usual = {"method": plan.recipe.method, "seed": plan.recipe.seed}
     return tomli_w.dumps({**usual, **document})
-
-
-def _shortened(value: Any) -> Any:
-    """The files of a recipe, by their short names."""
-    if isinstance(value, list):
-        return [_shortened(entry) for entry in value]
-    if isinstance(value, dict):
-        return {**value, "file": short_name(value["file"])}
-    return short_name(value)
-
-
-def _without_folders(text: str) -> str:
-    """Text, with the paths in it shortened.
-
-    >>> _without_folders("~me/a/b.jinja: is not in /data/x/y/z, but 1/2")
-    'a/b.jinja: is not in y/z, but 1/2'
-    """
-    return _PATH.sub(lambda path: short_name(path[0]), text)
 
 
 def _fenced(language: str, text: str) -> str:

@@ -3,7 +3,8 @@
 The header of every output file holds a short manifest: recipe, mask version, digests of inputs
 and output. It names no path, no time, no version of the program and no number of threads, because
 the bytes of an output depend on the recipe and the inputs alone. The JSON file beside the weights
-adds those things and the digest of every tensor.
+adds the recipe, versions, and the digest of every tensor and file; it tells where inputs lie only
+as far as that says nothing of the machine.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from typing import Any
 import numpy as np
 
 from dare import __version__
-from dare.errors import InputError
-from dare.inputs.hub import absolute
+from dare.errors import Concern, InputError, RecipeError
+from dare.inputs.directory import CHAT_TEMPLATE
+from dare.output.places import found, told, without_folders
 from dare.output.report import Report
-from dare.output.writer import manifest_path
+from dare.output.sealing import SEAL, UNKNOWN, read_sealed
+from dare.output.targets import MANIFEST_NAME, manifest_path
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
-from dare.stages.methods import find_stage
-from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
+from dare.recipe.document import recipe_from_document
+from dare.recipe.entries import distinct
+from dare.recipe.schema import Recipe
+from dare.tensors.digest import bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
 FORMAT = 1
@@ -39,8 +44,6 @@ LATER_PARAMETERS = (
 
 They stand in a header only if they are set, so that old recipes go on giving the same bytes.
 """
-UNKNOWN = "0" * DIGEST_LENGTH
-"""Stands where a digest will be, so that a header has its final length from the start."""
 
 
 def embedded_manifest(
@@ -79,7 +82,7 @@ def embedded_manifest(
             for digest, weight, seed, entry in given
         ],
         "output": output,
-        "check": UNKNOWN,
+        SEAL: UNKNOWN,
         **{name: value for name, value in later.items() if value is not None},
     }
 
@@ -97,24 +100,23 @@ def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, d
     """
     unchecked = layout.build(metadata_of(manifest))
     return {
-        file: metadata_of({**manifest, "check": bytes_digest(header)})
+        file: metadata_of({**manifest, SEAL: bytes_digest(header)})
         for file, (header, _) in unchecked.items()
     }
 
 
 def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest that lies beside the weights."""
-    recipe = plan.recipe
-    resolved = recipe.with_files(
-        absolute(recipe.base),
-        [absolute(entry.file) for entry in recipe.models],
-        recipe.output.resolve() if recipe.output else None,
-    )
+    """The manifest that lies beside the weights, but for the digests of files."""
     figures = report.to_dict()
     del figures["digests"], figures["output"]
+    figures["warnings"] = [
+        {"about": notice.about, "text": without_folders(notice.text)}
+        for notice in report.warnings
+        if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
+    ]
     return {
-        **{key: value for key, value in embedded.items() if key != "check"},
-        "recipe": resolved.to_document(),
+        **{key: value for key, value in embedded.items() if key != SEAL},
+        "recipe": _told_recipe(plan).to_document(),
         "versions": {
             "dare": __version__,
             "python": platform.python_version(),
@@ -129,6 +131,25 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
         },
         "report": figures,
     }
+
+
+def _told_recipe(plan: Plan) -> Recipe:
+    """The recipe as others may read it: where files lie is told from the output's place."""
+    recipe = plan.recipe
+    output = plan.layout.target if plan.layout else Path()
+    told_recipe = recipe.with_files(
+        Path(told(recipe.base, output)),
+        [Path(name) for name in distinct([told(e.file, output) for e in recipe.models])],
+        None,
+    )
+    template = recipe.chat_template
+    if template not in ("auto", *plan.model_names) and plan.sidecars is not None:
+        content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
+        assert isinstance(content, bytes)
+        template = content.decode()
+    return told_recipe.model_copy(
+        update={"chat_template": template, "input_digests": None, "output_digest": None}
+    )
 
 
 def _numba_version() -> str:
@@ -148,7 +169,7 @@ def find_manifest(path: Path) -> Path | None:
 
 
 def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
-    """The recipe that a manifest holds, which demands the very same inputs.
+    """The recipe that a manifest holds, which demands the very same inputs and output.
 
     `path` is what the user named: the manifest, or the output that it lies beside.
     """
@@ -169,39 +190,34 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
                 f"repeats only {ours!r}; use the version that wrote it ({writer})"
             )
     try:
-        if _has_later_draws(manifest) and manifest.get("later_draws") != LATER_DRAWS_VERSION:
-            raise InputError(
-                f"{manifest_file}: the random stages of {manifest['method']} dropped the same "
-                "elements when this was merged, which was an error, and is not repeated; merge by "
-                "a recipe of its own (`dare init --config`)"
-            )
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
-        return {**manifest["recipe"], "input_digests": digests}
+        recipe = recipe_from_document(manifest["recipe"], str(manifest_file))
+        output = _output_of(manifest_file)
+        repeated = recipe.with_files(
+            found(str(recipe.base), output),
+            [found(str(entry.file), output) for entry in recipe.models],
+            output,
+        )
+        demanded = {"input_digests": digests, "output_digest": manifest["output"]}
+        return {**repeated.to_document(), **demanded}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, RecipeError):
+            raise
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
 
 
-def _has_later_draws(manifest: Mapping[str, Any]) -> bool:
-    """Whether more than one stage of the chain draws, by the settings that all models share."""
-    draws = 0
-    for name, given in zip(manifest["method"].split("+"), manifest["stages"], strict=True):
-        stage = find_stage(name)
-        settings = stage.settings(given, "")
-        largest = {key: max(v) if isinstance(v, list) else v for key, v in settings.items()}
-        draws += stage.is_random(largest)
-    return draws > 1
+def _output_of(manifest_file: Path) -> Path:
+    """The output that a manifest is of, by its own place."""
+    if manifest_file.name == MANIFEST_NAME:
+        return manifest_file.parent
+    return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest beside an output."""
-    try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the manifest: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: the manifest is not valid JSON: {error}") from None
-    if not isinstance(manifest, dict) or "recipe" not in manifest:
-        raise InputError(f"{path}: is not a manifest made by dare")
+    manifest = read_sealed(path)
+    if "recipe" not in manifest:
+        raise InputError(f"{path}: is not the manifest of a merge")
     return manifest

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import Concern, Notice
-from dare.output.writer import Record
+from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
@@ -124,15 +124,15 @@ def make_report(
     """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
     by_tensor: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by_tensor[record["tensor"]].append(record)
+        by_tensor[record.tensor].append(record)
     for chunks in by_tensor.values():
-        chunks.sort(key=lambda record: record["chunk"])
+        chunks.sort(key=lambda record: record.chunk)
 
     tensors = tuple(
         _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
     )
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
-    overflowed, nans = (sum(record["exceptions"][kind] for record in records) for kind in (0, 1))
+    overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
     warnings = [*plan.warnings, *noticed, *_warnings(plan, models, overflowed, nans)]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
@@ -152,7 +152,7 @@ def make_report(
 
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
-    figures = np.array([chunk["models"] for chunk in chunks], np.int64)  # chunk, model, figure
+    figures = np.array([chunk.models for chunk in chunks], np.int64)  # chunk, model, figure
     figures = figures.reshape(len(chunks), len(tensor.models), 1 + len(plan.stages))
     peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
     return TensorReport(
@@ -248,11 +248,11 @@ def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
     output: dict[str, str] = {}
     for tensor in plan.tensors:
         name, chunks = tensor.name, by_tensor[tensor.name]
-        base[name] = tensor_digest(chunk["inputs"][0] for chunk in chunks)
-        output[name] = tensor_digest(chunk["output"] for chunk in chunks)
+        base[name] = tensor_digest(chunk.inputs[0] for chunk in chunks)
+        output[name] = tensor_digest(chunk.output for chunk in chunks)
         for place, model in enumerate(tensor.models, start=1):
             if name in plan.models[model].tensors:
-                models[model][name] = tensor_digest(chunk["inputs"][place] for chunk in chunks)
+                models[model][name] = tensor_digest(chunk.inputs[place] for chunk in chunks)
 
     def of_model(tensors: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
         return model_digest((tensors[name], digest) for name, digest in digests.items())

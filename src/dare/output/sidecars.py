@@ -12,7 +12,6 @@ from dare.inputs.opening import Inputs
 from dare.output.card import NAME as CARD_NAME
 from dare.output.card import inherited, model_card
 from dare.output.report import Report
-from dare.output.writer import write_into
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 
@@ -55,8 +54,9 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
     return 1 + names.index(recipe.copy_from)
 
 
-def write_sidecars(folder: Path, planned: Plan, report: Report) -> None:
-    """Write what goes beside the weights, and a card that says how they were made."""
-    if planned.sidecars is not None:
-        card = model_card(planned, report, planned.base_card)
-        write_into(folder, {**planned.sidecars.files, CARD_NAME: card})
+def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
+    """What goes beside the weights, and a card that says how they were made."""
+    if planned.sidecars is None:
+        return {}
+    card = model_card(planned, report, planned.base_card)
+    return {**planned.sidecars.files, CARD_NAME: card}

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from dare.errors import InputError, VerificationError
 from dare.inputs.sources import FileSource, open_source
-from dare.output.manifest import METADATA_KEY, UNKNOWN, read_manifest
-from dare.output.writer import manifest_path
+from dare.output.card import NAME as CARD_NAME
+from dare.output.manifest import METADATA_KEY, read_manifest
+from dare.output.sealing import SEAL, UNKNOWN
+from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path
 from dare.planning.machine import available_cores
 from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
+
+HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
+"""Endings of what people lay beside a model, and no program loads with it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Verification:
     problems: tuple[str, ...]
     tensors: int
     bytes_checked: int
+    changed: tuple[str, ...] = ()
+    """What is not as it was written and may well be meant so: the card, pictures beside it."""
 
     @property
     def ok(self) -> bool:
@@ -43,9 +51,9 @@ class Verification:
 
     def __str__(self) -> str:
         """The outcome in a few lines."""
-        if self.ok:
-            return f"{self.path}: {self.tensors} tensors, {self.bytes_checked:,} bytes, intact"
-        return "\n  ".join([f"{self.path}: NOT what was written", *self.problems])
+        intact = f"{self.tensors} tensors, {self.bytes_checked:,} bytes, intact"
+        outcome = intact if self.ok else "NOT what was written"
+        return "\n  ".join([f"{self.path}: {outcome}", *self.problems, *self.changed])
 
 
 def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verification:
@@ -68,8 +76,19 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
         if whole != manifest.get("output"):
             problems.append(f"{file}: the weights' digest is {whole}, not {manifest.get('output')}")
     embedded = next(iter(manifests.values()), {})
-    problems += _compare_beside(path, digests, embedded)
-    return Verification(path, tuple(problems), len(digests), nbytes)
+    changed: list[str] = []
+    try:
+        beside = manifest_path(path)
+        if not beside.exists() and path.is_dir():
+            changed.append(f"{beside.name}: is missing, so only the weights could be checked")
+        elif beside.exists():
+            manifest = read_manifest(beside)
+            problems += _compare_weights(beside, manifest, digests, embedded, problems)
+            if path.is_dir():
+                problems += _compare_files(path, manifest, set(source.headers), changed)
+    except (InputError, KeyError, TypeError, AttributeError) as error:
+        problems.append(str(error))
+    return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed))
 
 
 def _checked_manifest(
@@ -80,7 +99,7 @@ def _checked_manifest(
         raise VerificationError(f"{file}: was not made by dare; its header has no manifest")
     try:
         manifest = json.loads(metadata[METADATA_KEY])
-        check = manifest["check"].encode()
+        check = manifest[SEAL].encode()
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         problems.append(f"{file}: the manifest in the header is damaged")
         return {}
@@ -112,32 +131,63 @@ def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[
     return {name: tensor_digest(digests) for name, digests in by_tensor.items()}
 
 
-def _compare_beside(
-    path: Path, digests: Mapping[str, str], embedded: Mapping[str, Any]
-) -> list[str]:
+def _compare_weights(
+    beside: Path,
+    manifest: Mapping[str, Any],
+    digests: Mapping[str, str],
+    embedded: Mapping[str, Any],
+    problems: Sequence[str],
+) -> Iterator[str]:
     """Compare with the manifest beside the weights, which can say which tensor is damaged."""
-    beside = manifest_path(path)
-    if not beside.exists():
-        return []
-    try:
-        manifest = read_manifest(beside)
-        expected = manifest["digests"]["output"]
-        if not isinstance(expected, dict):
-            raise InputError("digests.output is not a table")
-    except (InputError, KeyError, TypeError) as error:
-        return [f"{beside}: cannot be used: {error}"]
-    problems = []
+    if not problems and manifest.get("output") != embedded["output"]:
+        yield (
+            f"{beside}: is of another merge than the weights, which are as their own header says; "
+            "a merge was interrupted at its last step: run it again"
+        )
+        return
+    expected = manifest["digests"]["output"]
     for name in sorted(digests.keys() | expected.keys()):
         if name not in digests:
-            problems.append(f"{name}: is missing")
+            yield f"{name}: is missing"
         elif name not in expected:
-            problems.append(f"{name}: was not written")
+            yield f"{name}: was not written"
         elif digests[name] != expected[name]:
-            problems.append(f"{name}: is not as it was written")
-    if not problems:
-        problems += [
-            f"{beside}: {key} is not what the header of the output says"
-            for key, value in embedded.items()
-            if key != "check" and manifest.get(key) != value
-        ]
-    return problems
+            yield f"{name}: is not as it was written"
+    for key, value in embedded.items():
+        if key != SEAL and manifest.get(key) != value:
+            yield f"{beside}: {key} is not what the header of the output says"
+
+
+def _compare_files(
+    folder: Path, manifest: Mapping[str, Any], weights: Set[Path], changed: list[str]
+) -> Iterator[str]:
+    """Compare what lies beside the weights; `changed` gets what is likely meant."""
+    expected: Mapping[str, str] = manifest["files"]
+    for name, digest in expected.items():
+        path = folder / name
+        if path in weights:  # which are compared tensor by tensor
+            continue
+        if not path.is_file():
+            yield f"{name}: is missing"
+        elif _file_digest(path) != digest:
+            if name == CARD_NAME:
+                changed.append(f"{name}: has been changed")
+            else:
+                yield f"{name}: is not as it was written"
+    ours = {*expected, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name in ours or path.is_dir() or name.startswith(".") or "/." in name:
+            continue
+        if path.suffix.lower() in HARMLESS:
+            changed.append(f"{name}: has been added")
+        else:
+            yield f"{name}: was not written by dare, and a program that loads the model may read it"
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = xxhash.xxh3_128()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

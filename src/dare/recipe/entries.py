@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -121,7 +121,9 @@ class ModelEntry(Strict):
             path = Path(path.as_posix().partition("@")[0])
         if path.suffix != ".safetensors":
             return path.name
-        return path.parent.name if path.stem in GENERIC_NAMES and path.parent.name else path.stem
+        folder = path.parent
+        is_told = path.stem in GENERIC_NAMES and folder.name and folder != Path.home()
+        return folder.name if is_told else path.stem
 
 
 class TensorRule(Strict):
@@ -168,3 +170,11 @@ class TensorRule(Strict):
         words = {"matching": self.match, "containing": self.contains, "of model": self.model}
         parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
         return f"tensors {' '.join(parts)}"
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Number the names that occur more than once."""
+    return [
+        f"{name} ({index + 1})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]

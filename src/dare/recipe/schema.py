@@ -45,6 +45,12 @@ EmbeddingDropRate = Annotated[
 
 Policy = Literal["error", "base"]
 
+SAME_WEIGHTS = {
+    *("output", "copy_from", "chat_template", "allow_pickle", "delta_threshold", "verbose"),
+    *("shard_size", "max_memory", "threads", "output_digest"),
+}
+"""Fields that say where and how a merge is done, and not what the merged weights are."""
+
 
 class Recipe(Strict, Resolving):
     """A merge, completely described.
@@ -127,6 +133,10 @@ class Recipe(Strict, Resolving):
     )
     input_digests: tuple[str, ...] | None = Field(
         None, description="What the inputs must hash to, base first, as their manifest says."
+    )
+
+    output_digest: str | None = Field(
+        None, description="What the merged weights must hash to, as their manifest says."
     )
 
     @field_validator("models", mode="before")
@@ -221,9 +231,14 @@ class Recipe(Strict, Resolving):
                     stage.parameters[name].check(value, where)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A recipe with some fields changed, checked like any other."""
+        """A recipe with some fields changed, checked like any other.
+
+        One that gives other weights no longer demands those of a manifest.
+        """
         del deep  # nothing in a recipe can be changed
         fields = {name: getattr(self, name) for name in type(self).model_fields}
+        if set(update or ()) - SAME_WEIGHTS:
+            fields["output_digest"] = None
         return type(self)(**(fields | dict(update or {})))
 
     def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
@@ -239,7 +254,7 @@ class Recipe(Strict, Resolving):
             for rule, indices in self.rules
         )
         changed = {"base": base, "models": entries, "output": output, "tensors": rules}
-        return self.model_copy(update=changed)
+        return self.model_copy(update={**changed, "output_digest": self.output_digest})
 
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from dare import kernels
+from dare.inputs.reading import read_chunks
 from dare.kernels.linalg import one_blas_thread
-from dare.output.writer import ArraySink, Record, Sink
+from dare.output.journal import Record
+from dare.output.writer import ArraySink, Sink
+from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.run.backend import Backend
 from dare.run.graph import Conclude, Copy, Id, Merge, Step, list_census_steps, list_steps
 from dare.run.threads import run_steps
 from dare.run.worker import Progress, Worker
+from dare.tensors.chunks import chunk_span
+from dare.tensors.digest import bytes_digest
 
 Conclusions = Mapping[Id, Any]
 """What was concluded of all tensors of a model, for the stages that ask for it."""
@@ -41,10 +49,49 @@ def execute(
             sink.record(result)
             records.append(result)
 
-    finished = {(record["tensor"], record["chunk"]) for record in done}
+    finished = {(record.tensor, record.chunk) for record in done}
     steps = list_steps(plan, finished, known or ())
     _run(plan, steps, sink, progress, announce, known or {}, collect)
     return records
+
+
+def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) -> list[Record]:
+    """Read the inputs of finished chunks again; keep the records of those that are the same.
+
+    What was surveyed as a whole counts only if all of it is the same.
+    """
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+
+    def is_same(record: Record) -> bool:
+        tensor = tensors[record.tensor]
+        sources = [plan.base, *(plan.source_of(tensor, model) for model in tensor.models)]
+        span = chunk_span(record.chunk, tensor.elements)
+        ((_, found),) = read_chunks(sources, tensor.name, *span)
+        progress(sum(raw.nbytes for raw in found))
+        return record.inputs == tuple(bytes_digest(raw.data) for raw in found)
+
+    with ExitStack() as stack:
+        for source in (plan.base, *plan.models):
+            stack.enter_context(source)
+        pool = stack.enter_context(ThreadPoolExecutor(plan.cost.threads))
+        same = list(itertools.compress(records, pool.map(is_same, records)))
+    chunks = Counter(record.tensor for record in same)
+    whole = {name for name, count in chunks.items() if count == tensors[name].chunks}
+    if plan.censuses and len(whole) < len(tensors):
+        return [record for record in same if not tensors[record.tensor].is_merged]
+    return [
+        record
+        for record in same
+        if record.tensor in whole or not _is_surveyed(plan, tensors[record.tensor])
+    ]
+
+
+def _is_surveyed(plan: Plan, tensor: TensorPlan) -> bool:
+    """Whether a chunk of a tensor depends on more than its own elements."""
+    return tensor.is_merged and (
+        plan.combine.surveys(tensor.combine)
+        or any(tensor.surveyed_stages(plan.stages, model) for model in tensor.models)
+    )
 
 
 def draw_conclusions(plan: Plan) -> Conclusions:

@@ -8,7 +8,8 @@ from typing import Any
 
 from dare.errors import MismatchError
 from dare.inputs.reading import read_chunks
-from dare.output.writer import Record, Sink
+from dare.output.journal import Record
+from dare.output.writer import Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.run.backend import Backend, Chunk, Merged, Summaries
@@ -197,14 +198,14 @@ class Worker:
         self, step: Merge | Copy, chunk: Chunk, inputs: Sequence[str], merged: Merged
     ) -> Record:
         self._sink.write(step.tensor, _offset(chunk), merged.data)
-        return {
-            "tensor": step.tensor,
-            "chunk": step.chunk,
-            "inputs": inputs,
-            "output": bytes_digest(merged.data.data),
-            "models": merged.models,
-            "exceptions": merged.exceptions,
-        }
+        return Record(
+            tensor=step.tensor,
+            chunk=step.chunk,
+            inputs=tuple(inputs),
+            output=bytes_digest(merged.data.data),
+            models=tuple(map(tuple, merged.models)),
+            exceptions=merged.exceptions,
+        )
 
 
 def _offset(chunk: Chunk) -> int:

@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 ALIGNMENT = 4096
 """Direct writes start and end at multiples of this, in the file and in memory."""
 
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+"""Opens a file and not what a link leads to, where the system can."""
+
 Bytes = bytes | NDArray[np.uint8]
 
 
@@ -50,7 +53,7 @@ class OutputFile:
     """A file of known size that is written at any position, by any thread."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
         self._direct = -1
         try:
             os.truncate(self._buffered, size)

@@ -24,7 +24,7 @@ from dare.analysis.page.series import Columns, Table, listing
 from dare.analysis.page.themes import THEMES, vega_config
 from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share
 from dare.analysis.results import Analysis
-from dare.output.card import short_name
+from dare.output.places import short_name
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:

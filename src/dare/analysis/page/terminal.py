@@ -25,7 +25,7 @@ from dare.analysis.page.words import (
     share,
 )
 from dare.analysis.results import Analysis, ModelAnalysis, Overlap
-from dare.output.card import short_name
+from dare.output.places import short_name
 from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled
 from dare.tensors.sizes import show_size, times
 

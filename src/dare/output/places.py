@@ -1,0 +1,80 @@
+"""How files are told to others: nothing that is published speaks of the machine it was made on.
+
+A manifest tells a path relative to the output, so that both can be moved together, and if they have
+nothing in common only its name. Cards, pages and tables tell the name alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from dare.inputs.sources import SINGLE_NAME
+from dare.recipe.hub_names import parse_name
+
+ENOUGH_IN_COMMON = 2
+"""Folders that two paths must share: in `/home/ann` and `/home/bob` a way from one to the other
+tells who works there."""
+
+_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+_PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
+
+
+def told(path: Path, output: Path) -> str:
+    """How a manifest tells where an input lies; a name on the hub is told as it is.
+
+    >>> told(Path("/data/me/models/base"), Path("/data/me/merged"))
+    '../models/base'
+    >>> told(Path("/data/me/models/base"), Path("/scratch/merged"))
+    'base'
+    """
+    if is_hub_name(path):
+        return path.as_posix()
+    real = Path(os.path.realpath(path.parent), path.name)
+    start = Path(os.path.realpath(output.parent), output.name)
+    common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
+    if len(Path(common).parts) <= ENOUGH_IN_COMMON:  # the root is a part too
+        return real.name
+    return Path(os.path.relpath(real, start)).as_posix()
+
+
+def found(text: str, output: Path) -> Path:
+    """Where an input lies by what a manifest tells of it."""
+    if is_hub_name(Path(text)):
+        return Path(text)
+    return Path(os.path.normpath(output / text))
+
+
+def is_hub_name(path: Path) -> bool:
+    """Whether a path is the name of a model on the hub, with the commit it had."""
+    name = parse_name(path.as_posix())
+    return name is not None and name.revision is not None
+
+
+def short_name(path: str | os.PathLike[str]) -> str:
+    """The last part of a path; the name on the hub for a folder of its cache.
+
+    A directory stands for the `model.safetensors` in it.
+
+    >>> short_name("/home/me/models/math"), short_name("~/base.safetensors")
+    ('math', 'base.safetensors')
+    >>> short_name("~/cache/hub/models--org--name/snapshots/0a1b/"), short_name("org/name@main")
+    ('org/name', 'org/name@main')
+    """
+    text = Path(path).as_posix()
+    if Path(text).parent != Path.home():  # which is called like its owner
+        text = text.removesuffix(f"/{SINGLE_NAME}")
+    if is_hub_name(Path(text)):
+        return text
+    cached = _HUB_CACHE.search(text + "/")
+    return f"{cached[1]}/{cached[2]}" if cached else Path(text).name
+
+
+def without_folders(text: str) -> str:
+    """Text, with the paths in it shortened.
+
+    >>> without_folders("~me/a/b.jinja: is not in /data/x/y/z, but 1/2")
+    'b.jinja: is not in z, but 1/2'
+    """
+    return _PATH.sub(lambda path: short_name(path[0]), text)

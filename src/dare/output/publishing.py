@@ -1,0 +1,233 @@
+"""From a complete folder to an output with its name, so that nothing else is ever seen there.
+
+A directory gets its name in one step: by a rename, or by exchanging names with the one that it
+replaces, so that the name never leads nowhere. A file follows its manifest. What is left over when
+a process dies in between is known by the journal, and cleared away by the next run (`settle`). Of a
+replaced directory only the files are deleted that its manifest names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import glob
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import xxhash
+
+from dare.errors import OutputError
+from dare.output.journal import Found, Journal
+from dare.output.targets import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    MARK_NAME,
+    REPLACED,
+    has_mark,
+    manifest_path,
+    partial_folder,
+    written_files,
+)
+from dare.planning.layout import Layout
+from dare.tensors.digest import bytes_digest
+
+COPIED_BYTES = 1 << 20
+"""How much is copied at a time."""
+
+_NO_SUCH_CALL = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+
+
+def publish(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
+    """Give a complete output its name; return what went wrong after that.
+
+    `made` are the folders on the way to it that did not exist.
+    """
+    target, folder = layout.target, partial_folder(layout.target)
+    if layout.is_directory:
+        _name_directory(folder, target, overwrite=overwrite)
+    else:
+        _name_file(folder, target, overwrite=overwrite)
+    problems: list[str] = []
+    for parent in dict.fromkeys((target.parent, *(path.parent for path in made))):
+        _attempt(problems, sync_folder, parent)
+    _clear_away(layout, problems)
+    return problems
+
+
+def _name_directory(folder: Path, target: Path, *, overwrite: bool) -> None:
+    if _rename(folder, target, "new"):
+        return
+    if not overwrite:
+        raise _appeared(target)
+    if not _rename(folder, target, "exchange"):
+        target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
+        folder.rename(target)
+
+
+def _name_file(folder: Path, target: Path, *, overwrite: bool) -> None:
+    manifest = manifest_path(target)
+    if os.path.lexists(target) and not overwrite:
+        raise _appeared(target)
+    (folder / manifest.name).replace(manifest)
+    sync_folder(target.parent)
+    weights = folder / target.name
+    if overwrite:
+        weights.replace(target)
+    elif not _rename(weights, target, "new"):
+        raise _appeared(target)
+
+
+def _appeared(target: Path) -> OutputError:
+    return OutputError(
+        f"{target}: has appeared during the merge; move it away and run the "
+        "same merge again, it has only this step left to do"
+    )
+
+
+def _rename(old: Path, new: Path, how: str) -> bool:
+    """Rename to a name that is `new`, or `exchange` two names; False if that cannot be done."""
+    system = {"linux": ("renameat2", 1, 2), "darwin": ("renamex_np", 4, 2)}.get(sys.platform)
+    call = getattr(ctypes.CDLL(None, use_errno=True), system[0], None) if system else None
+    if system is not None and call is not None:
+        paths = os.fsencode(old), os.fsencode(new)
+        flag = ctypes.c_uint(system[1] if how == "new" else system[2])
+        here = ctypes.c_int(-100)  # AT_FDCWD
+        given = (here, paths[0], here, paths[1]) if system[0] == "renameat2" else paths
+        if call(*given, flag) == 0:
+            return True
+        error = ctypes.get_errno()
+        if error == errno.EEXIST:
+            return False
+        if error not in _NO_SUCH_CALL:
+            raise OSError(error, os.strerror(error), str(new))
+    if how == "exchange" or os.path.lexists(new):
+        return False
+    old.rename(new)
+    return True
+
+
+# ---------------------------------------------------------------- clearing away
+
+
+def finished_before(layout: Layout) -> Found | None:
+    """What the journal says of an output whose process died after giving the name.
+
+    None where nothing of the kind happened.
+    """
+    target = layout.target
+    home = target if layout.is_directory else partial_folder(target)
+    try:
+        if not has_mark(home) or (not layout.is_directory and (home / target.name).exists()):
+            return None
+        manifest = bytes_digest(manifest_path(target).read_bytes())
+        journal = Journal(home / JOURNAL_NAME, "", create=False)
+    except (OSError, OutputError):
+        return None
+    found = journal.read()
+    journal.close()
+    return found if found.finished == manifest and target.exists() else None
+
+
+def settle(layout: Layout) -> None:
+    """Clear away what such a process left."""
+    if finished_before(layout) is not None:
+        _clear_away(layout, [])
+
+
+def _clear_away(layout: Layout, problems: list[str]) -> None:
+    """Remove the replaced output, and what only served the making of this one."""
+    target, folder = layout.target, partial_folder(layout.target)
+    if layout.is_directory:
+        for replaced in _replaced(target):
+            _attempt(problems, _remove_output, replaced)
+        for name in (JOURNAL_NAME, MARK_NAME):
+            _attempt(problems, os.unlink, target / name)
+    elif has_mark(folder):
+        _attempt(problems, shutil.rmtree, folder)
+
+
+def _replaced(target: Path) -> Iterator[Path]:
+    """Where the output lies that another has taken the name of."""
+    names = f"{glob.escape(target.name)}{REPLACED}*"
+    for path in (partial_folder(target), *target.parent.glob(names)):
+        if path.is_dir() and not path.is_symlink() and not has_mark(path):
+            yield path
+
+
+def _remove_output(folder: Path) -> None:
+    """Remove of a directory what its manifest names, the manifest last, and no more."""
+    if not any(folder.iterdir()):
+        folder.rmdir()
+        return
+    manifest = folder / MANIFEST_NAME
+    files = written_files(folder)
+    for file in sorted(files - {manifest}):
+        file.unlink(missing_ok=True)
+    subfolders = {parent for file in files for parent in file.parents if folder in parent.parents}
+    for subfolder in sorted(subfolders, reverse=True):
+        subfolder.rmdir()
+    manifest.unlink()
+    folder.rmdir()
+
+
+def _attempt(problems: list[str], action: Callable[[Path], None], path: Path) -> None:
+    """Do something that the output no longer depends on."""
+    try:
+        action(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, OutputError) as error:
+        problems.append(str(error))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder of ours."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- what is on the disk
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those above it; return the ones that did not exist."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    if not missing and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def write_synced(path: Path, content: bytes | Path) -> str:
+    """Write a file or copy one, wait until it is on the disk, and return the digest of it.
+
+    Whatever has the name is replaced: a link is not followed.
+    """
+    path.unlink(missing_ok=True)
+    digest = xxhash.xxh3_128()
+    with ExitStack() as stack:
+        source = content.open("rb") if isinstance(content, Path) else io.BytesIO(content)
+        stack.enter_context(source)
+        file = stack.enter_context(path.open("xb"))
+        while piece := source.read(COPIED_BYTES):
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    file_descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)

@@ -1,0 +1,190 @@
+"""Where an output may go, and what of that place is ours.
+
+Three names belong to an output: its own, that of its manifest, and `OUT.partial`, where it is made.
+Before anything is written these are held against every input by device and inode, so that a second
+path to an input (a link, a bind mount) is known for what it is. A folder in which an output is made
+carries a mark; one without it is somebody else's and stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dare.errors import InputError, OutputError
+from dare.output.sealing import read_sealed
+from dare.planning.layout import Layout
+
+MANIFEST_NAME = "dare-manifest.json"
+MARK_NAME = "dare-partial.txt"
+MARK = b"dare makes an output here, and may delete everything in this folder.\n"
+JOURNAL_NAME = "journal.jsonl"
+REPLACED = ".replaced-"
+"""Comes after the name of an output that is being replaced, where names cannot be exchanged."""
+LONGEST_NAME = 255
+"""Bytes, on every file system that people use."""
+
+Identity = tuple[int, int]
+
+
+def partial_folder(target: Path) -> Path:
+    """Where an output is made before it has its name."""
+    return target.with_name(target.name + ".partial")
+
+
+def manifest_path(target: Path) -> Path:
+    """Where the manifest of an output lies."""
+    if target.suffix == ".safetensors":
+        return target.with_name(target.name + ".manifest.json")
+    return target / MANIFEST_NAME
+
+
+def has_mark(folder: Path) -> bool:
+    """Whether a folder is one in which an output is being made, or was."""
+    mark = folder / MARK_NAME
+    if folder.is_symlink() or mark.is_symlink() or not mark.is_file():
+        return False
+    with mark.open("rb") as file:
+        found = file.read(len(MARK) + 1)
+    return MARK.startswith(found)  # a process may have died while writing it
+
+
+def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
+    """Refuse to touch an input, ever, and to replace an output unless told to."""
+    target = layout.target
+    _check_name(target)
+    _check_inputs(layout, inputs)
+    if not os.path.lexists(target):
+        _check_manifest(target)
+        return
+    if not overwrite:
+        raise OutputError(
+            f"{target}: exists already; choose another output, or replace it with "
+            "--overwrite (overwrite=True in Python)"
+        )
+    if target.is_symlink():
+        raise OutputError(f"{target}: is a link, which is not replaced; name what it leads to")
+    if layout.is_directory != target.is_dir():
+        raise OutputError(f"{target}: is a {'file' if layout.is_directory else 'directory'}")
+    if layout.is_directory:
+        _check_folder(target)
+    else:
+        _check_manifest(target)
+
+
+def _check_name(target: Path) -> None:
+    if not target.name or target.name == "..":
+        raise OutputError(f"{target}: is not a name for an output; give it one")
+    longest = f"{target.name}{REPLACED}{os.getpid()}"
+    if target.suffix == ".safetensors":
+        longest = manifest_path(target).name
+    surplus = len(os.fsencode(longest)) - LONGEST_NAME
+    if surplus > 0:
+        raise OutputError(
+            f"{target}: the name is {surplus} bytes too long, because {longest[-30:]!r} must be "
+            "possible beside it; choose a shorter one"
+        )
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
+    target, partial = layout.target, partial_folder(layout.target)
+    at_risk = dict(_identities((target, manifest_path(target), partial)))
+    for folder in (target, partial):
+        if folder.is_dir():
+            at_risk |= _identities(_entries(folder))
+    for file in inputs:
+        for place in _places(file):
+            if (danger := at_risk.get(_identity(place, follow=True))) is None:
+                continue
+            if danger == partial or partial in danger.parents:
+                raise OutputError(
+                    f"{target}: would be made in {partial}, where the input {file} lies; "
+                    "choose another output"
+                )
+            raise OutputError(
+                f"{target}: the output would overwrite the input {file}"
+                + ("" if place == file else f", which lies in {place}")
+                + "; choose another output"
+            )
+
+
+def _places(file: Path) -> Iterator[Path]:
+    """An input, the folders on the way to it, and on the way to what its links lead to."""
+    given = Path(os.path.abspath(file))
+    real = Path(os.path.realpath(file))
+    yield file
+    yield from dict.fromkeys((*given.parents, real, *real.parents))
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(folder):
+        yield from (Path(path, name) for name in (*folders, *files))
+
+
+def _identities(paths: Iterable[Path]) -> Iterator[tuple[Identity | None, Path]]:
+    """What stands at each path, and what it leads to if it is a link."""
+    for path in paths:
+        for follow in (False, True):
+            if (identity := _identity(path, follow=follow)) is not None:
+                yield identity, path
+
+
+def _identity(path: Path, *, follow: bool) -> Identity | None:
+    try:
+        status = path.stat(follow_symlinks=follow)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+# ---------------------------------------------------------------- what may be replaced
+
+
+def _check_manifest(target: Path) -> None:
+    """Refuse to replace a file that only is called like a manifest."""
+    manifest = manifest_path(target)
+    if manifest.parent == target or not os.path.lexists(manifest):
+        return
+    try:
+        if not manifest.is_symlink():
+            read_sealed(manifest)
+            return
+    except InputError:
+        pass
+    raise OutputError(
+        f"{manifest}: is not a manifest made by dare, so it is not replaced; move it away, or "
+        "choose another output"
+    )
+
+
+def _check_folder(target: Path) -> None:
+    """Refuse to replace a folder with anything in it that dare did not write."""
+    if not any(target.iterdir()):
+        return
+    if not (target / MANIFEST_NAME).exists():
+        raise OutputError(
+            f"{target}: not made by dare (it has no {MANIFEST_NAME}), "
+            "so it is not replaced; remove it yourself or choose another output"
+        )
+    ours = written_files(target)
+    for path in _entries(target):
+        if (path.is_symlink() or not path.is_dir()) and path not in ours:
+            raise OutputError(
+                f"{target}: holds {path.relative_to(target)}, which dare did not write, so it is "
+                "not replaced; move that away or choose another output"
+            )
+
+
+def written_files(folder: Path) -> set[Path]:
+    """The files of an output directory that its manifest says were written, and the manifest."""
+    try:
+        names = read_sealed(folder / MANIFEST_NAME)["files"]
+    except InputError as error:
+        raise OutputError(
+            f"{error}; so it is not known which files are ours, and {folder} is not replaced"
+        ) from None
+    return {folder / name for name in (*names, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME)}

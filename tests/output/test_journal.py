@@ -1,0 +1,134 @@
+"""The journal is believed only as far as its checks go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dare
+from dare.output.journal import Journal, Record, read_journal
+from dare.output.targets import JOURNAL_NAME, manifest_path, partial_folder
+from dare.output.writer import PartialOutput
+from helpers import flip_bit, sha256, write_recipe
+
+DIGEST = "0123456789abcdef" * 2
+RECORD = Record("w", 0, (DIGEST, DIGEST), DIGEST, ((7, 0, 3),), (0, 0))
+BASE = {f"t{number}": np.arange(64, dtype=np.float32) + number for number in range(6)}
+MODEL = {name: values * np.float32(1.01) for name, values in BASE.items()}
+
+
+def written(path: Path, *records: Record) -> bytes:
+    journal = Journal(path, "fingerprint")
+    journal.start()
+    journal.note_stamps("stamps")
+    for record in records:
+        journal.add(record)
+    journal.finish(DIGEST)
+    journal.close()
+    return path.read_bytes()
+
+
+def test_what_was_written_is_read(tmp_path):
+    found = read_journal(written(tmp_path / "j", RECORD))
+    assert found.fingerprint == "fingerprint"
+    assert found.records == {("w", 0): ("stamps", RECORD)}
+    assert found.finished == DIGEST
+
+
+def test_no_flipped_bit_is_believed(tmp_path):
+    text = written(tmp_path / "j", RECORD)
+    whole = read_journal(text)
+    for bit in range(8 * len(text)):
+        changed = bytearray(text)
+        changed[bit // 8] ^= 1 << bit % 8
+        found = read_journal(bytes(changed))
+        assert found.fingerprint in (None, whole.fingerprint)
+        for key, (stamps, record) in found.records.items():
+            assert whole.records[key] == (stamps or "stamps", record)
+        assert found.finished in (None, DIGEST)
+
+
+def test_a_line_of_another_merge_is_not_believed(tmp_path):
+    ours = written(tmp_path / "j", RECORD).splitlines(keepends=True)
+    other = Journal(tmp_path / "k", "another")
+    other.start()
+    other.add(RECORD)
+    other.close()
+    line = (tmp_path / "k").read_bytes().splitlines(keepends=True)[1]
+    assert read_journal(b"".join([*ours[:2], line])).records == {}
+
+
+def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 3) -> dare.Recipe:
+    """A merge that was stopped after some chunks."""
+    recipe = write_recipe(folder, BASE, [MODEL], threads=1)
+    count = 0
+    real = PartialOutput.record
+
+    def failing(self: PartialOutput, record: Record) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        real(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialOutput, "record", failing)
+        with pytest.raises(KeyboardInterrupt):
+            dare.merge(recipe)
+    return recipe
+
+
+@pytest.fixture
+def expected(tmp_path) -> str:
+    recipe = write_recipe(tmp_path / "undisturbed", BASE, [MODEL], threads=1)
+    dare.merge(recipe)
+    return sha256(recipe.output)
+
+
+def journal_of(recipe: dare.Recipe) -> Path:
+    return partial_folder(recipe.output) / JOURNAL_NAME
+
+
+def test_a_digit_changed_in_the_inputs_is_not_taken_over(tmp_path, monkeypatch, expected):
+    recipe = stopped(tmp_path, monkeypatch)
+    journal = journal_of(recipe)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    place = lines[2].index(b'"inputs":["') + len(b'"inputs":["')
+    digit = b"1" if lines[2][place : place + 1] != b"1" else b"2"
+    lines[2] = lines[2][:place] + digit + lines[2][place + 1 :]
+    journal.write_bytes(b"".join(lines))
+    report = dare.merge(recipe)
+    assert report.resumed_chunks == 2
+    assert sha256(recipe.output) == expected
+    assert dare.verify(recipe.output).ok
+
+
+def test_flipped_bits_never_give_other_bytes(tmp_path, monkeypatch, expected):
+    generator = random.Random(0)
+    recipe = stopped(tmp_path, monkeypatch)
+    before = journal_of(recipe).read_bytes()
+    weights = partial_folder(recipe.output) / recipe.output.name
+    kept = weights.read_bytes()
+    for bit in generator.sample(range(8 * len(before)), 12):
+        partial_folder(recipe.output).mkdir(exist_ok=True)
+        (partial_folder(recipe.output) / "dare-partial.txt").write_bytes(b"")
+        weights.write_bytes(kept)
+        journal_of(recipe).write_bytes(before)
+        flip_bit(journal_of(recipe), bit)
+        dare.merge(recipe, overwrite=True)
+        assert sha256(recipe.output) == expected
+        assert dare.verify(recipe.output).ok
+
+
+def test_an_emptied_journal_starts_over_and_says_so(tmp_path, monkeypatch, expected):
+    recipe = stopped(tmp_path, monkeypatch)
+    journal_of(recipe).write_bytes(b"")
+    report = dare.merge(recipe)
+    (notice,) = [n.text for n in report.warnings if "journal" in n.text]
+    assert notice.endswith("its journal cannot be read, so it starts over")
+    assert report.resumed_chunks == 0
+    assert sha256(recipe.output) == expected
+    assert "journal" not in manifest_path(recipe.output).read_text()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dare
+from dare.output.places import found, short_name, told
+from dare.output.targets import manifest_path
+from helpers import save, sha256
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("base", "base"),
+        ("models/base/", "base"),
+        ("/home/somebody/base", "base"),
+        ("~somebody/base", "base"),
+        ("../../base", "base"),
+        ("./base.safetensors", "base.safetensors"),
+        ("/data/base/model.safetensors", "base"),
+        ("org/name@0123abc", "org/name@0123abc"),
+        ("/c/hub/models--a--b/snapshots/1f/model.safetensors", "a/b"),
+    ],
+)
+def test_short_names(path: str, expected: str) -> None:
+    assert short_name(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "output", "expected"),
+    [
+        ("/work/ann/base", "/work/ann/merged", "../base"),
+        ("/work/ann/m/base.safetensors", "/work/ann/o/p/x.safetensors", "../../../m/base.safeten…"),
+        ("/work/bob/base", "/work/ann/merged", "base"),
+        ("/work/bob/base", "/elsewhere/merged", "base"),
+        ("org/name@0123abc", "/work/ann/merged", "org/name@0123abc"),
+    ],
+)
+def test_a_path_is_told_from_the_output_if_they_have_enough_in_common(
+    path: str, output: str, expected: str
+) -> None:
+    text = told(Path(path), Path(output))
+    assert text == expected.replace("safeten…", "safetensors")
+    if text.startswith(".."):
+        assert found(text, Path(output)) == Path(path)
+
+
+def merged_by(folder: Path, base: Path, model: Path, output: Path) -> Path:
+    """Merge from that working directory, verbosely, with everything that writes something."""
+    dare.merge(dare.Recipe(base=base, models=[model], output=output, verbose=False))
+    return output
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A folder whose name must not be told, with a base and a model in it."""
+    folder = tmp_path / "home" / "Jane Doe" / "models"
+    save(folder / "base" / "model.safetensors", {"w": np.zeros(8, np.float32)})
+    (folder / "base" / "config.json").write_text("{}")
+    save(folder / "tuned" / "model.safetensors", {"w": np.ones(8, np.float32)})
+    return folder
+
+
+@pytest.mark.parametrize("output", ["merged", "merged.safetensors"])
+def test_nothing_that_is_published_tells_where_it_was_made(secret, tmp_path, output):
+    target = secret / "out" / output
+    recipe = dare.Recipe(
+        base=secret / "base",
+        models=[secret / "tuned"],
+        output=target,
+        verbose=False,
+        on_extra="drop",
+        tensors=[{"match": "w", "model": str(secret / "tuned"), "settings": {"drop_rate": 0.5}}],
+    )
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(parents=True)
+    dare.merge(recipe)
+    written = [target, manifest_path(target)] if target.is_file() else list(target.iterdir())
+    for file in written:
+        content = file.read_bytes()
+        for word in (b"Jane", b"Doe", str(tmp_path).encode()):
+            assert word not in content, file
+
+
+def test_a_repeat_finds_inputs_that_moved_along(secret, tmp_path):
+    target = secret / "out" / "merged.safetensors"
+    dare.merge(
+        dare.Recipe(base=secret / "base", models=[secret / "tuned"], output=target, verbose=False)
+    )
+    moved = secret.rename(tmp_path / "moved")
+    recipe = dare.load_recipe(moved / "out" / "merged.safetensors")
+    again = recipe.model_copy(update={"output": tmp_path / "again.safetensors"})
+    dare.merge(again)
+    assert sha256(again.output) == sha256(moved / "out" / "merged.safetensors")

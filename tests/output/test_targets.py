@@ -1,0 +1,176 @@
+"""What an output may and may not take the place of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dare
+from dare.errors import OutputError
+from dare.output.targets import MANIFEST_NAME, MARK_NAME, manifest_path, partial_folder
+from helpers import listing, save, sha256
+
+BASE = {"w": np.arange(64, dtype=np.float32)}
+MODEL = {"w": np.arange(64, dtype=np.float32) * 1.01}
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A folder with an output of dare in it, as a base, and a model beside it."""
+    save(tmp_path / "start.safetensors", BASE)
+    save(tmp_path / "model.safetensors", MODEL)
+    recipe = dare.Recipe(
+        base=tmp_path / "start.safetensors",
+        models=[tmp_path / "model.safetensors"],
+        output=tmp_path / "in" / "model",
+        verbose=False,
+    )
+    dare.merge(recipe)
+    return tmp_path / "in"
+
+
+def merge_to(output: Path, base: Path, **more: bool) -> None:
+    model = base.parents[1] / "model.safetensors"
+    recipe = dare.Recipe(base=base, models=[model], output=output, verbose=False)
+    dare.merge(recipe, **{"overwrite": True, **more})
+
+
+@pytest.fixture
+def view(inputs: Path, tmp_path: Path) -> Iterator[Path]:
+    """The inputs' folder by a second path."""
+    place = tmp_path / "view"
+    place.mkdir()
+    command = ["mount", "--bind", inputs, place]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("binding a folder to a second place is not permitted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_base_is_not_replaced_by_way_of_a_second_path(inputs, view):
+    before = sha256(inputs / "model" / "model.safetensors")
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        merge_to(view / "model", inputs / "model")
+    assert sha256(inputs / "model" / "model.safetensors") == before
+
+
+def test_a_folder_whose_weights_are_links_is_not_replaced(inputs, tmp_path):
+    blob = (inputs / "model" / "model.safetensors").rename(tmp_path / "blob")
+    (inputs / "model" / "model.safetensors").symlink_to(blob)
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        merge_to(inputs / "model", inputs / "model")
+    other = tmp_path / "in" / "other"
+    merge_to(other, inputs / "model")
+    (other / "model.safetensors").unlink()
+    (other / "model.safetensors").symlink_to(blob)  # the very file that is read
+    with pytest.raises(OutputError, match="would overwrite the input"):
+        merge_to(other, inputs / "model")
+    assert blob.exists()
+
+
+def test_a_file_that_dare_did_not_write_is_never_deleted(inputs, tmp_path):
+    output = tmp_path / "in" / "out"
+    merge_to(output, inputs / "model")
+    (output / "notes").mkdir()
+    notes = output / "notes" / "thesis.txt"
+    notes.write_text("years of work")
+    with pytest.raises(OutputError, match=r"out: holds notes.thesis.txt, which dare did not write"):
+        merge_to(output, inputs / "model")
+    assert notes.read_text() == "years of work"
+    notes.unlink()
+    merge_to(output, inputs / "model")
+    assert listing(output) == ["README.md", MANIFEST_NAME, "model.safetensors"]
+
+
+def test_an_output_whose_manifest_was_edited_is_not_replaced(inputs, tmp_path):
+    output = tmp_path / "in" / "out"
+    merge_to(output, inputs / "model")
+    text = (output / MANIFEST_NAME).read_text()
+    (output / MANIFEST_NAME).write_text(text.replace('"README.md"', '"READ.me"'))
+    with pytest.raises(OutputError, match="not known which files are ours"):
+        merge_to(output, inputs / "model")
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_a_link_in_place_of_the_partial_folder_is_not_followed(inputs, tmp_path, name):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    output = tmp_path / "in" / name
+    partial_folder(output).symlink_to(precious)
+    with pytest.raises(OutputError, match=rf"{name}.partial: is where the output is made"):
+        merge_to(output, inputs / "model")
+    assert listing(precious) == ["thesis.txt"]
+
+
+def test_a_foreign_folder_is_left_exactly_as_it_was(inputs, tmp_path):
+    output = tmp_path / "in" / "out.safetensors"
+    theirs = partial_folder(output)
+    theirs.mkdir()
+    (theirs / "journal.jsonl").write_text('{"journal": 1}\n')
+    before = [(theirs / "journal.jsonl").read_bytes(), theirs.stat().st_mtime_ns]
+    with pytest.raises(OutputError, match=r"holds journal.jsonl and no mark of ours"):
+        merge_to(output, inputs / "model")
+    assert [(theirs / "journal.jsonl").read_bytes(), theirs.stat().st_mtime_ns] == before
+    assert listing(theirs) == ["journal.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "out.safetensors"])
+def test_links_in_a_folder_of_ours_are_not_followed(inputs, tmp_path, name):
+    output = tmp_path / "in" / "out.safetensors"
+    precious = tmp_path / "precious.txt"
+    precious.write_text("years of work")
+    merge_to(output, inputs / "model")
+    marked = partial_folder(output)
+    marked.mkdir()
+    (marked / MARK_NAME).write_bytes(b"")  # as if the process had died while writing it
+    (marked / name).symlink_to(precious)
+    with suppress(OutputError):
+        merge_to(output, inputs / "model")
+    assert precious.read_text() == "years of work"
+
+
+def test_somebody_elses_manifest_is_not_replaced(inputs, tmp_path):
+    output = tmp_path / "in" / "out.safetensors"
+    manifest_path(output).write_text('{"name": "my-app"}')
+    with pytest.raises(OutputError, match="is not a manifest made by dare, so it is not replaced"):
+        merge_to(output, inputs / "model")
+    assert manifest_path(output).read_text() == '{"name": "my-app"}'
+    assert not partial_folder(output).exists()
+
+
+LONGEST = {".safetensors": 255 - len(".manifest.json"), "": 255 - len(f".replaced-{os.getpid()}")}
+
+
+@pytest.mark.parametrize("suffix", LONGEST)
+@pytest.mark.parametrize("letter", ["n", "ä"])
+def test_a_name_may_be_as_long_as_all_that_is_made_of_it_allows(inputs, letter, suffix):
+    letters = (LONGEST[suffix] - len(suffix)) // len(letter.encode())
+    merge_to(inputs / (letter * letters + suffix), inputs / "model", overwrite=False)
+    before = listing(inputs)
+    with pytest.raises(OutputError, match="bytes too long"):
+        merge_to(inputs / (letter * (letters + 1) + suffix), inputs / "model")
+    assert listing(inputs) == before
+
+
+def test_a_name_that_is_no_text_is_an_output_like_any_other(inputs, tmp_path):
+    output = tmp_path / "in" / os.fsdecode(b"caf\xe9")
+    try:
+        output.touch()
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    output.unlink()
+    merge_to(output, inputs / "model")
+    assert dare.verify(output).ok
