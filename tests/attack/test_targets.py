@@ -1,0 +1,321 @@
+"""Outputs that are inputs by another name, and files of other people where ours would go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from interposing import CANNOT_MOUNT, Attack, Job, Outcome
+from power import played, read_log
+from scenarios import BY_NAME, Place, Scenario, check_message, check_whole, contents
+
+NOTES = {"notes.txt": b"years of work\n", "runs": None, "runs/log.txt": b"1 2 3\n"}
+FRESH = [BY_NAME[name] for name in ("file", "directory", "extract", "adapters")]
+fresh = pytest.mark.parametrize("scenario", FRESH, ids=lambda scenario: scenario.name)
+folders = pytest.mark.parametrize("scenario", FRESH[1:], ids=lambda scenario: scenario.name)
+
+
+@pytest.fixture
+def made(place: Place, tmp_path):
+    """Models that dare has made, in a folder that a test may lose."""
+    models = tmp_path.resolve() / "models"
+    place.reset(place.end(BY_NAME["directory"]).new | place.end(BY_NAME["file"]).new)
+    shutil.copytree(place.work, models)
+    for path in models.iterdir():
+        path.rename(path.with_name(path.name.replace("out", "base")))
+    place.reset({})
+    return models
+
+
+def merge_into(place: Place, output: Path, base: Path, mounts=()) -> Outcome:
+    """Merge with a base that dare has made, over an output."""
+    model = place.inputs / ("one" if base.is_dir() else "one.safetensors")
+    arguments = ("--base", base, "--merge", model, "--output", output, "--overwrite", "--quiet")
+    job = Job(tuple(map(str, arguments)), place.work, mounts=mounts)
+    (outcome,) = place.warm.run_together([job])
+    return outcome
+
+
+def check_refused(outcome: Outcome, folder: Path, before) -> None:
+    """The command has changed nothing and says why."""
+    check_message(outcome.status, outcome.err, outcome.err)
+    assert contents(folder) == before
+    assert outcome.status == 1, "the output is an input, and nobody minded"
+
+
+@pytest.mark.parametrize("name", ["base", "base.safetensors"])
+def test_an_input_behind_a_bind_mount_is_never_replaced(place: Place, made, tmp_path, name):
+    view = tmp_path.resolve() / "view"
+    view.mkdir()
+    before = contents(made)
+    outcome = merge_into(place, view / name, made / name, mounts=[(made, view)])
+    if outcome.status == CANNOT_MOUNT:
+        pytest.skip("bind mounts are not allowed here, even in a namespace of one's own")
+    check_refused(outcome, made, before)
+
+
+def test_an_input_file_mounted_over_another_is_never_replaced(place: Place, made, tmp_path):
+    other = tmp_path.resolve() / "other.safetensors"
+    other.write_bytes(b"")
+    before = contents(made)
+    mounts = [(made / "base.safetensors", other)]
+    outcome = merge_into(place, other, made / "base.safetensors", mounts)
+    if outcome.status == CANNOT_MOUNT:
+        pytest.skip("bind mounts are not allowed here, even in a namespace of one's own")
+    check_refused(outcome, made, before)
+
+
+def test_a_mount_where_the_output_would_be_made_is_left_alone(place: Place, made, tmp_path):
+    """The folder of the base is seen as `out.partial`."""
+    partial = tmp_path.resolve() / "out.partial"
+    partial.mkdir()
+    before = contents(made)
+    mounts = [(made / "base", partial)]
+    outcome = merge_into(place, partial.with_name("out"), made / "base", mounts)
+    if outcome.status == CANNOT_MOUNT:
+        pytest.skip("bind mounts are not allowed here, even in a namespace of one's own")
+    check_refused(outcome, made, before)
+
+
+def test_a_base_whose_weights_are_links_is_never_replaced(place: Place, made, tmp_path):
+    store = tmp_path.resolve() / "store"
+    store.mkdir()
+    for weights in (made / "base").glob("*.safetensors"):
+        shutil.move(weights, store / weights.name)
+        weights.symlink_to(store / weights.name)
+    before = contents(tmp_path)
+    check_refused(merge_into(place, made / "base", made / "base"), tmp_path, before)
+
+
+def test_a_store_that_a_base_links_to_is_never_replaced(place: Place, made, tmp_path):
+    base = tmp_path.resolve() / "linked"
+    shutil.copytree(made / "base", base)
+    for weights in base.glob("*.safetensors"):
+        weights.unlink()
+        weights.symlink_to(made / "base" / weights.name)
+    before = contents(made)
+    check_refused(merge_into(place, made / "base", base), made, before)
+
+
+def test_a_link_to_the_base_is_never_replaced(place: Place, made, tmp_path):
+    for name in ("base", "base.safetensors"):
+        link = tmp_path.resolve() / f"link-{name}"
+        link.symlink_to(made / name)
+        before = contents(made)
+        check_refused(merge_into(place, link, made / name), made, before)
+        assert link.is_symlink()
+
+
+def test_a_folder_above_the_base_is_never_replaced(place: Place, made):
+    shutil.copy(made / "base" / "dare-manifest.json", made)
+    before = contents(made)
+    check_refused(merge_into(place, made, made / "base"), made, before)
+
+
+def test_a_hard_link_to_the_base_is_never_written_through(place: Place, made, tmp_path):
+    link = tmp_path.resolve() / "link.safetensors"
+    os.link(made / "base.safetensors", link)
+    before = contents(made)
+    outcome = merge_into(place, link, made / "base.safetensors")
+    assert contents(made) == before
+    check_message(outcome.status, outcome.err, outcome.err)
+
+
+@folders
+def test_an_adapter_or_model_is_not_replaced_by_what_is_made_of_it(
+    place: Place, made, scenario: Scenario
+):
+    """The output is one of the command's own inputs, and looks like an output of ours."""
+    inputs = [word for word in scenario.arguments if word.startswith("../inputs/")]
+    name = Path(inputs[0]).name
+    copy = made / name
+    if not copy.exists():
+        shutil.copytree(place.inputs / name, copy)
+    (copy / "dare-manifest.json").write_bytes(b"{}")
+    before = contents(made)
+    arguments = [str(copy) if word == inputs[0] else word for word in scenario.arguments]
+    outcome = place.run((*arguments, "--output", str(copy), "--overwrite"))
+    assert contents(made) == before
+    assert outcome.status == 1
+
+
+# ---------------------------------------------------------------- files of other people
+
+FOREIGN = {
+    "a folder": NOTES,
+    "an empty journal": {**NOTES, "journal.jsonl": b""},
+    "a journal of zeros": {**NOTES, "journal.jsonl": bytes(4096)},
+    "somebody's journal": {**NOTES, "journal.jsonl": b'{"journal": "of a ship"}\n'},
+    "somebody's first version": {**NOTES, "journal.jsonl": b'{"journal": 1}\n'},
+    "somebody's lines": {**NOTES, "journal.jsonl": b'{"day": 1}\n{"day": 2}\n'},
+    "weights": {"out.safetensors": b"precious", "model.safetensors": b"precious"},
+    "a manifest": {"dare-manifest.json": b"{}", "README.md": b"# mine\n"},
+}
+
+
+def put(folder: Path, files) -> None:
+    folder.mkdir()
+    for name, data in files.items():
+        if data is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(data)
+
+
+@fresh
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
+def test_a_foreign_folder_where_the_output_would_be_made_is_left_as_it_was(
+    place: Place, scenario: Scenario, files
+):
+    place.reset({})
+    put(place.work / f"{scenario.output}.partial", files)
+    check_nothing_lost(place, scenario, ())
+
+
+def check_nothing_lost(place: Place, scenario: Scenario, more: tuple[str, ...]) -> None:
+    """All that was in the work folder is there afterwards, with or without an output beside it."""
+    before = contents(place.work)
+    outcome = place.run((*scenario.command, *more))
+    check_message(outcome.status, outcome.err, outcome.err)
+    after = contents(place.work)
+    lost = [name for name, data in before.items() if name not in after or after[name] != data]
+    assert not lost, f"exit status {outcome.status}, {outcome.err}"
+    if outcome.status == 1:
+        assert after == before, "refused, and something is there that was not"
+    assert place.inputs_are_whole(thoroughly=True)
+
+
+@fresh
+@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
+def test_a_link_where_the_output_would_be_made_is_not_followed(
+    place: Place, scenario: Scenario, more
+):
+    place.reset({})
+    for files in ({}, NOTES, FOREIGN["somebody's first version"]):
+        put(place.work / "precious", files)
+        (place.work / f"{scenario.output}.partial").symlink_to("precious")
+        check_nothing_lost(place, scenario, more)
+        place.reset({})
+    (place.work / f"{scenario.output}.partial").symlink_to("nowhere")
+    check_nothing_lost(place, scenario, more)
+
+
+@fresh
+def test_a_file_where_the_output_would_be_made_is_left_alone(place: Place, scenario: Scenario):
+    place.reset({f"{scenario.output}.partial": b"precious"})
+    check_nothing_lost(place, scenario, ())
+
+
+@fresh
+def test_an_empty_folder_where_the_output_would_be_made_can_be_used(
+    place: Place, scenario: Scenario
+):
+    """A merge that was killed right after it had made the folder leaves that."""
+    place.end(scenario)
+    place.reset({f"{scenario.output}.partial": None})
+    assert place.run(scenario.command).status == 0
+    check_whole(place, scenario, "in an empty folder")
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
+def test_the_manifest_of_somebody_else_is_not_replaced(place: Place, more):
+    scenario = BY_NAME["file"]
+    name = "out.safetensors.manifest.json"
+    for theirs in (b"precious", b"{}", b'{"recipe": "of a cake"}', b""):
+        place.reset({name: theirs})
+        check_nothing_lost(place, scenario, more)
+    place.reset({"precious": b"precious"})
+    (place.work / name).symlink_to("precious")
+    check_nothing_lost(place, scenario, more)
+    place.reset({name: None, f"{name}/notes.txt": b"precious"})
+    check_nothing_lost(place, scenario, more)
+
+
+@folders
+def test_overwriting_never_deletes_a_file_that_dare_did_not_write(place: Place, scenario: Scenario):
+    new = place.end(scenario).new
+    for name, data in [*NOTES.items(), ("model.gguf", b"precious"), ("x.safetensors", b"precious")]:
+        if data is not None:
+            parents = {f"out/{parent}": None for parent in Path(name).parents if parent.name}
+            place.reset({**new, **parents, f"out/{name}": data})
+            outcome = place.run((*scenario.command, "--overwrite"))
+            check_message(outcome.status, outcome.err, outcome.err)
+            kept = place.work / "out" / name
+            assert kept.is_file(), f"{name} is gone, exit status {outcome.status}"
+            assert kept.read_bytes() == data
+
+
+@folders
+def test_what_only_looks_like_our_leftovers_is_left_alone(place: Place, scenario: Scenario):
+    new = place.end(scenario).new
+    for name in ("out.replaced-1", "out.replaced-mine", "out.replaced", "out.old", "out.partial-1"):
+        theirs = {name: None, **{f"{name}/{file}": data for file, data in NOTES.items()}}
+        place.reset({**new, **theirs})
+        place.run((*scenario.command, "--overwrite"))
+        after = contents(place.work)
+        assert all(after.get(key) == data for key, data in theirs.items()), name
+
+
+# ---------------------------------------------------------------- links in what we left
+
+LINKS = {"a link": Path.symlink_to, "a hard link": Path.hardlink_to}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
+@pytest.mark.parametrize("scenario", FRESH[:2], ids=lambda scenario: scenario.name)
+def test_a_link_planted_in_a_stopped_merge_is_not_written_through(
+    place: Place, scenario: Scenario, link, tmp_path
+):
+    log = tmp_path / "log"
+    place.reset({})
+    assert place.run(scenario.command, Attack(place.work, log=log)).status == 0
+    calls = read_log(log, place.work)
+    stopped = played({}, calls[: len(calls) // 2]).now()
+    theirs = contents(place.inputs)["base.safetensors"]
+    for name, data in stopped.items():
+        if data is None:
+            continue
+        place.reset(stopped)
+        precious = place.folder / "precious"
+        precious.write_bytes(theirs)
+        (place.work / name).unlink()
+        link(place.work / name, precious)
+        outcome = place.run(scenario.command)
+        check_message(outcome.status, outcome.err, outcome.err)
+        assert precious.read_bytes() == theirs, f"{name}, exit status {outcome.status}"
+        precious.unlink()
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("scenario", FRESH[:2], ids=lambda scenario: scenario.name)
+def test_a_long_name_works_or_is_refused_before_any_work(place: Place, scenario: Scenario):
+    reads = place.end(scenario).reads
+    for length in (228, 236, 241, 242, 247, 248, 255, 256):
+        place.reset({})
+        name = scenario.output.rjust(length, "x")
+        watching = Attack(place.inputs, reads=True)
+        outcome = place.run((*scenario.arguments, "--output", name, "--quiet"), watching)
+        context = f"{length} bytes: {outcome.err}"
+        check_message(outcome.status, outcome.err, context)
+        if outcome.status == 0:
+            assert place.run(("verify", name)).status == 0, context
+        else:
+            assert contents(place.work) == {}, context
+            assert outcome.seen < reads, f"{context} (after all the work)"
+
+
+@pytest.mark.parametrize("name", ["out\udcff.safetensors", "out\udcff", "\x1b[31mout", "out\n"])
+def test_an_odd_name_works_or_is_refused_before_any_work(place: Place, name):
+    command = BY_NAME["directory"].arguments[: -2 if name.endswith("s") else None]
+    place.reset({})
+    outcome = place.run((*command, "--output", name))
+    check_message(outcome.status, outcome.err, outcome.err)
+    if outcome.status == 0:
+        assert place.run(("verify", name)).status == 0
+    else:
+        assert contents(place.work) == {}, outcome.err
+    assert "\x1b[31mout" not in outcome.out + outcome.err
