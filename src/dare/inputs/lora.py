@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from dare import kernels
 from dare.errors import InputError
 from dare.inputs.patterns import ModulePattern
-from dare.inputs.reading import Floats, read_floats
+from dare.inputs.products import Product, read_block
+from dare.inputs.reading import Floats, hold_same, read_floats
 from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
 from dare.inputs.sources import FileSource, Raw, open_source
 from dare.inputs.views import SourceView
@@ -33,7 +32,6 @@ from dare.tensors.header import TensorInfo
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-Factors = tuple[Floats, Floats]
 F32 = STORAGE_TYPES["F32"]
 
 REFUSED = {
@@ -72,6 +70,8 @@ class Adapter:
     use_rslora: bool
     fan_in_fan_out: bool
     base_name: str | None
+    ensure_weight_tying: bool = False
+    """Whether the adapter of a tied tensor is one under all its names."""
 
     @cached_property
     def _patterns(self) -> list[ModulePattern]:
@@ -82,17 +82,6 @@ class Adapter:
         alphas = zip(self._patterns, self.alpha_pattern.values(), strict=True)
         alpha = next((alpha for pattern, alpha in alphas if pattern.matches(module)), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-@dataclass(frozen=True)
-class Product:
-    """A delta as a product: scale · left·right, each a stored tensor or its transpose."""
-
-    left: str
-    right: str | None
-    """None is a column of ones: the delta is `left` itself."""
-    transposed: bool
-    scale: float
 
 
 class LoraSource(SourceView):
@@ -108,14 +97,13 @@ class LoraSource(SourceView):
         self._is_conv1d = is_conv1d
         self._stored = stored
         self._whole: dict[str, str] = {}
-        self._products: dict[str, Product] = {}
+        self._products: dict[str, tuple[Product, ...]] = {}
+        """What each tensor changes by: a sum, where the base has one tensor under several names."""
         super().__init__(stored, {}, self._whole)
         self.files = (*stored.files, path / CONFIG_NAME)
         self.is_partial = True
         self._sort()
         self.reading_bytes = self._count_reading_bytes()
-        self._kept: dict[int, tuple[str, Factors]] = {}
-        """For each thread, the factors of the tensor that it read last."""
 
     def _sort(self) -> None:
         """Find out what each stored tensor is for."""
@@ -179,18 +167,55 @@ class LoraSource(SourceView):
         return self._is_conv1d and not module.endswith(("lm_head", "score"))
 
     def _add(self, name: str, shape: tuple[int, ...], product: Product) -> None:
-        self._products[name] = product
+        self._products[name] = (product,)
         self.tensors[name] = TensorInfo(name, F32, shape, 0)
+
+    def tie(self, names: Sequence[str]) -> str:
+        """Take tensors of the adapter for one, the first, as the base does; say what that changes.
+
+        What PEFT adds to a tied weight under any of its names, merging adds to the one weight. With
+        `ensure_weight_tying` the names have one adapter, which counts once.
+        """
+        first, *others = names
+        infos = [self.tensors[name] for name in names]
+        is_one = self.adapter.ensure_weight_tying
+        saved = [name for name in names if name not in self._products]
+        held = [name for name in names if name in self._whole]
+        if saved and not is_one and (saved != list(names) or not others):
+            raise InputError(
+                f"{self.path}: {saved[0]} is saved in full (modules_to_save), and the base has it "
+                "under another name too, which would keep its old values; train the adapter with "
+                "ensure_weight_tying, or merge it with PEFT and give the result as a model"
+            )
+        if len({(info.shape, info.dtype) for info in infos}) > 1 or not self._hold_same(held):
+            raise InputError(
+                f"{self.path}: {', '.join(names)} are one tensor in the base and differ in the "
+                "adapter; merge it with PEFT (merge_and_unload) and give the result as a model"
+            )
+        parts = [product for name in names for product in self._products.get(name, ())]
+        if held:
+            self._whole[first] = self._whole[held[0]]
+        for name in others:
+            del self.tensors[name]
+            self._whole.pop(name, None)
+            self._products.pop(name, None)
+        if parts:
+            self._products[first] = tuple(parts[:1] if is_one else parts)
+        self.reading_bytes = self._count_reading_bytes()
+        if is_one or len(parts) < 2:
+            return ""
+        return f"its changes of {', '.join(names)} are added up, as PEFT's merge_and_unload does"
+
+    def _hold_same(self, names: Sequence[str]) -> bool:
+        """Whether what is stored in full under these names is the same."""
+        keys = [self._whole[name] for name in names]
+        return all(hold_same(self._stored, keys[0], key) for key in keys[1:])
 
     def holds_delta(self, name: str) -> bool:
         return name in self._products and name not in self._whole
 
     def fingerprint(self) -> list[Any]:
         return [*self._stored.fingerprint(), repr(self.adapter)]
-
-    def __exit__(self, *error: object) -> None:
-        self._kept.clear()
-        super().__exit__(*error)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self._products:
@@ -200,41 +225,29 @@ class LoraSource(SourceView):
         if name not in self._products:
             super().read(name, start, into)
             return
-        left, right = self._factors(name)
-        scale = np.float32(self._products[name].scale)
-        kernels.load("cpu").low_rank(left, right, start, scale, into)
+        first, *others = self._products[name]
+        first.fill(self._stored, start, into)
+        for product in others:
+            further = np.empty_like(into)
+            product.fill(self._stored, start, further)
+            into += further
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
 
     def _count_reading_bytes(self) -> int:
-        """A product's factors, one of them as it is stored or before it is turned, and a sum."""
+        """Pieces of a product's factors, and what is added to it."""
         stored = self._stored.tensors
         both = [stored[key] for name, key in self._whole.items() if name in self._products]
-        most = 0
-        for product in self._products.values():
-            infos = [stored[key] for key in (product.left, product.right) if key]
-            before = max(info.elements * max(4, info.dtype.itemsize) for info in infos)
-            most = max(most, 4 * sum(info.elements for info in infos) + before)
-        return CHUNK * max((4 + info.dtype.itemsize for info in both), default=0) + most
+        further = any(len(products) > 1 for products in self._products.values())
+        products = (product for several in self._products.values() for product in several)
+        most = max((product.reading_bytes(self._stored) for product in products), default=0)
+        added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
+        return CHUNK * added + most
 
-    def _factors(self, name: str) -> Factors:
-        """The factors of a product, rows × rank and rank × columns; threads share them."""
-        thread = threading.get_ident()
-        shared = (factors for kept, factors in list(self._kept.values()) if kept == name)
-        if (factors := next(shared, None)) is None:
-            self._kept.pop(thread, None)  # so that no thread ever has two
-            product = self._products[name]
-            keys = [key for key in (product.left, product.right) if key is not None]
-            matrices = [self._read_matrix(key, product.transposed) for key in keys]
-            factors = matrices[0], matrices[1] if len(keys) == 2 else np.ones((1, 1), np.float32)
-        self._kept[thread] = name, factors
-        return factors
-
-    def _read_matrix(self, key: str, transposed: bool = False) -> Floats:
-        """A stored factor or its transpose, contiguous."""
+    def _read_matrix(self, key: str) -> Floats:
+        """A stored factor, as a matrix."""
         info = self._stored.tensors[key]
-        matrix = read_floats(self._stored, key, 0, info.elements).reshape(info.shape[0], -1)
-        return np.ascontiguousarray(matrix.T) if transposed else matrix
+        return read_block(self._stored, key, 0, info.shape[0], 0, math.prod(info.shape[1:]))
 
 
 def looks_like(path: Path) -> bool:
@@ -281,6 +294,7 @@ def read_config(path: Path) -> Adapter:
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=config.get("base_model_name_or_path"),
+            ensure_weight_tying=bool(config.get("ensure_weight_tying")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None

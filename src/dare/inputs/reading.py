@@ -14,6 +14,9 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+FIRST_COMPARED = 4096
+"""Elements that are compared first, since tensors that differ do so almost everywhere."""
+
 
 def read_chunks(
     sources: Sequence[Source],
@@ -75,3 +78,20 @@ def decoded(raw: Raw, backend: str = "reference") -> Floats:
     values = np.empty(raw.shape, np.float32)
     kernels.load(backend).decode(raw, values)
     return values
+
+
+def hold_same(source: Source, name: str, other: str) -> bool:
+    """Whether two tensors of a source are equal byte for byte; reads to the first difference."""
+    one, two = source.tensors[name], source.tensors[other]
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    spans = [(0, min(FIRST_COMPARED, one.elements)), *chunk_spans(one.elements)]
+    buffers = np.empty((2, max(count for _, count in spans)), one.dtype.carrier)
+    with source:
+        for start, count in spans:
+            source.read(name, start, buffers[0, :count])
+            source.read(other, start, buffers[1, :count])
+            left, right = buffers[:, :count].view(np.uint8)
+            if not np.array_equal(left, right):
+                return False
+    return True

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -47,6 +48,8 @@ class Source:
     """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
     reading_bytes: int = 0
     """What reading takes for each thread, beside the buffer that is filled."""
+    ties: Mapping[str, str] = MappingProxyType({})
+    """Names that stand for a tensor which has another name too, and that other name."""
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         """Whether a tensor is the change to the base, in float32, instead of the weights."""
@@ -59,6 +62,10 @@ class Source:
     def read(self, name: str, start: int, into: Raw) -> None:
         """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on."""
         raise NotImplementedError
+
+    def place(self, name: str) -> Hashable:  # noqa: ARG002
+        """Where a tensor lies, by which two names of one tensor are known; None: nowhere."""
+        return None
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Say that these elements will be read soon."""
@@ -173,7 +180,9 @@ class ArraySource(Source):
         arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
         *,
         holds_deltas: bool = False,
+        places: Mapping[str, Hashable] = MappingProxyType({}),
     ) -> None:
+        self._places = places
         self.is_partial = holds_deltas
         self.tensors = {
             name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
@@ -182,6 +191,9 @@ class ArraySource(Source):
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         return self.is_partial
+
+    def place(self, name: str) -> Hashable:
+        return self._places.get(name)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         into[:] = self._elements[name][start : start + into.size]

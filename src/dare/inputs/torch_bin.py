@@ -15,7 +15,7 @@ import re
 import struct
 import zipfile
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,9 @@ class TorchSource(InputFiles):
                 self.left_out += tuple(str(other) for other in loaded if other != key)
                 return inner
         return loaded
+
+    def place(self, name: str) -> Hashable:
+        return self._home[name], self.tensors[name].start, self._strides.get(name)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self._strides:

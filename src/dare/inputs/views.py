@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ class SourceView(Source):
         """The names of tensors in the source, where they are others there."""
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
+        self.ties = inner.ties
 
     def holds_delta(self, name: str) -> bool:
         return self.inner.holds_delta(self.names.get(name, name))
@@ -34,6 +35,9 @@ class SourceView(Source):
 
     def read(self, name: str, start: int, into: Raw) -> None:
         self.inner.read(self.names.get(name, name), start, into)
+
+    def place(self, name: str) -> Hashable:
+        return self.inner.place(self.names.get(name, name))
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         self.inner.prefetch(self.names.get(name, name), start, count)
@@ -58,6 +62,18 @@ class RenamedSource(SourceView):
     def __init__(self, inner: Source, names: Mapping[str, str]) -> None:
         tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
         super().__init__(inner, tensors, names)
+
+    def fingerprint(self) -> list[Any]:
+        return [*self.inner.fingerprint(), sorted(self.names.items())]
+
+
+class TiedSource(SourceView):
+    """A source that shows one tensor under several names, beside all others as they are."""
+
+    def __init__(self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str]) -> None:
+        shown = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
+        super().__init__(inner, {**inner.tensors, **shown}, names)
+        self.ties = ties
 
     def fingerprint(self) -> list[Any]:
         return [*self.inner.fingerprint(), sorted(self.names.items())]

@@ -90,7 +90,7 @@ class Backend:
         is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
         block = Block(
             self._kernels,
-            tensor.name,
+            tensor.key,
             chunk.start,
             self._seeds[model],
             tuned,
