@@ -22,6 +22,7 @@ def array_source(arrays: Mapping[str, Any], label: str) -> ArraySource:
     """Present a dict of arrays as a source."""
     return ArraySource(
         {name: stored(array, f"{label}: {name}") for name, array in arrays.items()},
+        label=label,
         places={name: _place(array) for name, array in arrays.items()},
     )
 

@@ -27,7 +27,7 @@ from dare.inputs.sources import FileSource, Raw, open_source
 from dare.inputs.views import SourceView
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, admit
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -113,17 +113,20 @@ class LoraSource(SourceView):
             if factor := _FACTOR.match(name):
                 module, embedding, letter, part = factor.groups()
                 kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
-                factors.setdefault((module, kind), {})[letter] = key
+                pair = factors.setdefault((module, kind), {})
+                admit(info, (), str(self.path), as_weight=True)
+                if letter in pair or (kind == "bias" and letter == "A") or not info.shape:
+                    raise InputError(self._why_not(key, pair.get(letter)))
+                pair[letter] = key
                 continue
             if "lora_" in name or "trainable_tokens" in name:
-                raise InputError(
-                    f"{self.path}: {key} is of no known kind; merge the adapter into its base with "
-                    "PEFT (merge_and_unload) and give the result as a model"
-                )
+                raise InputError(self._why_not(key))
             name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
             name = re.sub(r"\.base_layer\.", ".", name)
+            if name in self._whole:
+                raise InputError(self._why_not(key, self._whole[name]))
+            self._add(replace(info, name=name))
             self._whole[name] = key
-            self.tensors[name] = replace(info, name=name)
         ranks = {
             module: self._stored.tensors[pair["A"]].shape[0]
             for (module, kind), pair in factors.items()
@@ -132,10 +135,21 @@ class LoraSource(SourceView):
         for (module, kind), pair in factors.items():
             if kind == "bias":
                 scale = self.adapter.scaling(module, ranks.get(module, 1))
-                shape = self._stored.tensors[pair["B"]].shape
-                self._add(f"{module}.bias", shape, Product(pair["B"], None, False, scale))
+                info = replace(self._stored.tensors[pair["B"]], name=f"{module}.bias")
+                self._add(info, Product(pair["B"], None, False, scale))
             else:
                 self._add_pair(module, kind, pair)
+
+    def _why_not(self, key: str, other: str | None = None) -> str:
+        """Why a stored tensor cannot be taken in."""
+        if other is None:
+            reason = f"{key} is of no known kind; merge the adapter into its base with"
+        else:
+            reason = (
+                f"{other} and {key} are for the same tensor, so there are several adapters in one "
+                "file; save one of them, or merge them with"
+            )
+        return f"{self.path}: {reason} PEFT (merge_and_unload) and give the result as a model"
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
         if set(pair) != {"A", "B"}:
@@ -143,7 +157,7 @@ class LoraSource(SourceView):
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
         rank, height = down.shape[0], up.shape[0]
-        if math.prod(up.shape[1:]) != rank:
+        if math.prod(up.shape[1:]) != rank or not rank:
             raise InputError(
                 f"{self.path}: {module}: lora_A is {down.form} and lora_B is {up.form}, "
                 "which cannot be multiplied"
@@ -151,10 +165,11 @@ class LoraSource(SourceView):
         scale = self.adapter.scaling(module, rank)
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
-            self._add(f"{module}.weight", (math.prod(down.shape[1:]), height), product)
+            shape: tuple[int, ...] = math.prod(down.shape[1:]), height
         else:
             product = Product(pair["B"], pair["A"], False, scale)
-            self._add(f"{module}.weight", (height, *down.shape[1:]), product)
+            shape = height, *down.shape[1:]
+        self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
         """Whether the base stores a layer as inputs × outputs.
@@ -166,9 +181,12 @@ class LoraSource(SourceView):
             return self.adapter.fan_in_fan_out
         return self._is_conv1d and not module.endswith(("lm_head", "score"))
 
-    def _add(self, name: str, shape: tuple[int, ...], product: Product) -> None:
-        self._products[name] = (product,)
-        self.tensors[name] = TensorInfo(name, F32, shape, 0)
+    def _add(self, info: TensorInfo, product: Product | None = None) -> None:
+        """Take in what is stored in full, or a change, which may come to what is stored in full."""
+        admit(info, self._products, str(self.path))
+        self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
+        if product is not None:
+            self._products[info.name] = (product,)
 
     def tie(self, names: Sequence[str]) -> str:
         """Take tensors of the adapter for one, the first, as the base does; say what that changes.

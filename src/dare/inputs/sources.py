@@ -22,7 +22,7 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import read_at
-from dare.tensors.header import Header, TensorInfo, read_header
+from dare.tensors.header import Header, TensorInfo, admit, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -179,14 +179,17 @@ class ArraySource(Source):
         self,
         arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
         *,
+        label: str = "arrays",
         holds_deltas: bool = False,
         places: Mapping[str, Hashable] = MappingProxyType({}),
     ) -> None:
         self._places = places
         self.is_partial = holds_deltas
-        self.tensors = {
-            name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
-        }
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, (dtype, shape, _) in arrays.items():
+            info = TensorInfo(name, dtype, shape, 0)
+            admit(info, self.tensors, label)
+            self.tensors[name] = info
         self._elements = {name: raw.view(kind.carrier) for name, (kind, _, raw) in arrays.items()}
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002

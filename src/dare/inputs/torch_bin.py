@@ -26,7 +26,7 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -66,7 +66,9 @@ class TorchSource(InputFiles):
             if not isinstance(name, str) or not _is_tensor(value):
                 self.left_out += (str(name),)
                 continue
-            self.tensors[name] = _describe(value, file, name, edges)
+            info = _describe(value, file, name, edges)
+            admit(info, (), str(file))
+            self.tensors[name] = info
             self._home[name] = file
             if not value.is_contiguous():
                 self._strides[name] = tuple(value.stride())
