@@ -14,8 +14,8 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-FIRST_COMPARED = 4096
-"""Elements that are compared first, since tensors that differ do so almost everywhere."""
+PLACES, PLACE = 64, 4096
+"""How many places of two tensors are compared first, and how many elements at each."""
 
 
 def read_chunks(
@@ -80,13 +80,19 @@ def decoded(raw: Raw, backend: str = "reference") -> Floats:
     return values
 
 
-def hold_same(source: Source, name: str, other: str) -> bool:
-    """Whether two tensors of a source are equal byte for byte; reads to the first difference."""
+def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
+    """Whether two tensors of a source are equal byte for byte; reads to the first difference.
+
+    Some places are looked at first, since tensors that differ do so almost everywhere; `whole` says
+    whether to look at all others too.
+    """
     one, two = source.tensors[name], source.tensors[other]
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return False
-    spans = [(0, min(FIRST_COMPARED, one.elements)), *chunk_spans(one.elements)]
-    buffers = np.empty((2, max(count for _, count in spans)), one.dtype.carrier)
+    step = max(PLACE, one.elements // PLACES)
+    spans = [(at, min(PLACE, one.elements - at)) for at in range(0, one.elements, step)]
+    spans += chunk_spans(one.elements) if whole else ()
+    buffers = np.empty((2, max((count for _, count in spans), default=0)), one.dtype.carrier)
     with source:
         for start, count in spans:
             source.read(name, start, buffers[0, :count])

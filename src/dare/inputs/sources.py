@@ -12,7 +12,6 @@ import stat
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -32,6 +31,9 @@ Raw = NDArray[Any]
 """Elements as they are stored, flat."""
 
 
+_NONE: dict[str, Any] = {}
+
+
 class Source:
     """Tensors by name, readable from any element on, from any thread.
 
@@ -48,7 +50,7 @@ class Source:
     """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
     reading_bytes: int = 0
     """What reading takes for each thread, beside the buffer that is filled."""
-    ties: Mapping[str, str] = MappingProxyType({})
+    ties: Mapping[str, str] = _NONE
     """Names that stand for a tensor which has another name too, and that other name."""
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
@@ -181,7 +183,7 @@ class ArraySource(Source):
         *,
         label: str = "arrays",
         holds_deltas: bool = False,
-        places: Mapping[str, Hashable] = MappingProxyType({}),
+        places: Mapping[str, Hashable] = _NONE,
     ) -> None:
         self._places = places
         self.is_partial = holds_deltas

@@ -148,7 +148,9 @@ def _holds_one(given: _Input, first: str, alias: str) -> bool:
         return says_tied(given.config) is not False or not {first, alias} & set(tensors)
     if first not in tensors or alias not in tensors:
         return says_tied(given.config) is not False
-    return _share_storage(source, first, alias) or hold_same(source, first, alias)
+    return _share_storage(source, first, alias) or hold_same(
+        source, first, alias, whole=not _is_told(given, first, alias)
+    )
 
 
 def _is_told(given: _Input, first: str, alias: str) -> bool:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from dare.errors import Concern, MismatchError, Notice, RecipeError
+from dare.inputs.small_files import some_of
 from dare.inputs.sources import Source
 from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
@@ -38,6 +39,7 @@ def make_plan(
         for name, info in sorted(base.tensors.items())
     ]
     extras = _find_extras(recipe, base, models, names, problems, warnings)
+    problems = problems or list(_find_idle(base, models, names, tensors))
     if problems:
         raise MismatchError(_list(problems))
     for rule in recipe.tensors:
@@ -186,6 +188,29 @@ def _find_extras(
         else:
             warnings.append(Notice(Concern.EXTRA_TENSORS, f"{line}; left out"))
     return sorted(owners)
+
+
+def _find_idle(
+    base: Source, models: Sequence[Source], names: Sequence[str], tensors: Sequence[TensorPlan]
+) -> Iterator[str]:
+    """A line for each model of which nothing would be merged."""
+    if not any(info.dtype.is_weight for info in base.tensors.values()):
+        return
+    busy = {
+        index
+        for tensor in tensors
+        if tensor.is_merged
+        for index in tensor.models
+        if tensor.name in models[index].tensors
+    }
+    for index, (model, name) in enumerate(zip(models, names, strict=True)):
+        if index not in busy:
+            held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
+            yield (
+                f"{name}: nothing of it would be merged: none of its {len(model.tensors)} tensors"
+                f"{held} fits one of the base's ({some_of(sorted(base.tensors))}); "
+                "give the model that belongs to this base, or leave it out"
+            )
 
 
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
