@@ -14,6 +14,7 @@ from dare.inputs.formats import open_model, read_config
 from dare.inputs.hub import resolve
 from dare.inputs.names import match_names
 from dare.inputs.sources import Source
+from dare.inputs.ties import tie
 from dare.inputs.vocabulary import Aligned, align
 from dare.recipe.entries import distinct
 from dare.recipe.hub_names import parse_name
@@ -74,7 +75,9 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
         for model, name, config in zip(models, names, configs[1:], strict=True)
     ]
     notes += [note for model in matched for note in model.notes]
-    models = [model.source for model in matched]
+    tied = tie(base, [model.source for model in matched], names, configs)
+    base, models = tied.base, list(tied.models)
+    notes += tied.notes
     folders = tuple(path if path.is_dir() else None for path in paths)
     if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
         aligned = Aligned(base, tuple(models))  # rows that do not fit stay the base's
