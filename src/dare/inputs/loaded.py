@@ -4,16 +4,20 @@ An adapter names modules in memory. transformers 5 gives many of them other name
 do, and holds all experts of a layer as one parameter. What a model becomes is known here for the
 common language models, whose names stay as they are (a table, which a test compares with
 transformers); for all others transformers is asked, which builds the model without weights. What
-neither knows is refused.
+neither knows is refused. The other way round, an adapter that PEFT trained is brought to the names
+of the base's files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
 import sys
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -23,6 +27,8 @@ from typing import Any, Literal
 from dare.errors import InputError
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
+from dare.inputs.sources import Source
+from dare.inputs.views import RenamedSource
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
@@ -34,8 +40,17 @@ EMBEDDINGS = ("relative_attention_bias",)
 """Modules that are embeddings though their names do not say so."""
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 """Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
+MAMBA_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+OF_EXPERTS = "PEFT takes its name for that of an expert"
 MOST_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules are called what its file calls them"
+MERGE_FIRST = (
+    "merge the adapter into it with PEFT (merge_and_unload) and give the result as a model"
+)
+
+_WEIGHT_IN_CODE = re.compile(
+    r"(?<!isinstance\()self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim)|\s*=[^=])"
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,16 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def find_places(path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Loaded:
-    """Say what the tensors of a model become when it is loaded by its configuration."""
+def find_places(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    remedy: str = AS_STORED,
+) -> Loaded:
+    """Say what the tensors of a model become when it is loaded by its configuration.
+
+    `remedy` is what a user can do where nobody knows.
+    """
     if "model_type" not in config:
         return Loaded(
             places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
@@ -87,7 +110,25 @@ def find_places(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
         )
     if places := _by_table(config, tensors):
         return Loaded(places)
-    return _by_transformers(path if path.is_dir() else path.parent, config, tensors)
+    return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
+
+
+def under_stored_names(
+    adapter: Source, base: Source, path: Path, config: Mapping[str, Any]
+) -> Source:
+    """An adapter with the names that the files of its base have, where those in memory differ."""
+    unknown = set(adapter.tensors) - set(base.tensors)
+    if not (adapter.is_partial and unknown and "model_type" in config):
+        return adapter
+    places = find_places(path, config, base.tensors, MERGE_FIRST).places
+    fused = {place.name for place in places.values() if place.kind == "fused"}
+    if parts := sorted(unknown & fused):
+        raise InputError(
+            f"{path}: does not store {parts[0]} as one tensor, as the adapter has it; {MERGE_FIRST}"
+        )
+    stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
+    names = {stored.get(name, name): name for name in adapter.tensors}
+    return RenamedSource(adapter, names) if len(names) == len(adapter.tensors) else adapter
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -145,7 +186,7 @@ def _by_table(
 
 
 def _by_transformers(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
 ) -> Loaded:
     where = folder / "config.json"
     try:
@@ -154,18 +195,15 @@ def _by_transformers(
     except ImportError:
         raise InputError(
             f"{where}: what modules a {config['model_type']!a} has is not known without "
-            f"transformers 5 or newer and torch: pip install transformers torch; or {AS_STORED}"
+            f"transformers 5 or newer and torch: pip install transformers torch; or {remedy}"
         ) from None
-    model = _without_weights(where, config)
+    model = _without_weights(where, config, remedy)
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
-    experts = {
-        pattern.split(".")[-2]
-        for converter in converters
-        for pattern in converter.source_patterns
-        if "experts" in pattern
-    }
+    hindered = dict.fromkeys(_expert_layers(converters), OF_EXPERTS)
+    if config["model_type"] in MAMBA_MODELS:
+        hindered["out_proj"] = "PEFT refuses it in a Mamba"
     state = model.state_dict(keep_vars=True)
     owners = Counter(map(id, state.values()))
     places = {}
@@ -181,16 +219,51 @@ def _by_transformers(
             places[name] = Place(new, "fused")
         else:
             module = new.rpartition(".")[0]
-            is_taken = module.rpartition(".")[2] in experts
-            hindrance = "PEFT takes its name for that of an expert" if is_taken else ""
+            parent, _, leaf = module.rpartition(".")
+            hindrance = hindered.get(leaf, "")
+            if leaf in _weights_in_code(type(model.get_submodule(parent)).__mro__):
+                hindrance = "the model's code uses its weight without calling it"
             kind = _kind_of(model.get_submodule(module))
             places[name] = Place(new, kind, owners[id(state[new])] > 1, hindrance)
+    _refuse_doubles(folder, places)
     moved = sum(name != place.name for name, place in places.items())
     note = f"{moved} tensors have other names in memory (transformers {transformers.__version__})"
     return Loaded(places, (note,) if moved else ())
 
 
-def _without_weights(where: Path, config: Mapping[str, Any]) -> Any:
+def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
+    """What the layers of single experts were called before they became parts of one parameter."""
+    for converter in converters:
+        for pattern in converter.source_patterns:
+            plain = pattern.replace("\\", "")
+            if "experts" in plain and plain.endswith(".weight"):
+                yield plain.removesuffix(".weight").rpartition(".")[2]
+
+
+@cache
+def _weights_in_code(classes: tuple[type, ...]) -> set[str]:
+    """The modules in a module whose weights its code uses itself, past any LoRA (as Mamba does)."""
+    found: set[str] = set()
+    for base in classes:
+        if base.__module__.startswith("transformers."):
+            with contextlib.suppress(OSError, TypeError):  # no source
+                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(base)))
+    return found
+
+
+def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:
+    """Refuse a model that stores one tensor under two names, of which a loader takes either."""
+    stored: dict[str, str] = {}
+    for name, place in places.items():
+        other = stored.setdefault(place.name, name)
+        if other != name and place.kind not in ("fused", "absent"):
+            raise InputError(
+                f"{folder}: stores {other} and {name}, and both are {place.name} in memory; "
+                "save the model again with transformers"
+            )
+
+
+def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
     """Build the model that a configuration describes, without memory for its weights."""
     import transformers
 
@@ -203,17 +276,18 @@ def _without_weights(where: Path, config: Mapping[str, Any]) -> Any:
     if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
         raise InputError(
             f"{where}: architectures names {architecture!a}, which transformers does not have, so "
-            f"its modules are not known; {AS_STORED}"
+            f"its modules are not known; {remedy}"
         )
     try:
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
             warnings.simplefilter("ignore")
-            return build(transformers.AutoConfig.from_pretrained(where.parent))
+            settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
+            return build(transformers.AutoConfig.from_pretrained(where.parent, **settings))
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(
             f"{where}: transformers cannot build a {architecture} by it ({reason}), so its modules "
-            f"are not known; {AS_STORED}"
+            f"are not known; {remedy}"
         ) from error
 
 

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
-from dare.inputs.loaded import Loaded, Place, architecture_of, find_places, places_as_stored
+from dare.inputs.loaded import (
+    Loaded,
+    Place,
+    architecture_of,
+    find_places,
+    places_as_stored,
+    under_stored_names,
+)
 from dare.inputs.names import match_names
 from dare.inputs.reading import read_float_chunks
 from dare.inputs.sources import Source
@@ -197,8 +204,9 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
         raise InputError(f"{base}: is an adapter, and a base must be a whole model")
     configs = {"base_config": read_config(base), "model_config": read_config(model)}
     matched = match_names(opened, open_model(model), model.name, **configs)
-    ours, theirs = set(opened.tensors), set(matched.source.tensors)
-    missing = [] if matched.source.is_partial else sorted(ours - theirs)
+    tuned = under_stored_names(matched.source, opened, base, configs["base_config"])
+    ours, theirs = set(opened.tensors), set(tuned.tensors)
+    missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
     problems += [f"{name}: in {model}, not in the base" for name in sorted(theirs - ours)]
     if problems:
@@ -212,7 +220,7 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
         loaded = Loaded(stored)
     else:
         loaded = find_places(base, configs["base_config"], opened.tensors)
-    return Change(opened, matched.source, loaded.places, (*matched.notes, *loaded.notes))
+    return Change(opened, tuned, loaded.places, (*matched.notes, *loaded.notes))
 
 
 # ---------------------------------------------------------------- the modules
