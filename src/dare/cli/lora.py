@@ -95,7 +95,7 @@ def extract(
         bool, Parameter(negative="", help="Store in full what else has changed.")
     ] = False,
     base_name: Annotated[
-        str | None, Parameter(help="What the adapter calls its base; else the path.")
+        str | None, Parameter(help="What the adapter calls its base; else its name.")
     ] = None,
     as_stored: Annotated[
         bool,

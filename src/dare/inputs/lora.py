@@ -303,6 +303,7 @@ def read_config(path: Path) -> Adapter:
             f"{file}: init_lora_weights is {start!r}, which changes the base's own weights; "
             "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
         )
+    name = config.get("base_model_name_or_path")
     try:
         adapter = Adapter(
             alpha=float(config["lora_alpha"]),
@@ -311,7 +312,7 @@ def read_config(path: Path) -> Adapter:
             },
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
-            base_name=config.get("base_model_name_or_path"),
+            base_name=name if isinstance(name, str) else None,
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -38,6 +38,7 @@ from dare.lora.reading import list_findings, reading
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, peft_config
+from dare.output.places import short_name, told
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
 
@@ -167,8 +168,8 @@ def extract_adapter(
             left_out=tuple(left_out),
         )
         made = {
-            "base": str(base.resolve()),
-            "model": str(model.resolve()),
+            "base": told(base, writing.target),
+            "model": told(model, writing.target),
             "rank": rank,
             "energy": energy,
             "modules": modules and list(modules),
@@ -176,7 +177,7 @@ def extract_adapter(
             "as_stored": as_stored,
             "dtype": kind.name,
         }
-        named = base_name or str(base.resolve())
+        named = base_name or short_name(base)
         is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
         writing.finish(report, _config(report, config, named, is_turned), made)
     return report

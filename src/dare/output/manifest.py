@@ -110,7 +110,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     figures = report.to_dict()
     del figures["digests"], figures["output"]
     figures["warnings"] = [
-        {"about": notice.about, "text": without_folders(notice.text)}
+        {"about": notice.about, "text": without_folders(notice.text, plan.recipe.paths)}
         for notice in report.warnings
         if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
     ]

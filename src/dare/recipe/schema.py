@@ -256,6 +256,12 @@ class Recipe(Strict, Resolving):
         changed = {"base": base, "models": entries, "output": output, "tensors": rules}
         return self.model_copy(update={**changed, "output_digest": self.output_digest})
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files and directories that it names."""
+        output = () if self.output is None else (self.output,)
+        return (self.base, *(entry.file for entry in self.models), *output)
+
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
         import tomli_w
