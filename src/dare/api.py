@@ -24,6 +24,7 @@ from dare.errors import (
 )
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
+from dare.inputs.ties import tie
 from dare.output.journal import JOURNAL_VERSION, Record
 from dare.output.manifest import (
     FORMAT,
@@ -242,7 +243,8 @@ def merge_arrays(
     ]
     recipe = Recipe(base="base", models=entries, **settings)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
-    planned = make_plan(recipe, array_source(base, "base"), sources, names, backend=backend)
+    tied = tie(array_source(base, "base"), sources, names)
+    planned = make_plan(recipe, tied.base, tied.models, names, tied.notes, backend=backend)
     _warn(recipe, planned.warnings)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)

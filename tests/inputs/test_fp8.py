@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import InputError
-from dare.inputs.fp8 import PACKED, DequantizedSource, dequantized
+from dare.inputs.fp8 import PIECE_BYTES, DequantizedSource, dequantized
 from dare.inputs.sources import ArraySource, FileSource, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
-from helpers import entry, file_bytes, read_elements, read_tensor, save
+from helpers import entry, file_bytes, read_elements, read_tensor
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 TYPES = {
@@ -212,6 +212,7 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         "a.weight": codes((2, 3)),
         "a.weight_scale": factors(2),
         "a.input_scale": factors(()),
+        "a.input_scale_ub": factors(()),
         "a.k_scale": factors(1),
         "norm.weight": norm,
         "logit_scale": norm,
@@ -233,8 +234,9 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
     }
     assert source.remarks == (
         "1 FP8 tensors are presented as float32, scales applied",
-        "2 scales of activations are left out: no weights",
+        "3 scales of activations are left out: no weights",
     )
+    assert source.reading_bytes == PIECE_BYTES
     assert read_tensor(source, "norm.weight") == norm.tobytes()
     assert read_tensor(source, "plain") == plain.tobytes()
     assert read_tensor(source, "table") == table.tobytes()
@@ -321,35 +323,3 @@ def test_two_scales_of_one_weight_are_refused():
     arrays = {"w": codes((4, 6)), "w_scale": scale, "w_scale_inv": scale}
     with pytest.raises(InputError, match=r"w has both w_scale_inv and w_scale; which one applies"):
         dequantized(source_of(arrays))
-
-
-PACKED_MODELS = {
-    "AWQ": (["l.qweight", "l.qzeros", "l.scales"], r"l.qweight: quantised \(AWQ or GPTQ\)"),
-    "GPTQ": (["l.g_idx", "l.qweight", "l.scales"], r"l.g_idx: quantised \(GPTQ\)"),
-    "bitsandbytes, 4 bits": (
-        ["l.weight", "l.weight.absmax", "l.weight.quant_state.bitsandbytes__nf4"],
-        r"l.weight.absmax: quantised \(bitsandbytes\)",
-    ),
-    "bitsandbytes, state": (
-        ["l.weight", "l.weight.quant_state.bitsandbytes__fp4"],
-        r"l.weight.quant_state.bitsandbytes__fp4: quantised \(bitsandbytes\)",
-    ),
-    "bitsandbytes, 8 bits": (["l.weight", "l.SCB"], r"l.SCB: quantised \(bitsandbytes\)"),
-    "NVFP4": (["l.weight", "l.weight_scale_2"], r"l.weight_scale_2: quantised \(NVFP4\)"),
-    "int8": (["l.weight", "l.weight_scale"], r"l.weight: quantised \(I32 with scales\)"),
-}
-
-
-@pytest.mark.parametrize("kind", PACKED_MODELS)
-def test_weights_packed_in_integers_are_refused_with_what_to_do(kind):
-    names, message = PACKED_MODELS[kind]
-    source = source_of(dict.fromkeys(names, np.zeros((4, 4), np.int32)))
-    with pytest.raises(InputError, match=rf"{message}; .*merge the model it was made from, or deq"):
-        dequantized(source)
-
-
-def test_the_folder_of_a_packed_model_is_named(tmp_path):
-    for ending in PACKED:
-        path = save(tmp_path / "model.safetensors", {f"l.{ending}": np.zeros(4, np.int32)})
-        with pytest.raises(InputError, match=rf"{tmp_path}: l.{ending}: quantised"):
-            dequantized(open_source(path))

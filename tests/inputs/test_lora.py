@@ -1,10 +1,8 @@
 """Adapters become the deltas that PEFT would add to the base."""
 
 import json
-import pickle
 import tracemalloc
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -222,22 +220,6 @@ def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
         tracemalloc.stop()
         assert peak < planned.cost.threads * planned.cost.workspace_bytes + (2 << 20)
         assert planned.cost.threads * planned.cost.workspace_bytes <= planned.recipe.max_memory
-
-
-@pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_a_thread_keeps_the_factors_of_one_tensor(tmp_path, fan_in_fan_out):
-    tensors = PAIR | {name.replace("q_", "v_"): value for name, value in PAIR.items()}
-    source = open_adapter(write_adapter(tmp_path, tensors, fan_in_fan_out=fan_in_fan_out))
-    assert source.reading_bytes == 4 * (A.size + B.size) + 4 * B.size
-    into = np.empty(12, np.float32)
-    with pickle.loads(pickle.dumps(source)) as copy, ThreadPoolExecutor(1) as other:
-        for name in ("m.q_proj.weight", "m.v_proj.weight"):
-            copy.read(name, 0, into)
-            other.submit(copy.read, name, 0, into).result()
-            (first, factors), (second, shared) = copy._kept.values()
-            assert first == second == name
-            assert factors is shared
-    assert not copy._kept
 
 
 # ---------------------------------------------------------------- PEFT's own merge

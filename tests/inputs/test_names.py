@@ -109,6 +109,7 @@ def test_a_merge_sees_through_both_at_once(tmp_path):
     assert plan.notes == (
         "math: 'model.' put before 7 names",
         f"math: {HEAD} is tied, so its {EMBED} is taken",
+        f"{HEAD} and {EMBED} are one tensor: one change, one mask, one result",
     )
     assert "note: math: 'model.' put before 7 names" in str(plan)
     dare.merge(recipe)
@@ -119,7 +120,7 @@ def test_a_merge_sees_through_both_at_once(tmp_path):
 
 
 def test_a_missing_head_is_still_refused_where_nothing_says_it_is_tied(tmp_path):
-    base = model_folder(tmp_path / "base", ones(EMBED, HEAD))
+    base = model_folder(tmp_path / "base", ones(EMBED) | ones(HEAD, value=2.0))
     model = model_folder(tmp_path / "math", ones(EMBED))
     with pytest.raises(MismatchError, match=r"lm_head\.weight: not in math"):
         dare.plan(dare.Recipe(base=base, models=[model]))

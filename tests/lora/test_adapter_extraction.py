@@ -52,6 +52,7 @@ def test_a_known_low_rank_change_is_recovered(base, tmp_path):
     assert report.error < 1e-6
     assert report.share == 1
     assert "1 modules are as in the base" in report.notes
+    assert any("modules are called what their file calls them" in note for note in report.notes)
 
 
 def test_halves_of_the_singular_values_are_in_either_factor(base, tmp_path):
@@ -177,15 +178,21 @@ def test_a_pattern_that_matches_nothing_is_refused(base, tmp_path):
 
 
 def test_layers_that_store_inputs_first(base, tmp_path):
+    """As the table of known models says, or the caller."""
     change = gaussian(8, 2) @ gaussian(2, 6)
     tuned = base | {f"{Q}.weight": base[f"{Q}.weight"] + change}
+    new = {name: name.replace("model.", "transformer.") for name in base}
+    base, tuned = ({new[n]: v for n, v in model.items()} for model in (base, tuned))
+    named, q = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, new[Q + ".weight"][:-7]
     for number, settings in enumerate(
-        ({"config": {"model_type": "gpt2"}}, {"fan_in_fan_out": True})
+        ({"config": named}, {"as_stored": True, "fan_in_fan_out": True})
     ):
         extract(tmp_path, base, tuned, rank=2, overwrite=bool(number), **settings)
         tensors, config = read_adapter(tmp_path / "out")
         assert config["fan_in_fan_out"] is True
-        np.testing.assert_allclose(product(tensors, Q).T, change, atol=2e-6)
+        np.testing.assert_allclose(product(tensors, q).T, change, atol=2e-6)
+    with pytest.raises(RecipeError, match="is known of each layer unless as_stored"):
+        extract(tmp_path, base, tuned, rank=2, fan_in_fan_out=True)
 
 
 def test_an_adapter_is_a_model_too(base, tmp_path):

@@ -49,6 +49,8 @@ def write_headers(folder):
         with (folder / file).open("wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             opened.truncate(8 + len(text) + end)
+            opened.seek(8 + len(text) + start)
+            opened.write(b"\1")  # so that head and embedding are not the same
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return str(folder)
 

@@ -82,7 +82,8 @@ def test_integers_need_not_agree_if_the_recipe_says_so():
 
 
 def test_a_tensor_that_one_model_lacks_is_merged_from_the_others():
-    (tensor,) = plan_of({"w": BASE["w"]}, {}, {"w": BASE["w"]}, on_missing="base").tensors
+    base, lacking = {"e": BASE["e"], "w": BASE["w"]}, {"e": BASE["e"]}
+    _, tensor = plan_of(base, lacking, base, on_missing="base").tensors
     assert tensor.fate is Fate.MERGED
     assert tensor.models == (1,)
 
@@ -176,19 +177,21 @@ def test_a_long_list_of_findings_is_cut():
     ],
 )
 def test_each_policy_allows_what_it_names_and_nothing_else(policy, model):
-    assert len(plan_of({"w": BASE["w"]}, model, **policy).warnings) == 1
+    base, model = {"w": BASE["w"], "e": BASE["e"]}, {**model, "e": BASE["e"]}
+    assert len(plan_of(base, model, **policy).warnings) == 1
     others = {"on_missing": "base", "on_mismatch": "base", "on_extra": "drop"}
     for name in policy:
         del others[name]
     with pytest.raises(MismatchError):
-        plan_of({"w": BASE["w"]}, model, **others)
+        plan_of(base, model, **others)
 
 
 def test_slerp_counts_a_tensor_that_a_model_lacks_as_unchanged():
-    base = {"w": np.array([0, 1], np.float32)}
-    turned = {"w": np.array([1, 0], np.float32)}
+    other = {"e": BASE["e"]}
+    base = {"w": np.array([0, 1], np.float32), **other}
+    turned = {"w": np.array([1, 0], np.float32), **other}
     settings = {"method": "slerp", "on_missing": "base", "verbose": False}
-    merged, _ = merge_arrays(base, [turned, {}], **settings)
+    merged, _ = merge_arrays(base, [turned, other], **settings)
     assert merged["w"].tolist() == pytest.approx([0.5**0.5, 0.5**0.5], abs=1e-6)
 
 
@@ -458,3 +461,39 @@ def test_a_plan_reads_no_weights_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("dare.inputs.sources.FileSource.read", None)
     plan(recipe)
     assert sorted(tmp_path.iterdir()) == before
+
+
+# ---------------------------------------------------------------- models that do nothing
+
+LOOSE = {"on_extra": "drop", "on_missing": "base", "on_mismatch": "base", "verbose": False}
+
+
+@pytest.mark.parametrize(
+    ("idle", "seen"),
+    [
+        ({"other.a": np.ones(4, np.float32)}, r"none of its 1 tensors \(other\.a\)"),
+        ({"a": np.ones(5, np.float32)}, r"none of its 1 tensors \(a\)"),
+        ({}, "none of its 0 tensors fits"),
+    ],
+)
+def test_a_model_of_which_nothing_is_merged_is_an_error(idle, seen):
+    base = {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32)}
+    with pytest.raises(MismatchError, match=rf"^model 1: nothing of it would be merged: {seen}"):
+        merge_arrays(base, [{"b": np.ones(4, np.float32)}, idle], **LOOSE)
+
+
+def test_an_adapter_of_another_model_is_an_error(tmp_path):
+    base = tmp_path / "base.safetensors"
+    save(base, {"layers.0.q.weight": np.zeros((4, 4), np.float32)})
+    adapter = tmp_path / "math"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    factors = {f"blocks.0.q.lora_{x}.weight": np.ones((4, 4), np.float32) for x in "AB"}
+    save(adapter / "adapter_model.safetensors", factors)
+    with pytest.raises(MismatchError, match="math: nothing of it would be merged"):
+        plan(Recipe(base=base, models=[adapter], **LOOSE))
+
+
+def test_models_without_weights_have_nothing_to_merge():
+    base = {"a": np.zeros(4, np.int64)}
+    assert merge_arrays(base, [base], verbose=False)[0]["a"].tolist() == [0] * 4

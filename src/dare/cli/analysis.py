@@ -226,7 +226,7 @@ def _outcome(
     beside = look_at(Path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
-    return outcome_of_manifest(read_manifest(place), analysis, survival, str(place))
+    return outcome_of_manifest(read_manifest(place), analysis, survival, output=merged)
 
 
 def _check_free(path: Path | None, *, overwrite: bool) -> None:

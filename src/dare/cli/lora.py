@@ -97,6 +97,10 @@ def extract(
     base_name: Annotated[
         str | None, Parameter(help="What the adapter calls its base; else the path.")
     ] = None,
+    as_stored: Annotated[
+        bool,
+        Parameter(negative="", help="Modules are called what the file calls them."),
+    ] = False,
     dtype: Type = "F32",
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -113,6 +117,7 @@ def extract(
         modules=modules,
         save_others=save_others,
         base_name=base_name,
+        as_stored=as_stored,
         dtype=dtype,
         overwrite=overwrite,
     )

@@ -20,7 +20,20 @@ from dare.tensors.header import TensorInfo
 
 def array_source(arrays: Mapping[str, Any], label: str) -> ArraySource:
     """Present a dict of arrays as a source."""
-    return ArraySource({name: stored(array, f"{label}: {name}") for name, array in arrays.items()})
+    return ArraySource(
+        {name: stored(array, f"{label}: {name}") for name, array in arrays.items()},
+        label=label,
+        places={name: _place(array) for name, array in arrays.items()},
+    )
+
+
+def _place(array: Any) -> tuple[Any, ...] | None:
+    """Where an array lies in memory, and how; None for a single number, which has no place."""
+    if isinstance(array, np.generic):
+        return None
+    if is_torch(array):
+        return str(array.device), array.data_ptr(), tuple(array.stride())
+    return array.__array_interface__["data"][0], array.strides
 
 
 def stored(array: Any, where: str) -> tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]:

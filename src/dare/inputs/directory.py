@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
+from dare.inputs.quantised import quantisation_settings, tables_of
 from dare.inputs.small_files import dump_json, list_names, parse_json, read_limited, some_of
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.header import Described
@@ -316,15 +317,6 @@ def read_json(directory: Path, name: str) -> Any:
 # ---------------------------------------------------------------- what must change
 
 
-def _tables(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A configuration and those of its parts, such as text_config."""
-    left = [document]
-    while left:
-        table = left.pop(0)
-        left += [value for value in table.values() if isinstance(value, dict)]
-        yield table
-
-
 def _configured(document: dict[str, Any], changes: Changes) -> Iterator[str]:
     """Change type, size of the vocabulary and quantisation in config.json; say what was done."""
     if changes.dtype in MODEL_TYPES:
@@ -333,21 +325,21 @@ def _configured(document: dict[str, Any], changes: Changes) -> Iterator[str]:
             document["torch_dtype"] = name
             yield f"torch_dtype {name}"
         known = [*(kind.torch_name for kind in MODEL_TYPES), "auto"]
-        for table in _tables(document):
+        for table in tables_of(document):
             for key in ("torch_dtype", "dtype"):
                 if table.get(key) in known and table[key] != name:
                     table[key] = name
                     yield f"{key} {name}"
     if changes.vocab_size is not None:
         before, after = changes.vocab_size
-        for table in _tables(document):
+        for table in tables_of(document):
             if table.get("vocab_size") == before or (table is document and "vocab_size" in table):
                 table["vocab_size"] = after
                 yield f"vocab_size {after}"
-    for table in _tables(document):
-        for key in ("quantization_config", "compression_config"):
-            if table.pop(key, None) is not None:
-                yield f"no {key}"
+    for table in tables_of(document):
+        for key in quantisation_settings(table):
+            del table[key]
+            yield f"no {key}"
 
 
 def _renumbered(
@@ -367,7 +359,7 @@ def _renumbered(
             )
         return ids[value]
 
-    for table in _tables(document):
+    for table in tables_of(document):
         for key, value in table.items():
             if re.fullmatch(r"\w+_token_ids?", key):
                 table[key] = renumbered(key, value)

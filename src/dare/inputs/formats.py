@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
-from dare.inputs import fp8, gguf, lora, torch_bin
+from dare.inputs import gguf, lora, torch_bin
+from dare.inputs.quantised import read_quantised
 from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
 from dare.inputs.sources import Source, open_source
 
@@ -28,14 +29,14 @@ def open_model(
         return lora.open_adapter(path, base_config)
     if gguf.looks_like(path):
         return gguf.open_gguf(path)
-    if torch_bin.looks_like(path):
-        if allow_pickle:
-            return torch_bin.open_torch(path)
+    if not torch_bin.looks_like(path):
+        return read_quantised(open_source(path), read_config(path))
+    if not allow_pickle:
         raise InputError(
             f"{path}: holds weights as a pickle, which can hold programs too; save it as "
             "safetensors, or set allow_pickle = true to have torch read the weights and no more"
         )
-    return fp8.dequantized(open_source(path))
+    return read_quantised(torch_bin.open_torch(path), read_config(path))
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

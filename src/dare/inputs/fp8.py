@@ -25,7 +25,7 @@ BLOCK = 128
 SCALE_ENDINGS = ("_scale_inv", "_scale")
 """Both are factors: DeepSeek's is the inverse of what the weights were divided by."""
 ACTIVATION_SCALES = (
-    *("activation_scale", "input_scale", "output_scale"),
+    *("activation_scale", "input_scale", "input_scale_ub", "output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale"),
 )
 """Scales of what passes through a layer, which no weight depends on."""
@@ -33,21 +33,8 @@ FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 SCALE_TYPES = ("F32", "F16", "BF16", "F8_E8M0")
 PIECE_ELEMENTS = 1 << 16
 """How many elements are multiplied at once."""
-
-_DEQUANTIZE_FIRST = (
-    "such weights are codes, and codes cannot be merged; merge the model it was made from, or "
-    "dequantise it first (in transformers: model.dequantize(), then save_pretrained)"
-)
-PACKED = {
-    **dict.fromkeys(("qweight", "qzeros"), "AWQ or GPTQ"),
-    "g_idx": "GPTQ",
-    "weight_packed": "packed compressed-tensors",
-    "weight_scale_2": "NVFP4",
-    "weight_zero_point": "asymmetric compressed-tensors",
-    **dict.fromkeys(("absmax", "nested_absmax", "quant_map", "SCB"), "bitsandbytes"),
-}
-"""Last parts of names that only quantised models of a kind have."""
-_BITSANDBYTES_STATE = ".quant_state."
+PIECE_BYTES = PIECE_ELEMENTS * 16
+"""What that takes: codes, what they mean, and the factors of all of them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,8 @@ class DequantizedSource(SourceView):
             if name not in applied | activations
         }
         super().__init__(inner, tensors)
-        self.remarks = (f"{len(applied)} FP8 tensors are presented as float32, scales applied",)
+        self.reading_bytes += PIECE_BYTES
+        self.remarks += (f"{len(applied)} FP8 tensors are presented as float32, scales applied",)
         if activations:
             self.remarks += (f"{len(activations)} scales of activations are left out: no weights",)
 
@@ -124,16 +112,7 @@ class DequantizedSource(SourceView):
 
 
 def dequantized(source: Source) -> Source:
-    """Apply a source's scales, if it has any; refuse what is packed in integers, as by AWQ."""
-    for name, info in source.tensors.items():
-        kind = PACKED.get(name.rpartition(".")[2])
-        if _BITSANDBYTES_STATE in name:
-            kind = "bitsandbytes"
-        elif kind is None and not info.dtype.is_weight and _scale_names(name, source.tensors):
-            kind = f"{info.dtype.name} with scales"
-        if kind is not None:
-            where = f"{source.files[0].parent}: " if source.files else ""
-            raise InputError(f"{where}{name}: quantised ({kind}); {_DEQUANTIZE_FIRST}")
+    """Apply a source's scales, if it has any."""
     has_scales = any(_has_scale(info, source.tensors) for info in source.tensors.values())
     return DequantizedSource(source) if has_scales else source
 

@@ -28,7 +28,7 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import InputFiles, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, admit
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -216,6 +216,7 @@ class GgufSource(InputFiles):
         self._stored[name] = tensor
         kind = STORAGE_TYPES["F32" if tensor.is_computed else tensor.kind.name]
         self.tensors[name] = TensorInfo(name, kind, tensor.shape, tensor.start)
+        admit(self.tensors[name], (), str(self.path))
 
     def _undone(self, tensor: Stored, family: Family) -> Stored:
         """Say what the converter did to a tensor, so that reading it can undo that."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,21 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from dare import kernels
 from dare.errors import InputError
 from dare.inputs.patterns import ModulePattern
-from dare.inputs.reading import Floats, read_floats
+from dare.inputs.products import Product, read_block
+from dare.inputs.reading import Floats, hold_same, read_floats
 from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
 from dare.inputs.sources import FileSource, Raw, open_source
 from dare.inputs.views import SourceView
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, admit
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-Factors = tuple[Floats, Floats]
 F32 = STORAGE_TYPES["F32"]
 
 REFUSED = {
@@ -72,6 +70,8 @@ class Adapter:
     use_rslora: bool
     fan_in_fan_out: bool
     base_name: str | None
+    ensure_weight_tying: bool = False
+    """Whether the adapter of a tied tensor is one under all its names."""
 
     @cached_property
     def _patterns(self) -> list[ModulePattern]:
@@ -82,17 +82,6 @@ class Adapter:
         alphas = zip(self._patterns, self.alpha_pattern.values(), strict=True)
         alpha = next((alpha for pattern, alpha in alphas if pattern.matches(module)), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-@dataclass(frozen=True)
-class Product:
-    """A delta as a product: scale · left·right, each a stored tensor or its transpose."""
-
-    left: str
-    right: str | None
-    """None is a column of ones: the delta is `left` itself."""
-    transposed: bool
-    scale: float
 
 
 class LoraSource(SourceView):
@@ -108,14 +97,13 @@ class LoraSource(SourceView):
         self._is_conv1d = is_conv1d
         self._stored = stored
         self._whole: dict[str, str] = {}
-        self._products: dict[str, Product] = {}
+        self._products: dict[str, tuple[Product, ...]] = {}
+        """What each tensor changes by: a sum, where the base has one tensor under several names."""
         super().__init__(stored, {}, self._whole)
         self.files = (*stored.files, path / CONFIG_NAME)
         self.is_partial = True
         self._sort()
         self.reading_bytes = self._count_reading_bytes()
-        self._kept: dict[int, tuple[str, Factors]] = {}
-        """For each thread, the factors of the tensor that it read last."""
 
     def _sort(self) -> None:
         """Find out what each stored tensor is for."""
@@ -125,17 +113,20 @@ class LoraSource(SourceView):
             if factor := _FACTOR.match(name):
                 module, embedding, letter, part = factor.groups()
                 kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
-                factors.setdefault((module, kind), {})[letter] = key
+                pair = factors.setdefault((module, kind), {})
+                admit(info, (), str(self.path), as_weight=True)
+                if letter in pair or (kind == "bias" and letter == "A") or not info.shape:
+                    raise InputError(self._why_not(key, pair.get(letter)))
+                pair[letter] = key
                 continue
             if "lora_" in name or "trainable_tokens" in name:
-                raise InputError(
-                    f"{self.path}: {key} is of no known kind; merge the adapter into its base with "
-                    "PEFT (merge_and_unload) and give the result as a model"
-                )
+                raise InputError(self._why_not(key))
             name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
             name = re.sub(r"\.base_layer\.", ".", name)
+            if name in self._whole:
+                raise InputError(self._why_not(key, self._whole[name]))
+            self._add(replace(info, name=name))
             self._whole[name] = key
-            self.tensors[name] = replace(info, name=name)
         ranks = {
             module: self._stored.tensors[pair["A"]].shape[0]
             for (module, kind), pair in factors.items()
@@ -144,10 +135,21 @@ class LoraSource(SourceView):
         for (module, kind), pair in factors.items():
             if kind == "bias":
                 scale = self.adapter.scaling(module, ranks.get(module, 1))
-                shape = self._stored.tensors[pair["B"]].shape
-                self._add(f"{module}.bias", shape, Product(pair["B"], None, False, scale))
+                info = replace(self._stored.tensors[pair["B"]], name=f"{module}.bias")
+                self._add(info, Product(pair["B"], None, False, scale))
             else:
                 self._add_pair(module, kind, pair)
+
+    def _why_not(self, key: str, other: str | None = None) -> str:
+        """Why a stored tensor cannot be taken in."""
+        if other is None:
+            reason = f"{key} is of no known kind; merge the adapter into its base with"
+        else:
+            reason = (
+                f"{other} and {key} are for the same tensor, so there are several adapters in one "
+                "file; save one of them, or merge them with"
+            )
+        return f"{self.path}: {reason} PEFT (merge_and_unload) and give the result as a model"
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
         if set(pair) != {"A", "B"}:
@@ -155,7 +157,7 @@ class LoraSource(SourceView):
             raise InputError(f"{self.path}: {module} has no lora_{missing}; the adapter is damaged")
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
         rank, height = down.shape[0], up.shape[0]
-        if math.prod(up.shape[1:]) != rank:
+        if math.prod(up.shape[1:]) != rank or not rank:
             raise InputError(
                 f"{self.path}: {module}: lora_A is {down.form} and lora_B is {up.form}, "
                 "which cannot be multiplied"
@@ -163,10 +165,11 @@ class LoraSource(SourceView):
         scale = self.adapter.scaling(module, rank)
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
-            self._add(f"{module}.weight", (math.prod(down.shape[1:]), height), product)
+            shape: tuple[int, ...] = math.prod(down.shape[1:]), height
         else:
             product = Product(pair["B"], pair["A"], False, scale)
-            self._add(f"{module}.weight", (height, *down.shape[1:]), product)
+            shape = height, *down.shape[1:]
+        self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
         """Whether the base stores a layer as inputs × outputs.
@@ -178,19 +181,59 @@ class LoraSource(SourceView):
             return self.adapter.fan_in_fan_out
         return self._is_conv1d and not module.endswith(("lm_head", "score"))
 
-    def _add(self, name: str, shape: tuple[int, ...], product: Product) -> None:
-        self._products[name] = product
-        self.tensors[name] = TensorInfo(name, F32, shape, 0)
+    def _add(self, info: TensorInfo, product: Product | None = None) -> None:
+        """Take in what is stored in full, or a change, which may come to what is stored in full."""
+        admit(info, self._products, str(self.path))
+        self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
+        if product is not None:
+            self._products[info.name] = (product,)
+
+    def tie(self, names: Sequence[str]) -> str:
+        """Take tensors of the adapter for one, the first, as the base does; say what that changes.
+
+        What PEFT adds to a tied weight under any of its names, merging adds to the one weight. With
+        `ensure_weight_tying` the names have one adapter, which counts once.
+        """
+        first, *others = names
+        infos = [self.tensors[name] for name in names]
+        is_one = self.adapter.ensure_weight_tying
+        saved = [name for name in names if name not in self._products]
+        held = [name for name in names if name in self._whole]
+        if saved and not is_one and (saved != list(names) or not others):
+            raise InputError(
+                f"{self.path}: {saved[0]} is saved in full (modules_to_save), and the base has it "
+                "under another name too, which would keep its old values; train the adapter with "
+                "ensure_weight_tying, or merge it with PEFT and give the result as a model"
+            )
+        if len({(info.shape, info.dtype) for info in infos}) > 1 or not self._hold_same(held):
+            raise InputError(
+                f"{self.path}: {', '.join(names)} are one tensor in the base and differ in the "
+                "adapter; merge it with PEFT (merge_and_unload) and give the result as a model"
+            )
+        parts = [product for name in names for product in self._products.get(name, ())]
+        if held:
+            self._whole[first] = self._whole[held[0]]
+        for name in others:
+            del self.tensors[name]
+            self._whole.pop(name, None)
+            self._products.pop(name, None)
+        if parts:
+            self._products[first] = tuple(parts[:1] if is_one else parts)
+        self.reading_bytes = self._count_reading_bytes()
+        if is_one or len(parts) < 2:
+            return ""
+        return f"its changes of {', '.join(names)} are added up, as PEFT's merge_and_unload does"
+
+    def _hold_same(self, names: Sequence[str]) -> bool:
+        """Whether what is stored in full under these names is the same."""
+        keys = [self._whole[name] for name in names]
+        return all(hold_same(self._stored, keys[0], key) for key in keys[1:])
 
     def holds_delta(self, name: str) -> bool:
         return name in self._products and name not in self._whole
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), repr(self.adapter), repr(self._products)]
-
-    def __exit__(self, *error: object) -> None:
-        self._kept.clear()
-        super().__exit__(*error)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self._products:
@@ -200,41 +243,29 @@ class LoraSource(SourceView):
         if name not in self._products:
             super().read(name, start, into)
             return
-        left, right = self._factors(name)
-        scale = np.float32(self._products[name].scale)
-        kernels.load("cpu").low_rank(left, right, start, scale, into)
+        first, *others = self._products[name]
+        first.fill(self._stored, start, into)
+        for product in others:
+            further = np.empty_like(into)
+            product.fill(self._stored, start, further)
+            into += further
         if name in self._whole:
             into += read_floats(self._stored, self._whole[name], start, into.size)
 
     def _count_reading_bytes(self) -> int:
-        """A product's factors, one of them as it is stored or before it is turned, and a sum."""
+        """Pieces of a product's factors, and what is added to it."""
         stored = self._stored.tensors
         both = [stored[key] for name, key in self._whole.items() if name in self._products]
-        most = 0
-        for product in self._products.values():
-            infos = [stored[key] for key in (product.left, product.right) if key]
-            before = max(info.elements * max(4, info.dtype.itemsize) for info in infos)
-            most = max(most, 4 * sum(info.elements for info in infos) + before)
-        return CHUNK * max((4 + info.dtype.itemsize for info in both), default=0) + most
+        further = any(len(products) > 1 for products in self._products.values())
+        products = (product for several in self._products.values() for product in several)
+        most = max((product.reading_bytes(self._stored) for product in products), default=0)
+        added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
+        return CHUNK * added + most
 
-    def _factors(self, name: str) -> Factors:
-        """The factors of a product, rows × rank and rank × columns; threads share them."""
-        thread = threading.get_ident()
-        shared = (factors for kept, factors in list(self._kept.values()) if kept == name)
-        if (factors := next(shared, None)) is None:
-            self._kept.pop(thread, None)  # so that no thread ever has two
-            product = self._products[name]
-            keys = [key for key in (product.left, product.right) if key is not None]
-            matrices = [self._read_matrix(key, product.transposed) for key in keys]
-            factors = matrices[0], matrices[1] if len(keys) == 2 else np.ones((1, 1), np.float32)
-        self._kept[thread] = name, factors
-        return factors
-
-    def _read_matrix(self, key: str, transposed: bool = False) -> Floats:
-        """A stored factor or its transpose, contiguous."""
+    def _read_matrix(self, key: str) -> Floats:
+        """A stored factor, as a matrix."""
         info = self._stored.tensors[key]
-        matrix = read_floats(self._stored, key, 0, info.elements).reshape(info.shape[0], -1)
-        return np.ascontiguousarray(matrix.T) if transposed else matrix
+        return read_block(self._stored, key, 0, info.shape[0], 0, math.prod(info.shape[1:]))
 
 
 def looks_like(path: Path) -> bool:
@@ -281,6 +312,7 @@ def read_config(path: Path) -> Adapter:
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=config.get("base_model_name_or_path"),
+            ensure_weight_tying=bool(config.get("ensure_weight_tying")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None

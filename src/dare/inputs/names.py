@@ -29,6 +29,19 @@ class Matched:
     notes: tuple[str, ...]
 
 
+def says_tied(config: Mapping[str, Any]) -> bool | None:
+    """What a model's configuration says of its head; None if it says nothing.
+
+    >>> says_tied({"text_config": {"tie_word_embeddings": True}}), says_tied({})
+    (True, None)
+    """
+    for table in (config, config.get("text_config")):
+        said = table.get("tie_word_embeddings") if isinstance(table, dict) else None
+        if isinstance(said, bool):
+            return said
+    return None
+
+
 def match_names(
     base: Source,
     model: Source,
@@ -43,7 +56,8 @@ def match_names(
     if prefix := _prefix(set(base.tensors), set(model.tensors)):
         names, note = _with_prefix(base.tensors, model.tensors, *prefix)
         notes.append(f"{name}: {note}")
-    tied = model_config.get("tie_word_embeddings", base_config.get("tie_word_embeddings"))
+    own = says_tied(model_config)
+    tied = says_tied(base_config) if own is None else own
     if tied is True and not model.is_partial and (note := _tie(base.tensors, names)):
         notes.append(f"{name}: {note}")
     return Matched(RenamedSource(model, names) if notes else model, tuple(notes))

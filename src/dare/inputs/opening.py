@@ -12,8 +12,10 @@ from pathlib import Path
 from dare.errors import InputError
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.hub import resolve
+from dare.inputs.loaded import under_stored_names
 from dare.inputs.names import match_names
 from dare.inputs.sources import Source
+from dare.inputs.ties import tie
 from dare.inputs.vocabulary import Aligned, align
 from dare.recipe.entries import distinct
 from dare.recipe.hub_names import parse_name
@@ -74,7 +76,10 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
         for model, name, config in zip(models, names, configs[1:], strict=True)
     ]
     notes += [note for model in matched for note in model.notes]
-    models = [model.source for model in matched]
+    models = [under_stored_names(model.source, base, paths[0], configs[0]) for model in matched]
+    tied = tie(base, models, names, configs)
+    base, models = tied.base, list(tied.models)
+    notes += tied.notes
     folders = tuple(path if path.is_dir() else None for path in paths)
     if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
         aligned = Aligned(base, tuple(models))  # rows that do not fit stay the base's

@@ -14,6 +14,9 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+PLACES, PLACE = 64, 4096
+"""How many places of two tensors are compared first, and how many elements at each."""
+
 
 def read_chunks(
     sources: Sequence[Source],
@@ -75,3 +78,26 @@ def decoded(raw: Raw, backend: str = "reference") -> Floats:
     values = np.empty(raw.shape, np.float32)
     kernels.load(backend).decode(raw, values)
     return values
+
+
+def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
+    """Whether two tensors of a source are equal byte for byte; reads to the first difference.
+
+    Some places are looked at first, since tensors that differ do so almost everywhere; `whole` says
+    whether to look at all others too.
+    """
+    one, two = source.tensors[name], source.tensors[other]
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    step = max(PLACE, one.elements // PLACES)
+    spans = [(at, min(PLACE, one.elements - at)) for at in range(0, one.elements, step)]
+    spans += chunk_spans(one.elements) if whole else ()
+    buffers = np.empty((2, max((count for _, count in spans), default=0)), one.dtype.carrier)
+    with source:
+        for start, count in spans:
+            source.read(name, start, buffers[0, :count])
+            source.read(other, start, buffers[1, :count])
+            left, right = buffers[:, :count].view(np.uint8)
+            if not np.array_equal(left, right):
+                return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ from dare.inputs.small_files import is_directory, list_names, read_limited, some
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import read_at
-from dare.tensors.header import Header, TensorInfo, read_header
+from dare.tensors.header import Header, TensorInfo, admit, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -30,6 +30,9 @@ MAX_INDEX_BYTES = 100_000_000
 
 Raw = NDArray[Any]
 """Elements as they are stored, flat."""
+
+
+_NONE: dict[str, Any] = {}
 
 
 class Source:
@@ -48,6 +51,8 @@ class Source:
     """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
     reading_bytes: int = 0
     """What reading takes for each thread, beside the buffer that is filled."""
+    ties: Mapping[str, str] = _NONE
+    """Names that stand for a tensor which has another name too, and that other name."""
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         """Whether a tensor is the change to the base, in float32, instead of the weights."""
@@ -65,6 +70,10 @@ class Source:
     def read(self, name: str, start: int, into: Raw) -> None:
         """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on."""
         raise NotImplementedError
+
+    def place(self, name: str) -> Hashable:  # noqa: ARG002
+        """Where a tensor lies, by which two names of one tensor are known; None: nowhere."""
+        return None
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Say that these elements will be read soon."""
@@ -178,16 +187,24 @@ class ArraySource(Source):
         self,
         arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
         *,
+        label: str = "arrays",
         holds_deltas: bool = False,
+        places: Mapping[str, Hashable] = _NONE,
     ) -> None:
+        self._places = places
         self.is_partial = holds_deltas
-        self.tensors = {
-            name: TensorInfo(name, dtype, shape, 0) for name, (dtype, shape, _) in arrays.items()
-        }
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, (dtype, shape, _) in arrays.items():
+            info = TensorInfo(name, dtype, shape, 0)
+            admit(info, self.tensors, label)
+            self.tensors[name] = info
         self._elements = {name: raw.view(kind.carrier) for name, (kind, _, raw) in arrays.items()}
 
     def holds_delta(self, name: str) -> bool:  # noqa: ARG002
         return self.is_partial
+
+    def place(self, name: str) -> Hashable:
+        return self._places.get(name)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         into[:] = self._elements[name][start : start + into.size]

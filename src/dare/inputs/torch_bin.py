@@ -15,7 +15,7 @@ import re
 import struct
 import zipfile
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, admit
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -66,7 +66,9 @@ class TorchSource(InputFiles):
             if not isinstance(name, str) or not _is_tensor(value):
                 self.left_out += (str(name),)
                 continue
-            self.tensors[name] = _describe(value, file, name, edges)
+            info = _describe(value, file, name, edges)
+            admit(info, (), str(file))
+            self.tensors[name] = info
             self._home[name] = file
             if not value.is_contiguous():
                 self._strides[name] = tuple(value.stride())
@@ -83,6 +85,9 @@ class TorchSource(InputFiles):
                 self.left_out += tuple(str(other) for other in loaded if other != key)
                 return inner
         return loaded
+
+    def place(self, name: str) -> Hashable:
+        return self._home[name], self.tensors[name].start, self._strides.get(name)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name not in self._strides:

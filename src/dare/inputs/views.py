@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -25,18 +25,23 @@ class SourceView(Source):
         """The names of tensors in the source, where they are others there."""
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
+        self.ties = inner.ties
 
     def holds_delta(self, name: str) -> bool:
         return self.inner.holds_delta(self.names.get(name, name))
 
     def fingerprint(self) -> list[Any]:
-        return [*super().fingerprint(), self.inner.fingerprint()]
+        names = sorted(self.names.items())
+        return [*super().fingerprint(), names, self.inner.fingerprint()]
 
     def stamps(self) -> list[Any]:
         return self.inner.stamps()
 
     def read(self, name: str, start: int, into: Raw) -> None:
         self.inner.read(self.names.get(name, name), start, into)
+
+    def place(self, name: str) -> Hashable:
+        return self.inner.place(self.names.get(name, name))
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         self.inner.prefetch(self.names.get(name, name), start, count)
@@ -62,5 +67,11 @@ class RenamedSource(SourceView):
         tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
         super().__init__(inner, tensors, names)
 
-    def fingerprint(self) -> list[Any]:
-        return [*super().fingerprint(), sorted(self.names.items())]
+
+class TiedSource(SourceView):
+    """A source that shows one tensor under several names, beside all others as they are."""
+
+    def __init__(self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str]) -> None:
+        shown = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
+        super().__init__(inner, {**inner.tensors, **shown}, names)
+        self.ties = ties

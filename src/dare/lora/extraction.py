@@ -1,8 +1,9 @@
 """A LoRA adapter from a full fine-tune: the leading directions of model - base, layer by layer.
 
 Each chosen matrix is read, subtracted and truncated on its own, so there is never more than one in
-memory. What cannot be a LoRA (norms, biases) or is not asked for (embeddings, head) is stored in
-full or left out; what is left out though it changed is listed with its size.
+memory. What cannot be a LoRA (norms, biases, experts) or is not asked for (embeddings, head) is
+stored in full or left out; what is left out though it changed is listed with its size. Modules are
+called what the loaded model calls them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fnmatch
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import sqrt
 from os import PathLike
 from pathlib import Path
@@ -22,7 +23,14 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.formats import open_model, read_config
-from dare.inputs.lora import CONV1D_MODELS
+from dare.inputs.loaded import (
+    Loaded,
+    Place,
+    architecture_of,
+    find_places,
+    places_as_stored,
+    under_stored_names,
+)
 from dare.inputs.names import match_names
 from dare.inputs.reading import read_float_chunks
 from dare.inputs.sources import Source
@@ -31,10 +39,16 @@ from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, peft_config
 from dare.tensors.dtypes import weight_type
-from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
+from dare.tensors.names import is_embedding
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
+
+NOT_IN_MODULES = {
+    "fused": "in memory it is a part of {}, which a LoRA of single layers cannot change",
+    "absent": "the loaded model has no such tensor",
+}
+"""Why tensors that no module has as they are stored cannot be in an adapter."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,20 @@ class Change:
 
     base: Source
     model: Source
+    places: Mapping[str, Place]
+    """Where each tensor of the base is in the loaded model."""
     notes: tuple[str, ...]
+
+    @cached_property
+    def modules(self) -> dict[str, set[str]]:
+        """The tensors of each module of the loaded model, and nothing for one that holds others."""
+        modules: dict[str, set[str]] = {}
+        for tensor, place in self.places.items():
+            modules.setdefault(place.module, set()).add(tensor)
+        for module in list(modules):
+            ends = (end for end, char in enumerate(module) if char == ".")
+            modules |= {module[:end]: set() for end in ends}
+        return modules
 
     def read_delta(self, tensor: str) -> Iterator[tuple[int, Floats]]:
         """A tensor's change, chunk by chunk, each with the place of its first element."""
@@ -66,6 +93,18 @@ class Change:
             matrix[start : start + change.size] = change
         return matrix.reshape(info.shape)
 
+    def can_have_lora(self, tensor: str) -> bool:
+        """Whether both have a tensor, and it is the matrix of a layer."""
+        info, tuned = self.base.tensors[tensor], self.model.tensors.get(tensor)
+        return (
+            tuned is not None
+            and self.places[tensor].is_layer
+            and len(info.shape) == 2
+            and tuned.shape == info.shape
+            and info.dtype.is_weight
+            and tuned.dtype.is_weight
+        )
+
     def norm(self, tensor: str) -> float:
         """The Frobenius norm of a tensor's change."""
         changes = (change for _, change in self.read_delta(tensor))
@@ -83,39 +122,40 @@ def extract_adapter(
     modules: Sequence[str] | None = None,
     save_others: bool = False,
     base_name: str | None = None,
-    fan_in_fan_out: bool | None = None,
+    as_stored: bool = False,
+    fan_in_fan_out: bool = False,
     dtype: str = "F32",
     overwrite: bool = False,
 ) -> ExtractionReport:
     """Write a LoRA of the change from base to model, of a rank or with a share of the energy.
 
     `modules` are patterns (`*` and `?` as in a shell) of modules or their last names; without them
-    all linear layers are taken: matrices called `.weight` that are no embedding and no head.
-    `save_others` stores in full what else has changed. `fan_in_fan_out` says whether layers store
-    inputs × outputs; if not given, the base's `config.json` does.
+    all linear layers are taken that are no head. `save_others` stores in full what else has
+    changed. Names and kinds of modules are those that transformers loads by the base's
+    `config.json`. For a model that something else loads, `as_stored` takes names as they are
+    stored and matrices for layers; `fan_in_fan_out` says that these store inputs × outputs.
     """
     started = time.perf_counter()
     base, model = Path(base), Path(model)
     config, wanted, kind = read_config(base), Wanted(rank, energy), weight_type(dtype)
-    if fan_in_fan_out is None:
-        fan_in_fan_out = config.get("model_type") in CONV1D_MODELS
-    change = _open(base, model)
+    if fan_in_fan_out and not as_stored:
+        raise RecipeError("fan_in_fan_out: is known of each layer unless as_stored is set")
+    change = _open(base, model, as_stored, fan_in_fan_out)
     chosen = _choose(change, modules)
     inputs = [*change.base.files, *change.model.files]
     with AdapterOutput(Path(output), kind, inputs, overwrite=overwrite) as writing:
         with reading([change.base, change.model]):
-            extracted = list(_extract(change, chosen, wanted, writing, transposed=fan_in_fan_out))
+            extracted = list(_extract(change, chosen, wanted, writing))
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
                 raise InputError(
                     f"the model equals its base in all {len(chosen)} modules that were looked at; "
                     "there is nothing to extract"
                 )
-            is_tied = config.get("tie_word_embeddings") is True
-            saved, left_out = _sort_others(change, set(ranks), save_others, is_tied)
+            saved, left_out = _sort_others(change, set(ranks), save_others)
             for tensor in saved:
-                shape = change.base.tensors[tensor].shape
-                writing.put_saved(tensor, ranks, shape, change.read_tuned(tensor))
+                name, shape = change.places[tensor].name, change.base.tensors[tensor].shape
+                writing.put_saved(name, ranks, shape, change.read_tuned(tensor))
         same = len(chosen) - len(ranks)
         report = ExtractionReport(
             output=writing.target,
@@ -123,7 +163,7 @@ def extract_adapter(
             notes=(*change.notes, *([f"{same} modules are as in the base"] if same else [])),
             bytes_written=writing.bytes_written,
             seconds=time.perf_counter() - started,
-            saved=tuple(saved),
+            saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
             left_out=tuple(left_out),
         )
         made = {
@@ -133,10 +173,12 @@ def extract_adapter(
             "energy": energy,
             "modules": modules and list(modules),
             "save_others": save_others,
+            "as_stored": as_stored,
             "dtype": kind.name,
         }
         named = base_name or str(base.resolve())
-        writing.finish(report, _config(report, config, named, fan_in_fan_out), made)
+        is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
+        writing.finish(report, _config(report, config, named, is_turned), made)
     return report
 
 
@@ -145,8 +187,7 @@ def _config(
 ) -> dict[str, Any]:
     ranks = {module.name: module.rank for module in report.modules}
     owners = {tensor.rpartition(".")[0] for tensor in report.saved}
-    architecture = str((base.get("architectures") or [""])[0])
-    is_causal = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    is_causal = architecture_of(base).endswith(("ForCausalLM", "LMHeadModel"))
     return peft_config(
         ranks,
         base_model_name_or_path=base_name,
@@ -157,14 +198,15 @@ def _config(
     )
 
 
-def _open(base: Path, model: Path) -> Change:
+def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Change:
     opened = open_model(base)
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter, and a base must be a whole model")
     configs = {"base_config": read_config(base), "model_config": read_config(model)}
     matched = match_names(opened, open_model(model), model.name, **configs)
-    ours, theirs = set(opened.tensors), set(matched.source.tensors)
-    missing = [] if matched.source.is_partial else sorted(ours - theirs)
+    tuned = under_stored_names(matched.source, opened, base, configs["base_config"])
+    ours, theirs = set(opened.tensors), set(tuned.tensors)
+    missing = [] if tuned.is_partial else sorted(ours - theirs)
     problems = [f"{name}: not in {model}" for name in missing]
     problems += [f"{name}: in {model}, not in the base" for name in sorted(theirs - ours)]
     if problems:
@@ -172,98 +214,93 @@ def _open(base: Path, model: Path) -> Change:
             "the model is not a fine-tune of this base, tensor by tensor; "
             "give the base that it was made from:\n  " + list_findings(problems)
         )
-    return Change(opened, matched.source, matched.notes)
+    if as_stored:
+        is_tied = configs["base_config"].get("tie_word_embeddings") is True
+        stored = places_as_stored(opened.tensors, is_conv1d=fan_in_fan_out, is_tied=is_tied)
+        loaded = Loaded(stored)
+    else:
+        loaded = find_places(base, configs["base_config"], opened.tensors)
+    return Change(opened, tuned, loaded.places, (*matched.notes, *loaded.notes))
 
 
 # ---------------------------------------------------------------- the modules
 
 
 def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
-    """The modules to extract, in order of name."""
-    linear = [name for name in sorted(change.base.tensors) if _is_linear(change, name)]
+    """The tensors to extract, in order of their modules' names."""
+    layers = {
+        change.places[name].module: name for name in filter(change.can_have_lora, change.places)
+    }
     if patterns is None:
-        return [name.removesuffix(".weight") for name in linear if not is_embedding(name)]
-    modules = [name.removesuffix(".weight") for name in linear]
+        return [name for _, name in sorted(layers.items()) if not is_embedding(name)]
     chosen: set[str] = set()
     for pattern in patterns:
         ways = (pattern, f"*.{pattern}")
-        matching = {m for m in modules if any(fnmatch.fnmatchcase(m, way) for way in ways)}
+        matching = {m for m in layers if any(fnmatch.fnmatchcase(m, way) for way in ways)}
         if not matching:
-            last_names = {module.rpartition(".")[2] for module in modules}
+            last_names = {module.rpartition(".")[2] for module in layers}
             raise RecipeError(
                 f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}; "
                 f"there are {', '.join(sorted(last_names)) or 'none'}"
             )
         chosen |= matching
-    return sorted(chosen)
-
-
-def _is_linear(change: Change, tensor: str) -> bool:
-    info, tuned = change.base.tensors[tensor], change.model.tensors.get(tensor)
-    return (
-        tensor.endswith(".weight")
-        and len(info.shape) == 2
-        and tuned is not None
-        and tuned.shape == info.shape
-        and info.dtype.is_weight
-        and tuned.dtype.is_weight
-        and (is_tied_head(tensor) or not is_embedding(tensor))
-    )
+    return [layers[module] for module in sorted(chosen)]
 
 
 def _extract(
-    change: Change, chosen: Sequence[str], wanted: Wanted, output: AdapterOutput, transposed: bool
+    change: Change, chosen: Sequence[str], wanted: Wanted, output: AdapterOutput
 ) -> Iterator[ModuleReport]:
-    for module in chosen:
-        matrix = change.read_matrix(f"{module}.weight")
-        low_rank = truncate_matrix(matrix.T if transposed else matrix, wanted, module)
+    for tensor in chosen:
+        place, matrix = change.places[tensor], change.read_matrix(tensor)
+        is_turned = place.kind == "conv1d"
+        low_rank = truncate_matrix(matrix.T if is_turned else matrix, wanted, place.module)
         if low_rank.rank:
-            output.put(f"{module}.lora_A.weight", low_rank.right)
-            output.put(f"{module}.lora_B.weight", low_rank.left)
+            output.put(f"{place.module}.lora_A.weight", low_rank.right)
+            output.put(f"{place.module}.lora_B.weight", low_rank.left)
             norm = sqrt(low_rank.squared)
-            yield ModuleReport(module, (), low_rank.rank, norm, low_rank.error)
+            yield ModuleReport(place.module, (), low_rank.rank, norm, low_rank.error)
 
 
 # ---------------------------------------------------------------- everything else
 
 
 def _sort_others(
-    change: Change, targets: set[str], save_others: bool, is_tied: bool
+    change: Change, targets: set[str], save_others: bool
 ) -> tuple[list[str], list[LeftOut]]:
     """Of the tensors that are not extracted, those to store in full and those to leave out."""
     saved: set[str] = set()
     left_out = []
-    done = {f"{module}.weight" for module in targets}
-    for tensor in sorted(set(change.base.tensors) & set(change.model.tensors) - done):
+    for tensor in sorted(set(change.base.tensors) & set(change.model.tensors)):
         info, tuned = change.base.tensors[tensor], change.model.tensors[tensor]
-        if not (info.dtype.is_weight and tuned.dtype.is_weight):
+        place = change.places[tensor]
+        is_done = place.is_layer and place.module in targets
+        if is_done or not (info.dtype.is_weight and tuned.dtype.is_weight):
             continue
         if info.shape != tuned.shape:
             reason = f"another shape in base and model ({info.form} and {tuned.form})"
             left_out.append(LeftOut(tensor, 0.0, reason))
         elif norm := change.norm(tensor):
-            module = tensor.rpartition(".")[0]
-            together = {name for name in change.base.tensors if name.startswith(f"{module}.")}
-            reason = "no linear layer that was chosen, and save_others is not set"
-            if save_others:
-                reason = _why_not_saved(change, tensor, targets, together, is_tied)
+            reason = place.hindrance or "no linear layer that was chosen"
+            reason += ", and save_others is not set"
+            if place.kind in NOT_IN_MODULES or save_others:
+                reason = _why_not_saved(change, place, targets)
             if reason:
                 left_out.append(LeftOut(tensor, norm, reason))
             else:  # PEFT stores a module as a whole; of one with a LoRA, the bias alone
-                saved |= {tensor} if module in targets else together
+                saved |= {tensor} if place.module in targets else change.modules[place.module]
     return sorted(saved), left_out
 
 
-def _why_not_saved(
-    change: Change, tensor: str, targets: set[str], together: set[str], is_tied: bool
-) -> str:
+def _why_not_saved(change: Change, place: Place, targets: set[str]) -> str:
     """The reason why a changed tensor cannot be stored in full; empty if it can."""
-    module, _, parameter = tensor.rpartition(".")
-    if is_tied and (is_tied_embedding(tensor) or is_tied_head(tensor)):
+    together = change.modules[place.module]
+    if place.kind in NOT_IN_MODULES:
+        return NOT_IN_MODULES[place.kind].format(place.name)
+    if place.is_tied:
         return "embedding and head are tied, and PEFT would store one without the other"
-    if module in targets:
-        return "" if parameter == "bias" else "beside a LoRA, PEFT stores nothing but a bias"
-    if not module or any("." in name.removeprefix(f"{module}.") for name in together):
+    if place.module in targets:
+        return "" if place.parameter == "bias" else "beside a LoRA, PEFT stores nothing but a bias"
+    if not place.module or not together:
         return "its module holds other modules, and PEFT would store them all"
     if not all(change.base.tensors[name].dtype.is_weight for name in together):
         return "its module also holds tensors that are no weights"

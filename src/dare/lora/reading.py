@@ -68,7 +68,7 @@ class AdapterFile(LoraSource):
         """Modules whose lora_B has a bias."""
         self.pairs: dict[str, Pair] = {}
         """The factors of each module."""
-        for tensor, product in self._products.items():
+        for tensor, (product,) in self._products.items():
             module = tensor.rpartition(".")[0]
             if product.right is None:
                 self.biases.add(module)

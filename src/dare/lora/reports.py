@@ -80,18 +80,28 @@ class _Report:
         ranks = f"{most}" if least == most else f"{least} to {most}"
         return f"{len(self.modules)} modules, rank {ranks}"
 
-    def _lines(self, head: list[str], lists: list[str]) -> str:
-        """The report: its head, the worst module, lists of tensors, notes, and how it ended."""
+    def __str__(self) -> str:
+        """The report in a few lines."""
+        size = show_size(self.bytes_written)
+        return f"{self.described}\n  {size} written to {self.output} in {self.seconds:.1f} s"
+
+    @property
+    def described(self) -> str:
+        """What the adapter is, in a few lines, whenever and wherever it was made."""
         worst = max(self.modules, key=lambda module: module.error)
-        lines = [*head]
+        lines = self._head()
         if worst.error:
             lines.append(
                 f"relative error {self.error:.3g} in total, at the most {worst.error:.3g} "
                 f"in {worst.name}"
             )
-        lines += [*lists, *(f"note: {note}" for note in self.notes)]
-        lines.append(f"{show_size(self.bytes_written)} written to {self.output}")
-        return "\n  ".join(lines)
+        return "\n  ".join([*lines, *self._lists(), *(f"note: {note}" for note in self.notes)])
+
+    def _head(self) -> list[str]:
+        raise NotImplementedError
+
+    def _lists(self) -> list[str]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -110,14 +120,14 @@ class AdapterReport(_Report):
     averaged: tuple[str, ...]
     """Tensors that are stored in full, and were averaged."""
 
-    def __str__(self) -> str:
-        """The report in a few lines."""
-        head = (
+    def _head(self) -> list[str]:
+        return [
             f"{self.method} of {len(self.adapters)} adapters ({', '.join(self.adapters)}): "
-            f"{self._counts()}, {self.route}, in {self.seconds:.1f} s"
-        )
-        averaged = [f"averaged in full: {', '.join(self.averaged)}"] if self.averaged else []
-        return self._lines([head], averaged)
+            f"{self._counts()}, {self.route}"
+        ]
+
+    def _lists(self) -> list[str]:
+        return [f"averaged in full: {', '.join(self.averaged)}"] if self.averaged else []
 
 
 @dataclass(frozen=True)
@@ -151,8 +161,10 @@ class ExtractionReport(_Report):
         """The report as plain values, ready for JSON."""
         return {**super().to_dict(), "share": self.share}
 
-    def __str__(self) -> str:
-        """The report in a few lines."""
+    def _head(self) -> list[str]:
+        return [f"extracted {self._counts()}", f"{self.energy:.2%} of their change is kept"]
+
+    def _lists(self) -> list[str]:
         lists = [f"stored in full: {', '.join(self.saved)}"] if self.saved else []
         if self.left_out:
             more = len(self.left_out) - LEFT_OUT_SHOWN
@@ -161,5 +173,4 @@ class ExtractionReport(_Report):
                 f"left out, though changed ({1 - self.share:.2%} of the change): {names}"
                 + (f" and {more} more" if more > 0 else "")
             )
-        head = f"extracted {self._counts()}, in {self.seconds:.1f} s"
-        return self._lines([head, f"{self.energy:.2%} of their change is kept"], lists)
+        return lists

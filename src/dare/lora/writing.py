@@ -24,6 +24,7 @@ from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.lora.reports import AdapterReport, ExtractionReport
+from dare.output.publishing import settle
 from dare.output.targets import check_target
 from dare.output.writer import PartialOutput, explaining
 from dare.planning.layout import Layout
@@ -54,7 +55,9 @@ class AdapterOutput:
                 f"{target}: an adapter is a directory with a {CONFIG_NAME} and a {WEIGHTS_NAME}; "
                 "give a name without .safetensors"
             )
-        check_target(Layout(target, {WEIGHTS_NAME: ()}), inputs, overwrite=overwrite)
+        layout = Layout(target, {WEIGHTS_NAME: ()})
+        settle(layout)
+        check_target(layout, inputs, overwrite=overwrite)
         self.target = target
         self.bytes_written = 0
         self._overwrite = overwrite
@@ -118,17 +121,19 @@ class AdapterOutput:
         manifest = {
             "adapter": report.kind,
             **made,
-            "report": report.to_dict(),
+            "report": {key: value for key, value in report.to_dict().items() if key != "output"},
             "versions": versions,
             "machine": platform.machine(),
         }
-        readme = _readme(report.title, config["base_model_name_or_path"], str(report))
+        readme = _readme(report.title, config["base_model_name_or_path"], report.described)
         layout = Layout(self.target, {WEIGHTS_NAME: tuple(sorted(self._tensors))})
         with PartialOutput(layout, METADATA, bytes_digest(_json(manifest)), resume=False) as output:
             for key, dtype, shape in layout.files[WEIGHTS_NAME]:
                 self._copy(output, key, math.prod(shape) * dtype.itemsize)
             output.add_files({CONFIG_NAME: _json(config), "README.md": readme.encode()})
-            output.finish({WEIGHTS_NAME: METADATA}, manifest, overwrite=self._overwrite)
+            output.finish(
+                {WEIGHTS_NAME: METADATA}, manifest, overwrite=self._overwrite, digests_of_all=True
+            )
 
     def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:
         self._spool.seek(self._starts[key])

@@ -9,6 +9,7 @@ carries a mark; one without it is somebody else's and stays as it is.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -48,6 +49,12 @@ def has_mark(folder: Path) -> bool:
     with mark.open("rb") as file:
         found = file.read(len(MARK) + 1)
     return MARK.startswith(found)  # a process may have died while writing it
+
+
+def is_only_name(path: Path) -> bool:
+    """Whether a file has this one name: what is written to it changes nothing else."""
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:

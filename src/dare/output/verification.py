@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from dare.errors import InputError, VerificationError
-from dare.inputs.sources import FileSource, open_source
+from dare.inputs.lora import looks_like as looks_like_adapter
+from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, open_source
 from dare.output.card import NAME as CARD_NAME
 from dare.output.manifest import METADATA_KEY, read_manifest
-from dare.output.sealing import SEAL, UNKNOWN
+from dare.output.sealing import SEAL, UNKNOWN, read_sealed
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path
 from dare.planning.machine import available_cores
 from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_spans
-from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
+from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
 
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
@@ -62,6 +62,9 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     Raises VerificationError if there is no manifest to compare with.
     """
     path = Path(path)
+    whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
+    if looks_like_adapter(path) and not any(map(os.path.lexists, whole_model)):
+        return _verify_adapter(path)
     source = open_source(path)
     problems: list[str] = []
     manifests = {
@@ -80,7 +83,7 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     try:
         beside = manifest_path(path)
         if not beside.exists() and path.is_dir():
-            changed.append(f"{beside.name}: is missing, so only the weights could be checked")
+            problems.append(f"{beside.name}: is missing, so only the weights could be checked")
         elif beside.exists():
             manifest = read_manifest(beside)
             problems += _compare_weights(beside, manifest, digests, embedded, problems)
@@ -89,6 +92,22 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     except (InputError, KeyError, TypeError, AttributeError) as error:
         problems.append(str(error))
     return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed))
+
+
+def _verify_adapter(folder: Path) -> Verification:
+    """The same for an adapter, whose files are known by digests of the whole."""
+    manifest = folder / MANIFEST_NAME
+    if not manifest.exists():
+        raise VerificationError(f"{folder}: was not made by dare; it has no {MANIFEST_NAME}")
+    problems: list[str] = []
+    changed: list[str] = []
+    sizes: list[int] = []
+    try:
+        sizes = [info.nbytes for info in open_source(folder).tensors.values()]
+        problems += _compare_files(folder, read_sealed(manifest), set(), changed)
+    except InputError as error:
+        problems.append(str(error))
+    return Verification(folder, tuple(problems), len(sizes), sum(sizes), tuple(changed))
 
 
 def _checked_manifest(
@@ -169,7 +188,7 @@ def _compare_files(
             continue
         if not path.is_file():
             yield f"{name}: is missing"
-        elif _file_digest(path) != digest:
+        elif file_digest(path) != digest:
             if name == CARD_NAME:
                 changed.append(f"{name}: has been changed")
             else:
@@ -183,11 +202,3 @@ def _compare_files(
             changed.append(f"{name}: has been added")
         else:
             yield f"{name}: was not written by dare, and a program that loads the model may read it"
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = xxhash.xxh3_128()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()

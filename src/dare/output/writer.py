@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +30,13 @@ from dare.output.targets import (
     MARK,
     MARK_NAME,
     has_mark,
+    is_only_name,
     manifest_path,
     partial_folder,
 )
 from dare.planning.layout import Layout
 from dare.tensors.chunks import chunk_count, chunk_span
-from dare.tensors.digest import bytes_digest
+from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo
 from dare.tensors.sizes import show_size
@@ -157,14 +159,18 @@ class PartialOutput:
             write_synced(self.folder / MARK_NAME, MARK)
 
     def _open_journal(self) -> None:
-        journal = self._journal = Journal(self.folder / JOURNAL_NAME, self._fingerprint)
+        path = self.folder / JOURNAL_NAME
+        if os.path.lexists(path) and not is_only_name(path):
+            remove(path)
+        journal = self._journal = Journal(path, self._fingerprint)
         found = journal.read()
         kept = {MARK_NAME, JOURNAL_NAME}
         leftovers = [path for path in self.folder.iterdir() if path.name not in kept]
         if self._resume and found.fingerprint == self._fingerprint:
             self._take_over(found)
-            weights = {name for name in self._built if not (self.folder / name).is_symlink()}
-            leftovers = [path for path in leftovers if path.name not in weights]
+            leftovers = [
+                path for path in leftovers if path.name not in self._built or not is_only_name(path)
+            ]
         else:
             if leftovers and self._resume:
                 self.started_over = (
@@ -247,10 +253,12 @@ class PartialOutput:
         manifest: Mapping[str, Any],
         *,
         overwrite: bool = False,
+        digests_of_all: bool = False,
     ) -> list[str]:
         """Write the final headers (metadata for each file) and the manifest, sync, give the name.
 
-        Returns what went wrong when the output was there already.
+        Of weights the manifest has the digest of the header, as their tensors have digests of
+        their own, or that of the whole file. Returns what went wrong when the output was there.
         """
         assert self._journal is not None
         headers: dict[str, str] = {}
@@ -262,6 +270,8 @@ class PartialOutput:
                 file.write(header, 0)
                 file.sync()
                 headers[name] = bytes_digest(header)
+                if digests_of_all:
+                    headers[name] = file_digest(self.folder / name)
             if (index := self.layout.index()) is not None:
                 self.add_files({self.layout.index_name: index})
             text = seal(manifest, {**headers, **self._others})

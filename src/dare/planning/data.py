@@ -47,6 +47,13 @@ class TensorPlan:
     weights: tuple[float, ...]
     """For each of those models, its weight."""
     combine: Settings
+    tied_to: str | None = None
+    """The tensor that this one is under a second name; it is treated as that one is."""
+
+    @property
+    def key(self) -> str:
+        """The name that masks are drawn by and conclusions found."""
+        return self.tied_to or self.name
 
     @property
     def elements(self) -> int:
@@ -176,7 +183,8 @@ class PlanData:
     def censuses(self) -> tuple[CensusPlan, ...]:
         """The surveys over many tensors, in the order in which they can be made."""
         groups: dict[tuple[Any, ...], list[TensorPlan]] = {}
-        for tensor in sorted(self.merged(), key=lambda tensor: tensor.name):
+        counted = (tensor for tensor in self.merged() if tensor.tied_to is None)
+        for tensor in sorted(counted, key=lambda tensor: tensor.name):
             for model in tensor.models:
                 for position, settings in enumerate(tensor.settings_of(model)):
                     if self.stages[position].rounds(settings):

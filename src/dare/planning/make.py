@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from dare.errors import Concern, MismatchError, Notice, RecipeError
+from dare.inputs.small_files import some_of
 from dare.inputs.sources import Source
 from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
@@ -34,15 +35,19 @@ def make_plan(
     warnings = list(_recipe_warnings(recipe))
     depths = find_depths(base.tensors)
     tensors = [
-        _plan_tensor(recipe, info, depths[name], models, names, problems, warnings)
+        _plan_tensor(recipe, info, base.ties.get(name), depths, models, names, problems, warnings)
         for name, info in sorted(base.tensors.items())
     ]
     extras = _find_extras(recipe, base, models, names, problems, warnings)
+    problems = problems or list(_find_idle(base, models, names, tensors))
     if problems:
         raise MismatchError(_list(problems))
     for rule in recipe.tensors:
-        if not any(map(rule.matches, base.tensors)):
-            text = f"{rule}: there are none, so the rule has no effect"
+        matched = list(filter(rule.matches, base.tensors))
+        tied = [f"{name} is {base.ties[name]}" for name in matched if name in base.ties]
+        if len(tied) == len(matched):
+            reason = f"{', '.join(tied)}, whose rules hold" if tied else "there are none"
+            text = f"{rule}: {reason}, so the rule has no effect"
             warnings.append(Notice(Concern.UNUSED_RULE, text))
 
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
@@ -77,13 +82,15 @@ def make_plan(
 def _plan_tensor(
     recipe: Recipe,
     base: TensorInfo,
-    depth: Fraction,
+    tied_to: str | None,
+    depths: Mapping[str, Fraction],
     models: Sequence[Source],
     names: Sequence[str],
     problems: list[str],
     warnings: list[Notice],
 ) -> TensorPlan:
-    name = base.name
+    name = tied_to or base.name
+    depth = depths[name]
     fate, takes_part = _fate(recipe, base, models, names, problems, warnings)
     dtype = base.dtype
     if base.dtype.is_weight and recipe.dtype is not None:
@@ -95,7 +102,7 @@ def _plan_tensor(
         for (stage, _), values in zip(recipe.chain, values_of_stages, strict=False):
             _check(stage, values, f"{name} of {names[index]}: ")
     return TensorPlan(
-        name,
+        base.name,
         fate,
         base.shape,
         base,
@@ -104,6 +111,7 @@ def _plan_tensor(
         settings,
         tuple(recipe.weight_for(name, index, depth) for index in takes_part),
         combine_settings,
+        tied_to,
     )
 
 
@@ -180,6 +188,29 @@ def _find_extras(
         else:
             warnings.append(Notice(Concern.EXTRA_TENSORS, f"{line}; left out"))
     return sorted(owners)
+
+
+def _find_idle(
+    base: Source, models: Sequence[Source], names: Sequence[str], tensors: Sequence[TensorPlan]
+) -> Iterator[str]:
+    """A line for each model of which nothing would be merged."""
+    if not any(info.dtype.is_weight for info in base.tensors.values()):
+        return
+    busy = {
+        index
+        for tensor in tensors
+        if tensor.is_merged
+        for index in tensor.models
+        if tensor.name in models[index].tensors
+    }
+    for index, (model, name) in enumerate(zip(models, names, strict=True)):
+        if index not in busy:
+            held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
+            yield (
+                f"{name}: nothing of it would be merged: none of its {len(model.tensors)} tensors"
+                f"{held} fits one of the base's ({some_of(sorted(base.tensors))}); "
+                "give the model that belongs to this base, or leave it out"
+            )
 
 
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:

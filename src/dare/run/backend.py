@@ -90,7 +90,7 @@ class Backend:
         is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
         block = Block(
             self._kernels,
-            tensor.name,
+            tensor.key,
             chunk.start,
             self._seeds[model],
             tuned,
@@ -139,4 +139,13 @@ class Backend:
             return data, (0, 0)
         limit = np.int32(dtype.overflow_bits)
         overflowed, nans = self._kernels.count_exceptions(chunk.base, merged, scale, limit)
-        return data, (int(overflowed), int(nans))
+        return data, (int(overflowed) - self._count_kept(chunk, scale * merged), int(nans))
+
+    def _count_kept(self, chunk: Chunk, change: NDArray[np.float32]) -> int:
+        """How many infinities of the base stay what they are: they have not overflowed."""
+        if not np.isinf(np.array(np.inf).astype(chunk.tensor.dtype.numpy_type)):
+            return 0
+        base = np.empty(chunk.base.size, np.float32)
+        self._kernels.decode(chunk.base, base)
+        with np.errstate(invalid="ignore"):
+            return int(np.count_nonzero(np.isinf(base) & (base + change == base)))

@@ -167,7 +167,7 @@ def _merging(
     surveys: list[Id] = []
     for model in tensor.models:
         if tensor.surveyed_stages(plan.stages, model):
-            concluded = tuple(conclusions[tensor.name, model])
+            concluded = tuple(conclusions[tensor.key, model])
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
             yield Survey(surveys[-1], needs, group, tensor.name, model, concluded)

@@ -110,7 +110,7 @@ class Worker:
         before: int | None = None,
     ) -> Summaries:
         """What the surveying stages of a chain find, in order, up to a position."""
-        concluded = {position: results[id_][tensor.name] for position, id_ in conclusions}
+        concluded = {position: results[id_][tensor.key] for position, id_ in conclusions}
         summaries: dict[int, Any] = {}
         for position in tensor.surveyed_stages(self._plan.stages, model):
             if before is not None and position >= before:

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Part
+from dare.kernels import Part, reference
 from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
+
+INFINITY = 0x7F800000
+"""The bits of an infinite magnitude; those of NaN are greater."""
 
 _key = lru_cache(maxsize=1024)(mask_key)
 
@@ -85,10 +88,11 @@ class Block:
 
     def _carry_out(self) -> Floats:
         """Take the delta and do to it what was noted down."""
-        base = self._scratch.base_of(self.kernels, self.origin)
         values = np.empty(self.size, np.float32)
         lanes, kept = self._lanes()
-        peak, over = self.kernels.delta(self.tuned, base, lanes, values, self._threshold_bits)
+        peak, over = self._take(lanes, values)
+        if peak > INFINITY and self.settle():
+            peak, over = self._take(lanes, values)
         left = self.kernels.keep_largest(values, np.int32(self.least)) if self.least else kept
         self.measured(np.array([peak, over, kept, left], np.int64))
         if self.least:
@@ -97,6 +101,25 @@ class Block:
             self._left = lanes[: self.size] != 0
         self._values = values
         return values
+
+    def _take(self, lanes: NDArray[np.uint8], values: Floats) -> tuple[int, int]:
+        base = self._scratch.base_of(self.kernels, self.origin)
+        peak, over = self.kernels.delta(self.tuned, base, lanes, values, self._threshold_bits)
+        return int(peak), int(over)
+
+    def settle(self) -> bool:
+        """Make sure that an infinity which the base has too is no change; say if there is any.
+
+        The difference of two infinities is NaN, so zeros are put in their place on both sides. Any
+        other value differs from an infinite base by an infinity, as before. This is looked for only
+        where a delta is NaN.
+        """
+        origin = self._scratch.finite(self.kernels, self.origin)
+        if origin is self.origin:
+            return False
+        self.tuned = _settled(self.tuned, self.origin)
+        self.origin = origin
+        return True
 
     def _lanes(self) -> tuple[NDArray[np.uint8], int]:
         """The lanes of the mask that is noted down, and how many are set."""
@@ -132,9 +155,15 @@ class Block:
         """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
         if self.is_noted and self.mask is not None and not self.least:
             lanes, kept = self._lanes()
-            base = self._scratch.base_of(self.kernels, self.origin)
-            return int(self.kernels.gather(self.tuned, base, lanes, out)), kept
+            count = self._gather(lanes, out)
+            if int(out[:count].max(initial=0)) > INFINITY and self.settle():
+                count = self._gather(lanes, out)
+            return count, kept
         return int(self.kernels.magnitudes(self.values, out)), self._survivors
+
+    def _gather(self, lanes: NDArray[np.uint8], out: NDArray[np.uint32]) -> int:
+        base = self._scratch.base_of(self.kernels, self.origin)
+        return int(self.kernels.gather(self.tuned, base, lanes, out))
 
     def survivors(self) -> NDArray[np.bool_] | None:
         """Which elements no earlier stage has dropped; None if none was dropped."""
@@ -193,6 +222,7 @@ class Scratch:
         self.merged = np.empty(size, np.float32)
         self._floats = np.empty(size, np.float32)
         self._decoded: NDArray[Any] | None = None
+        self._finite: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     def base_of(self, kernels: Any, base: NDArray[Any]) -> Floats:
         """The base as float32; decoded once for all models of a chunk."""
@@ -203,6 +233,31 @@ class Scratch:
             kernels.decode(base, floats)
             self._decoded = base
         return floats
+
+    def finite(self, kernels: Any, base: NDArray[Any]) -> NDArray[Any]:
+        """The base's stored elements with zeros for infinities; itself if there are none."""
+        if self._finite is None or self._finite[0] is not base:
+            is_infinite = np.isinf(self.base_of(kernels, base))
+            changed = np.where(is_infinite, base.dtype.type(0), base) if is_infinite.any() else base
+            self._finite = base, changed
+        return self._finite[1]
+
+
+def _settled(tuned: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
+    """What a model has, but where the base is infinite its difference from that, if it has one."""
+    values, origin = _decoded(tuned), _decoded(base)
+    is_same = tuned == base if tuned.dtype == base.dtype else values == origin
+    with np.errstate(invalid="ignore"):
+        change = np.where(is_same, np.float32(0), values - origin)
+    stored = np.empty_like(tuned)
+    reference.encode(change, stored)
+    return np.where(np.isinf(origin), stored, tuned)
+
+
+def _decoded(raw: NDArray[Any]) -> Floats:
+    values = np.empty(raw.size, np.float32)
+    reference.decode(raw, values)
+    return values
 
 
 class Walk(Protocol):
@@ -243,15 +298,14 @@ class Deltas:
 
     @property
     def base(self) -> Floats:
-        """The base's tensor over this chunk."""
-        return self._scratch.base_of(self.kernels, self._base)
+        """The base's tensor over this chunk; 0 where it is infinite."""
+        finite = self._scratch.finite(self.kernels, self._base)
+        return self._scratch.base_of(self.kernels, finite)
 
     def sum(self, weights: Sequence[float]) -> Floats:
         """Σ weight·factor·delta, each product rounded once to float32."""
         total = self._scratch.merged[: self.size]
-        parts = self._parts(weights, [0.0] * len(weights))
-        if parts is not None:
-            self._combine(parts, total, elects=False)
+        if self._combine(weights, [0.0] * len(weights), total, elects=False):
             return total
         total.fill(0)
         for block, weight in zip(self.blocks, weights, strict=True):
@@ -266,9 +320,7 @@ class Deltas:
         A side is divided by the sum of its models' shares.
         """
         merged = self._scratch.merged[: self.size]
-        parts = self._parts(weights, shares)
-        if parts is not None:
-            self._combine(parts, merged, elects=True)
+        if self._combine(weights, shares, merged, elects=True):
             return merged
         sums = np.zeros(4 * self.size, np.float32)
         for block, weight, share in zip(self.blocks, weights, shares, strict=True):
@@ -288,8 +340,20 @@ class Deltas:
             for block, weight, share in zip(self.blocks, weights, shares, strict=True)
         ]
 
-    def _combine(self, parts: list[Part], out: Floats, *, elects: bool) -> None:
+    def _combine(
+        self, weights: Sequence[float], shares: Sequence[float], out: Floats, *, elects: bool
+    ) -> bool:
+        """Let one kernel do it all at once; say whether it could."""
+        parts = self._parts(weights, shares)
+        if parts is None:
+            return False
         start = self.blocks[0].start
         figures = self.kernels.combine(self._base, parts, start, elects, self._threshold_bits, out)
+        if max(found[0] for found in figures) > INFINITY:
+            settled = [block.settle() for block in self.blocks]
+            if any(settled):
+                self._base = self.blocks[0].origin
+                return self._combine(weights, shares, out, elects=elects)
         for block, found in zip(self.blocks, figures, strict=True):
             block.measured(found)
+        return True

@@ -12,6 +12,7 @@ someone who forges a collision on purpose.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import xxhash
 
@@ -24,6 +25,15 @@ DIGEST_LENGTH = 32
 def bytes_digest(data: bytes | memoryview) -> str:
     """Hash a chunk, a header or a manifest."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """Hash a file piece by piece."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def tensor_digest(chunk_digests: Iterable[str]) -> str:

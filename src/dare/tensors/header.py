@@ -11,12 +11,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dare.errors import HeaderError
-from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -27,6 +27,9 @@ _ALIGNMENT = 4096
 """Our own headers end on a page, so that weights can be written past the page cache (and mapped
 into memory by whoever reads them)."""
 
+
+METADATA = "__metadata__"
+"""Where a header keeps its notes, so that no tensor can be called that."""
 
 Described = tuple[str, StorageType, tuple[int, ...]]
 """Name, type and shape of a tensor."""
@@ -67,6 +70,30 @@ class TensorInfo:
         return self.start + element * self.dtype.itemsize
 
 
+def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: bool = False) -> None:
+    """Refuse a tensor that no output could hold; every tensor of every input passes here.
+
+    Its name must be text that a header can hold and that is not `known` yet. `as_weight` asks for a
+    type that is computed with.
+    """
+    name: object = info.name
+    if not isinstance(name, str):
+        raise HeaderError(f"{where}: the tensor name {_shown(name)} is not text; rename it")
+    if not _is_text(name):
+        raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
+    if name == METADATA:
+        raise HeaderError(
+            f"{where}: a tensor is called {METADATA}, where safetensors keeps notes; rename it"
+        )
+    if name in known:
+        raise HeaderError(f"{where}: {name} is there twice; leave one of them out")
+    if as_weight and not info.dtype.is_weight:
+        raise HeaderError(
+            f"{where}: {name} is {info.described}, and must be of a type that can be computed "
+            f"with: {', '.join(kind.name for kind in WEIGHT_TYPES)}"
+        )
+
+
 @dataclass(frozen=True)
 class Header:
     """A checked header."""
@@ -103,15 +130,17 @@ def read_header(file_descriptor: int, where: str) -> Header:
 def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
     """Check a header's JSON against the number of data bytes that follow it."""
     entries = _load_json(text, where)
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise HeaderError(f"{where}: __metadata__ must map text to text")
     data_start = _LENGTH_BYTES + len(text)
     spans = []
-    tensors = {}
+    tensors: dict[str, TensorInfo] = {}
     for name, entry in entries.items():
         dtype, shape, begin, end = _check_entry(name, entry, where)
-        tensors[name] = TensorInfo(name, dtype, shape, data_start + begin)
+        info = TensorInfo(name, dtype, shape, data_start + begin)
+        admit(info, tensors, where)
+        tensors[name] = info
         spans.append((begin, end, name))
     _check_spans(spans, data_bytes, where)
     return Header(tensors, metadata, data_start)
@@ -131,9 +160,6 @@ def _load_json(text: bytes, where: str) -> dict[str, Any]:
         raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
     if not isinstance(entries, dict):
         raise HeaderError(f"{where}: the header must be a JSON object")
-    for name in entries:
-        if not _is_text(name):
-            raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     return entries
 
 
@@ -203,7 +229,7 @@ def build_header(
     tensors: Iterable[tuple[str, StorageType, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo]]:
     """Lay tensors out one after the other; return the file's first bytes and where each begins."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {METADATA: dict(metadata)}
     position = 0
     placed = []
     for name, dtype, shape in tensors:

@@ -1,9 +1,10 @@
 """Which tensors are embeddings and which are heads, by their names: one list for every reader.
 
 Three questions are asked, and each has its own answer. Which modules have a row for each token
-(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`is_tied_embedding`,
-`is_tied_head`)? Which tensors are embeddings or heads in the wide sense, positions and classifiers
-included (`is_embedding` for `embedding_drop_rate`, the two expressions for an analysis)?
+(`INPUT_EMBEDDINGS`, `HEADS`)? Which of them may be one tensor under two names (`may_be_tied`, and
+`is_tied_embedding` with `is_tied_head` where nothing but a configuration says so)? Which tensors
+are embeddings or heads in the wide sense, positions and classifiers included (`is_embedding` for
+`embedding_drop_rate`, the two expressions for an analysis)?
 """
 
 from __future__ import annotations
@@ -52,20 +53,37 @@ def is_input_embedding(tensor: str) -> bool:
     >>> is_input_embedding("model.embed_tokens.weight"), is_input_embedding("lm_head.weight")
     (True, False)
     """
-    return _module_of_weight(tensor) in INPUT_EMBEDDINGS
+    return module_of_weight(tensor) in INPUT_EMBEDDINGS
 
 
 def is_tied_embedding(tensor: str) -> bool:
     """Say whether a tensor can be the head of its model too."""
-    return _module_of_weight(tensor) in _TIED_EMBEDDINGS
+    return module_of_weight(tensor) in _TIED_EMBEDDINGS
 
 
 def is_tied_head(tensor: str) -> bool:
     """Say whether a tensor can be the embedding of its model too."""
-    return _module_of_weight(tensor) in _TIED_HEADS
+    return module_of_weight(tensor) in _TIED_HEADS
 
 
-def _module_of_weight(tensor: str) -> str:
+def may_be_tied(tensor: str) -> bool:
+    """Say whether a tensor can be one with another that has a row for each token.
+
+    >>> may_be_tied("cls.predictions.decoder.bias"), may_be_tied("model.norm.weight")
+    (True, False)
+    """
+    *_, module, parameter = ("", *tensor.split("."))
+    return module in (*INPUT_EMBEDDINGS, *HEADS) and parameter in ("weight", "bias")
+
+
+def tying_rank(tensor: str) -> int:
+    """Where a tensor stands among those that are one: what stands for them all comes first."""
+    *_, module, _ = ("", *tensor.split("."))
+    order = ("shared", *INPUT_EMBEDDINGS, *HEADS)
+    return order.index(module) if module in order else len(order)
+
+
+def module_of_weight(tensor: str) -> str:
     """The last name of the module that a weight belongs to; empty for all but weights."""
     module, _, parameter = tensor.rpartition(".")
     return module.rpartition(".")[2] if parameter == "weight" else ""

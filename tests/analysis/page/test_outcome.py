@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     report = dare.merge(recipe, backend="reference")
     document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
     analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
-    outcome = outcome_of_manifest(document, analysis)
+    outcome = outcome_of_manifest(document, analysis, output=recipe.output)
     assert outcome == outcome_of_report(report, analysis)
     (model,) = outcome.models
     assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
@@ -61,7 +62,9 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
 
 def test_a_document_that_is_no_manifest_is_refused(subject):
     with pytest.raises(InputError, match="has no whole report of a merge"):
-        outcome_of_manifest({"method": "dare+linear", "report": {}}, subject.analysis, where="x")
+        outcome_of_manifest(
+            {"method": "dare+linear", "report": {}}, subject.analysis, output=Path("x")
+        )
 
 
 def test_warnings_are_taken_over(subject):

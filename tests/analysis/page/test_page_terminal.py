@@ -39,7 +39,7 @@ def test_the_numbers_of_the_analysis_are_there(subject, width):
     for pair in subject.analysis.pairs:
         assert cosine(pair.total.cosine) in text
         assert share(pair.total.conflict) in text
-    assert text.startswith("Ready with changes  3 models onto models/base.safetensors\n")
+    assert text.startswith("Ready with changes  3 models onto base.safetensors\n")
     assert "Change  chat  Its last layers are changed by 13% of the base" in text
     assert "LoRA, rank 4 (adapter)" in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dare.analysis.results import Analysis, PairAnalysis
@@ -55,21 +56,24 @@ def outcome_of_manifest(
     manifest: Mapping[str, Any],
     analysis: Analysis,
     survival: Sequence[PairAnalysis] = (),
-    where: str = "manifest",
+    *,
+    output: Path,
 ) -> Outcome:
     """The same from the manifest that lies beside an output."""
     try:
-        output = manifest["recipe"]["models"].get("output_file")
         return _outcome(manifest["report"], output, analysis, survival)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"{where}: has no whole report of a merge ({error!r}); pass the manifest "
+            f"{output}: its manifest has no whole report of a merge ({error!r}); pass the manifest "
             "that `dare merge` wrote beside its output"
         ) from None
 
 
 def _outcome(
-    report: Mapping[str, Any], output: Any, analysis: Analysis, survival: Sequence[PairAnalysis]
+    report: Mapping[str, Any],
+    output: Path | None,
+    analysis: Analysis,
+    survival: Sequence[PairAnalysis],
 ) -> Outcome:
     stages = report["method"].split("+")[:-1]
     known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}

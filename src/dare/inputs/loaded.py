@@ -1,0 +1,303 @@
+"""Where the stored tensors of a model are once it is loaded: names and kinds of its modules.
+
+An adapter names modules in memory. transformers 5 gives many of them other names than checkpoints
+do, and holds all experts of a layer as one parameter. What a model becomes is known here for the
+common language models, whose names stay as they are (a table, which a test compares with
+transformers); for all others transformers is asked, which builds the model without weights. What
+neither knows is refused. The other way round, an adapter that PEFT trained is brought to the names
+of the base's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from dare.errors import InputError
+from dare.inputs.lora import CONV1D_MODELS
+from dare.inputs.quantised import tables_of
+from dare.inputs.sources import Source
+from dare.inputs.views import RenamedSource
+from dare.tensors.header import TensorInfo
+from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
+
+Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
+"""What holds a tensor: a layer, one that stores inputs × outputs, an embedding, any other module;
+or the tensor is a part of a larger one, or is not loaded at all."""
+
+EMBEDDINGS = ("relative_attention_bias",)
+"""Modules that are embeddings though their names do not say so."""
+LINEAR_CLASSES = ("Linear", "FalconLinear")
+"""Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
+MAMBA_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+OF_EXPERTS = "PEFT takes its name for that of an expert"
+MOST_LAYERS = 10_000
+AS_STORED = "set as_stored (--as-stored) if its modules are called what its file calls them"
+MERGE_FIRST = (
+    "merge the adapter into it with PEFT (merge_and_unload) and give the result as a model"
+)
+
+_WEIGHT_IN_CODE = re.compile(
+    r"(?<!isinstance\()self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim)|\s*=[^=])"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stored tensor is in the loaded model."""
+
+    name: str
+    """Of the parameter, in memory."""
+    kind: Kind
+    is_tied: bool = False
+    """Whether other modules have the same parameter."""
+    hindrance: str = ""
+    """Why PEFT can have no LoRA for it, though it is of a layer."""
+
+    @property
+    def module(self) -> str:
+        """The module that holds it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def parameter(self) -> str:
+        """What it is called there."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is the matrix of a layer that can have a LoRA."""
+        is_matrix = self.kind in ("linear", "conv1d") and self.parameter == "weight"
+        return is_matrix and not self.hindrance
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All tensors of a model, by their stored names."""
+
+    places: Mapping[str, Place]
+    notes: tuple[str, ...] = ()
+
+
+def find_places(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    remedy: str = AS_STORED,
+) -> Loaded:
+    """Say what the tensors of a model become when it is loaded by its configuration.
+
+    `remedy` is what a user can do where nobody knows.
+    """
+    if "model_type" not in config:
+        return Loaded(
+            places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
+            (
+                f"{path}: has no config.json that says what it is, so modules are called what "
+                "their file calls them",
+            ),
+        )
+    if places := _by_table(config, tensors):
+        return Loaded(places)
+    return _by_transformers(path if path.is_dir() else path.parent, config, tensors, remedy)
+
+
+def under_stored_names(
+    adapter: Source, base: Source, path: Path, config: Mapping[str, Any]
+) -> Source:
+    """An adapter with the names that the files of its base have, where those in memory differ."""
+    unknown = set(adapter.tensors) - set(base.tensors)
+    if not (adapter.is_partial and unknown and "model_type" in config):
+        return adapter
+    places = find_places(path, config, base.tensors, MERGE_FIRST).places
+    fused = {place.name for place in places.values() if place.kind == "fused"}
+    if parts := sorted(unknown & fused):
+        raise InputError(
+            f"{path}: does not store {parts[0]} as one tensor, as the adapter has it; {MERGE_FIRST}"
+        )
+    stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
+    names = {stored.get(name, name): name for name in adapter.tensors}
+    return RenamedSource(adapter, names) if len(names) == len(adapter.tensors) else adapter
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class that a configuration says its model is of; empty if it does not."""
+    classes = config.get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and classes else ""
+
+
+def places_as_stored(
+    tensors: Mapping[str, TensorInfo], *, is_conv1d: bool = False, is_tied: bool = False
+) -> dict[str, Place]:
+    """Take names as they are, and every matrix for a layer unless its name says otherwise."""
+    places = {}
+    for name, info in tensors.items():
+        module, _, parameter = name.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        kind: Kind = "other"
+        if len(info.shape) == 2 and parameter == "weight":
+            is_layer = is_tied_head(name) or not (is_embedding(name) or leaf in EMBEDDINGS)
+            is_turned = is_conv1d and leaf not in ("lm_head", "score")
+            kind = "embedding" if not is_layer else "conv1d" if is_turned else "linear"
+        tied = is_tied and (is_tied_embedding(name) or is_tied_head(name))
+        places[name] = Place(name, kind, tied)
+    return places
+
+
+# ---------------------------------------------------------------- by the table
+
+
+@cache
+def plain_types() -> dict[str, list[str]]:
+    """Model types whose modules are called what they are stored as: by model type, their parts."""
+    text = files("dare.inputs").joinpath("plain_types.toml").read_text("utf-8")
+    families = tomllib.loads(text)["families"]
+    return {kind: family["parts"] for family in families for kind in family["types"]}
+
+
+def _by_table(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, Place] | None:
+    parts = plain_types().get(str(config["model_type"]))
+    architecture = architecture_of(config) or "ForCausalLM"
+    if parts is None or not architecture.endswith(
+        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    ):
+        return None
+    if any(name.partition(".")[0] not in (*parts, "lm_head") for name in tensors):
+        return None
+    is_tied = config.get("tie_word_embeddings") is True or "lm_head.weight" not in tensors
+    is_conv1d = config["model_type"] in CONV1D_MODELS
+    return places_as_stored(tensors, is_conv1d=is_conv1d, is_tied=is_tied)
+
+
+# ---------------------------------------------------------------- by transformers
+
+
+def _by_transformers(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], remedy: str
+) -> Loaded:
+    where = folder / "config.json"
+    try:
+        import transformers
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:
+        raise InputError(
+            f"{where}: what modules a {config['model_type']!a} has is not known without "
+            f"transformers 5 or newer and torch: pip install transformers torch; or {remedy}"
+        ) from None
+    model = _without_weights(where, config, remedy)
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    hindered = dict.fromkeys(_expert_layers(converters), OF_EXPERTS)
+    if config["model_type"] in MAMBA_MODELS:
+        hindered["out_proj"] = "PEFT refuses it in a Mamba"
+    state = model.state_dict(keep_vars=True)
+    owners = Counter(map(id, state.values()))
+    places = {}
+    for name in sorted(tensors, key=core_model_loading.dot_natural_key):  # as they are loaded
+        new, converter = core_model_loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if new not in state and name in state:
+            new, converter = name, None
+        if new not in state:
+            places[name] = Place(name, "absent")
+        elif converter is not None or tuple(state[new].shape) != tensors[name].shape:
+            places[name] = Place(new, "fused")
+        else:
+            module = new.rpartition(".")[0]
+            parent, _, leaf = module.rpartition(".")
+            hindrance = hindered.get(leaf, "")
+            if leaf in _weights_in_code(type(model.get_submodule(parent)).__mro__):
+                hindrance = "the model's code uses its weight without calling it"
+            kind = _kind_of(model.get_submodule(module))
+            places[name] = Place(new, kind, owners[id(state[new])] > 1, hindrance)
+    _refuse_doubles(folder, places)
+    moved = sum(name != place.name for name, place in places.items())
+    note = f"{moved} tensors have other names in memory (transformers {transformers.__version__})"
+    return Loaded(places, (note,) if moved else ())
+
+
+def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
+    """What the layers of single experts were called before they became parts of one parameter."""
+    for converter in converters:
+        for pattern in converter.source_patterns:
+            plain = pattern.replace("\\", "")
+            if "experts" in plain and plain.endswith(".weight"):
+                yield plain.removesuffix(".weight").rpartition(".")[2]
+
+
+@cache
+def _weights_in_code(classes: tuple[type, ...]) -> set[str]:
+    """The modules in a module whose weights its code uses itself, past any LoRA (as Mamba does)."""
+    found: set[str] = set()
+    for base in classes:
+        if base.__module__.startswith("transformers."):
+            with contextlib.suppress(OSError, TypeError):  # no source
+                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(base)))
+    return found
+
+
+def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:
+    """Refuse a model that stores one tensor under two names, of which a loader takes either."""
+    stored: dict[str, str] = {}
+    for name, place in places.items():
+        other = stored.setdefault(place.name, name)
+        if other != name and place.kind not in ("fused", "absent"):
+            raise InputError(
+                f"{folder}: stores {other} and {name}, and both are {place.name} in memory; "
+                "save the model again with transformers"
+            )
+
+
+def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
+    """Build the model that a configuration describes, without memory for its weights."""
+    import transformers
+
+    for table in tables_of(dict(config)):
+        for key, value in table.items():
+            if isinstance(value, int) and value > MOST_LAYERS and "layers" in key:
+                raise InputError(f"{where}: {key} is {value}; at most {MOST_LAYERS} can be built")
+    architecture = architecture_of(config)
+    build = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
+        raise InputError(
+            f"{where}: architectures names {architecture!a}, which transformers does not have, so "
+            f"its modules are not known; {remedy}"
+        )
+    try:
+        with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
+            warnings.simplefilter("ignore")
+            settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
+            known_only = {"trust_remote_code": False, "local_files_only": True}
+            found = transformers.AutoConfig.from_pretrained(where.parent, **settings, **known_only)
+            return build(found)
+    except Exception as error:  # whatever a configuration can do to a model's code
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(
+            f"{where}: transformers cannot build a {architecture} by it ({reason}), so its modules "
+            f"are not known; {remedy}"
+        ) from error
+
+
+def _kind_of(module: Any) -> Kind:
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is Conv1D:
+        return "conv1d"
+    if isinstance(module, sys.modules["torch"].nn.Embedding):
+        return "embedding"
+    return "linear" if type(module).__name__ in LINEAR_CLASSES else "other"

@@ -1,0 +1,324 @@
+"""One tensor under several names gets one mask and one result, however it is stored."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import dare
+from dare.errors import InputError, MismatchError
+from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
+from helpers import save
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+EMBED, HEAD, BODY = "model.embed_tokens.weight", "lm_head.weight", "model.layers.0.q.weight"
+T5 = [
+    "shared.weight",
+    *(f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")),
+    HEAD,
+]
+HALF = {"method": "dare+linear", "stages": {"dare": {"drop_rate": 0.5}}, "verbose": False}
+
+
+def random(*shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def once(seed, name=EMBED):
+    return {name: random(64, 16, seed=seed), BODY: random(16, 16, seed=seed + 100)}
+
+
+def twice(seed, *names, first=EMBED, copy=True):
+    arrays = once(seed, first)
+    return arrays | {name: arrays[first].copy() if copy else arrays[first] for name in names}
+
+
+def merged(base, *models, **settings):
+    return dare.merge_arrays(base, models, **{**HALF, **settings})[0]
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["equal bytes", "one array"])
+def test_a_tied_head_gets_the_mask_of_its_embedding(copy):
+    result = merged(*(twice(seed, HEAD, copy=copy) for seed in (1, 2, 3)))
+    expected = merged(*map(once, (1, 2, 3)))
+    assert result[HEAD].tobytes() == result[EMBED].tobytes()
+    assert all(result[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+def test_the_one_embedding_of_an_encoder_and_a_decoder_gives_the_mask():
+    result = merged(*(twice(seed, *T5[1:], first=T5[0]) for seed in (1, 2)))
+    expected = merged(once(1, T5[0]), once(2, T5[0]))[T5[0]]
+    assert all(result[name].tobytes() == expected.tobytes() for name in T5)
+
+
+def test_parameters_of_torch_that_are_one_stay_one():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=8,
+    )  # fmt: skip
+    states = [BertForMaskedLM(config).state_dict() for _ in range(3)]
+    for state in states[1:]:
+        state["cls.predictions.bias"].normal_()  # which all begin as zeros
+    result = merged(*states)
+    decoder = "cls.predictions.decoder"
+    assert torch.equal(
+        result[f"{decoder}.weight"], result["bert.embeddings.word_embeddings.weight"]
+    )
+    assert torch.equal(result[f"{decoder}.bias"], result["cls.predictions.bias"])
+    assert not torch.equal(result[f"{decoder}.bias"], states[0]["cls.predictions.bias"])
+
+
+def test_tensors_that_share_storage_are_one_whatever_they_are_called():
+    weights = [torch.randn(16, 16, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    result = merged(*({"a.w": weight, "b.w": weight} for weight in weights))
+    assert torch.equal(result["a.w"], result["b.w"])
+    separate = merged(*({"a.w": weight, "b.w": weight.clone()} for weight in weights))
+    assert not torch.equal(separate["a.w"], separate["b.w"])
+    turned = merged(*({"a.w": weight, "b.w": weight.T} for weight in weights))
+    assert not torch.equal(turned["a.w"], turned["b.w"])
+
+
+def test_one_model_whose_head_is_another_makes_them_two():
+    base, tuned = twice(1, HEAD), twice(2, HEAD)
+    result = merged(base, tuned, tuned | {HEAD: random(64, 16, seed=9)})
+    assert result[HEAD].tobytes() != result[EMBED].tobytes()
+    lone = merged({HEAD: base[HEAD]}, {HEAD: tuned[HEAD]}, {HEAD: random(64, 16, seed=9)})
+    assert result[HEAD].tobytes() == lone[HEAD].tobytes()
+
+
+def test_scalars_and_empty_arrays_are_never_one():
+    base = {"a": np.float32(1), "b": np.float32(1), "e.wte.weight": np.empty((0, 2), np.float32)}
+    assert merged(base, base, method="linear", stages={})["b"] == 1
+
+
+# ---------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}),
+        ("dare+trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}),
+        ("dare+ties", {}),
+        ("star+linear", {}),
+        ("slerp", {}),
+        ("della+linear", {}),
+    ],
+)
+def test_every_stage_treats_both_names_alike(method, stages):
+    settings = {"method": method, "stages": stages}
+    result = merged(*(twice(seed, HEAD) for seed in (1, 2, 3)), **settings)
+    expected = merged(*map(once, (1, 2, 3)), **settings)
+    assert result[HEAD].tobytes() == result[EMBED].tobytes()
+    assert all(result[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+def test_rules_are_those_of_the_embedding():
+    rule = {"match": [EMBED], "weight": 2.0}
+    result = merged(twice(1, HEAD), twice(2, HEAD), tensors=[rule], method="linear", stages={})
+    assert result[HEAD].tobytes() == result[EMBED].tobytes()
+    kept = merged(twice(1, HEAD), twice(2, HEAD), embedding_drop_rate=0.0)
+    assert kept[HEAD].tobytes() == kept[EMBED].tobytes()
+
+
+def test_a_rule_for_the_second_name_alone_has_no_effect_and_that_is_said():
+    rule = {"match": ["lm_head*"], "weight": 2.0}
+    settings = {"method": "linear", "verbose": False, "tensors": [rule]}
+    _, report = dare.merge_arrays(twice(1, HEAD), [twice(2, HEAD)], **settings)
+    (warning,) = (w for w in report.warnings if w.about == "rule without effect")
+    assert warning.text.endswith(f"{HEAD} is {EMBED}, whose rules hold, so the rule has no effect")
+
+
+# ---------------------------------------------------------------- files
+
+
+def folder(path, arrays, **config):
+    save(path / "model.safetensors", arrays)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def merge_files(tmp_path, base, *models, **settings):
+    recipe = dare.Recipe(
+        base=base, models=models, output=tmp_path / "out.safetensors", **{**HALF, **settings}
+    )
+    plan = dare.plan(recipe)
+    dare.merge(plan)
+    return load_file(tmp_path / "out.safetensors"), plan.notes
+
+
+def test_a_configuration_is_believed_and_the_plan_says_what_is_not_used(tmp_path):
+    apart = once(2) | {HEAD: random(64, 16, seed=9)}
+    result, notes = merge_files(
+        tmp_path,
+        folder(tmp_path / "base", twice(1, HEAD), tie_word_embeddings=True),
+        folder(tmp_path / "math", apart),
+    )
+    assert result[HEAD].tobytes() == result[EMBED].tobytes()
+    assert result[EMBED].tobytes() == merged(once(1), once(2))[EMBED].tobytes()
+    assert notes == (
+        f"math: its {HEAD} differs from {EMBED} and is not used, because its configuration says "
+        "that they are one (tie_word_embeddings)",
+        f"{HEAD} and {EMBED} are one tensor: one change, one mask, one result",
+    )
+    assert dare.verify(tmp_path / "out.safetensors").ok
+
+
+def test_an_untied_model_of_a_tied_base_is_refused(tmp_path):
+    base = folder(tmp_path / "base", twice(1, HEAD), tie_word_embeddings=True)
+    apart = once(2) | {HEAD: random(64, 16, seed=9)}
+    model = folder(tmp_path / "math", apart, tie_word_embeddings=False)
+    with pytest.raises(MismatchError, match=r"lm_head\.weight: the base's configuration says"):
+        dare.plan(dare.Recipe(base=base, models=[model]))
+
+
+def test_a_model_that_stores_it_once_under_any_name_has_it_under_all(tmp_path):
+    base = folder(tmp_path / "base", twice(1, *T5[1:], first=T5[0]))
+    models = [
+        folder(tmp_path / name, once(2, stored) | {BODY: once(1)[BODY]})
+        for name, stored in (("a", T5[0]), ("b", HEAD))
+    ]
+    result, _ = merge_files(tmp_path, base, *models, method="sum", stages={})
+    assert len({result[name].tobytes() for name in T5}) == 1
+    expected = merged(once(1), once(2), once(2), method="sum", stages={})[EMBED]
+    assert result[HEAD].tobytes() == expected.tobytes()
+
+
+def test_an_encoder_and_a_decoder_that_differ_are_one_by_their_kind(tmp_path):
+    base = twice(1, *T5[1:], first=T5[0])
+    tuned = twice(2, *T5[1:], first=T5[0]) | {T5[1]: random(64, 16, seed=9)}
+    folders = [folder(tmp_path / n, arrays, is_encoder_decoder=True)
+               for n, arrays in (("base", base), ("math", tuned))]  # fmt: skip
+    result, notes = merge_files(tmp_path, *folders)
+    assert len({result[name].tobytes() for name in T5}) == 1
+    assert any(f"its {T5[1]} differs from {T5[0]} and is not used" in note for note in notes)
+
+
+def test_one_storage_in_a_file_of_torch_is_one_tensor(tmp_path):
+    paths = []
+    for seed in (1, 2):
+        state = {name: torch.from_numpy(value) for name, value in once(seed).items()}
+        paths.append(tmp_path / f"{seed}.pt")
+        torch.save(state | {HEAD: state[EMBED]}, paths[-1])
+    result, _ = merge_files(tmp_path, *paths, allow_pickle=True)
+    assert result[HEAD].tobytes() == result[EMBED].tobytes()
+    assert result[EMBED].tobytes() == merged(once(1), once(2))[EMBED].tobytes()
+
+
+def test_new_rows_are_one_too(tmp_path):
+    folders = []
+    for name, rows in (("base", 64), ("math", 66)):
+        arrays = {EMBED: random(rows, 16, seed=rows), BODY: once(1)[BODY]}
+        folders.append(folder(tmp_path / name, arrays | {HEAD: arrays[EMBED].copy()}))
+        vocab = {f"t{number}": number for number in range(64)}
+        added = [{"id": n, "content": f"t{n}", "special": False} for n in range(64, rows)]
+        document = {"model": {"type": "WordLevel", "vocab": vocab}, "added_tokens": added}
+        (folders[-1] / "tokenizer.json").write_text(json.dumps(document))
+    result, _ = merge_files(tmp_path, *folders, vocabulary="union")
+    assert result[EMBED].shape == (66, 16)
+    assert result[HEAD].tobytes() == result[EMBED].tobytes()
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def llama(tied=True):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def adapter(path, model, **config):
+    tuned = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **config))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    tuned.save_pretrained(path)
+    return path
+
+
+def base_folder(path, *, stores_both):
+    model = llama()
+    path.mkdir()
+    state = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    if not stores_both:
+        del state[HEAD]
+    save_file(state, path / "model.safetensors")
+    model.config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stores_both", [True, False])
+@pytest.mark.parametrize(
+    ("config", "is_one"),
+    [
+        ({"target_modules": ["embed_tokens"]}, False),
+        ({"target_modules": ["lm_head"]}, False),
+        ({"target_modules": ["embed_tokens", "lm_head"]}, False),
+        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        (
+            {
+                "target_modules": ["q_proj"],
+                "modules_to_save": ["embed_tokens"],
+                "ensure_weight_tying": True,
+            },
+            True,
+        ),
+    ],
+)
+def test_an_adapter_of_a_tied_tensor_gives_what_peft_gives(tmp_path, config, is_one, stores_both):
+    base = base_folder(tmp_path / "base", stores_both=stores_both)
+    path = adapter(tmp_path / "math", llama(), **config)
+    result, _ = merge_files(tmp_path, base, path, method="sum", stages={})
+    if is_one:  # merging adds the one delta twice, and the adapter that is loaded uses it once
+        loaded = PeftModel.from_pretrained(llama(), path)
+        tokens = torch.arange(40)[None]
+        expected = loaded(tokens).logits
+        plain = llama()
+        state = {name: torch.from_numpy(value) for name, value in result.items()}
+        plain.load_state_dict({HEAD: state[EMBED]} | state)
+        torch.testing.assert_close(plain(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    else:
+        merged = PeftModel.from_pretrained(llama(), path).merge_and_unload().state_dict()
+        for name, value in result.items():
+            np.testing.assert_allclose(value, merged[name].numpy(), atol=2e-6, err_msg=name)
+    assert (HEAD in result) == stores_both
+    assert not stores_both or result[HEAD].tobytes() == result[EMBED].tobytes()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stores_both", [True, False])
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_that_unties_its_base_is_refused(tmp_path, saved, stores_both):
+    base = base_folder(tmp_path / "base", stores_both=stores_both)
+    path = adapter(tmp_path / "math", llama(), target_modules=["q_proj"], modules_to_save=saved)
+    with pytest.raises(InputError, match=r"which would keep its old values|differ in the adapter"):
+        dare.plan(dare.Recipe(base=base, models=[path]))
+
+
+def test_an_adapter_of_an_untied_base_is_left_as_it_is(tmp_path):
+    base = folder(tmp_path / "base", twice(1, HEAD), tie_word_embeddings=False)
+    path = tmp_path / "math"
+    path.mkdir()
+    (path / CONFIG_NAME).write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    factors = {"lm_head.lora_A.weight": (1, 16), "lm_head.lora_B.weight": (64, 1)}
+    save_file({n: np.ones(shape, np.float32) for n, shape in factors.items()}, path / WEIGHTS_NAME)
+    result, notes = merge_files(tmp_path, base, path, method="sum", stages={})
+    assert result[EMBED].tobytes() == once(1)[EMBED].tobytes()
+    assert result[HEAD].tobytes() == (once(1)[EMBED] + 1).tobytes()
+    assert notes == ()

@@ -1,0 +1,372 @@
+"""An extracted adapter, loaded by PEFT, turns a base of any architecture into the fine-tune.
+
+Models are saved by transformers, under the names of checkpoints, which are not those in memory.
+"""
+
+import copy
+import json
+import sys
+
+import numpy as np
+import pytest
+from peft_models import quiet, read_adapter, train, write_adapter
+from safetensors.numpy import load_file
+
+import dare
+from dare.errors import InputError, MismatchError
+from dare.inputs.formats import open_model, read_config
+from dare.inputs.loaded import find_places, plain_types
+from dare.lora import extract_adapter
+from dare.recipe.schema import Recipe
+from helpers import save
+
+with quiet():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5")
+    peft = pytest.importorskip("peft")
+
+torch.set_num_threads(1)  # these models are too small to share out
+
+TEXT = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ENCODER = {name: TEXT[name] for name in list(TEXT)[:5] if name != "vocab_size"}
+IMAGE = {**ENCODER, "image_size": 8, "patch_size": 4}
+TOKENS = torch.tensor([[3, 39, 39, 39, 39, 7, 8, 9]])
+
+
+def llava():
+    return transformers.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **IMAGE},
+        text_config={"model_type": "llama", **TEXT},
+        image_token_index=39,
+        tie_word_embeddings=False,
+    ), {"input_ids": TOKENS, "pixel_values": torch.ones(1, 3, 8, 8)}
+
+
+def qwen2_vl():
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(
+        text_config={**TEXT, "rope_parameters": rope},
+        vision_config={**vision, "patch_size": 4, "spatial_merge_size": 2},
+        image_token_id=38,
+        video_token_id=37,
+        vision_start_token_id=36,
+        vision_end_token_id=35,
+        tie_word_embeddings=False,
+    )
+    pixels = torch.linspace(-1, 1, 4 * 96).reshape(4, 96)
+    tokens = torch.tensor([[3, 36, 38, 35, 7, 8]])
+    kinds = (tokens == 38).int()
+    grid = torch.tensor([[1, 2, 2]])
+    return config, {
+        "input_ids": tokens,
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": kinds,
+    }
+
+
+def deepseek():
+    config = transformers.DeepseekV3Config(
+        **TEXT,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        n_shared_experts=1,
+    )
+    return config, {"input_ids": TOKENS}
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=40, **sizes, decoder_start_token_id=0)
+    return config, {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :3]}
+
+
+MODELS = {
+    "LlamaForCausalLM": lambda: (transformers.LlamaConfig(**TEXT), {"input_ids": TOKENS}),
+    "GPT2LMHeadModel": lambda: (
+        transformers.GPT2Config(
+            vocab_size=40, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+        ),
+        {"input_ids": TOKENS},
+    ),
+    "BertForSequenceClassification": lambda: (
+        transformers.BertConfig(vocab_size=40, **ENCODER),
+        {"input_ids": TOKENS},
+    ),
+    "ViTForImageClassification": lambda: (
+        transformers.ViTConfig(**IMAGE),
+        {"pixel_values": torch.linspace(-1, 1, 192).reshape(1, 3, 8, 8)},
+    ),
+    "LlavaForConditionalGeneration": llava,
+    "Qwen2VLForConditionalGeneration": qwen2_vl,
+    "MixtralForCausalLM": lambda: (
+        transformers.MixtralConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1),
+        {"input_ids": TOKENS},
+    ),
+    "DeepseekV3ForCausalLM": deepseek,
+    "T5ForConditionalGeneration": t5,
+    "BertModel": lambda: (
+        transformers.BertConfig(vocab_size=40, **ENCODER),
+        {"input_ids": TOKENS},
+    ),
+    "MambaForCausalLM": lambda: (
+        transformers.MambaConfig(**{**TEXT, "state_size": 4}),
+        {"input_ids": TOKENS},
+    ),
+    "FalconForCausalLM": lambda: (
+        transformers.FalconConfig(**{**TEXT, "num_kv_heads": 2}, new_decoder_architecture=False),
+        {"input_ids": TOKENS},
+    ),
+}
+
+
+def build(architecture):
+    config, inputs = MODELS[architecture]()
+    torch.manual_seed(0)
+    return getattr(transformers, architecture)(config).eval(), inputs
+
+
+def can_be_stored(model, name):
+    """Whether PEFT can hold a parameter at all: its module has no others in it, and is not tied."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    same = [key for key, value in model.state_dict().items() if value is model.state_dict()[name]]
+    is_tied = name in model.all_tied_weights_keys.values()
+    return not (list(owner.children()) or is_tied or ".experts." in name or len(same) > 1)
+
+
+def tune(model, chosen):
+    tuned = copy.deepcopy(model)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if chosen(model, name):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return tuned
+
+
+def save_all(folder, **models):
+    with quiet():
+        for name, model in models.items():
+            model.save_pretrained(folder / name)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_loaded_adapter_computes_what_the_fine_tune_does(tmp_path, architecture):
+    base, inputs = build(architecture)
+    tuned = tune(base, can_be_stored)
+    save_all(tmp_path, base=base, tuned=tuned)
+    report = extract_adapter(
+        tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank=99, save_others=True
+    )
+    assert report.left_out == ()
+    assert report.error < 1e-5
+    with torch.no_grad():
+        before, expected = (model(**inputs)[0] for model in (base, tuned))
+        with quiet():
+            loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+            weights = peft.load_peft_weights(tmp_path / "out", device="cpu")
+            result = peft.set_peft_model_state_dict(loaded, weights)
+        found = loaded(**inputs)[0]
+    assert result.unexpected_keys == []
+    assert not [key for key in result.missing_keys if ".default" in key]
+    assert not torch.allclose(before, expected, atol=1e-2)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["ViTForImageClassification", "MixtralForCausalLM", "DeepseekV3ForCausalLM"],
+)
+def test_what_is_left_out_is_all_that_is_left_out(tmp_path, architecture):
+    """Without save_others: layers are taken, and of all else that changed each tensor is listed."""
+    base, _ = build(architecture)
+    tuned = tune(base, lambda model, name: True)
+    save_all(tmp_path, base=base, tuned=tuned)
+    report = extract_adapter(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank=1)
+    places = find_places(
+        tmp_path / "base", read_config(tmp_path / "base"), open_model(tmp_path / "base").tensors
+    ).places
+    taken = {f"{module.name}.weight" for module in report.modules}
+    left = {entry.tensor for entry in report.left_out}
+    changed = {name for name in places if "e_score_correction_bias" not in name}  # a buffer
+    assert {name for name in changed if places[name].name not in taken} == left
+    linear = {
+        f"{name}.weight"
+        for name, module in base.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
+    }
+    assert taken <= linear
+    peft_config = read_adapter(tmp_path / "out")[1]
+    assert peft_config["modules_to_save"] is None
+    reasons = {entry.tensor: entry.reason for entry in report.left_out}
+    for name, reason in reasons.items():
+        if "experts." in name and "shared" not in name:
+            assert "in memory it is a part of model.layers." in reason
+
+
+def test_a_checkpoint_of_the_body_is_an_adapter_of_the_whole(tmp_path):
+    """As gpt2 is published: without the prefix that its class has in memory."""
+    base, inputs = build("GPT2LMHeadModel")
+    tuned = tune(base, can_be_stored)
+    save_all(tmp_path, base=base, tuned=tuned)
+    for name in ("base", "tuned"):
+        file = tmp_path / name / "model.safetensors"
+        save(file, {n.removeprefix("transformer."): v for n, v in load_file(file).items()})
+    report = extract_adapter(
+        tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank=99, save_others=True
+    )
+    assert report.modules[0].name == "transformer.h.0.attn.c_attn"
+    assert any("have other names in memory (transformers " in note for note in report.notes)
+    with torch.no_grad(), quiet():
+        expected = tuned(**inputs).logits
+        found = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()(**inputs).logits
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_table_says_what_transformers_does(tmp_path):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    from dare.inputs import loaded
+    from dare.tensors.dtypes import STORAGE_TYPES
+    from dare.tensors.header import TensorInfo
+
+    classes = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    for model_type in plain_types():
+        with quiet():
+            config = CONFIG_MAPPING[model_type]()
+            config.num_hidden_layers = 1
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:1]
+            config.architectures = [classes[model_type]]
+            config.save_pretrained(tmp_path)
+            with torch.device("meta"):
+                model = getattr(transformers, classes[model_type])(config)
+        described = json.loads((tmp_path / "config.json").read_text())
+        stored = {
+            name: TensorInfo(name, STORAGE_TYPES["F32"], tuple(value.shape), 0)
+            for name, value in model.state_dict().items()
+            if name not in model.all_tied_weights_keys
+        }
+        by_table = loaded._by_table(described, stored)
+        by_transformers = loaded._by_transformers(tmp_path, described, stored, "").places
+        assert by_table is not None, model_type
+        for name, expected in by_transformers.items():
+            found = by_table[name]
+            kinds = {found.kind, expected.kind} & {"linear", "conv1d", "embedding"}
+            if len(stored[name].shape) == 2 and kinds:
+                assert found == expected, model_type
+
+
+def test_what_nobody_knows_is_refused(tmp_path, monkeypatch):
+    base, _ = build("ViTForImageClassification")
+    save_all(tmp_path, base=base, tuned=tune(base, can_be_stored))
+    paths = (tmp_path / "base", tmp_path / "tuned", tmp_path / "out")
+    file = tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text())
+
+    def refused(message, **changes):
+        file.write_text(json.dumps({**config, **changes}))
+        with pytest.raises(InputError, match=message):
+            extract_adapter(*paths, rank=1)
+        assert not (tmp_path / "out").exists()
+
+    refused(
+        "names 'OwnModel', which transformers does not have.*as_stored", architectures=["OwnModel"]
+    )
+    refused("names 'torch', which transformers does not have", architectures=["torch"])
+    refused("cannot build a ViTForImageClassification", hidden_size="x")
+    refused("num_hidden_layers is 1000000; at most", num_hidden_layers=1_000_000)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "transformers", None)
+        refused("what modules a 'vit' has is not known without transformers 5")
+    report = extract_adapter(*paths, rank=1, as_stored=True)
+    assert report.modules[0].name.startswith("classifier")
+    assert report.modules[1].name.startswith("vit.encoder.layer.0.attention.attention.")
+    assert np.isfinite(report.error)
+
+
+# ---------------------------------------------------------------- the other way round
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("ViTForImageClassification", ["q_proj", "fc1"]),
+        ("LlavaForConditionalGeneration", ["q_proj", "linear_1"]),
+        ("Qwen2VLForConditionalGeneration", ["q_proj", "qkv"]),
+        ("LlamaForCausalLM", ["q_proj"]),
+    ],
+)
+def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
+    tmp_path, architecture, targets
+):
+    base, inputs = build(architecture)
+    save_all(tmp_path, base=base)
+    train(tmp_path / "lora", copy.deepcopy(base), 1, target_modules=targets, r=2)
+    recipe = Recipe(
+        base=tmp_path / "base",
+        models=[tmp_path / "lora"],
+        output=tmp_path / "out",
+        method="linear",
+        verbose=False,
+    )
+    dare.merge(recipe)
+    with quiet():
+        merged, info = type(base).from_pretrained(tmp_path / "out", output_loading_info=True)
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload()
+    assert not any(info.values())
+    with torch.no_grad():
+        found, wanted = (model.eval()(**inputs).logits for model in (merged, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_of_what_is_stored_otherwise_is_refused(tmp_path, monkeypatch):
+    """Of fused experts, of no module at all, or of a model that nobody knows."""
+    for architecture, module in (
+        ("MixtralForCausalLM", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("ViTForImageClassification", "vit.layers.0.attention.q_proj"),
+    ):
+        base, _ = build(architecture)
+        save_all(tmp_path, **{architecture: base})
+        full = {f"{module}.weight": np.ones((2, 2), np.float32), module: np.ones(3, np.float32)}
+        write_adapter(tmp_path / f"{architecture}-lora", full)
+
+    def refused(message, architecture, error=InputError):
+        recipe = Recipe(
+            base=tmp_path / architecture,
+            models=[tmp_path / f"{architecture}-lora"],
+            output=tmp_path / "out",
+        )
+        with pytest.raises(error, match=message):
+            dare.plan(recipe)
+
+    refused(r"does not store model.layers.0.mlp.experts.gate_up_proj as one", "MixtralForCausalLM")
+    refused(r"q_proj: in .*, not in the base", "ViTForImageClassification", MismatchError)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused(
+        r"'vit' has is not known without .* or merge the adapter into", "ViTForImageClassification"
+    )
