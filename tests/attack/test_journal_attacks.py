@@ -110,7 +110,7 @@ def test_a_changed_journal_leads_to_the_same_bytes_or_to_an_error(
     flips = [(f"bit {bit}", flipped(journal, bit)) for bit in bits]
     changes = list(mutations(journal, generator))
     seed = (attack_seed, scenario.name)
-    attacks = [*chosen(seed, attack_size, flips, 5), *chosen(seed, attack_size, changes, 5)]
+    attacks = [*chosen(seed, attack_size, flips, 3), *chosen(seed, attack_size, changes, 3)]
     for what, changed in attacks:
         place.reset({**stopped(scenario), name: changed})
         outcome = place.run(scenario.command)

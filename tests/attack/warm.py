@@ -21,6 +21,7 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 from interposing import ACTIONS, CANNOT_MOUNT, ERRORS, Struct
+from rich.console import Console
 
 from dare.cli import build_app, main, with_command
 
@@ -149,6 +150,17 @@ def remember_parsing() -> None:
     App.parse_args = parse_once  # type: ignore[method-assign,assignment]
 
 
+def print_nothing_quietly() -> None:
+    """A quiet console lays its tables out before it drops them, which takes as long."""
+    show = Console.print
+
+    def show_aloud(self: Console, *things: Any, **settings: Any) -> None:
+        if not self.quiet:
+            show(self, *things, **settings)
+
+    Console.print = show_aloud  # type: ignore[method-assign]
+
+
 def parse(arguments: Sequence[str]) -> None:
     """Parse a command line before the fork, so that it is remembered."""
     with contextlib.suppress(CycloptsError):
@@ -161,6 +173,7 @@ def serve() -> None:
     os.dup2(2, 1)
     library = ctypes.CDLL(sys.argv[1])
     remember_parsing()
+    print_nothing_quietly()
     for line in sys.stdin:
         request = json.loads(line)
         if "warm" in request:
