@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,22 @@ import pytest
 from interposing import Warm, build, why_not
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
+SHORT_RUN = 2
+"""How many scenarios each attack is tried on at size 1."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Attack all scenarios, or those that a test's module names; at size 1 a few, by seed."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "scenario" not in metafunc.fixturenames or any("scenario" in mark.args[0] for mark in marks):
+        return
+    from scenarios import SCENARIOS
+
+    scenarios = list(getattr(metafunc.module, "SCENARIOS", SCENARIOS))
+    if metafunc.config.getoption("--attack-size") == 1:
+        seed = metafunc.config.getoption("--attack-seed"), metafunc.function.__name__
+        scenarios = random.Random(repr(seed)).sample(scenarios, SHORT_RUN)
+    metafunc.parametrize("scenario", scenarios, ids=lambda scenario: scenario.name)
 
 
 @pytest.fixture(scope="session")

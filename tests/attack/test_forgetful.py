@@ -8,12 +8,11 @@ import sys
 
 import pytest
 from interposing import CANNOT_MOUNT, HERE, why_not
-from scenarios import SCENARIOS, Scenario
+from scenarios import Scenario
 
 ALONE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_a_disk_that_forgets_keeps_the_old_or_the_new(
     scenario: Scenario, tmp_path, attack_size, attack_seed
 ):

@@ -10,7 +10,6 @@ import pytest
 from interposing import ERRORS, Attack, environment
 from scenarios import (
     BY_NAME,
-    SCENARIOS,
     Place,
     Scenario,
     check_between,
@@ -19,10 +18,7 @@ from scenarios import (
     chosen,
 )
 
-each_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 
-
-@each_scenario
 @pytest.mark.parametrize("action", ["kill before", "kill after"])
 def test_killed_at_any_call_it_ends_in_the_same_bytes(
     place: Place, scenario: Scenario, action, attack_size, attack_seed
@@ -37,7 +33,6 @@ def test_killed_at_any_call_it_ends_in_the_same_bytes(
     assert place.inputs_are_whole(thoroughly=True)
 
 
-@each_scenario
 def test_a_call_that_fails_is_an_error_with_a_place_or_a_warning(
     place: Place, scenario: Scenario, attack_size, attack_seed
 ):
@@ -54,7 +49,6 @@ def test_a_call_that_fails_is_an_error_with_a_place_or_a_warning(
         check_end(place, scenario, context)
 
 
-@each_scenario
 def test_a_short_write_changes_nothing(place: Place, scenario: Scenario, attack_size, attack_seed):
     calls = list(range(1, place.end(scenario).changes + 1))
     for at in chosen((attack_seed, scenario.name, "short"), attack_size, calls):
@@ -65,7 +59,6 @@ def test_a_short_write_changes_nothing(place: Place, scenario: Scenario, attack_
         assert check_between(place, scenario, context), context
 
 
-@each_scenario
 @pytest.mark.parametrize("action", ["fail", "shorten"])
 def test_a_read_that_fails_is_an_error_and_a_short_one_is_not(
     place: Place, scenario: Scenario, action, attack_size, attack_seed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 from interposing import Attack
 from power import Call, File, cut, played, read_log
-from scenarios import SCENARIOS, Place, Scenario, check_between, check_end, chosen, contents
+from scenarios import Place, Scenario, check_between, check_end, chosen, contents
 
 FORGETTINGS = (None, *range(7))
 """Seeds of what is forgotten; None is everything."""
@@ -62,7 +61,6 @@ def recorded(place: Place, scenario: Scenario, folder) -> list[Call]:
     return read_log(log, place.work)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_or_is_made_good(
     place: Place, scenario: Scenario, attack_size, attack_seed, tmp_path
 ):
@@ -78,7 +76,6 @@ def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_or_is_made_good(
     assert place.inputs_are_whole(thoroughly=True)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_what_is_said_to_be_done_survives_a_power_cut(place: Place, scenario: Scenario, tmp_path):
     calls = recorded(place, scenario, tmp_path)
     for seed in FORGETTINGS:

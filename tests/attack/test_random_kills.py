@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 
-import pytest
 from interposing import Job
 from scenarios import SCENARIOS, Place, Scenario, check_between, check_end, check_message, chosen
 
@@ -15,7 +14,6 @@ CROWDS = 160
 """Groups of processes at full size, over all scenarios."""
 LONGEST_S = 0.25
 """About as long as the slowest of these merges takes; after it most kills find nobody."""
-each_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 
 
 def shared(scenario: Scenario) -> tuple[str, ...]:
@@ -26,7 +24,6 @@ def shared(scenario: Scenario) -> tuple[str, ...]:
     return (*scenario.command[:place], "2", *scenario.command[place + 1 :])
 
 
-@each_scenario
 def test_killed_at_a_random_moment_it_ends_in_the_same_bytes(
     place: Place, scenario: Scenario, attack_size, attack_seed
 ):
@@ -45,7 +42,6 @@ def test_killed_at_a_random_moment_it_ends_in_the_same_bytes(
     assert place.inputs_are_whole(thoroughly=True)
 
 
-@each_scenario
 def test_processes_that_want_one_output_do_not_spoil_it(
     place: Place, scenario: Scenario, attack_size, attack_seed
 ):

