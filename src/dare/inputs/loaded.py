@@ -243,11 +243,12 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
 @cache
 def _weights_in_code(classes: tuple[type, ...]) -> set[str]:
     """The modules in a module whose weights its code uses itself, past any LoRA (as Mamba does)."""
+    ours = [base for base in classes if base.__module__.startswith("transformers.")]
     found: set[str] = set()
-    for base in classes:
-        if base.__module__.startswith("transformers."):
-            with contextlib.suppress(OSError, TypeError):  # no source
-                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(base)))
+    for method in (inspect.unwrap(value) for base in ours for value in vars(base).values()):
+        if inspect.isfunction(method) and "weight" in method.__code__.co_names:
+            with contextlib.suppress(OSError):  # no source
+                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(method)))
     return found
 
 
