@@ -13,7 +13,7 @@ from peft_models import quiet, read_adapter, train, write_adapter
 from safetensors.numpy import load_file
 
 import dare
-from dare.errors import InputError, MismatchError
+from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.loaded import find_places, plain_types
 from dare.lora import extract_adapter
@@ -222,6 +222,22 @@ def test_what_is_left_out_is_all_that_is_left_out(tmp_path, architecture):
     for name, reason in reasons.items():
         if "experts." in name and "shared" not in name:
             assert "in memory it is a part of model.layers." in reason
+
+
+def test_an_expert_that_is_asked_for_is_refused_with_the_reason(tmp_path):
+    for architecture, pattern, reason in (
+        (
+            "MixtralForCausalLM",
+            "w1",
+            "in memory it is a part of model.layers.0.mlp.experts.gate_up",
+        ),
+        ("DeepseekV3ForCausalLM", "shared_experts.up_proj", "PEFT takes its name for that of an"),
+    ):
+        base, _ = build(architecture)
+        save_all(tmp_path / architecture, base=base, tuned=tune(base, can_be_stored))
+        paths = (tmp_path / architecture / name for name in ("base", "tuned", "out"))
+        with pytest.raises(RecipeError, match=rf"{pattern}.*matches no linear layer.*{reason}"):
+            extract_adapter(*paths, rank=1, modules=[pattern])
 
 
 def test_a_checkpoint_of_the_body_is_an_adapter_of_the_whole(tmp_path):
