@@ -362,27 +362,20 @@ def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
 
 def test_an_adapter_of_what_is_stored_otherwise_is_refused(tmp_path, monkeypatch):
     """Of fused experts, of no module at all, or of a model that nobody knows."""
-    for architecture, module in (
-        ("MixtralForCausalLM", "model.layers.0.mlp.experts.gate_up_proj"),
-        ("ViTForImageClassification", "vit.layers.0.attention.q_proj"),
-    ):
-        base, _ = build(architecture)
-        save_all(tmp_path, **{architecture: base})
-        full = {f"{module}.weight": np.ones((2, 2), np.float32), module: np.ones(3, np.float32)}
-        write_adapter(tmp_path / f"{architecture}-lora", full)
+    mixtral, vit = (build(name)[0] for name in ("MixtralForCausalLM", "ViTForImageClassification"))
+    save_all(tmp_path, mixtral=mixtral, vit=vit)
+    some = np.ones(16, np.float32)
 
-    def refused(message, architecture, error=InputError):
-        recipe = Recipe(
-            base=tmp_path / architecture,
-            models=[tmp_path / f"{architecture}-lora"],
-            output=tmp_path / "out",
-        )
+    def refused(base, tensor, message, error=InputError, **others):
+        adapter = write_adapter(tmp_path / "lora", {tensor: some, **others})
+        recipe = Recipe(base=tmp_path / base, models=[adapter], output=tmp_path / "out")
         with pytest.raises(error, match=message):
             dare.plan(recipe)
 
-    refused(r"does not store model.layers.0.mlp.experts.gate_up_proj as one", "MixtralForCausalLM")
-    refused(r"q_proj: in .*, not in the base", "ViTForImageClassification", MismatchError)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    refused("mixtral", experts, f"does not store {experts} as one tensor")
+    refused("vit", "vit.layers.0.q", "vit.layers.0.q: in lora, not in the base", MismatchError)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(
-        r"'vit' has is not known without .* or merge the adapter into", "ViTForImageClassification"
-    )
+    refused("vit", "vit.layers.0.q", "'vit' has is not known without .* or merge the adapter")
+    known = {"vit.layernorm.weight": some}
+    refused("vit", "vit.layers.0.q", "0.q: in lora, not in the base", MismatchError, **known)
