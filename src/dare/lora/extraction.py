@@ -236,16 +236,29 @@ def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
         return [name for _, name in sorted(layers.items()) if not is_embedding(name)]
     chosen: set[str] = set()
     for pattern in patterns:
-        ways = (pattern, f"*.{pattern}")
-        matching = {m for m in layers if any(fnmatch.fnmatchcase(m, way) for way in ways)}
+        matching = {module for module in layers if _matches(module, pattern)}
         if not matching:
             last_names = {module.rpartition(".")[2] for module in layers}
             raise RecipeError(
-                f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}; "
+                f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}"
+                f"{_why_no_layer(change, pattern)}; "
                 f"there are {', '.join(sorted(last_names)) or 'none'}"
             )
         chosen |= matching
     return [layers[module] for module in sorted(chosen)]
+
+
+def _matches(module: str, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(module, way) for way in (pattern, f"*.{pattern}"))
+
+
+def _why_no_layer(change: Change, pattern: str) -> str:
+    """What there is to say of the first stored layer that a pattern matches, if it is none."""
+    for tensor, place in change.places.items():
+        reason = place.hindrance or NOT_IN_MODULES.get(place.kind, "").format(place.name)
+        if reason and _matches(tensor.rpartition(".")[0], pattern):
+            return f" ({tensor}: {reason})"
+    return ""
 
 
 def _extract(
