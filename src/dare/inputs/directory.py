@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -318,9 +318,9 @@ def read_json(directory: Path, name: str) -> Any:
 
 def _tables(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A configuration and those of its parts, such as text_config."""
-    left = [document]
+    left = deque([document])
     while left:
-        table = left.pop(0)
+        table = left.popleft()
         left += [value for value in table.values() if isinstance(value, dict)]
         yield table
 
@@ -387,8 +387,8 @@ def chat_template_of(directory: Path) -> str | None:
         document = read_json(directory, name)
         template = document.get("chat_template") if isinstance(document, dict) else None
         if _are_tables(template):  # several, by name
-            by_name = {entry.get("name"): entry.get("template") for entry in template}
-            template = by_name.get("default")
+            usual = (entry for entry in template if entry.get("name") == "default")
+            template = next(usual, {}).get("template")
         if isinstance(template, str):
             return template
     return None

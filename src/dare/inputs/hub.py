@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dare.errors import InputError
+from dare.errors import InputError, printable
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 from dare.inputs.gguf import part_names
@@ -127,7 +127,8 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
     if not all((folder / file).exists() for file in weights):
         if verbose:
-            print(f"fetching {name} (commit {commit[:12]}) from the hub", file=sys.stderr)
+            text = f"fetching {name} (commit {commit[:12]}) from the hub"
+            print(printable(text), file=sys.stderr)
         _download(name, commit, _within(name, map(glob.escape, weights)), bars=verbose)
     for file in weights:
         if not (folder / file).exists():

@@ -170,7 +170,8 @@ def _open(base: Path, model: Path) -> Change:
     if problems:
         raise MismatchError(
             "the model is not a fine-tune of this base, tensor by tensor; "
-            "give the base that it was made from:\n  " + list_findings(problems)
+            "give the base that it was made from:",
+            *list_findings(problems),
         )
     return Change(opened, matched.source, matched.notes)
 

@@ -20,6 +20,8 @@ import numpy as np
 from dare import __version__
 from dare.errors import InputError
 from dare.inputs.hub import absolute
+from dare.inputs.small_files import read_limited
+from dare.inputs.sources import MAX_INDEX_BYTES
 from dare.output.report import Report
 from dare.output.writer import manifest_path
 from dare.planning.layout import Layout
@@ -179,7 +181,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         return {**manifest["recipe"], "input_digests": digests}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
 
 
@@ -197,9 +199,7 @@ def _has_later_draws(manifest: Mapping[str, Any]) -> bool:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest beside an output."""
     try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the manifest: {error.strerror or error}") from None
+        manifest = json.loads(read_limited(path, MAX_INDEX_BYTES))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: the manifest is not valid JSON: {error}") from None
     if not isinstance(manifest, dict) or "recipe" not in manifest:
