@@ -298,6 +298,6 @@ def read_config(path: Path) -> Adapter:
 def _finite(value: Any) -> float:
     """A number that float32 can hold."""
     number = float(value)
-    if not abs(number) <= np.finfo(np.float32).max:
+    if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")
     return number

@@ -139,7 +139,7 @@ def _parse(text: bytes, where: Path) -> Tokens | None:
     model, entries = document.get("model"), document.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list) and all(isinstance(piece, list) and piece for piece in vocab):
-        ids = {}
+        ids: dict[str, int] = {}
         for number, (token, *_) in enumerate(vocab):  # Unigram, with scores
             ids |= _checked_one(token, number, where)
         vocab = ids
