@@ -127,5 +127,5 @@ def extract(
 def _show(result: object, *, quiet: bool, json: bool = False) -> int:
     show.console(json=json, quiet=quiet).print(str(result))
     if json and isinstance(result, AdapterReport | ExtractionReport):
-        print(result.to_json())
+        show.json(result.to_json())
     return DONE

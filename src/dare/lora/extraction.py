@@ -213,7 +213,8 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
     if problems:
         raise MismatchError(
             "the model is not a fine-tune of this base, tensor by tensor; "
-            "give the base that it was made from:\n  " + list_findings(problems)
+            "give the base that it was made from:",
+            *list_findings(problems),
         )
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True

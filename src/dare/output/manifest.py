@@ -202,7 +202,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         return {**repeated.to_document(), **demanded}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, RecipeError):
             raise
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
