@@ -57,11 +57,7 @@ def test_plan_merge_verify_and_analysis_print_no_control_characters(hostile: Pat
     ):
         outcome = dare(*line)
         assert_harmless(outcome.out + outcome.err)
-        assert (
-            EVIL in json.dumps(outcome.json, ensure_ascii=False).encode().decode()
-            or EVIL in str(list(_texts(outcome.json))).encode().decode("unicode_escape", "ignore")
-            or any(EVIL in text for text in _texts(outcome.json))
-        )
+        assert any(EVIL in text for text in _texts(outcome.json))
 
 
 def _texts(value: object) -> list[str]:
@@ -75,7 +71,7 @@ def _texts(value: object) -> list[str]:
 def test_errors_and_warnings_hold_no_control_characters(hostile: Path) -> None:
     outcome = dare("plan", "-b", "evil.safetensors", "-m", "lacking.safetensors")
     assert_harmless(outcome.err)
-    assert outcome.err.count("\n") == 4  # what is wrong, two findings and the last line
+    assert outcome.err.count("\n") == 3  # what is wrong, and two findings
     assert SHOWN in outcome.err
     assert dare("plan", f"{EVIL}.toml").err == f"dare: {SHOWN}.toml: no such file\n"
     assert str(InputError(EVIL)) == SHOWN
