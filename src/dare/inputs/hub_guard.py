@@ -201,7 +201,8 @@ def run_watched(
             give_up()
             raise InputError(
                 f"the hub has sent next to nothing for {PATIENCE_SECONDS:g} s; check the network "
-                "and run it again: files that are complete are not fetched twice"
+                "and run it again: files that are complete are not fetched twice; HF_HUB_OFFLINE=1 "
+                "takes what is in the cache"
             )
     done, value = outcome
     if not done:
