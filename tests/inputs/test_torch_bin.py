@@ -403,7 +403,9 @@ def test_a_record_beyond_the_end_of_the_file_is_refused(tmp_path, field, value):
     place = data.index(b"PK\x01\x02") + field
     data[place : place + 4] = value.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"m.pt: torch cannot load it"):
+    with pytest.raises(
+        InputError, match=r"m.pt: (torch cannot load|not a file of torch.save|its pickle is larger)"
+    ):
         open_torch(path)
 
 

@@ -201,7 +201,8 @@ def run_watched(
             give_up()
             raise InputError(
                 f"the hub has sent next to nothing for {PATIENCE_SECONDS:g} s; check the network "
-                "and run it again: files that are complete are not fetched twice"
+                "and run it again: files that are complete are not fetched twice; HF_HUB_OFFLINE=1 "
+                "takes what is in the cache"
             )
     done, value = outcome
     if not done:
@@ -212,7 +213,7 @@ def run_watched(
 
 @contextmanager
 def guarded(session: Any, progress: Progress) -> Iterator[None]:
-    """Look over every answer of the hub, and everything that its client says, while this lasts."""
+    """Look over every answer in the client's session, and all that it says, while this lasts."""
     hooks = session.event_hooks["response"]
     ours = [check_answer, progress.count]
     logger = logging.getLogger("huggingface_hub")
