@@ -2,9 +2,13 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from fake_hub import Hub, serve
 
 # Matrices are small and tests run on every core: more threads only wait for each other.
 for library in ("OPENBLAS", "OMP"):
@@ -35,3 +39,9 @@ def attack_size(request: pytest.FixtureRequest) -> int:
 def attack_seed(request: pytest.FixtureRequest) -> int:
     """The seed that the attacks follow from."""
     return int(request.config.getoption("--attack-seed"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A running hub that the client talks to, an empty cache, an empty working directory."""
+    yield from serve(tmp_path, monkeypatch)

@@ -10,19 +10,41 @@
 
     DareWarning            the merge will run, but probably not do what was meant
 
-A message says what is wrong, where, what was expected and found, and what to change.
+A message says what is wrong, where, what was expected and found, and what to change. Names of files
+and tensors come from outside: what a terminal would act on is escaped wherever a message is shown.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+ACTS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff"
+    "\U000e0000-\U000e007f]"
+)
+"""Control characters, line ends, what reverses the order of writing, and halves of characters."""
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""A text in which a terminal finds nothing to act on, for all that is shown.
+
+    >>> print(printable("a\x1b[2J\nb"), printable("two\nlines", keep="\n"), sep=", ")
+    a\x1b[2J\nb, two
+    lines
+    """
+    return ACTS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
 
 class DareError(Exception):
     """Anything `dare` refuses to do or fails to do; catch this one to catch them all."""
+
+    def __str__(self) -> str:
+        """The message, on one line."""
+        return printable(super().__str__())
 
 
 class RecipeError(DareError, ValueError):
@@ -38,7 +60,11 @@ class HeaderError(InputError):
 
 
 class MismatchError(DareError):
-    """Base and models do not fit together; the message has one line per finding."""
+    """Base and models do not fit together; its arguments are the findings, shown one to a line."""
+
+    def __str__(self) -> str:
+        """Every finding on a line of its own."""
+        return "\n  ".join(printable(str(finding)) for finding in self.args)
 
 
 class OutputError(DareError):
@@ -51,6 +77,10 @@ class VerificationError(DareError):
 
 class DareWarning(UserWarning):
     """Something that is allowed and usually a mistake."""
+
+    def __str__(self) -> str:
+        """The text, on one line."""
+        return printable(super().__str__())
 
 
 class Concern(StrEnum):
@@ -80,7 +110,7 @@ class Notice:
 
     def __str__(self) -> str:
         """The text alone; it says what it is about."""
-        return self.text
+        return printable(self.text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -541,7 +541,7 @@ CLOSED = {
         "plan nothing.toml --json",
         ">&-",
         1,
-        "dare: nothing.toml: cannot read the recipe: No such file or directory\n",
+        "dare: nothing.toml: no such file\n",
     ),
 }
 

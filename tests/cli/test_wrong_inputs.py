@@ -537,7 +537,7 @@ FILES = {
     "a recipe that is not there": (
         _nothing,
         "recipe.toml",
-        "recipe.toml: cannot read the recipe: No such file or directory",
+        "recipe.toml: no such file",
     ),
     "a recipe that is not text": (
         _broken("recipe.toml", b"\xff\xfe\x00"),

@@ -249,7 +249,7 @@ def test_an_index_of_absurd_size_is_refused_without_being_read(tmp_path, monkeyp
 
 def test_an_index_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / INDEX_NAME).mkdir()
-    with pytest.raises(InputError, match=f"{INDEX_NAME}: cannot be read: Is a directory"):
+    with pytest.raises(InputError, match=f"{INDEX_NAME}: is not an ordinary file"):
         open_source(tmp_path)
 
 

@@ -241,7 +241,7 @@ def test_an_index_that_cannot_be_read_or_is_absurd_is_refused(tmp_path, monkeypa
     (tmp_path / INDEX_NAME).unlink()
     (tmp_path / INDEX_NAME).mkdir()
     monkeypatch.undo()
-    with pytest.raises(InputError, match=rf"{INDEX_NAME}: cannot be read"):
+    with pytest.raises(InputError, match=rf"{INDEX_NAME}: is not an ordinary file"):
         open_torch(tmp_path)
 
 

@@ -13,7 +13,7 @@ from peft_models import quiet, read_adapter, train, write_adapter
 from safetensors.numpy import load_file
 
 import dare
-from dare.errors import InputError, MismatchError
+from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.loaded import find_places, plain_types
 from dare.lora import extract_adapter
@@ -224,6 +224,22 @@ def test_what_is_left_out_is_all_that_is_left_out(tmp_path, architecture):
             assert "in memory it is a part of model.layers." in reason
 
 
+def test_an_expert_that_is_asked_for_is_refused_with_the_reason(tmp_path):
+    for architecture, pattern, reason in (
+        (
+            "MixtralForCausalLM",
+            "w1",
+            "in memory it is a part of model.layers.0.mlp.experts.gate_up",
+        ),
+        ("DeepseekV3ForCausalLM", "shared_experts.up_proj", "PEFT takes its name for that of an"),
+    ):
+        base, _ = build(architecture)
+        save_all(tmp_path / architecture, base=base, tuned=tune(base, can_be_stored))
+        paths = (tmp_path / architecture / name for name in ("base", "tuned", "out"))
+        with pytest.raises(RecipeError, match=rf"{pattern}.*matches no linear layer.*{reason}"):
+            extract_adapter(*paths, rank=1, modules=[pattern])
+
+
 def test_a_checkpoint_of_the_body_is_an_adapter_of_the_whole(tmp_path):
     """As gpt2 is published: without the prefix that its class has in memory."""
     base, inputs = build("GPT2LMHeadModel")
@@ -346,27 +362,20 @@ def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
 
 def test_an_adapter_of_what_is_stored_otherwise_is_refused(tmp_path, monkeypatch):
     """Of fused experts, of no module at all, or of a model that nobody knows."""
-    for architecture, module in (
-        ("MixtralForCausalLM", "model.layers.0.mlp.experts.gate_up_proj"),
-        ("ViTForImageClassification", "vit.layers.0.attention.q_proj"),
-    ):
-        base, _ = build(architecture)
-        save_all(tmp_path, **{architecture: base})
-        full = {f"{module}.weight": np.ones((2, 2), np.float32), module: np.ones(3, np.float32)}
-        write_adapter(tmp_path / f"{architecture}-lora", full)
+    mixtral, vit = (build(name)[0] for name in ("MixtralForCausalLM", "ViTForImageClassification"))
+    save_all(tmp_path, mixtral=mixtral, vit=vit)
+    some = np.ones(16, np.float32)
 
-    def refused(message, architecture, error=InputError):
-        recipe = Recipe(
-            base=tmp_path / architecture,
-            models=[tmp_path / f"{architecture}-lora"],
-            output=tmp_path / "out",
-        )
+    def refused(base, tensor, message, error=InputError, **others):
+        adapter = write_adapter(tmp_path / "lora", {tensor: some, **others})
+        recipe = Recipe(base=tmp_path / base, models=[adapter], output=tmp_path / "out")
         with pytest.raises(error, match=message):
             dare.plan(recipe)
 
-    refused(r"does not store model.layers.0.mlp.experts.gate_up_proj as one", "MixtralForCausalLM")
-    refused(r"q_proj: in .*, not in the base", "ViTForImageClassification", MismatchError)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    refused("mixtral", experts, f"does not store {experts} as one tensor")
+    refused("vit", "vit.layers.0.q", "vit.layers.0.q: in lora, not in the base", MismatchError)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(
-        r"'vit' has is not known without .* or merge the adapter into", "ViTForImageClassification"
-    )
+    refused("vit", "vit.layers.0.q", "'vit' has is not known without .* or merge the adapter")
+    known = {"vit.layernorm.weight": some}
+    refused("vit", "vit.layers.0.q", "0.q: in lora, not in the base", MismatchError, **known)

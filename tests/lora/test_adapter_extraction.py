@@ -246,7 +246,7 @@ def test_the_directory_says_how_it_was_made(base, tmp_path):
     extract(tmp_path, base, tuned, config, rank=1, base_name="org/base", modules=["q_proj"])
     manifest = json.loads((tmp_path / "out" / "dare-manifest.json").read_text())
     assert manifest["adapter"] == "extraction"
-    assert manifest["base"] == str(tmp_path / "base")
+    assert manifest["base"] == "../base"
     assert (manifest["rank"], manifest["modules"]) == (1, ["q_proj"])
     _, written = read_adapter(tmp_path / "out")
     assert written["base_model_name_or_path"] == "org/base"

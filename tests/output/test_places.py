@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dare
+from dare.lora import extract_adapter, merge_adapters
 from dare.output.places import found, short_name, told
 from dare.output.targets import manifest_path
 from helpers import save, sha256
@@ -95,3 +96,19 @@ def test_a_repeat_finds_inputs_that_moved_along(secret, tmp_path):
     again = recipe.model_copy(update={"output": tmp_path / "again.safetensors"})
     dare.merge(again)
     assert sha256(again.output) == sha256(moved / "out" / "merged.safetensors")
+
+
+def test_an_adapter_tells_nothing_either(secret, tmp_path):
+    arrays = {"layers.0.q_proj.weight": np.eye(8, dtype=np.float32)}
+    tuned = {"layers.0.q_proj.weight": np.eye(8, dtype=np.float32) * 2}
+    save(secret / "base" / "model.safetensors", arrays)
+    save(secret / "tuned" / "model.safetensors", tuned)
+    (secret / "base" / "config.json").unlink()
+    outputs = [secret / "one", secret / "two"]
+    for output, rank in zip(outputs, (2, 4), strict=True):
+        extract_adapter(secret / "base", secret / "tuned", output, rank=rank)
+    merge_adapters(outputs, secret / "both")
+    for file in (path for folder in (*outputs, secret / "both") for path in folder.iterdir()):
+        content = file.read_bytes()
+        for word in (b"Jane", b"Doe", str(tmp_path).encode()):
+            assert word not in content, file

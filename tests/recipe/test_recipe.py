@@ -160,9 +160,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
         InputError, match=r"latin1.toml: a recipe must be text in UTF-8, and byte 5 is not"
     ):
         load_recipe(tmp_path / "latin1.toml")
-    with pytest.raises(
-        InputError, match=r"absent.toml: cannot read the recipe: No such file or directory$"
-    ):
+    with pytest.raises(InputError, match=r"absent.toml: no such file$"):
         load_recipe(tmp_path / "absent.toml")
 
 

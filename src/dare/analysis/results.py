@@ -21,11 +21,15 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from dare.errors import InputError
+from dare.analysis.checking import find_fault
+from dare.errors import InputError, printable
+from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
 
 SCHEMA = "dare-analysis/1"
 """Of the JSON document; a change that old readers cannot take changes the number."""
+MAX_BYTES = 1 << 30
+"""Of such a document; one tensor of one model takes some 2,000."""
 OUTSIDE = -1
 """The layer of a tensor that stands in none."""
 
@@ -274,7 +278,7 @@ class Analysis:
         ]
         if self.pairs:
             lines.append(f"  added up, {self.together.cancelled:.0%} of all change cancels out")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -313,17 +317,17 @@ class Analysis:
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:
-            return TypeAdapter(cls).validate_python(document)
+            analysis = TypeAdapter(cls).validate_python(document)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             fault = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
             raise InputError(f"{where}: is no whole analysis: {place} {fault}") from None
+        if (found := find_fault(analysis)) is not None:
+            raise InputError(f"{where}: is no whole analysis: {found}")
+        return analysis
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read an analysis from a file."""
-        try:
-            return cls.from_json(path.read_bytes(), str(path))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        return cls.from_json(read_limited(path, MAX_BYTES), str(path))

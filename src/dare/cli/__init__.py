@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from dare import __version__
 from dare.cli.texts import COMMANDS, EXAMPLES, SUMMARY, USAGE
-from dare.errors import DareError, did_you_mean
+from dare.errors import DareError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -100,12 +100,11 @@ def _run(given: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as error:  # files explain theirs, so this is stdout
-        message = f"{error.filename or 'stdout'}: {error.strerror or error}"
+        message = printable(f"{error.filename or 'stdout'}: {error.strerror or error}")
         return _fail(message, error, given, FAILED)
     except Exception as error:
-        message = (
-            f"{type(error).__name__}: {error} (this is a mistake in dare; --debug shows where)"
-        )
+        reason = printable(f"{type(error).__name__}: {error}")
+        message = f"{reason} (this is a mistake in dare; --debug shows where)"
         return _fail(message, error, given, FAILED)
     return outcome if isinstance(outcome, int) else DONE
 
@@ -186,7 +185,7 @@ def _way_on(arguments: Sequence[str]) -> str:
     if with_command(arguments)[0] != "merge":
         return ""
     again = [word for word in arguments if word != "--no-resume"]
-    return f"; go on where it stopped with\n  dare {shlex.join(again)}"
+    return f"; go on where it stopped with\n  dare {printable(shlex.join(again))}"
 
 
 def _fail(message: str, error: BaseException, arguments: Sequence[str], status: int) -> int:
@@ -196,5 +195,5 @@ def _fail(message: str, error: BaseException, arguments: Sequence[str], status: 
         with contextlib.suppress(OSError):  # which the message is about
             print(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
             sys.stdout.flush()
-    print(f"dare: {message}", file=sys.stderr)
+    print(printable(f"dare: {message}", keep="\n"), file=sys.stderr)
     return status

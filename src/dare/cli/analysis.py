@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from dare.errors import InputError, OutputError
 from dare.inputs.formats import read_config
 from dare.output.manifest import find_manifest, read_manifest
 from dare.recipe.schema import Recipe
+from dare.tensors.files import open_ordinary
 
 if TYPE_CHECKING:
     from dare.analysis.page.outcome import Outcome
@@ -108,7 +110,7 @@ def analyze(
         write_page(html, *judged)
         console.print(f"The page is {html}")
     if json:
-        print(to_json(*judged))
+        show.json(to_json(*judged))
     _, readiness, _ = judged
     return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
 
@@ -128,7 +130,7 @@ def advise(
     """Print a recipe that suits the models."""
     _, _, advice = judge(inputs, options, steps, verbose=not quiet)
     if json:
-        print(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
+        show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
     else:
         print(advised_toml(advice, output), end="")
     return DONE if advice.recipe else FAILED
@@ -178,9 +180,9 @@ def report(
 def is_analysis(path: Path) -> bool:
     """Whether a file is an analysis, not a manifest or a recipe; its first words tell."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_ordinary(path), "rb") as file:
             return SCHEMA.partition("/")[0].encode() in file.read(100)
-    except OSError:
+    except (InputError, OSError):
         return False  # which is said better where it is opened
 
 

@@ -85,7 +85,7 @@ def merge(
         report = api.merge(planned, overwrite=overwrite, resume=resume)
     show.report(console, report)
     if json:
-        print(report.to_json())
+        show.json(report.to_json())
     return DONE
 
 
@@ -114,9 +114,8 @@ def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
     show.plan_summary(console, planned, expected, detailed=True)
     if json:
         seconds = expected and expected.to_dict()
-        print(
-            jsonlib.dumps({**planned.to_dict(), "seconds": seconds}, indent=2, ensure_ascii=False)
-        )
+        document = {**planned.to_dict(), "seconds": seconds}
+        show.json(jsonlib.dumps(document, indent=2, ensure_ascii=False))
     return DONE
 
 
@@ -156,7 +155,7 @@ def verify(
                 print(f"dare: {error}", file=sys.stderr)
         show.verification(console, found[-1])
     if json:
-        print(jsonlib.dumps([outcome.to_dict() for outcome in found], indent=2))
+        show.json(jsonlib.dumps([outcome.to_dict() for outcome in found], indent=2))
     return DONE if all(outcome.ok for outcome in found) else FAILED
 
 
@@ -182,7 +181,7 @@ def methods(
             )
     console = show.console(json=json)
     if json:
-        print(jsonlib.dumps(show.catalogue(names or STAGES), indent=2, ensure_ascii=False))
+        show.json(jsonlib.dumps(show.catalogue(names or STAGES), indent=2, ensure_ascii=False))
     elif names:
         for shown in names:
             show.stage(console, STAGES[shown])
@@ -257,7 +256,7 @@ def convert(
     """Print a mergekit configuration as a recipe."""
     conversion = convert_yaml(file)
     if json:
-        print(jsonlib.dumps(conversion.to_dict(), indent=2, ensure_ascii=False))
+        show.json(jsonlib.dumps(conversion.to_dict(), indent=2, ensure_ascii=False))
     else:
         print(conversion.to_toml(), end="")
     return DONE

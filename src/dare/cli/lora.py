@@ -95,7 +95,7 @@ def extract(
         bool, Parameter(negative="", help="Store in full what else has changed.")
     ] = False,
     base_name: Annotated[
-        str | None, Parameter(help="What the adapter calls its base; else the path.")
+        str | None, Parameter(help="What the adapter calls its base; else its name.")
     ] = None,
     as_stored: Annotated[
         bool,
@@ -127,5 +127,5 @@ def extract(
 def _show(result: object, *, quiet: bool, json: bool = False) -> int:
     show.console(json=json, quiet=quiet).print(str(result))
     if json and isinstance(result, AdapterReport | ExtractionReport):
-        print(result.to_json())
+        show.json(result.to_json())
     return DONE

@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dare.cli.flags import toml_word
-from dare.errors import Concern, Notice
-from dare.output.terminal import make_table, print_titled
+from dare.errors import Concern, Notice, printable
+from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
 from dare.stages import ALIASES, STAGES, Stage
+from dare.tensors.json_values import printable_json
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ ROOM_FOR_NAMES = 100
 """Columns from which a report names the tensors."""
 
 
-class _Console(Console):
+class _Console(SafeConsole):
     """A console that falls silent when nobody reads on, so that the work itself is finished."""
 
     def on_broken_pipe(self) -> None:
@@ -46,6 +47,11 @@ def console(*, json: bool = False, quiet: bool = False) -> Console:
     if not output.is_terminal:
         output.width = PIPE_WIDTH
     return output
+
+
+def json(document: str) -> None:
+    """A document on stdout, the same values in letters that leave a terminal alone."""
+    print(printable_json(document))
 
 
 def plan_summary(
@@ -73,7 +79,7 @@ def plan_summary(
     console.print(_facts("Plan", rows))
     console.print(_models_table(plan))
     for note in plan.notes:
-        console.print(Text.assemble(("Note", "bold"), f"  {note}"))
+        console.print(Text.assemble(("Note", "bold"), f"  {printable(note)}"))
     if detailed and plan.left_out:
         console.print(_facts("Left out", {"": ", ".join(plan.left_out)}))
     if detailed:
@@ -111,7 +117,7 @@ def _models_table(plan: Plan) -> Table:
             for parameter, value in values.items()
         }
         weight, seed = _weight(recipe.weights()[index]), str(recipe.seeds()[index])
-        table.add_row(name, str(entry.file), weight, seed, _listed(settings))
+        table.add_row(shown(name), shown(str(entry.file)), weight, seed, _listed(settings))
     return table
 
 
@@ -130,10 +136,10 @@ def report(console: Console, report: Report) -> None:
         pace += f", {times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
     console.print(Text.assemble((title, "bold green"), f"  {pace}"))
     columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
-    shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
-    table = make_table(*columns[:shown])
+    columns_shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
+    table = make_table(*columns[:columns_shown])
     for model in report.models:
-        table.add_row(*_model_row(model)[:shown])
+        table.add_row(*map(printable, _model_row(model)[:columns_shown]))
     console.print(table)
     warnings(console, report.warnings)
     if report.output is not None:
@@ -165,28 +171,30 @@ def warnings(console: Console, notices: Iterable[Notice]) -> None:
     for about, alike in kinds.items():
         console.print(Text.assemble(("Warning", "bold yellow"), f"  {about}"))
         for notice in alike:
-            console.print(Padding(Text(notice.text), (0, 0, 0, 4), expand=False))
+            console.print(Padding(shown(notice.text), (0, 0, 0, 4), expand=False))
     if kinds:
         console.print()
 
 
 def verification(console: Console, result: Verification) -> None:
     """Whether an output is what was written."""
+    path = printable(str(result.path))
     if result.ok:
         checked = f"{times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
-        console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {result.path}"))
+        console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {path}"))
     else:
         verdict = "Not what was written" if result.tensors else "Cannot be verified"
-        console.print(Text.assemble((verdict, "bold red"), f"  {result.path}"))
+        console.print(Text.assemble((verdict, "bold red"), f"  {path}"))
     for problem in (*result.problems, *result.changed):
-        console.print(Padding(Text(problem), (0, 0, 0, 4), expand=False))
+        console.print(Padding(shown(problem), (0, 0, 0, 4), expand=False))
 
 
 def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
     """Where the result is, and commands to go on with (unwrapped: they are copied)."""
-    console.print(Text(done, "bold"))
+    console.print(shown(done, "bold"))
     for word, command in steps.items():
-        console.print(Text.assemble((f"  {word:8}", "dim"), command), soft_wrap=True)
+        line = Text.assemble((f"  {word:8}", "dim"), printable(command))
+        console.print(line, soft_wrap=True)
 
 
 def stages(console: Console) -> None:
@@ -244,5 +252,5 @@ def _facts(title: str, rows: Mapping[str, str]) -> Table:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for number, (name, value) in enumerate(rows.items()):
-        table.add_row("" if number else title, name, Text(value))
+        table.add_row("" if number else title, name, shown(value))
     return table

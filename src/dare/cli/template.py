@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli_w
-
+from dare.errors import printable
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
+from dare.recipe.toml import write_toml, write_value
 from dare.stages import parse_method
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
         _key("base_file", document["models"]["base_file"]),
         "# Each may be a table of its own: { file = …, weight = 0.5, seed = 7, drop_rate = 0.8 }",
         "merge_files = [",
-        *(f"    {_inline(entry)}," for entry in document["models"]["merge_files"]),
+        *(f"    {write_value(entry)}," for entry in document["models"]["merge_files"]),
         "]",
         _key("output_file", document["models"].get("output_file", "merged.safetensors")),
         *_stages(recipe, document),
@@ -62,7 +61,7 @@ def advised_toml(advice: Advice, output: Path) -> str:
     if not recipe:
         return "\n".join(["# None of the models should be merged:", *reasons(advice), ""])
     document = {**recipe, "models": {**recipe["models"], "output_file": str(output)}}
-    return "\n".join([*reasons(advice), "", tomli_w.dumps(document)])
+    return "\n".join([*reasons(advice), "", write_toml(document)])
 
 
 def reasons(advice: Advice) -> Iterator[str]:
@@ -73,7 +72,8 @@ def reasons(advice: Advice) -> Iterator[str]:
         grounds = f"({advised.evidence} evidence; {advised.source})"
         setting = f"{advised.setting}{whose} = {advised.value}"
         texts.append(f"{setting}: {advised.reason} {grounds}")
-    for text in (*texts, *(f"Not known: {doubt}" for doubt in advice.doubts)):
+    texts += [f"Not known: {doubt}" for doubt in advice.doubts]
+    for text in map(printable, texts):
         yield from textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
 
 
@@ -93,12 +93,6 @@ def _described(plan: Plan) -> str:
     elements = sum(tensor.elements for tensor in plan.tensors)
     types = ", ".join(sorted({tensor.base.dtype.name for tensor in plan.tensors}))
     return f"{len(plan.tensors)} tensors, {elements:,} elements, {types}; all models fit."
-
-
-def _inline(entry: Any) -> str:
-    if not isinstance(entry, dict):
-        return _value(entry)
-    return "{ " + ", ".join(_key(name, value) for name, value in entry.items()) + " }"
 
 
 def _stages(recipe: Recipe, document: Mapping[str, Any]) -> Iterator[str]:
@@ -125,11 +119,4 @@ def _rules(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _key(name: str, value: Any) -> str:
-    return f"{name} = {_value(value)}"
-
-
-def _value(value: Any) -> str:
-    """A value as TOML on one line."""
-    if isinstance(value, list):
-        return json.dumps(value, ensure_ascii=False)
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+    return f"{name} = {write_value(value)}"

@@ -379,8 +379,8 @@ def chat_template_of(directory: Path) -> str | None:
         document = read_json(directory, name)
         template = document.get("chat_template") if isinstance(document, dict) else None
         if _are_tables(template):  # several, by name
-            by_name = {entry.get("name"): entry.get("template") for entry in template}
-            template = by_name.get("default")
+            usual = (entry for entry in template if entry.get("name") == "default")
+            template = next(usual, {}).get("template")
         if isinstance(template, str):
             return template
     return None

@@ -28,6 +28,7 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import InputFiles, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import open_ordinary
 from dare.tensors.header import TensorInfo, admit
 
 if TYPE_CHECKING:
@@ -281,6 +282,8 @@ class GgufSource(InputFiles):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         tensor, block = self._stored[name], self._stored[name].block_elements
+        if not tensor.nbytes:
+            return
         unit = tensor.head_rows * tensor.row_bytes if tensor.head_rows else tensor.block_bytes
         first = start // block * tensor.block_bytes // unit * unit
         last = -(-(start + count) // block) * tensor.block_bytes
@@ -293,11 +296,9 @@ def looks_like(path: Path) -> bool:
     if path.suffix == ".gguf":
         return True
     try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
+        with os.fdopen(open_ordinary(path), "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    except (OSError, ValueError):
+    except (InputError, OSError):  # which is said better where it is opened
         return False
 
 

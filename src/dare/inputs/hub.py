@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import errno
 import glob
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dare.errors import InputError
+from dare.errors import InputError, printable
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 from dare.inputs.gguf import part_names
+from dare.inputs.hub_guard import (
+    Progress,
+    check_downloads,
+    guarded,
+    run_watched,
+    without_credentials,
+)
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
-from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, looks_like_name, parse_name
+from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_name
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
@@ -91,21 +99,19 @@ def resolve(path: Path, *, verbose: bool) -> Resolved:
             f"{name}: no such file or directory; to fetch the model of that name from the hub, "
             f"{INSTALL}"
         ) from None
+    from huggingface_hub import constants
+
+    progress = Progress(_cache_folder(name))
     try:
-        return _fetch(name, verbose=verbose)
-    except InputError:
-        raise
+        with guarded(progress):
+            return run_watched(lambda: _fetch(name, verbose=verbose), progress)
+    except InputError as error:
+        text = str(error)
+        raise InputError(text if text.startswith(str(name)) else f"{name}: {text}") from None
     except Exception as error:  # the client raises what its HTTP library does, and that changes
-        raise InputError(f"{name}: {_explained(name, error)}") from error
-
-
-def absolute(path: Path) -> Path:
-    """Make a path absolute; leave a name as it is.
-
-    >>> absolute(Path("org/name@v1")).as_posix()
-    'org/name@v1'
-    """
-    return path if not _exists(path) and looks_like_name(path.as_posix()) else path.resolve()
+        text = without_credentials(f"{name}: {_explained(name, error)}")
+        has_secrets = without_credentials(constants.ENDPOINT) != constants.ENDPOINT
+        raise InputError(text) from (None if has_secrets else error)
 
 
 def _exists(path: Path) -> bool:
@@ -127,7 +133,8 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     weights = _named_weights(name, folder) or [_only_weights(name, commit, folder)]
     if not all((folder / file).exists() for file in weights):
         if verbose:
-            print(f"fetching {name} (commit {commit[:12]}) from the hub", file=sys.stderr)
+            text = f"fetching {name} (commit {commit[:12]}) from the hub"
+            print(printable(text), file=sys.stderr)
         _download(name, commit, _within(name, map(glob.escape, weights)), bars=verbose)
     for file in weights:
         if not (folder / file).exists():
@@ -203,6 +210,8 @@ def _download(
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
 
+    blobs = _cache_folder(name) / "blobs"
+    known = set(os.listdir(blobs)) if blobs.is_dir() else set()
     snapshot = snapshot_download(
         name.repo,
         revision=revision,
@@ -211,7 +220,16 @@ def _download(
         tqdm_class=None if bars else Silent,
         local_files_only=local_files_only,
     )
+    check_downloads(Path(snapshot).rglob("*"), known)
     return Path(snapshot)
+
+
+def _cache_folder(name: Name) -> Path:
+    """Where the client keeps a repository."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name.repo, repo_type="model"))
 
 
 def _within(name: Name, patterns: Iterable[str]) -> list[str]:

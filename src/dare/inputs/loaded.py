@@ -120,7 +120,12 @@ def under_stored_names(
     unknown = set(adapter.tensors) - set(base.tensors)
     if not (adapter.is_partial and unknown and "model_type" in config):
         return adapter
-    places = find_places(path, config, base.tensors, MERGE_FIRST).places
+    try:
+        places = find_places(path, config, base.tensors, MERGE_FIRST).places
+    except InputError:
+        if len(unknown) < len(adapter.tensors):  # then it is for the plan to say what is missing
+            return adapter
+        raise
     fused = {place.name for place in places.values() if place.kind == "fused"}
     if parts := sorted(unknown & fused):
         raise InputError(
@@ -128,7 +133,8 @@ def under_stored_names(
         )
     stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
     names = {stored.get(name, name): name for name in adapter.tensors}
-    return RenamedSource(adapter, names) if len(names) == len(adapter.tensors) else adapter
+    is_other = set(names) != set(adapter.tensors) and len(names) == len(adapter.tensors)
+    return RenamedSource(adapter, names) if is_other else adapter
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -243,11 +249,12 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
 @cache
 def _weights_in_code(classes: tuple[type, ...]) -> set[str]:
     """The modules in a module whose weights its code uses itself, past any LoRA (as Mamba does)."""
+    ours = [base for base in classes if base.__module__.startswith("transformers.")]
     found: set[str] = set()
-    for base in classes:
-        if base.__module__.startswith("transformers."):
-            with contextlib.suppress(OSError, TypeError):  # no source
-                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(base)))
+    for method in (inspect.unwrap(value) for base in ours for value in vars(base).values()):
+        if inspect.isfunction(method) and "weight" in method.__code__.co_names:
+            with contextlib.suppress(OSError):  # no source
+                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(method)))
     return found
 
 

@@ -112,6 +112,8 @@ class LoraSource(SourceView):
             name = key.removeprefix(_PREFIX)
             if factor := _FACTOR.match(name):
                 module, embedding, letter, part = factor.groups()
+                if not info.shape:
+                    raise InputError(f"{self.path}: {key} is a single number, and no factor")
                 kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
                 pair = factors.setdefault((module, kind), {})
                 admit(info, (), str(self.path), as_weight=True)
@@ -303,18 +305,20 @@ def read_config(path: Path) -> Adapter:
             f"{file}: init_lora_weights is {start!r}, which changes the base's own weights; "
             "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
         )
+    name = config.get("base_model_name_or_path")
     try:
         adapter = Adapter(
-            alpha=float(config["lora_alpha"]),
+            alpha=_finite(config["lora_alpha"]),
             alpha_pattern={
-                str(key): float(value) for key, value in (config.get("alpha_pattern") or {}).items()
+                str(key): _finite(value)
+                for key, value in (config.get("alpha_pattern") or {}).items()
             },
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
-            base_name=config.get("base_model_name_or_path"),
+            base_name=name if isinstance(name, str) else None,
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None
     for pattern in adapter.alpha_pattern:
         try:
@@ -322,3 +326,11 @@ def read_config(path: Path) -> Adapter:
         except ValueError as error:
             raise InputError(f"{file}: alpha_pattern {pattern!r}: {error}") from None
     return adapter
+
+
+def _finite(value: Any) -> float:
+    """A number that float32 can hold."""
+    number = float(value)
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{value!a:.80} is out of range")
+    return number

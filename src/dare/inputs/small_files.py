@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dare.errors import HeaderError, InputError
+from dare.errors import InputError
+from dare.tensors.files import read_limited
+
+__all__ = [
+    "MAX_CONFIG_BYTES",
+    "dump_json",
+    "is_directory",
+    "list_names",
+    "parse_json",
+    "read_limited",
+    "some_of",
+]
 
 MAX_CONFIG_BYTES = 10_000_000
 
@@ -29,19 +40,6 @@ def list_names(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError as error:
         raise InputError(f"{directory}: cannot be listed: {error.strerror or error}") from None
-
-
-def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> bytes:
-    """The content of a file, or of what the link `where` leads to; refuses a huge one unread."""
-    where = where or file
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(most_bytes + 1)
-    except OSError as error:
-        raise InputError(f"{where}: cannot be read: {error.strerror or error}") from None
-    if len(text) > most_bytes:
-        raise HeaderError(f"{where}: larger than {most_bytes} bytes")
-    return text
 
 
 def parse_json(text: bytes, where: Path) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
-from dare.tensors.files import read_at
+from dare.tensors.files import open_ordinary, read_at
 from dare.tensors.header import Header, TensorInfo, admit, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -105,7 +104,7 @@ class InputFiles(Source):
     @contextmanager
     def first_look(self, file: Path) -> Iterator[int]:
         """Open a file to read its header, and remember what it looks like now."""
-        file_descriptor = _open(file)
+        file_descriptor = open_ordinary(file)
         try:
             yield file_descriptor
             self._stamps[file] = _stamp(file_descriptor)
@@ -122,7 +121,7 @@ class InputFiles(Source):
         self._users += 1
         try:
             for file in self._stamps if self._users == 1 else ():
-                self._open[file] = _open(file)
+                self._open[file] = open_ordinary(file)
             self.check_unchanged()
         except InputError:
             self.__exit__()
@@ -272,16 +271,3 @@ def _stamp(file_descriptor: int) -> tuple[int, ...]:
         *(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino),
         status.st_ctime_ns,
     )
-
-
-def _open(file: Path) -> int:
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise InputError(f"{file}: is not an ordinary file")
-        return os.open(file, os.O_RDONLY)
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such file") from None
-    except OSError as error:
-        raise InputError(f"{file}: cannot be opened: {error.strerror}") from error
-    except ValueError:  # a NUL or half a character
-        raise InputError(f"{str(file)!r}: is not a possible file name") from None

@@ -6,6 +6,7 @@ Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `voca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from dare.tensors.names import HEADS, INPUT_EMBEDDINGS
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 MAX_TOKENS = 1 << 24
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 _FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt")
 """Of a tokenizer, the best first; the first as the tokenizers library writes it."""
@@ -137,7 +139,10 @@ def _parse(text: bytes, where: Path) -> Tokens | None:
     model, entries = document.get("model"), document.get("added_tokens", [])
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list) and all(isinstance(piece, list) and piece for piece in vocab):
-        vocab = {piece[0]: number for number, piece in enumerate(vocab)}  # Unigram, with scores
+        ids: dict[str, int] = {}
+        for number, (token, *_) in enumerate(vocab):  # Unigram, with scores
+            ids |= _checked_one(token, number, where)
+        vocab = ids
     if not isinstance(vocab, dict) or not isinstance(entries, list):
         return None
     ids, added = _checked(vocab, where), {}
@@ -155,23 +160,33 @@ def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:
     config = read_json(directory, TOKENIZER_CONFIG)
     decoder = config.get("added_tokens_decoder") if isinstance(config, dict) else None
     for number, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if not number.isdecimal() or not isinstance(entry, dict):
+        if not _NUMBER.fullmatch(number) or not isinstance(entry, dict):
             raise InputError(f"{where}: added_tokens_decoder must map numbers to tokens")
         token, identity, flags = _added_token({**entry, "id": int(number)}, where)
         if token not in ids:
             ids[token], added[token] = identity, flags
     further = read_json(directory, ADDED_TOKENS_FILE)
-    for token, identity in _checked(further or {}, directory / ADDED_TOKENS_FILE).items():
+    known = {} if further is None else _checked(further, directory / ADDED_TOKENS_FILE)
+    for token, identity in known.items():
         if token not in ids:
             ids[token], added[token] = identity, _FLAGS
     return Tokens(ids, added)
 
 
 def _added_token(entry: Any, where: Path) -> tuple[str, int, dict[str, bool]]:
-    if not isinstance(entry, dict) or not {"id", "content"} <= set(entry):
-        raise InputError(f"{where}: an added token needs id and content, found {entry!a:.80}")
-    ((token, number),) = _checked({entry["content"]: entry["id"]}, where).items()
+    token = entry.get("content") if isinstance(entry, dict) else None
+    if not isinstance(token, str) or "id" not in entry:
+        raise InputError(f"{where}: an added token needs id and content, found {_shown(entry)}")
+    number = _checked_one(token, entry["id"], where)[token]
     return token, number, {flag: bool(entry.get(flag, usual)) for flag, usual in _FLAGS.items()}
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, which may be huge or nested deeply."""
+    try:
+        return f"{value!a:.80}"
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        return f"a {type(value).__name__}"
 
 
 def _checked(vocab: Any, where: Path) -> dict[str, int]:
@@ -179,9 +194,14 @@ def _checked(vocab: Any, where: Path) -> dict[str, int]:
     if not isinstance(vocab, dict):
         raise InputError(f"{where}: must map tokens to numbers")
     for token, number in vocab.items():
-        if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-            raise InputError(
-                f"{where}: the token {token!a:.80} has the id {number!a:.80}; expected text and a "
-                f"whole number below {MAX_TOKENS}"
-            )
+        _checked_one(token, number, where)
     return dict(vocab)
+
+
+def _checked_one(token: Any, number: Any, where: Path) -> dict[str, int]:
+    if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
+        raise InputError(
+            f"{where}: the token {_shown(token)} has the id {_shown(number)}; expected text "
+            f"and a whole number below {MAX_TOKENS}"
+        )
+    return {token: number}

@@ -79,7 +79,7 @@ def align(
     known = [other for other in others if other is not None]
     differing = [other for other in known if vocabulary.differs(other)]
     if policy == "error" and differing:
-        raise MismatchError("\n  ".join(_explain(vocabulary, other) for other in differing))
+        raise MismatchError(*(_explain(vocabulary, other) for other in differing))
 
     new = _new_tokens(vocabulary, known) if policy == "union" else {}
     rows = max([vocabulary.rows, *(number + 1 for number in new.values())])
@@ -164,7 +164,7 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
     """The tokens that models have rows for and the base has not, with their ids in the output."""
     problems = [line for other in models for line in _obstacles(base, other)]
     if problems:
-        raise MismatchError("\n  ".join(problems))
+        raise MismatchError(*problems)
     if base.tokens is None:
         return {}
     new: dict[str, int] = {}

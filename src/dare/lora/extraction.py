@@ -38,6 +38,7 @@ from dare.lora.reading import list_findings, reading
 from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, peft_config
+from dare.output.places import short_name, told
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
 
@@ -167,8 +168,8 @@ def extract_adapter(
             left_out=tuple(left_out),
         )
         made = {
-            "base": str(base.resolve()),
-            "model": str(model.resolve()),
+            "base": told(base, writing.target),
+            "model": told(model, writing.target),
             "rank": rank,
             "energy": energy,
             "modules": modules and list(modules),
@@ -176,7 +177,7 @@ def extract_adapter(
             "as_stored": as_stored,
             "dtype": kind.name,
         }
-        named = base_name or str(base.resolve())
+        named = base_name or short_name(base)
         is_turned = any(change.places[tensor].kind == "conv1d" for tensor in chosen)
         writing.finish(report, _config(report, config, named, is_turned), made)
     return report
@@ -212,7 +213,8 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
     if problems:
         raise MismatchError(
             "the model is not a fine-tune of this base, tensor by tensor; "
-            "give the base that it was made from:\n  " + list_findings(problems)
+            "give the base that it was made from:",
+            *list_findings(problems),
         )
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True
@@ -235,16 +237,29 @@ def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
         return [name for _, name in sorted(layers.items()) if not is_embedding(name)]
     chosen: set[str] = set()
     for pattern in patterns:
-        ways = (pattern, f"*.{pattern}")
-        matching = {m for m in layers if any(fnmatch.fnmatchcase(m, way) for way in ways)}
+        matching = {module for module in layers if _matches(module, pattern)}
         if not matching:
             last_names = {module.rpartition(".")[2] for module in layers}
             raise RecipeError(
-                f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}; "
+                f"modules: {pattern!r} matches no linear layer{did_you_mean(pattern, last_names)}"
+                f"{_why_no_layer(change, pattern)}; "
                 f"there are {', '.join(sorted(last_names)) or 'none'}"
             )
         chosen |= matching
     return [layers[module] for module in sorted(chosen)]
+
+
+def _matches(module: str, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(module, way) for way in (pattern, f"*.{pattern}"))
+
+
+def _why_no_layer(change: Change, pattern: str) -> str:
+    """What there is to say of the first stored layer that a pattern matches, if it is none."""
+    for tensor, place in change.places.items():
+        reason = place.hindrance or NOT_IN_MODULES.get(place.kind, "").format(place.name)
+        if reason and _matches(tensor.rpartition(".")[0], pattern):
+            return f" ({tensor}: {reason})"
+    return ""
 
 
 def _extract(

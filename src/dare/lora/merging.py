@@ -27,6 +27,7 @@ from dare.lora.reading import AdapterFile, Pair, open_adapters, reading
 from dare.lora.reports import AdapterReport, ModuleReport
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, peft_config
+from dare.output.places import short_name, told
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -252,7 +253,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             seeds=None if plan.is_additive else plan.recipe.seeds(),
             averaged=averaged,
         )
-        writing.finish(report, _config(plan, modules), _how(plan))
+        writing.finish(report, _config(plan, modules), _how(plan, writing.target))
     return report
 
 
@@ -421,9 +422,10 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
     configs = [adapter.config for adapter in plan.adapters]
     tasks = {config.get("task_type") for config in configs}
     saved = {name for config in configs for name in config.get("modules_to_save") or ()}
+    base = plan.adapters[0].adapter.base_name
     return peft_config(
         {module.name: module.rank for module in modules},
-        base_model_name_or_path=plan.adapters[0].adapter.base_name,
+        base_model_name_or_path=short_name(base) if base and Path(base).is_absolute() else base,
         task_type=tasks.pop() if len(tasks) == 1 else None,
         bias=next((c["bias"] for c in configs if c.get("bias") not in (None, "none")), "none"),
         lora_bias=any(module.has_bias for module in plan.modules),
@@ -432,7 +434,7 @@ def _config(plan: AdapterPlan, modules: Sequence[ModuleReport]) -> dict[str, Any
     )
 
 
-def _how(plan: AdapterPlan) -> dict[str, Any]:
+def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
     """For the manifest."""
     recipe = plan.recipe
     given = zip(plan.adapters, plan.weights, recipe.seeds(), recipe.models, strict=True)
@@ -447,7 +449,7 @@ def _how(plan: AdapterPlan) -> dict[str, Any]:
         "dtype": plan.dtype.name,
         "adapters": [
             {
-                "path": str(adapter.path.resolve()),
+                "path": told(adapter.path, output),
                 "weight": weight,
                 "seed": seed,
                 "settings": entry.settings,

@@ -92,15 +92,15 @@ def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
             )
     adapters = tuple(AdapterFile(lora.open_adapter(path)) for path in paths)
     if problems := list(_find_problems(adapters)):
-        head = f"{len(problems)} things do not fit together:\n  " if len(problems) > 1 else ""
-        raise MismatchError(head + list_findings(problems))
+        head = [f"{len(problems)} things do not fit together:"] if len(problems) > 1 else []
+        raise MismatchError(*head, *list_findings(problems))
     return adapters
 
 
-def list_findings(findings: Sequence[str]) -> str:
-    """The first few, a line for each, and how many more there are."""
+def list_findings(findings: Sequence[str]) -> list[str]:
+    """The first few, and how many more there are."""
     more = len(findings) - FINDINGS_SHOWN
-    return "\n  ".join([*findings[:FINDINGS_SHOWN], *([f"… and {more} more"] if more > 0 else [])])
+    return [*findings[:FINDINGS_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
 
 
 @contextmanager

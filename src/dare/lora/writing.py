@@ -13,6 +13,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -24,6 +25,7 @@ from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.lora.reports import AdapterReport, ExtractionReport
+from dare.output.places import without_folders
 from dare.output.publishing import settle
 from dare.output.targets import check_target
 from dare.output.writer import PartialOutput, explaining
@@ -60,6 +62,7 @@ class AdapterOutput:
         check_target(layout, inputs, overwrite=overwrite)
         self.target = target
         self.bytes_written = 0
+        self._inputs = inputs
         self._overwrite = overwrite
         self._dtype = dtype
         self._tensors: list[Described] = []
@@ -118,10 +121,14 @@ class AdapterOutput:
             "numpy": np.__version__,
             "python": platform.python_version(),
         }
+        known = [parent for file in self._inputs for parent in (file, file.parent)]
+        report = replace(report, notes=tuple(without_folders(n, known) for n in report.notes))
+        figures = report.to_dict()
+        del figures["output"]
         manifest = {
             "adapter": report.kind,
             **made,
-            "report": {key: value for key, value in report.to_dict().items() if key != "output"},
+            "report": figures,
             "versions": versions,
             "machine": platform.machine(),
         }

@@ -52,7 +52,7 @@ def model_card(plan: Plan, report: Report, inherited: Mapping[str, str] | None =
 
 {_models(plan, report)}
 
-{_warnings(report)}## Recipe
+{_warnings(plan, report)}## Recipe
 
 {_fenced("toml", _recipe(plan))}
 
@@ -141,9 +141,9 @@ def _digests(report: Report) -> str:
     return "| | digest |\n|---|---|\n" + _table(*([name, f"`{digest}`"] for name, digest in rows))
 
 
-def _warnings(report: Report) -> str:
+def _warnings(plan: Plan, report: Report) -> str:
     lines = [
-        f"- {notice.about.value}: {_inline(without_folders(notice.text))}\n"
+        f"- {notice.about.value}: {_inline(without_folders(notice.text, plan.recipe.paths))}\n"
         for notice in report.warnings
         if notice.about is not Concern.LEFTOVERS
     ]

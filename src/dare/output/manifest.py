@@ -110,7 +110,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     figures = report.to_dict()
     del figures["digests"], figures["output"]
     figures["warnings"] = [
-        {"about": notice.about, "text": without_folders(notice.text)}
+        {"about": notice.about, "text": without_folders(notice.text, plan.recipe.paths)}
         for notice in report.warnings
         if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
     ]
@@ -202,7 +202,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         return {**repeated.to_document(), **demanded}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, RecipeError):
             raise
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from dare.inputs.sources import SINGLE_NAME
@@ -71,10 +72,14 @@ def short_name(path: str | os.PathLike[str]) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else Path(text).name
 
 
-def without_folders(text: str) -> str:
-    """Text, with the paths in it shortened.
+def without_folders(text: str, known: Iterable[Path] = ()) -> str:
+    """Text, with the paths in it shortened; those that are `known` may have spaces.
 
     >>> without_folders("~me/a/b.jinja: is not in /data/x/y/z, but 1/2")
     'b.jinja: is not in z, but 1/2'
+    >>> without_folders("/home/Ann B/base/config.json: is odd", [Path("/home/Ann B/base")])
+    'base/config.json: is odd'
     """
+    for folder in sorted({str(path.absolute().parent) for path in known}, key=len, reverse=True):
+        text = text.replace(folder + os.sep, "")
     return _PATH.sub(lambda path: short_name(path[0]), text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dare.errors import Concern, Notice
+from dare.errors import Concern, Notice, printable
 from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
@@ -109,7 +109,7 @@ class Report:
         lines += [f"warning: {warning}" for warning in self.warnings]
         if self.output is not None:
             lines.append(f"written to {self.output}")
-        return "\n  ".join(lines)
+        return "\n  ".join(map(printable, lines))
 
 
 def make_report(

@@ -1,15 +1,42 @@
-"""Tables and bars in a terminal: how they look is said here, for all commands."""
+"""Tables and bars in a terminal: how they look is said here, for all commands.
+
+Names come from files that somebody else has made. What is printed by a `SafeConsole` holds nothing
+that a terminal would act on, but for its own styles; `shown` also keeps a name on its line.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
+from dare.errors import printable
+
 EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+class SafeConsole(Console):
+    """A console whose texts are made printable, whatever they are part of."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Every piece that is printed, line ends apart."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text, keep="\n"), segment.style)
+
+
+def shown(text: str, style: str = "") -> Text:
+    """A text that may hold names from outside, on one line."""
+    return Text(printable(text), style)
 
 
 def make_table(*columns: str | Column, **looks: Any) -> Table:
@@ -27,7 +54,7 @@ def _column(column: str | Column) -> Column:
     if isinstance(column, Column):
         return column
     name = column.removesuffix(" >")
-    return Column(Text(name), justify="left" if name == column else "right", overflow="fold")
+    return Column(shown(name), justify="left" if name == column else "right", overflow="fold")
 
 
 def print_titled(console: Console, title: str, table: Table) -> None:

@@ -41,7 +41,7 @@ def make_plan(
     extras = _find_extras(recipe, base, models, names, problems, warnings)
     problems = problems or list(_find_idle(base, models, names, tensors))
     if problems:
-        raise MismatchError(_list(problems))
+        raise MismatchError(*_list(problems))
     for rule in recipe.tensors:
         matched = list(filter(rule.matches, base.tensors))
         tied = [f"{name} is {base.ties[name]}" for name in matched if name in base.ties]
@@ -263,9 +263,9 @@ def _are_weights(*infos: TensorInfo) -> bool:
     return all(info.dtype.is_weight for info in infos)
 
 
-def _list(problems: Sequence[str]) -> str:
+def _list(problems: Sequence[str]) -> list[str]:
     shown = list(problems[:FINDINGS_SHOWN])
     if len(problems) > FINDINGS_SHOWN:
         shown.append(f"… and {len(problems) - FINDINGS_SHOWN} more")
-    head = f"{len(problems)} tensor(s) do not fit together:" if len(problems) > 1 else ""
-    return "\n  ".join([head, *shown]) if head else shown[0]
+    head = f"{len(problems)} tensor(s) do not fit together:"
+    return [head, *shown] if len(problems) > 1 else shown

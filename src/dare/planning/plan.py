@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
 from dare.tensors.header import TensorInfo
@@ -94,4 +95,4 @@ class Plan(PlanData):
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))

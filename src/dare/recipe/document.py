@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
-from dare.errors import InputError, RecipeError, did_you_mean
+from dare.errors import RecipeError, did_you_mean
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.toml import read_toml
 from dare.stages import STAGES, parse_method
+
+__all__ = ["FILE_KEYS", "LIFTED", "read_toml", "recipe_from_document"]
 
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
@@ -18,20 +19,6 @@ LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 FILE_KEYS = {"base_file": "base", "merge_files": "models", "output_file": "output"}
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read the tables of a recipe from a TOML file."""
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: a recipe must be text in UTF-8, and byte {error.start} is not"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: not valid TOML: {error}") from None
 
 
 def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, with_lists
 from dare.recipe.resolving import Resolving
+from dare.recipe.toml import write_toml
 from dare.stages import STAGES
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
@@ -256,11 +257,15 @@ class Recipe(Strict, Resolving):
         changed = {"base": base, "models": entries, "output": output, "tensors": rules}
         return self.model_copy(update={**changed, "output_digest": self.output_digest})
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files and directories that it names."""
+        output = () if self.output is None else (self.output,)
+        return (self.base, *(entry.file for entry in self.models), *output)
+
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
-        import tomli_w
-
-        return tomli_w.dumps(self.to_document())
+        return write_toml(self.to_document())
 
     def to_document(self) -> dict[str, Any]:
         """The recipe as the plain tables of its TOML form, without what is at its default."""

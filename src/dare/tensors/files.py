@@ -1,4 +1,7 @@
-"""Positioned reads and writes of whole buffers, past the page cache where that is possible.
+"""Files: ordinary ones opened, small ones read whole, buffers read and written at any position.
+
+What is read comes from outside, so a name may lead to a pipe or a device that never answers: only
+an ordinary file is opened.
 
 A merged model is written once and not read again by the merge, so copying it into the page cache
 costs a good part of a core for nothing, and again when it is synced. Where the system allows it
@@ -11,10 +14,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dare.errors import HeaderError, InputError
 
 ALIGNMENT = 4096
 """Direct writes start and end at multiples of this, in the file and in memory."""
@@ -23,6 +29,41 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 """Opens a file and not what a link leads to, where the system can."""
 
 Bytes = bytes | NDArray[np.uint8]
+
+
+def open_ordinary(file: Path, where: Path | None = None) -> int:
+    """Open a file for reading; `where` names it in errors, if it is what a link leads to.
+
+    Whatever is no ordinary file is refused at once: a pipe would wait for somebody who writes.
+    """
+    where = where or file
+    try:
+        file_descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise InputError(f"{where}: no such file") from None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
+            raise InputError(f"{where}: is not an ordinary file") from None
+        raise InputError(f"{where}: cannot be opened: {error.strerror or error}") from None
+    except ValueError:  # a NUL or half a character
+        raise InputError(f"{str(where)!r}: is not a possible file name") from None
+    if not stat.S_ISREG(os.fstat(file_descriptor).st_mode):
+        os.close(file_descriptor)
+        raise InputError(f"{where}: is not an ordinary file")
+    return file_descriptor
+
+
+def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> bytes:
+    """The content of a file, or of what the link `where` leads to; refuses a huge one unread."""
+    where = where or file
+    try:
+        with os.fdopen(open_ordinary(file, where), "rb") as stream:
+            text = stream.read(most_bytes + 1)
+    except OSError as error:
+        raise InputError(f"{where}: cannot be read: {error.strerror or error}") from None
+    if len(text) > most_bytes:
+        raise HeaderError(f"{where}: larger than {most_bytes} bytes")
+    return text
 
 
 def aligned_bytes(size: int) -> NDArray[np.uint8]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
+
+from dare.errors import ACTS
 
 
 def json_ready(value: Any) -> Any:
@@ -21,3 +24,16 @@ def json_ready(value: Any) -> Any:
             return [json_ready(item) for item in value]
         case _:
             return value
+
+
+def printable_json(document: str) -> str:
+    r"""The same document, with all escaped that a terminal would act on.
+
+    >>> print(printable_json('{"name": "\x9b2J"}'))
+    {"name": "\u009b2J"}
+    """
+    return ACTS.sub(lambda found: _escaped(found[0]), document)
+
+
+def _escaped(character: str) -> str:
+    return character if character == "\n" else json.dumps(character)[1:-1]

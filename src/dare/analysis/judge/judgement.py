@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from dare.errors import printable
 from dare.tensors.json_values import json_ready
 
 WIDTH = 100
@@ -153,6 +154,7 @@ class Advice:
 
 def _wrapped(label: str, text: str) -> list[str]:
     """A text in lines, its label before the first of them."""
+    text = printable(text)
     whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     indent = " " * min(len(label), 4)
     return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=indent, **whole)

@@ -25,8 +25,16 @@ from dare.analysis.page.words import (
     share,
 )
 from dare.analysis.results import Analysis, ModelAnalysis, Overlap
+from dare.errors import printable
 from dare.output.places import short_name
-from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled
+from dare.output.terminal import (
+    EIGHTHS,
+    can_write,
+    draw_bar,
+    make_table,
+    print_titled,
+    shown,
+)
 from dare.tensors.sizes import show_size, times
 
 WIDE = 116
@@ -71,16 +79,16 @@ def _show_verdict(console: Console, analysis: Analysis, readiness: Readiness) ->
     read = f"{show_size(analysis.bytes_read)} read in {analysis.seconds:.1f} s"
     base = short_name(analysis.base)
     headline = (HEADLINES[readiness.verdict], VERDICTS[readiness.verdict])
-    console.print(Text.assemble(headline, f"  {models} onto {base}"))
+    console.print(Text.assemble(headline, f"  {models} onto {printable(base)}"))
     grid = Table.grid(padding=(0, 2))
     for name, verdict in readiness.by_model.items():
-        grid.add_row(Text(name, "bold"), Text(HEADLINES[verdict].lower(), VERDICTS[verdict]))
+        grid.add_row(shown(name, "bold"), Text(HEADLINES[verdict].lower(), VERDICTS[verdict]))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
     notes = [read, *analysis.notes]
     if analysis.left_out:
         notes.append(f"{times(len(analysis.left_out), 'tensor')} left out")
     for note in notes:
-        console.print(Text.assemble(("  note", "dim"), f"  {note}"))
+        console.print(Text.assemble(("  note", "dim"), f"  {printable(note)}"))
     console.print()
 
 
@@ -91,9 +99,9 @@ def _show_findings(console: Console, readiness: Readiness) -> None:
         grid.add_column(min_width=6)
         grid.add_column(overflow="fold")
         whose = f"{listed(finding.models)}  " if finding.models else ""
-        grid.add_row(severity, Text.assemble((whose, "bold"), finding.seen))
-        grid.add_row("", Text(finding.matters, "dim"))
-        grid.add_row(Text("remedy", "dim"), Text(finding.remedy))
+        grid.add_row(severity, Text.assemble((printable(whose), "bold"), printable(finding.seen)))
+        grid.add_row("", shown(finding.matters, "dim"))
+        grid.add_row(Text("remedy", "dim"), shown(finding.remedy))
         console.print(Padding(grid, (0, 0, 1, 0), expand=False))
 
 
@@ -126,7 +134,7 @@ def _show_models(console: Console, analysis: Analysis) -> None:
         table = make_table(*columns)
         for model in analysis.models:
             cells = (cell(model) for cell in columns.values())
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+            table.add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells))
         print_titled(console, title, table)
 
 
@@ -144,23 +152,23 @@ def _show_kinds(console: Console, analysis: Analysis) -> None:
 
 
 def _show_pairs(console: Console, analysis: Analysis) -> None:
-    for title, shown in MATRICES.items():
-        print_titled(console, title, _matrix(analysis, shown))
+    for title, say in MATRICES.items():
+        print_titled(console, title, _matrix(analysis, say))
     console.print(
         f"{share(analysis.together.cancelled)} of all changes cancel out if the models are added "
         "up as they are.\n"
     )
 
 
-def _matrix(analysis: Analysis, shown: Callable[[Overlap], str]) -> Table:
+def _matrix(analysis: Analysis, say: Callable[[Overlap], str]) -> Table:
     overlaps = {(pair.first, pair.second): pair.total for pair in analysis.pairs}
     table = make_table("", *(f"{name} >" for name in analysis.names))
     for row in analysis.names:
         cells = []
         for column in analysis.names:
             overlap = overlaps.get((row, column)) or overlaps.get((column, row))
-            cells.append(Text(shown(overlap)) if overlap else Text("·", "dim"))
-        table.add_row(Text(row), *cells)
+            cells.append(Text(say(overlap)) if overlap else Text("·", "dim"))
+        table.add_row(shown(row), *cells)
     return table
 
 
@@ -184,17 +192,17 @@ def _show_predictions(console: Console, analysis: Analysis, advice: Advice) -> N
 def _show_advice(console: Console, advice: Advice) -> None:
     table = make_table("setting", "value", "evidence", "reason")
     for suggestion in advice.suggestions:
-        whose = f"\nfor {suggestion.model}" if suggestion.model is not None else ""
+        whose = f"\nfor {printable(suggestion.model)}" if suggestion.model is not None else ""
         table.add_row(
             Text(f"{suggestion.setting}{whose}"),
             Text(setting(suggestion.value), "bold"),
             Text(suggestion.evidence, EVIDENCE[suggestion.evidence]),
-            Text.assemble(suggestion.reason, (f"\n{suggestion.source}", "dim")),
+            Text.assemble(printable(suggestion.reason), (f"\n{suggestion.source}", "dim")),
         )
     if advice.suggestions:
         print_titled(console, "Advice", table)
     for doubt in advice.doubts:
-        console.print(Text.assemble(("Not known", "bold"), f"  {doubt}"))
+        console.print(Text.assemble(("Not known", "bold"), f"  {printable(doubt)}"))
 
 
 # ---------------------------------------------------------------- bars

@@ -225,7 +225,7 @@ def _check_layers(
     model: str, layers: int, node: Node, notes: list[str], tensors_of: TensorsOf
 ) -> None:
     """Slices that leave layers out would make a smaller model."""
-    if not Path(model).exists():
+    if not _exists(Path(model)):
         notes.append(
             f"slices: taken for the whole model, which has {layers} layers then; {model} is not "
             "here to count them"
@@ -238,6 +238,13 @@ def _check_layers(
         f"slices end with layer {layers}, and {model} has {found}; a model of fewer or more "
         "layers cannot be made here",
     )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # no possible name of a file
+        return False
 
 
 # ---------------------------------------------------------------- type, tokenizer, chat template

@@ -12,6 +12,7 @@ from dare.recipe.mergekit.draft import Draft
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 from dare.recipe.mergekit.nodes import read_yaml
 from dare.recipe.schema import Recipe
+from dare.recipe.toml import write_comment
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Conversion:
 
     def to_toml(self) -> str:
         """The recipe as TOML, with the differences and notes as comments."""
-        lines = [f"# Converted from {self.source.name}, a configuration for mergekit."]
+        lines = [write_comment(f"Converted from {self.source.name}, a configuration for mergekit.")]
         for head, texts in (("Different there:", self.differences), ("Notes:", self.notes)):
-            lines += ["#", f"# {head}", *(f"# - {text}" for text in texts)] if texts else []
+            listed = [write_comment(f"- {text}") for text in texts]
+            lines += ["#", f"# {head}", *listed] if texts else []
         return "\n".join(lines) + "\n\n" + self.recipe.to_toml()
 
 

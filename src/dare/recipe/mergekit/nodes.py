@@ -1,13 +1,26 @@
-"""A YAML file as values that know where they stand, so that what is refused has its line."""
+"""A YAML file as values that know where they stand, so that what is refused has its line.
+
+Aliases and merge keys let a few lines stand for billions of values. They are counted before any of
+them is followed.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError, RecipeError, did_you_mean
+from dare.tensors.files import read_limited
+
+MAX_BYTES = 1 << 18
+"""The largest configurations, with a slice for every layer, have a tenth of this."""
+MOST_VALUES = 50_000
+"""In all, with what aliases stand for counted wherever they stand."""
+MOST_BITS = 64
+"""Of a whole number."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +56,48 @@ def read_yaml(file: Path) -> Node:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_limited(file, MAX_BYTES).decode()
+    except UnicodeDecodeError as error:
         raise InputError(f"{file}: cannot read the configuration: {error}") from None
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             raise RecipeError(f"{file}: is empty")
+        if (values := _count(root, file, {})) > MOST_VALUES:
+            raise RecipeError(
+                f"{file}: stands for {values:.3g} values when its aliases are followed; more than "
+                f"{MOST_VALUES} are not read"
+            )
         return _from_yaml(root, loader, file, {})
+    except RecipeError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, RecipeError):
-            raise
         mark = getattr(error, "problem_mark", None)
         where = f"{file}, line {mark.line + 1}" if mark else str(file)
         reason = getattr(error, "problem", None) or error
         raise RecipeError(f"{where}: not valid YAML: {reason}") from None
 
 
-def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None]) -> Node:
+def _count(node: Any, file: Path, seen: dict[int, float]) -> float:
+    """How many values a node stands for; `seen` holds those that an alias may stand for."""
+    if id(node) in seen:
+        if not seen[id(node)]:
+            raise RecipeError(f"{file}, line {node.start_mark.line + 1}: contains itself")
+        return seen[id(node)]
+    seen[id(node)] = 0.0
+    inner: list[Any] = [] if node.id == "scalar" else node.value
+    if node.id == "mapping":
+        inner = [part for pair in node.value for part in pair]
+    seen[id(node)] = 1.0 + sum(_count(part, file, seen) for part in inner)
+    return seen[id(node)]
+
+
+def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Node:
     """Turn a node of PyYAML into ours; `seen` holds those that an alias may stand for."""
     line = node.start_mark.line + 1
     if id(node) in seen:
-        if (known := seen[id(node)]) is None:
-            raise RecipeError(f"{file}, line {line}: contains itself")
-        return known
-    seen[id(node)] = None
+        return seen[id(node)]
     value: Any
     if node.id == "mapping":
         _check_keys(node, file)
@@ -78,6 +107,10 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node | None])
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
         value = loader.construct_object(node)
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise RecipeError(f"{file}, line {line}: a number of more than {MOST_BITS} bits")
+        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+            raise RecipeError(f"{file}, line {line}: {value!a:.80} is not valid Unicode")
     ours = seen[id(node)] = Node(value, file, line)
     return ours
 

@@ -1,0 +1,615 @@
+"""What is attacked: for each format valid files, how they are changed, and what then reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import struct
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from mutating import change_bytes, change_json, change_text, change_values
+from rich.console import Console
+
+import dare
+from dare.analysis.judge.judgement import Advice, Readiness
+from dare.analysis.results import Analysis
+from dare.inputs import directory, vocabulary
+from dare.inputs.gguf import MAGIC, open_gguf
+from dare.inputs.lora import open_adapter
+from dare.inputs.mergekit import convert_yaml
+from dare.inputs.sources import Source, open_source
+from dare.recipe.document import recipe_from_document
+from dare.tensors.header import read_header
+from helpers import entry, file_bytes, save, save_shards, write_recipe
+
+Judged = tuple[Analysis, Readiness, Advice]
+
+MOST_ELEMENTS = 1 << 16
+"""Of a tensor that is read when its header is accepted."""
+
+
+class Target:
+    """A format: `make` makes a case, `read` reads it as the program does."""
+
+    names: tuple[str, ...]
+    """What an error must name one of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def make(self, random: Random) -> Any:
+        """A case that follows from the random numbers alone."""
+        raise NotImplementedError
+
+    def read(self, case: Any) -> None:
+        """Read a case; return if it is accepted."""
+        raise NotImplementedError
+
+
+class OneFile(Target):
+    """A format whose cases are the content of one file."""
+
+    name: str
+    seeds: tuple[bytes, ...]
+    change: Callable[..., bytes]
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.file = folder / self.name
+        self.names = (self.name,)
+
+    def make(self, random: Random) -> bytes:
+        return type(self).change(random, random.choice(self.seeds), self.seeds)
+
+    def read(self, case: bytes) -> None:
+        self.file.write_bytes(case)
+        self.open()
+
+    def open(self) -> None:
+        """Read the file that holds the case."""
+        raise NotImplementedError
+
+
+def plan_with(file: Path) -> None:
+    """Plan a merge of a model with itself, and show the plan."""
+    given = {"base": file, "models": [file], "method": "linear", "verbose": False}
+    planned = dare.plan(dare.Recipe(**given, allow_pickle=True, output=file.parent / "out"))
+    str(planned), planned.to_dict()
+
+
+def read_some(source: Source) -> None:
+    """Read the beginning and the end of every tensor."""
+    with source:
+        for name, info in source.tensors.items():
+            count = min(info.elements, MOST_ELEMENTS)
+            source.prefetch(name, 0, info.elements)
+            for start in {0, info.elements - count}:
+                source.read(name, start, np.empty(count, info.dtype.carrier))
+
+
+# ---------------------------------------------------------------- weights
+
+
+HEADER_SEEDS = (
+    {"a": entry("F32", [2, 2], 0, 16), "b.weight": entry("BF16", [3], 16, 22)},
+    {"__metadata__": {"format": "pt"}, "x": entry("U8", [], 0, 1), "y": entry("I64", [0, 5], 1, 1)},
+    {f"layers.{n}.w": entry("F16", [n, 2], 2 * n * (n - 1), 2 * n * (n + 1)) for n in range(6)},
+)
+
+
+class Headers(Target):
+    """Safetensors headers, in a file that lies in memory."""
+
+    names = ("m.safetensors",)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.seeds = [json.dumps(seed).encode() for seed in HEADER_SEEDS]
+        self.sizes = [
+            max(e["data_offsets"][1] for k, e in seed.items() if k != "__metadata__")
+            for seed in HEADER_SEEDS
+        ]
+        self.file_descriptor = os.open(folder / "m.safetensors", os.O_RDWR | os.O_CREAT)
+
+    def make(self, random: Random) -> bytes:
+        chosen = random.randrange(len(self.seeds))
+        text = change_json(random, self.seeds[chosen], self.seeds)
+        whole = file_bytes(text, bytes(self.sizes[chosen]))
+        return change_bytes(random, whole) if random.random() < 0.1 else whole
+
+    def read(self, case: bytes) -> None:
+        os.ftruncate(self.file_descriptor, len(case))
+        os.pwrite(self.file_descriptor, case, 0)
+        header = read_header(self.file_descriptor, "m.safetensors")
+        for info in header.tensors.values():
+            assert info.start + info.nbytes <= len(case), "a tensor outside of its file"
+
+
+class Indexes(OneFile):
+    """The index of a model in shards."""
+
+    name = "model.safetensors.index.json"
+    change = staticmethod(change_json)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        arrays = {f"layers.{n}.w": np.ones(3, np.float32) for n in range(4)}
+        save_shards(folder, arrays, 2)
+        self.seeds = (self.file.read_bytes(),)
+        self.names = (folder.name,)
+
+    def read(self, case: bytes) -> None:
+        self.file.write_bytes(case)
+        open_source(self.folder)
+
+
+def _gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def gguf_bytes(architecture: str, tensors: dict[str, tuple[int, tuple[int, ...], int]]) -> bytes:
+    """A small GGUF file: tensors by name, each its type's number, its shape and its bytes."""
+    pairs = [
+        _gguf_text("general.architecture") + struct.pack("<I", 8) + _gguf_text(architecture),
+        _gguf_text(f"{architecture}.attention.head_count") + struct.pack("<II", 4, 1),
+        _gguf_text("general.alignment") + struct.pack("<II", 4, 32),
+        _gguf_text("x.float") + struct.pack("<If", 6, 0.5),
+        _gguf_text("x.tokens") + struct.pack("<IIQ", 9, 8, 2) + _gguf_text("a") + _gguf_text("bc"),
+        _gguf_text("x.scores") + struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.0),
+    ]
+    infos, data = [], b""
+    for name, (kind, shape, nbytes) in tensors.items():
+        numbers = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        infos.append(_gguf_text(name) + numbers + struct.pack("<IQ", kind, len(data)))
+        data += bytes(nbytes + -nbytes % 32)
+    head = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(pairs))
+    head += b"".join([*pairs, *infos])
+    return head + bytes(-len(head) % 32) + data
+
+
+class Gguf(OneFile):
+    """GGUF files."""
+
+    name = "m.gguf"
+    change = staticmethod(change_bytes)
+    seeds = (
+        gguf_bytes(
+            "llama",
+            {"blk.0.attn_q.weight": (0, (4, 4), 64), "output_norm.weight": (0, (4,), 16)},
+        ),
+        gguf_bytes("gemma", {"blk.0.attn_norm.weight": (0, (4,), 16), "x": (8, (2, 32), 68)}),
+        gguf_bytes("other", {"a": (1, (2, 3), 12), "b": (24, (5,), 5), "c": (2, (32,), 18)}),
+        gguf_bytes("llama", {"blk.0.attn_q.weight": (0, (4, 0), 0), "a": (0, (0,), 0)}),
+        gguf_bytes("other", {"a": (1, (), 2), "b": (30, (0, 4), 0), "c": (14, (1, 256), 210)}),
+    )
+
+    def open(self) -> None:
+        read_some(open_gguf(self.file))
+        plan_with(self.file)
+
+
+class Torch(OneFile):
+    """Files of torch.save, read by its restricted loader."""
+
+    name = "m.pt"
+    change = staticmethod(change_bytes)
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        super().__init__(folder)
+        weights = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.ones(2, dtype=torch.int64)}
+        weights["t"] = weights["w"].t()
+        seeds = []
+        for value in (weights, {"state_dict": weights, "step": 3}, {"model": {"deep": [1, (2,)]}}):
+            torch.save(value, self.file)
+            seeds.append(self.file.read_bytes())
+        self.seeds = tuple(seeds)
+
+    def make(self, random: Random) -> bytes:
+        """Mostly changes in the pickle: the directory of the archive holds no more surprises."""
+        seed = random.choice(self.seeds)
+        if random.random() < 0.2:
+            return change_bytes(random, seed, self.seeds)
+        begin = seed.index(b"\x80\x02")
+        end = seed.index(b"PK", begin)
+        changed = change_bytes(random, seed[begin:end], self.seeds)
+        return seed[:begin] + changed[: end - begin].ljust(end - begin, b".") + seed[end:]
+
+    def open(self) -> None:
+        from dare.inputs.torch_bin import open_torch
+
+        read_some(open_torch(self.file))
+        plan_with(self.file)
+
+
+# ---------------------------------------------------------------- recipes
+
+RECIPES = (
+    """method = "dare+ties"
+seed = 7
+scale = 0.5
+dtype = "BF16"
+max_memory = "1GiB"
+embedding_drop_rate = 0.25
+input_digests = ["a", "b", "c"]
+
+[models]
+base_file = "base.safetensors"
+merge_files = [{ file = "a.safetensors", weight = 0.5, seed = 3 }, "org/name@main"]
+output_file = "merged"
+
+[dare]
+drop_rate = 0.9
+rescale = "l1"
+
+[ties]
+divide_by = "votes"
+
+[[tensors]]
+match = ["*.mlp.*", "*norm*"]
+contains = "x"
+model = "a"
+weight = [0.1, 0.9]
+drop_rate = 0.1
+""",
+    """[models]
+base_file = "b"
+merge_files = "m"
+
+[dare]
+drop_rate = [0.1, 0.5]
+verbose = true
+""",
+    """method = "slerp"
+vocabulary = "union"
+shard_size = "5GB"
+threads = 2
+
+[models]
+base_file = "~/b"
+merge_files = ["m", 'n']
+
+[slerp]
+t = 0.5
+""",
+)
+
+
+class Recipes(OneFile):
+    """Recipes in TOML, and what they are written as again."""
+
+    name = "recipe.toml"
+    seeds = tuple(recipe.encode() for recipe in RECIPES)
+
+    def make(self, random: Random) -> bytes:
+        import tomllib
+
+        import tomli_w
+
+        seed = random.choice(self.seeds)
+        if random.random() < 0.5:
+            return change_text(random, seed, self.seeds)
+        document = change_values(random, tomllib.loads(seed.decode()))
+        try:
+            return tomli_w.dumps(document).encode(errors="surrogatepass")
+        except (TypeError, AttributeError, ValueError, RecursionError):  # TOML has no such thing
+            return str(document).encode(errors="surrogatepass")
+
+    def open(self) -> None:
+        recipe = dare.load_recipe(self.file)
+        import tomllib
+
+        again = recipe_from_document(tomllib.loads(recipe.to_toml()), "again")
+        assert again == recipe, "another recipe when it is written and read"
+
+
+YAMLS = (
+    """merge_method: dare_ties
+base_model: base
+models:
+  - model: base
+  - model: a/b
+    parameters:
+      weight: 0.5
+      density: &density
+        - filter: mlp
+          value: [0.2, 0.4]
+        - value: 0.5
+  - model: {model: {path: c/d, revision: main}}
+    parameters: {weight: 1e-1, density: *density}
+parameters:
+  normalize: true
+  int8_mask: true
+  lambda: 1.5
+dtype: bfloat16
+tokenizer_source: union
+chat_template: auto
+""",
+    """slices:
+  - sources:
+      - {model: a, layer_range: [0, 4]}
+      - {model: b, layer_range: [0, 4]}
+merge_method: slerp
+base_model: a
+parameters:
+  t:
+    - {filter: self_attn, value: [0, 0.5, 1]}
+    - value: 0.5
+out_dtype: float32
+""",
+    """common: &common {weight: 1.0}
+merge_method: linear
+models:
+  - {model: a, parameters: {<<: *common}}
+  - {model: b, parameters: {weight: [0.5, 1.0]}}
+tokenizer: {source: b}
+""",
+)
+
+
+class Yaml(OneFile):
+    """Configurations for mergekit."""
+
+    name = "merge.yaml"
+    seeds = tuple(text.encode() for text in YAMLS)
+
+    def make(self, random: Random) -> bytes:
+        import yaml
+
+        seed = random.choice(self.seeds)
+        if random.random() < 0.5:
+            return change_text(random, seed, self.seeds)
+        document = yaml.safe_load(seed)
+        document.pop("common", None)
+        return change_json(random, json.dumps(document).encode())
+
+    def open(self) -> None:
+        conversion = convert_yaml(self.file)
+        import tomllib
+
+        again = recipe_from_document(tomllib.loads(conversion.to_toml()), "again")
+        assert again == conversion.recipe, "another recipe when it is written and read"
+
+
+# ---------------------------------------------------------------- models with files beside them
+
+
+class Adapters(Target):
+    """LoRA adapters: their configuration, and the names and shapes of their weights."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.names = (folder.name,)
+        self.config = json.dumps(
+            {
+                "peft_type": "LORA",
+                "r": 2,
+                "lora_alpha": 4,
+                "alpha_pattern": {r"layers\.(0|1)\..*": 8, "q_proj": 2},
+                "rank_pattern": {"q_proj": 2},
+                "target_modules": ["q_proj", "embed"],
+                "use_rslora": False,
+                "fan_in_fan_out": False,
+                "modules_to_save": ["head"],
+                "init_lora_weights": True,
+                "base_model_name_or_path": "base",
+            }
+        ).encode()
+        prefix = "base_model.model.layers.0"
+        self.weights = json.dumps(
+            {
+                f"{prefix}.q_proj.lora_A.weight": ["F32", [2, 4]],
+                f"{prefix}.q_proj.lora_B.weight": ["F32", [3, 2]],
+                f"{prefix}.conv.lora_A.weight": ["F16", [2, 2, 1, 1]],
+                f"{prefix}.conv.lora_B.weight": ["BF16", [3, 2, 1, 1]],
+                "base_model.model.embed.lora_embedding_A": ["F32", [2, 5]],
+                "base_model.model.embed.lora_embedding_B": ["F32", [4, 2]],
+                "base_model.model.head.modules_to_save.default.weight": ["F32", [2, 2]],
+                f"{prefix}.q_proj.lora_B.bias": ["F32", [3]],
+            }
+        ).encode()
+
+    def make(self, random: Random) -> tuple[bytes, bytes]:
+        config, weights = self.config, self.weights
+        if random.random() < 0.6:
+            config = change_json(random, config)
+        if random.random() < 0.6:
+            weights = json.dumps(change_values(random, json.loads(weights))).encode()
+        return config, weights
+
+    def read(self, case: tuple[bytes, bytes]) -> None:
+        config, weights = case
+        (self.folder / "adapter_config.json").write_bytes(config)
+        header, position = {}, 0
+        entries = json.loads(weights)
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            kind, shape = value if isinstance(value, list) and len(value) == 2 else ("F32", [1])
+            try:
+                size = {"F32": 4}.get(kind, 2) * math.prod(shape)
+            except TypeError:
+                size = 4
+            size = size if isinstance(size, int) and 0 <= size < MOST_ELEMENTS else 4
+            header[name] = entry(kind, shape, position, position + size)
+            position += size
+        data = file_bytes(header, bytes(position))
+        (self.folder / "adapter_model.safetensors").write_bytes(data)
+        source = open_adapter(self.folder)
+        read_some(source)
+
+
+class Tokenizers(Target):
+    """Tokenizers and configurations: rows are aligned, sidecars collected."""
+
+    names = ("base", "tuned", "config.json")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        self.seeds: dict[str, bytes] = {}
+        for name, tokens in (("base", ["a", "b", "c"]), ("tuned", ["a", "c", "b", "new"])):
+            rows = np.arange(2 * len(tokens), dtype=np.float32).reshape(-1, 2)
+            save(folder / name / "model.safetensors", {"model.embed_tokens.weight": rows})
+            ids = {token: number for number, token in enumerate(tokens[:3])}
+            last = {"id": len(tokens) - 1, "content": tokens[-1], **flags}
+            documents = {
+                "tokenizer.json": {
+                    "version": "1.0",
+                    "added_tokens": [last] if name == "tuned" else [],
+                    "model": {"type": "WordLevel", "vocab": ids},
+                },
+                "config.json": {
+                    "model_type": "tiny",
+                    "vocab_size": len(tokens),
+                    "torch_dtype": "float32",
+                    "eos_token_id": [1, 2],
+                    "text_config": {"vocab_size": len(tokens), "dtype": "float32"},
+                    "quantization_config": None,
+                    "tie_word_embeddings": True,
+                },
+                "added_tokens.json": {tokens[-1]: len(tokens) - 1},
+                "tokenizer_config.json": {
+                    "added_tokens_decoder": {str(len(tokens) - 1): {"content": tokens[-1]}},
+                    "chat_template": [{"name": "default", "template": "{{ x }}"}],
+                },
+            }
+            for file, document in documents.items():
+                self.seeds[f"{name}/{file}"] = json.dumps(document).encode()
+        self.written: dict[str, bytes] = {}
+
+    def make(self, random: Random) -> dict[str, bytes]:
+        chosen = random.sample(sorted(self.seeds), random.choice((1, 1, 2)))
+        return {name: change_json(random, self.seeds[name]) for name in chosen}
+
+    def read(self, case: dict[str, bytes]) -> None:
+        for name, content in (self.seeds | case).items():
+            if self.written.get(name) != content:
+                (self.folder / name).write_bytes(content)
+        self.written = self.seeds | case
+        folders = [self.folder / "base", self.folder / "tuned"]
+        base, tuned = map(open_source, folders)
+        for policy in ("base", "union"):
+            aligned = vocabulary.align(
+                policy, base, [tuned], directories=folders, names=["tuned"], weights=[1.0]
+            )
+            changes = directory.Changes(
+                directory.main_type([]), aligned.resized(), (aligned.token_ids or (None,))[0]
+            )
+            directory.collect(folders[1], changes, replaced=aligned.tokenizer_files)
+            directory.choose_chat_template("auto", folders[0], {"tuned": folders[1]})
+            read_some(aligned.base)
+
+
+# ---------------------------------------------------------------- what dare itself has written
+
+
+class Manifests(OneFile):
+    """Manifests beside an output: by one a merge is repeated, by one it is verified."""
+
+    name = "out.safetensors.manifest.json"
+    change = staticmethod(change_json)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        base = {"model.embed_tokens.weight": np.ones((2, 2), np.float32)}
+        tuned = {"model.embed_tokens.weight": np.full((2, 2), 1.01, np.float32)}
+        settings = {"method": "dare+ties", "stages": {"dare": {"drop_rate": 0.5}}}
+        dare.merge(write_recipe(folder, base, [tuned, tuned], **settings), backend="reference")
+        self.seeds = (self.file.read_bytes(),)
+        self.names = ("out.safetensors",)
+
+    def open(self) -> None:
+        output = self.folder / "out.safetensors"
+        try:
+            dare.verify(output)
+        except dare.DareError as error:
+            if "out.safetensors" not in str(error):
+                raise
+        dare.load_recipe(output)
+
+
+class Analyses(OneFile):
+    """Analyses: read, judged, written as documents and shown."""
+
+    name = "analysis.json"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        from made_up import SHAPES, analysis, make_base, tune
+
+        from dare.analysis.results import Spectrum
+
+        names = list(SHAPES)[:3]
+        base = {name: make_base()[name][:8, :8] for name in names}
+        models = {"math": tune(base, 0.02, 1), "code": tune(base, 0.02, 2)}
+        document = analysis(base, models).to_dict()
+        spectrum = Spectrum(8, 8, (2.0, 1.0), (1, 8), 4.0, 2.0, 3, 0.1, 1.5, 1, 0.4, 1)
+        document["models"][0]["tensors"][1]["spectrum"] = vars(spectrum)
+        document["pairs"][0]["by_layer"] = {0: document["pairs"][0]["total"]}
+        document["together"]["by_layer"] = {-1: 0.1, 0: 0.2}
+        self.seeds = (json.dumps(document).encode(),)
+
+    change = staticmethod(change_json)
+
+    def open(self) -> None:
+        from dare.analysis.documents import to_json, write_tables
+        from dare.analysis.page.terminal import show_analysis
+        from dare.cli.template import advised_toml
+
+        judged = self.judge()
+        to_json(*judged)
+        advised_toml(judged[2], Path("merged"))
+        str(judged[0])
+        show_analysis(Console(file=io.StringIO(), width=120), *judged)
+        write_tables(self.folder / "tables", *judged)
+
+    def judge(self) -> Judged:
+        """Read the analysis; what is made of it."""
+        from dare.analysis.judge.advice import advise
+        from dare.analysis.judge.readiness import assess
+
+        analysis = Analysis.load(self.file)
+        readiness = assess(analysis, {})
+        return analysis, readiness, advise(analysis, readiness)
+
+
+class Reports(Analyses):
+    """The pages that are made of analyses."""
+
+    def open(self) -> None:
+        from dare.analysis.page.assembly import assemble_page
+        from dare.analysis.page.figures import draw_figures
+
+        analysis, readiness, advice = self.judge()
+        if analysis.models:
+            figures = draw_figures(analysis, advice, None)
+            assemble_page(analysis, readiness, advice, None, figures, "")
+
+
+TARGETS: dict[str, type[Target]] = {
+    "headers": Headers,
+    "indexes": Indexes,
+    "gguf": Gguf,
+    "torch": Torch,
+    "recipes": Recipes,
+    "yaml": Yaml,
+    "adapters": Adapters,
+    "tokenizers": Tokenizers,
+    "manifests": Manifests,
+    "analyses": Analyses,
+    "reports": Reports,
+}
+NEEDS = {"torch": "torch", "gguf": "gguf", "yaml": "yaml", "reports": "altair"}
+"""Packages without which a format cannot be read."""
+
+
+def is_possible(name: str) -> bool:
+    """Whether what a format needs is installed."""
+    return name not in NEEDS or find_spec(NEEDS[name]) is not None

@@ -1,0 +1,46 @@
+"""Mutated files of every format are read or refused, and nothing else: a short run of `fuzz`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fuzz import TARGETS, attack
+from mutating import change_bytes, change_json, change_text
+from targets import is_possible
+
+CASES = {
+    "headers": 8000,
+    "indexes": 1500,
+    "gguf": 1000,
+    "torch": 50,
+    "recipes": 300,
+    "yaml": 250,
+    "adapters": 1000,
+    "tokenizers": 150,
+    "manifests": 200,
+    "analyses": 50,
+    "reports": 4,
+}
+"""In `make test`: about a second for each format."""
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_case_is_read_or_refused_by_name(
+    name: str, attack_size: int, attack_seed: int
+) -> None:
+    if not is_possible(name):
+        pytest.skip(f"what reads {name} is not installed")
+    tally = attack(name, attack_seed, 0, CASES[name] * attack_size)
+    assert tally.failures == []
+    assert tally.cases == CASES[name] * attack_size
+    assert tally.refused > 0
+    assert name == "reports" or tally.accepted > 0
+
+
+@pytest.mark.parametrize("change", [change_bytes, change_text, change_json])
+def test_a_mutation_follows_from_the_seed(change) -> None:
+    text = b'{"a": [1, {"b": "c"}], "d": null}'
+    some = [change(random.Random(seed), text) for seed in range(200)]
+    assert some == [change(random.Random(seed), text) for seed in range(200)]
+    assert len(set(some)) > 100

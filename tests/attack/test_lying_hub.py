@@ -1,0 +1,121 @@
+"""A hub that lies, falls silent, or is reached with a password: nothing of it gets here."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+from dare.errors import InputError
+from dare.inputs import hub_guard
+from dare.inputs.hub import resolve
+from fake_hub import Hub
+
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"text"}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_guard, "PATIENCE_SECONDS", 0.6)
+
+
+def refused(text: str = "org/name") -> str:
+    with pytest.raises(InputError) as caught:
+        resolve(Path(text), verbose=False)
+    message = str(caught.value)
+    assert message.startswith(text)
+    return message
+
+
+def outside(tmp_path: Path) -> set[str]:
+    """What there is that a fetch has no business with."""
+    own = tmp_path / "cache"
+    return {str(path) for path in tmp_path.rglob("*") if own not in (path, *path.parents)}
+
+
+LIES = {
+    "an ETag that leads out": ("/org/name", {"ETag": '"../../../../evil"'}),
+    "an ETag that is a path": ("/org/name", {"ETag": '"{tmp}/evil"'}),
+    "an ETag of a large file": ("/org/name", {"X-Linked-ETag": '"../../../evil"'}),
+    "an ETag that is a folder": ("/org/name", {"ETag": '".."'}),
+    "a commit that leads out": ("/org/name", {"X-Repo-Commit": "../../../evil"}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_hub_says_names_no_file_here(hub: Hub, tmp_path: Path, lie: str) -> None:
+    hub.add("org/name", FILES)
+    before = outside(tmp_path)
+    start, headers = LIES[lie]
+    hub.lies[start] = {key: value.format(tmp=tmp_path) for key, value in headers.items()}
+    assert "the hub sends" in refused()
+    assert outside(tmp_path) == before
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_commit_in_the_list_names_no_file_here(hub: Hub, tmp_path: Path) -> None:
+    hub.add("org/name", FILES)
+    facts = {"id": "org/name", "sha": "../../../evil", "siblings": []}
+    hub.bodies["/api/models/org/name/revision"] = json.dumps(facts).encode()
+    before = outside(tmp_path)
+    assert "'../../../evil' as sha" in refused()
+    assert outside(tmp_path) == before
+
+
+@pytest.mark.parametrize("path", ["../x.py", "/etc/x.py", "a/../../x.py"])
+def test_a_path_in_the_list_stays_inside(hub: Hub, tmp_path: Path, path: str) -> None:
+    hub.add("org/name", FILES)
+    tree = [{"type": "file", "path": path, "size": 1, "oid": "0" * 40}]
+    hub.bodies["/api/models/org/name/tree"] = json.dumps(tree).encode()
+    assert "no file inside a repository" in refused()
+
+
+def test_a_download_has_the_digest_that_was_announced(hub: Hub) -> None:
+    commit = hub.add("org/name", FILES)
+    hub.bodies["/large"] = b"WEIGHTS"
+    assert "is not what it announced" in refused()
+    hub.bodies.clear()
+    resolved = resolve(Path("org/name"), verbose=False)
+    assert resolved.commit == commit
+    assert (resolved.path / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("seconds", [-0.05, 0.05])
+@pytest.mark.parametrize("place", ["/api", "/org/name", "/large"])
+def test_a_hub_that_sends_next_to_nothing_is_given_up(hub: Hub, seconds: float, place: str) -> None:
+    hub.add("org/name", FILES)
+    hub.pace[place] = seconds
+    started = time.monotonic()
+    assert "the hub has sent next to nothing for 0.6 s" in refused()
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_password_in_the_endpoint_is_not_shown(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], verbose: bool
+) -> None:
+    hub.add("org/name", FILES)
+    endpoint = f"http://me:pa55word@127.0.0.1:{hub.ports[0]}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub.refusals["/"] = (500, "")
+    for stopped in (False, True):
+        if stopped:
+            hub.stop()
+        with pytest.raises(InputError) as caught:
+            resolve(Path("org/name"), verbose=verbose)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "pa55word" not in shown + "".join(capfd.readouterr())
+
+
+def test_a_redirect_carries_no_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.add("org/name", FILES)
+    resolve(Path("org/name"), verbose=False)
+    assert [path for path, _ in hub.tokens if re.match("GET /large", path)]
+    assert {token for _, token in hub.tokens} == {""}

@@ -1,0 +1,194 @@
+"""A hub on this machine, which tells the truth or lies, for the client to talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+
+def commit_of(files: dict[str, bytes]) -> str:
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+@dataclass
+class Hub:
+    """Repositories by name, what is wrong with them, and a log of what was asked for."""
+
+    commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[tuple[str, str], str] = field(default_factory=dict)
+    refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By beginning of a path: the status, and the error code that goes with it."""
+    asked: list[str] = field(default_factory=list)
+    tokens: list[tuple[str, str]] = field(default_factory=list)
+    """The method and path of each request of the second server, and who it says that it is from."""
+    lies: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By beginning of a path: headers that are sent in place of the right ones."""
+    bodies: dict[str, bytes] = field(default_factory=dict)
+    """By beginning of a path: what is sent in place of the right content."""
+    pace: dict[str, float] = field(default_factory=dict)
+    """By beginning of a path: seconds between two bytes; if negative, nothing is ever sent."""
+    servers: list[ThreadingHTTPServer] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def add(self, repo: str, files: dict[str, bytes], ref: str = "main") -> str:
+        commit = commit_of(files)
+        self.commits[repo, commit] = files
+        self.refs[repo, ref] = commit
+        return commit
+
+    def find(self, repo: str, revision: str) -> str | None:
+        commit = self.refs.get((repo, revision), revision)
+        return commit if (repo, commit) in self.commits else None
+
+    def start(self) -> None:
+        """Two servers: the hub, and another one for large files, as the real one has."""
+        for _ in range(2):
+            server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, self))
+            self.servers.append(server)
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.stopped.set()
+        while self.servers:
+            server = self.servers.pop()
+            server.shutdown()
+            server.server_close()
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        first, second = (server.server_port for server in self.servers)
+        return first, second
+
+    def downloads(self) -> list[str]:
+        """The files that were sent, by name."""
+        small = [line.rpartition("/")[2] for line in self.asked if line.startswith("GET /org")]
+        large = [line.rpartition("?")[2] for line in self.asked if line.startswith("GET /large")]
+        return sorted(small + large)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as the client needs."""
+
+    def __init__(self, hub: Hub, *args: Any) -> None:
+        self.hub = hub
+        super().__init__(*args)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub.asked.append(f"{self.command} {unquote(self.path)}")
+        if self.server is hub.servers[-1]:
+            hub.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
+        for start, (status, code) in hub.refusals.items():
+            if path.startswith(start):
+                return self.answer(status, {"X-Error-Code": code} if code else {})
+        if path.startswith("/large/"):
+            return self.send_large(path)
+        if path.startswith("/api/models/"):
+            return self.send_facts(path.removeprefix("/api/models/"))
+        repo, _, rest = path.removeprefix("/").partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        return self.send_file(repo, revision, file)
+
+    def send_facts(self, path: str) -> None:
+        org, name, kind, revision = path.split("/", 3)
+        repo = f"{org}/{name}"
+        if not any(known == repo for known, _ in self.hub.commits):
+            return self.answer(404, {"X-Error-Code": "RepoNotFound"})
+        commit = self.hub.find(repo, revision)
+        if commit is None:
+            return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+        files = self.hub.commits[repo, commit]
+        facts: object
+        if kind == "revision":
+            facts = {"id": repo, "sha": commit, "siblings": [{"rfilename": f} for f in files]}
+        else:
+            facts = [
+                {"type": "file", "path": f, "size": len(data), "oid": etag_of(data)}
+                for f, data in files.items()
+            ]
+        return self.answer(200, {"Content-Type": "application/json"}, json.dumps(facts).encode())
+
+    def send_file(self, repo: str, revision: str, file: str) -> None:
+        commit = self.hub.find(repo, revision)
+        assert commit is not None
+        data = self.hub.commits[repo, commit][file]
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag_of(data)}"'}
+        if not file.endswith(".safetensors"):
+            return self.answer(200, headers, data)
+        linked = {"X-Linked-ETag": f'"{etag_of(data)}"', "X-Linked-Size": str(len(data))}
+        place = f"http://127.0.0.1:{self.hub.ports[1]}/large/{repo}/{commit}?{file}"
+        return self.answer(302, {**headers, **linked, "Location": place})
+
+    def send_large(self, path: str) -> None:
+        hub, file = self.hub, unquote(urlsplit(self.path).query)
+        _, _, org, name, commit = path.split("/")
+        data = hub.commits[f"{org}/{name}", commit][file]
+        self.answer(200, {}, data)
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        path = unquote(urlsplit(self.path).path)
+        if (seconds := chosen(self.hub.pace, path)) is not None:
+            self.trickle(seconds)
+            return
+        body = chosen(self.hub.bodies, path) or body
+        lies = chosen(self.hub.lies, path) or {}
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | headers | lies).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def trickle(self, seconds: float) -> None:
+        """Send a byte now and then, until the hub is stopped or nobody listens."""
+        with contextlib.suppress(OSError):
+            while not self.hub.stopped.wait(abs(seconds)):
+                if seconds > 0:
+                    self.wfile.write(b"H")
+
+
+def chosen(by_start: dict[str, Any], path: str) -> Any:
+    """What is set for paths that begin like this one."""
+    return next((value for start, value in by_start.items() if path.startswith(start)), None)
+
+
+def etag_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A running hub that the client talks to, an empty cache, an empty working directory."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    hub = Hub()
+    hub.start()
+    endpoint = f"http://127.0.0.1:{hub.ports[0]}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # between the client's retries
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    yield hub
+    hub.stop()
