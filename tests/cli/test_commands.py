@@ -586,3 +586,20 @@ def test_a_merge_is_repeated_with_its_files_elsewhere(merged, folder):
 def test_a_repeat_with_another_setting_is_a_merge_of_its_own(merged, folder):
     dare_succeeds(merged, "-o", "other.safetensors", "--seed", "7", "--quiet")
     assert sha256(folder / "other.safetensors") != sha256(merged)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_stream_that_cannot_write_a_letter_spoils_no_merge(tmp_path, encoding):
+    arrays = {"w": np.zeros(8, np.float32)}
+    save(tmp_path / "base.safetensors", arrays)
+    save(tmp_path / "\u0436.safetensors", {"w": arrays["w"] + 1})  # no letter of these encodings
+    models = ["-b", "base.safetensors", "-m", "\u0436.safetensors"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for flags in ((), ("--json", "--overwrite")):
+        command = [sys.executable, "-m", "dare", *models, "-o", "out\u0436.safetensors", *flags]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"mistake" not in done.stderr
+    assert json.loads(done.stdout)["output"] == "out\u0436.safetensors"

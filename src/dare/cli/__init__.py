@@ -11,8 +11,10 @@ Commands are imported only when they are called, so that `--help` is there at on
 from __future__ import annotations
 
 import atexit
+import codecs
 import contextlib
 import gc
+import io
 import json
 import os
 import re
@@ -36,6 +38,8 @@ BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 USES_BLAS = ("lora", "demo")
 """Commands whose own thread multiplies large matrices."""
 
+ESCAPE = "dare-escape"
+
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -49,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # as it is after `>&-`
             setattr(sys, stream, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(found := getattr(sys, stream), io.TextIOWrapper):
+            found.reconfigure(errors=ESCAPE)
     _hold_blas_to_one_thread(given)
     # A merge makes no cycles worth collecting, and passes over all of Numba take 0.3 s.
     collects = gc.isenabled()
@@ -59,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if collects:
             gc.enable()
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """What a stream cannot write, as JSON spells it: a finished merge must not end in an error."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    pairs = (units[place : place + 2].hex() for place in range(0, len(units), 2))
+    return "".join(f"\\u{pair}" for pair in pairs), error.end
+
+
+codecs.register_error(ESCAPE, _escape)
 
 
 def _hold_blas_to_one_thread(arguments: Sequence[str]) -> None:

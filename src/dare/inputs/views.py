@@ -64,6 +64,9 @@ class RenamedSource(SourceView):
     """
 
     def __init__(self, inner: Source, names: Mapping[str, str]) -> None:
+        if isinstance(inner, RenamedSource):  # so that what is inside is found at once
+            names = {new: inner.names[old] for new, old in names.items()}
+            inner = inner.inner
         tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
         super().__init__(inner, tensors, names)
 
