@@ -71,6 +71,8 @@ def attack(format: str, seed: int, first: int, count: int) -> Tally:  # noqa: A0
         before = _peak_bytes()
         for number in range(first, first + count):
             tally.cases += 1
+            if number % target.cases_timed == 0:
+                signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
             try:
                 accepted, problem = _try(target, _case(target, format, seed, number))
             except BaseException as error:
@@ -98,15 +100,12 @@ def _case(target: Target, format: str, seed: int, number: int) -> Any:  # noqa: 
 
 def _try(target: Target, case: Any) -> tuple[bool, str]:
     """Whether a case is accepted, and what is wrong with the way it was treated."""
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
     try:
         target.read(case)
     except DareError as error:
         text = str(error)
         named = any(name in text for name in target.names)
         return False, "" if named else f"does not name the file: {text}"
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return True, ""
 
 
@@ -126,6 +125,7 @@ def _limited() -> Iterator[None]:
             warnings.simplefilter("error")
             yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
 
 

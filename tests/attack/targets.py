@@ -25,8 +25,9 @@ from dare.inputs.gguf import MAGIC, open_gguf
 from dare.inputs.lora import open_adapter
 from dare.inputs.mergekit import convert_yaml
 from dare.inputs.sources import Source, open_source
+from dare.output.sealing import seal
 from dare.recipe.document import recipe_from_document
-from dare.tensors.header import read_header
+from dare.tensors.header import parse_header, read_header
 from helpers import entry, file_bytes, save, save_shards, write_recipe
 
 Judged = tuple[Analysis, Readiness, Advice]
@@ -40,6 +41,9 @@ class Target:
 
     names: tuple[str, ...]
     """What an error must name one of."""
+
+    cases_timed: int = 1
+    """How many cases may take as long as one: to set a timer takes longer than a small case."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,9 +109,10 @@ HEADER_SEEDS = (
 
 
 class Headers(Target):
-    """Safetensors headers, in a file that lies in memory."""
+    """Safetensors headers: parsed, and read from a file where more than the JSON is changed."""
 
     names = ("m.safetensors",)
+    cases_timed = 100
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -118,18 +123,27 @@ class Headers(Target):
         ]
         self.file_descriptor = os.open(folder / "m.safetensors", os.O_RDWR | os.O_CREAT)
 
-    def make(self, random: Random) -> bytes:
+    def make(self, random: Random) -> tuple[bytes, int | None]:
+        """A header and the size of the data after it; or a whole file, and no size."""
         chosen = random.randrange(len(self.seeds))
         text = change_json(random, self.seeds[chosen], self.seeds)
+        if random.random() < 0.9:
+            return text, self.sizes[chosen]
         whole = file_bytes(text, bytes(self.sizes[chosen]))
-        return change_bytes(random, whole) if random.random() < 0.1 else whole
+        return change_bytes(random, whole), None
 
-    def read(self, case: bytes) -> None:
-        os.ftruncate(self.file_descriptor, len(case))
-        os.pwrite(self.file_descriptor, case, 0)
-        header = read_header(self.file_descriptor, "m.safetensors")
+    def read(self, case: tuple[bytes, int | None]) -> None:
+        content, size = case
+        if size is not None:
+            header = parse_header(content, size, "m.safetensors")
+            end = 8 + len(content) + size
+        else:
+            os.ftruncate(self.file_descriptor, len(content))
+            os.pwrite(self.file_descriptor, content, 0)
+            header = read_header(self.file_descriptor, "m.safetensors")
+            end = len(content)
         for info in header.tensors.values():
-            assert info.start + info.nbytes <= len(case), "a tensor outside of its file"
+            assert info.start + info.nbytes <= end, "a tensor outside of its file"
 
 
 class Indexes(OneFile):
@@ -150,45 +164,81 @@ class Indexes(OneFile):
         open_source(self.folder)
 
 
-def _gguf_text(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
+GGUF_TREES: tuple[dict[str, Any], ...] = (
+    {
+        "metadata": {"general.architecture": "llama", "llama.attention.head_count": 2},
+        "tensors": {"blk.0.attn_q.weight": [0, [4, 4], 64], "output_norm.weight": [0, [4], 16]},
+    },
+    {
+        "metadata": {"general.architecture": "gemma", "general.alignment": 64, "x.float": 0.5},
+        "tensors": {"blk.0.attn_norm.weight": [0, [4], 16], "x": [8, [2, 32], 68]},
+    },
+    {
+        "metadata": {"general.architecture": "llama", "llama.attention.head_count": 1},
+        "tensors": {"blk.0.attn_q.weight": [0, [4, 0], 0], "blk.0.attn_k.bias": [0, [2], 8]},
+    },
+    {
+        "metadata": {"general.architecture": "x", "x.tokens": ["a", "bc"], "split.count": 1},
+        "tensors": {"a": [1, [], 2], "b": [30, [0, 4], 0], "c": [14, [1, 256], 210]},
+    },
+)
+"""Metadata, and of each tensor its type's number, its shape and its bytes."""
 
 
-def gguf_bytes(architecture: str, tensors: dict[str, tuple[int, tuple[int, ...], int]]) -> bytes:
-    """A small GGUF file: tensors by name, each its type's number, its shape and its bytes."""
+def gguf_bytes(tree: Any) -> bytes:
+    """A GGUF file of a tree, as far as its values can be written."""
+    table = tree if isinstance(tree, dict) else {}
+    metadata, tensors = (table.get(key) for key in ("metadata", "tensors"))
     pairs = [
-        _gguf_text("general.architecture") + struct.pack("<I", 8) + _gguf_text(architecture),
-        _gguf_text(f"{architecture}.attention.head_count") + struct.pack("<II", 4, 1),
-        _gguf_text("general.alignment") + struct.pack("<II", 4, 32),
-        _gguf_text("x.float") + struct.pack("<If", 6, 0.5),
-        _gguf_text("x.tokens") + struct.pack("<IIQ", 9, 8, 2) + _gguf_text("a") + _gguf_text("bc"),
-        _gguf_text("x.scores") + struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.0),
+        _gguf_text(key) + _gguf_value(value)
+        for key, value in (metadata.items() if isinstance(metadata, dict) else ())
     ]
     infos, data = [], b""
-    for name, (kind, shape, nbytes) in tensors.items():
-        numbers = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        infos.append(_gguf_text(name) + numbers + struct.pack("<IQ", kind, len(data)))
-        data += bytes(nbytes + -nbytes % 32)
-    head = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(pairs))
-    head += b"".join([*pairs, *infos])
+    for name, facts in tensors.items() if isinstance(tensors, dict) else ():
+        kind, shape, nbytes = facts if isinstance(facts, list) and len(facts) == 3 else (0, [], 4)
+        sizes = [_gguf_number(size) for size in shape] if isinstance(shape, list) else [1]
+        numbers = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes[::-1])
+        infos.append(
+            _gguf_text(name) + numbers + struct.pack("<IQ", _gguf_number(kind, 32), len(data))
+        )
+        data += bytes(_gguf_number(nbytes) % 1000)
+        data += bytes(-len(data) % 32)
+    head = MAGIC + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join([*pairs, *infos])
     return head + bytes(-len(head) % 32) + data
 
 
+def _gguf_text(text: Any) -> bytes:
+    encoded = str(text).encode(errors="surrogatepass")
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _gguf_number(value: Any, bits: int = 64) -> int:
+    return value % (1 << bits) if isinstance(value, int) else 1
+
+
+def _gguf_value(value: Any) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<IQ", 10, _gguf_number(value))
+    if isinstance(value, float):
+        return struct.pack("<Id", 12, value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_gguf_text, value))
+    return struct.pack("<I", 8) + _gguf_text(value)
+
+
 class Gguf(OneFile):
-    """GGUF files."""
+    """GGUF files: bytes are changed, or values that are then written rightly."""
 
     name = "m.gguf"
-    change = staticmethod(change_bytes)
-    seeds = (
-        gguf_bytes(
-            "llama",
-            {"blk.0.attn_q.weight": (0, (4, 4), 64), "output_norm.weight": (0, (4,), 16)},
-        ),
-        gguf_bytes("gemma", {"blk.0.attn_norm.weight": (0, (4,), 16), "x": (8, (2, 32), 68)}),
-        gguf_bytes("other", {"a": (1, (2, 3), 12), "b": (24, (5,), 5), "c": (2, (32,), 18)}),
-        gguf_bytes("llama", {"blk.0.attn_q.weight": (0, (4, 0), 0), "a": (0, (0,), 0)}),
-        gguf_bytes("other", {"a": (1, (), 2), "b": (30, (0, 4), 0), "c": (14, (1, 256), 210)}),
-    )
+    seeds = tuple(map(gguf_bytes, GGUF_TREES))
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.5:
+            return change_bytes(random, random.choice(self.seeds), self.seeds)
+        tree = json.loads(json.dumps(random.choice(GGUF_TREES)))
+        return gguf_bytes(change_values(random, tree))
 
     def open(self) -> None:
         read_some(open_gguf(self.file))
@@ -514,7 +564,6 @@ class Manifests(OneFile):
     """Manifests beside an output: by one a merge is repeated, by one it is verified."""
 
     name = "out.safetensors.manifest.json"
-    change = staticmethod(change_json)
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -524,6 +573,16 @@ class Manifests(OneFile):
         dare.merge(write_recipe(folder, base, [tuned, tuned], **settings), backend="reference")
         self.seeds = (self.file.read_bytes(),)
         self.names = ("out.safetensors",)
+
+    @staticmethod
+    def change(random: Random, text: bytes, seeds: tuple[bytes, ...]) -> bytes:
+        """Change a manifest, mostly as somebody would who also mends its check."""
+        changed = change_json(random, text, seeds)
+        try:
+            document = json.loads(changed)
+            return seal(document, document["files"]) if random.random() < 0.8 else changed
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return changed
 
     def open(self) -> None:
         output = self.folder / "out.safetensors"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dare.errors import InputError, OutputError, RecipeError
+from dare.errors import InputError, RecipeError
 from dare.inputs.directory import (
     Changes,
     chat_template_of,
@@ -17,7 +17,6 @@ from dare.inputs.directory import (
     collect,
     main_type,
 )
-from dare.output.sidecars import write_into
 from dare.tensors.dtypes import STORAGE_TYPES
 
 BF16, F32, F8 = STORAGE_TYPES["BF16"], STORAGE_TYPES["F32"], STORAGE_TYPES["F8_E4M3"]
@@ -171,10 +170,9 @@ def test_the_real_directory_is_kept_whole(tmp_path: Path) -> None:
     ]
     assert found.notes == (f"not copied from {folder}: data_config.json",)
     assert found.changes == {"config.json": "torch_dtype float32"}
-    write_into(tmp_path, found.files)
-    assert (tmp_path / "vocab.txt").read_bytes() == (folder / "vocab.txt").read_bytes()
-    assert (tmp_path / "1_Pooling" / "config.json").is_file()
-    assert json.loads((tmp_path / "config.json").read_bytes())["torch_dtype"] == "float32"
+    assert found.files["vocab.txt"] == folder / "vocab.txt"
+    assert found.files["1_Pooling/config.json"] == folder / "1_Pooling" / "config.json"
+    assert json.loads(found.files["config.json"])["torch_dtype"] == "float32"
 
 
 # ---------------------------------------------------------------- what changes
@@ -399,9 +397,3 @@ def test_a_huge_file_is_copied_but_never_parsed(
     fill(model, config_dot_json=" " * 101)
     with pytest.raises(InputError, match=r"config\.json: larger than 100 bytes"):
         collect(model)
-
-
-def test_a_full_disk_is_an_output_error(tmp_path: Path) -> None:
-    (tmp_path / "folder").write_text("in the way")
-    with pytest.raises(OutputError, match="cannot be written"):
-        write_into(tmp_path, {"folder/file.json": b"{}"})

@@ -261,7 +261,7 @@ def test_what_is_said_of_the_source_is_what_the_files_say(tmp_path):
     source = dequantized(open_source(path))
     inner = source.inner
     assert isinstance(inner, FileSource)
-    assert (source.files, source.fingerprint()) == ((path,), inner.fingerprint())
+    assert (source.files, source.stamps()) == ((path,), inner.stamps())
     assert not source.is_partial
     assert not source.holds_delta("w")
     with source:

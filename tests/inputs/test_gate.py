@@ -96,7 +96,7 @@ def test_factors_that_are_no_weights_are_refused(tmp_path, kind, letter):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"m.lora_A.weight": np.array(1, np.float32)}, "is of no known kind"),
+        ({"m.lora_A.weight": np.array(1, np.float32)}, "is a single number"),
         ({"m.lora_A.bias": np.ones(2, np.float32)}, "is of no known kind"),
         (
             {"m.lora_A.weight": np.ones((0, 2), np.float32),

@@ -12,7 +12,8 @@ import pytest
 
 from dare.errors import InputError
 from dare.inputs.formats import open_model
-from dare.inputs.hub import Resolved, looks_like_name, resolve
+from dare.inputs.hub import Resolved, resolve
+from dare.recipe.hub_names import looks_like_name
 from fake_hub import Hub
 from helpers import save, save_shards
 

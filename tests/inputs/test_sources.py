@@ -321,9 +321,11 @@ def test_a_file_written_to_while_it_is_merged_is_refused(tmp_path, monkeypatch):
     assert not recipe.output.exists()
 
 
-def test_the_fingerprint_knows_the_path_size_and_time(tmp_path):
-    path = save(tmp_path / "m.safetensors", {"w": W})
-    status = path.stat()
-    found = open_source(path).fingerprint()
-    assert found == [[str(path.resolve()), status.st_size, status.st_mtime_ns]]
-    assert json.loads(json.dumps(found)) == found
+def test_the_fingerprint_knows_what_and_the_stamps_which_file(tmp_path):
+    first, second = (save(tmp_path / name / "m.safetensors", {"w": W}) for name in "ab")
+    one, two = open_source(first), open_source(second)
+    assert one.fingerprint() == two.fingerprint()
+    assert one.stamps() != two.stamps()
+    assert json.loads(json.dumps([one.fingerprint(), one.stamps()]))
+    other = open_source(save(first, {"w": W.reshape(1, -1)}))
+    assert other.fingerprint() != one.fingerprint()

@@ -290,8 +290,6 @@ def test_opening_reads_no_weights(tmp_path):
 def test_a_source_knows_its_file_and_notices_changes(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W})
     source = open_torch(path)
-    status = path.stat()
-    assert source.fingerprint() == [[str(path.resolve()), status.st_size, status.st_mtime_ns]]
     assert not source.is_partial
     assert not source.holds_delta("w")
     with source:
@@ -405,7 +403,9 @@ def test_a_record_beyond_the_end_of_the_file_is_refused(tmp_path, field, value):
     place = data.index(b"PK\x01\x02") + field
     data[place : place + 4] = value.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(InputError, match=r"m.pt: torch cannot load it"):
+    with pytest.raises(
+        InputError, match=r"m.pt: (torch cannot load|not a file of torch.save|its pickle is larger)"
+    ):
         open_torch(path)
 
 

@@ -583,7 +583,6 @@ def test_other_tokens_make_another_fingerprint(tmp_path: Path) -> None:
     model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
     opened = (open_source(base), base), (open_source(model), model)
     first = aligned("union", *opened).models[0].fingerprint()
-    assert first[:-1] == opened[1][0].fingerprint()
     assert first == aligned("union", *opened).models[0].fingerprint()
     assert first != aligned("base", *opened).models[0].fingerprint()
     write_tokenizer(model, "acb", added(3, "<y>"))

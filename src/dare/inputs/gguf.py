@@ -219,6 +219,10 @@ class GgufSource(InputFiles):
         self.tensors[name] = TensorInfo(name, kind, tensor.shape, tensor.start)
         admit(self.tensors[name], (), str(self.path))
 
+    def fingerprint(self) -> list[Any]:
+        undone = [(name, t.kind.name, t.head_rows, t.shift) for name, t in self._stored.items()]
+        return [*super().fingerprint(), undone]
+
     def _undone(self, tensor: Stored, family: Family) -> Stored:
         """Say what the converter did to a tensor, so that reading it can undo that."""
         if family.norm_shift and tensor.name.endswith("norm.weight"):

@@ -99,12 +99,12 @@ def resolve(path: Path, *, verbose: bool) -> Resolved:
             f"{name}: no such file or directory; to fetch the model of that name from the hub, "
             f"{INSTALL}"
         ) from None
-    from huggingface_hub import constants
+    from huggingface_hub import close_session, constants, get_session
 
     progress = Progress(_cache_folder(name))
     try:
-        with guarded(progress):
-            return run_watched(lambda: _fetch(name, verbose=verbose), progress)
+        with guarded(get_session(), progress):
+            return run_watched(lambda: _fetch(name, verbose=verbose), progress, close_session)
     except InputError as error:
         text = str(error)
         raise InputError(text if text.startswith(str(name)) else f"{name}: {text}") from None

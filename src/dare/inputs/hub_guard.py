@@ -177,8 +177,10 @@ class Progress:
         return self._sent + sizes
 
 
-def run_watched(work: Callable[[], Result], progress: Progress) -> Result:
-    """Do work in a thread of its own; an error if a hub stops sending."""
+def run_watched(
+    work: Callable[[], Result], progress: Progress, give_up: Callable[[], None]
+) -> Result:
+    """Do work in a thread of its own; give up, with an error, if a hub stops sending."""
     outcome: list[Any] = []
 
     def do() -> None:
@@ -196,12 +198,11 @@ def run_watched(work: Callable[[], Result], progress: Progress) -> Result:
         if sent >= seen + LEAST_BYTES:
             seen, since = sent, time.monotonic()
         elif time.monotonic() - since > PATIENCE_SECONDS and thread.is_alive():
-            from huggingface_hub import utils
-
-            utils.close_session()  # type: ignore[attr-defined]
+            give_up()
             raise InputError(
                 f"the hub has sent next to nothing for {PATIENCE_SECONDS:g} s; check the network "
-                "and run it again: files that are complete are not fetched twice"
+                "and run it again: files that are complete are not fetched twice; HF_HUB_OFFLINE=1 "
+                "takes what is in the cache"
             )
     done, value = outcome
     if not done:
@@ -211,11 +212,9 @@ def run_watched(work: Callable[[], Result], progress: Progress) -> Result:
 
 
 @contextmanager
-def guarded(progress: Progress) -> Iterator[None]:
-    """Look over every answer of the hub, and everything that its client says, while this lasts."""
-    from huggingface_hub import utils
-
-    hooks = utils.get_session().event_hooks["response"]  # type: ignore[attr-defined]
+def guarded(session: Any, progress: Progress) -> Iterator[None]:
+    """Look over every answer in the client's session, and all that it says, while this lasts."""
+    hooks = session.event_hooks["response"]
     ours = [check_answer, progress.count]
     logger = logging.getLogger("huggingface_hub")
     hooks += ours

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
+from dare.inputs.pickles import MOST_VALUES, count_values
 from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.tensors.dtypes import BY_TORCH_NAME
@@ -33,6 +34,8 @@ INDEX_NAME = "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training programs keep the weights."""
+MAX_PICKLE_BYTES = 64 << 20
+"""What says what tensors there are; a model of 10,000 has some 2 MB."""
 PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
@@ -64,7 +67,7 @@ class TorchSource(InputFiles):
         held = set()
         for name, value in self._state_dict(_load(file), file).items():
             if not isinstance(name, str) or not _is_tensor(value):
-                self.left_out += (str(name),)
+                self.left_out += (_shown(name),)
                 continue
             info = _describe(value, file, name, edges)
             admit(info, (), str(file))
@@ -82,7 +85,7 @@ class TorchSource(InputFiles):
         for key in CONTAINERS:
             inner = loaded.get(key)
             if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
-                self.left_out += tuple(str(other) for other in loaded if other != key)
+                self.left_out += tuple(_shown(other) for other in loaded if other != key)
                 return inner
         return loaded
 
@@ -149,15 +152,38 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             infos = archive.infolist()
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError):
+            pickles = [archive.read(info) for info in infos if _is_pickle(info)]
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OSError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
         raise InputError(f"{file}: written on a big-endian machine; save it again on another")
     if any(info.filename.endswith("/constants.pkl") for info in infos):
         raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
+    if any(i.filename.endswith(".pkl") and i.file_size > MAX_PICKLE_BYTES for i in infos):
+        raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
+    _check_pickles(pickles, file)
     return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
+
+
+def _is_pickle(info: zipfile.ZipInfo) -> bool:
+    is_plain = info.compress_type == zipfile.ZIP_STORED and info.file_size <= MAX_PICKLE_BYTES
+    return is_plain and info.filename.endswith(".pkl")
+
+
+def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
+    """Refuse values that stand in each other so often that nobody can hash or print them."""
+    for pickled in pickles:
+        try:
+            values = count_values(pickled)
+        except (ValueError, IndexError, struct.error, OverflowError):
+            return  # damaged: torch says so
+        if values > MOST_VALUES:
+            raise InputError(
+                f"{file}: its pickle holds a value of more than {MOST_VALUES} values, nested in "
+                "each other; torch.save writes no such thing"
+            )
 
 
 def _what_else(file_descriptor: int) -> str:
@@ -199,6 +225,11 @@ def _load(file: Path) -> object:
     except Exception as error:  # a damaged file can make torch raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{file}: torch cannot load it ({reason})") from error
+
+
+def _shown(name: object) -> str:
+    """A key for people: any value can be one."""
+    return name if isinstance(name, str) else f"{name!a:.80}"
 
 
 def _is_tensor(value: object) -> bool:

@@ -30,6 +30,8 @@ MACHINE_KEYS = ("input_digests", "output_digest", "threads", "max_memory", "verb
 MAX_FRONT_MATTER = 1 << 19
 """Characters; the cards of embedding models carry their scores there, some 100,000."""
 
+MOST_EVENTS = 50_000
+
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 
 
@@ -97,13 +99,28 @@ def inherited(directory: Path) -> dict[str, str]:
     try:
         # BaseLoader is safe and leaves scalars text: a licence may be called "no". The faster one,
         # libyaml's, crashes the process where lists are nested deeply.
-        metadata = yaml.BaseLoader(front[1]).get_single_data() if front else None
+        metadata = _bounded_loader(yaml)(front[1]).get_single_data() if front else None
     except (yaml.YAMLError, RecursionError, ValueError):
         metadata = None
     values = metadata if isinstance(metadata, dict) else {}
     return {
         key: values[key] for key in INHERITED if values.get(key) and isinstance(values[key], str)
     }
+
+
+def _bounded_loader(yaml: Any) -> Any:
+    """A loader that gives up after so many events: it takes seconds for 100,000."""
+
+    class Bounded(yaml.BaseLoader):  # type: ignore[misc]
+        events = 0
+
+        def get_event(self) -> Any:
+            self.events += 1
+            if self.events > MOST_EVENTS:
+                raise yaml.YAMLError("too many events")
+            return super().get_event()
+
+    return Bounded
 
 
 # ---------------------------------------------------------------- the body

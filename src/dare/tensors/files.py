@@ -58,7 +58,8 @@ def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> byte
     where = where or file
     try:
         with os.fdopen(open_ordinary(file, where), "rb") as stream:
-            text = stream.read(most_bytes + 1)
+            size = os.fstat(stream.fileno()).st_size
+            text = stream.read(min(size, most_bytes) + 1)  # so much memory is taken at once
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from None
     if len(text) > most_bytes:

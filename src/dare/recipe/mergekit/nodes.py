@@ -21,6 +21,7 @@ MOST_VALUES = 50_000
 """In all, with what aliases stand for counted wherever they stand."""
 MOST_BITS = 64
 """Of a whole number."""
+MOST_DIGITS = 100
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def read_yaml(file: Path) -> Node:
         return _from_yaml(root, loader, file, {})
     except RecipeError:
         raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}, line {mark.line + 1}" if mark else str(file)
         reason = getattr(error, "problem", None) or error
@@ -106,6 +107,9 @@ def _from_yaml(node: Any, loader: Any, file: Path, seen: dict[int, Node]) -> Nod
     elif node.id == "sequence":
         value = tuple(_from_yaml(child, loader, file, seen) for child in node.value)
     else:
+        is_number = node.tag.endswith((":int", ":float"))
+        if is_number and len(node.value) > MOST_DIGITS:
+            raise RecipeError(f"{file}, line {line}: a number of more than {MOST_DIGITS} digits")
         value = loader.construct_object(node)
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
             raise RecipeError(f"{file}, line {line}: a number of more than {MOST_BITS} bits")
