@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from interposing import Warm, build, why_not
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lora"))
+MEMORY = "/dev/shm"
 SHORT_RUN = 2
 """How many scenarios each attack is tried on at size 1."""
 
@@ -40,8 +43,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm):
-    """Inputs and a work folder."""
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm: Warm):
+    """Inputs and a work folder; in memory at size 1, because every merge waits for the disk."""
     from scenarios import Place
 
-    return Place(tmp_path_factory.mktemp("attack").resolve(), warm)
+    is_short = request.config.getoption("--attack-size") == 1
+    if is_short and os.access(MEMORY, os.W_OK):
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+            yield Place(Path(folder), warm)
+    else:
+        yield Place(tmp_path_factory.mktemp("attack").resolve(), warm)
