@@ -19,7 +19,7 @@ import dare
 from dare.analysis.results import Analysis
 from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import choose_chat_template, collect
-from dare.inputs.formats import open_model, read_config
+from dare.inputs.formats import open_model
 from dare.inputs.lora import open_adapter
 from dare.inputs.mergekit import convert_yaml
 from dare.inputs.tokens import Tokenizers
@@ -123,11 +123,6 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(DareError, match=rf"{name}: is not an ordinary file"):
         WITH_PIPES[name](tmp_path)
-
-
-def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    assert read_config(tmp_path) == {}
 
 
 def test_a_manifest_that_is_a_pipe_is_a_problem(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ whatever the range. Optional packages are imported where they are used.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """What the `config.json` of a model directory says; nothing where there is none."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     try:
-        config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
-    except (InputError, ValueError):  # no possible name of a file
+        if not os.path.lexists(file):
+            return {}
+    except ValueError:  # no possible name of a file
         return {}
+    config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
     return config if isinstance(config, dict) else {}

@@ -145,7 +145,8 @@ class AdapterOutput:
     def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:
         self._spool.seek(self._starts[key])
         for start in range(0, nbytes, COPIED_BYTES):
-            data = self._spool.read(min(COPIED_BYTES, nbytes - start))
+            with explaining(self.target):
+                data = self._spool.read(min(COPIED_BYTES, nbytes - start))
             output.write(key, start, np.frombuffer(data, np.uint8))
 
 

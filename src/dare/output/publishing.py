@@ -134,28 +134,43 @@ def finished_before(layout: Layout) -> Found | None:
 
 
 def settle(layout: Layout) -> None:
-    """Clear away what such a process left."""
-    if finished_before(layout) is not None:
+    """Clear away what such a process left, or one that died while clearing away."""
+    if finished_before(layout) is not None or _has_mark_only(layout):
         _clear_away(layout, [])
+
+
+def _has_mark_only(layout: Layout) -> bool:
+    """Whether nothing but a mark is left of the making of an output."""
+    target = layout.target
+    if layout.is_directory:
+        return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
+    folder = partial_folder(target)
+    return target.exists() and has_mark(folder) and os.listdir(folder) == [MARK_NAME]
 
 
 def _clear_away(layout: Layout, problems: list[str]) -> None:
     """Remove the replaced output, and what only served the making of this one."""
-    target, folder = layout.target, partial_folder(layout.target)
+    home = layout.target
     if layout.is_directory:
-        for replaced in _replaced(target):
+        for replaced in _replaced(home):
             _attempt(problems, _remove_output, replaced)
-        for name in (JOURNAL_NAME, MARK_NAME):
-            _attempt(problems, os.unlink, target / name)
-    elif has_mark(folder):
-        _attempt(problems, shutil.rmtree, folder)
+        _attempt(problems, sync_folder, home.parent)
+        if problems:
+            return  # what tells the next run to clear away stays
+    else:
+        home = partial_folder(home)
+    for name in (JOURNAL_NAME, MARK_NAME):  # by the mark what is left is known to the last
+        _attempt(problems, os.unlink, home / name)
+    if not layout.is_directory:
+        _attempt(problems, os.rmdir, home)
 
 
 def _replaced(target: Path) -> Iterator[Path]:
     """Where the output lies that another has taken the name of."""
     names = f"{glob.escape(target.name)}{REPLACED}*"
     for path in (partial_folder(target), *target.parent.glob(names)):
-        if path.is_dir() and not path.is_symlink() and not has_mark(path):
+        is_under_way = os.path.lexists(path / JOURNAL_NAME)
+        if path.is_dir() and not path.is_symlink() and not is_under_way:
             yield path
 
 

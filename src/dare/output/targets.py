@@ -48,7 +48,7 @@ def has_mark(folder: Path) -> bool:
         return False
     with mark.open("rb") as file:
         found = file.read(len(MARK) + 1)
-    return MARK.startswith(found)  # a process may have died while writing it
+    return MARK.startswith(found.rstrip(b"\0"))  # it may have died with whoever was writing it
 
 
 def is_only_name(path: Path) -> bool:
