@@ -37,7 +37,7 @@ from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.header import TensorInfo
-from dare.tensors.json_values import json_ready
+from dare.tensors.json_values import json_bytes
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
@@ -134,11 +134,11 @@ def merge(
         _check_inputs(recipe, report)
         digests = report.digests
         embedded = embedded_manifest(planned, digests.base, digests.models, digests.output)
-        beside = json.dumps(json_ready(full_manifest(planned, report, embedded)), indent=1)
+        beside = json_bytes(full_manifest(planned, report, embedded), indent=1)
         write_sidecars(output.folder, planned, report)
         output.finish(
             checked_metadata(layout, embedded),
-            beside.encode() + b"\n",
+            beside,
             overwrite=overwrite,
         )
     _warn(recipe, report.warnings[len(planned.warnings) + len(noticed) :])

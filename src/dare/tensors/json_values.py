@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from typing import Any
 
@@ -21,3 +23,12 @@ def json_ready(value: Any) -> Any:
             return [json_ready(item) for item in value]
         case _:
             return value
+
+
+def json_bytes(value: Any, indent: int) -> bytes:
+    """A document with a line's end, made piece by piece: `json.dumps` has all pieces at once."""
+    written = io.BytesIO()
+    for piece in json.JSONEncoder(indent=indent).iterencode(json_ready(value)):
+        written.write(piece.encode())
+    written.write(b"\n")
+    return written.getvalue()
