@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import operator
 from typing import Any
 
 
@@ -18,9 +19,11 @@ def json_ready(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return str(value)
         case dict():
-            return {key: json_ready(item) for key, item in value.items()}
+            ready = {key: json_ready(item) for key, item in value.items()}
+            return value if all(ready[key] is item for key, item in value.items()) else ready
         case list() | tuple():
-            return [json_ready(item) for item in value]
+            items = [json_ready(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else items
         case _:
             return value
 
