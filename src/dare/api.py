@@ -106,10 +106,9 @@ def merge(
     started = time.perf_counter()
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
     recipe = planned.recipe
-    layout = checked_layout(planned, overwrite=overwrite)
-    finished = _finished_before(planned) if resume else None
-    settle(layout)
-    if finished is not None:
+    layout = checked_layout(planned, overwrite=overwrite, resume=resume)
+    if resume and (finished := _finished_before(planned)) is not None:
+        settle(layout)
         return finished
     noticed = glance(planned)
     _warn(recipe, [*planned.warnings, *noticed])
@@ -197,12 +196,16 @@ def _embedded(planned: Plan, report: Report) -> dict[str, Any]:
     return embedded_manifest(planned, digests.base, digests.models, digests.output)
 
 
-def checked_layout(planned: Plan, *, overwrite: bool) -> Layout:
-    """Refuse an output that is missing from the recipe, an input, or there already."""
+def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> Layout:
+    """Refuse an output that is missing from the recipe, an input, or there already.
+
+    One that this very merge has completed before may be there, if the merge is to be resumed.
+    """
     if planned.layout is None:
         raise RecipeError("output is missing: say where the merged model shall go")
     inputs = [file for source in (planned.base, *planned.models) for file in source.files]
-    if _finished_before(planned) is None:
+    if not resume or _finished_before(planned) is None:
+        settle(planned.layout)
         check_target(planned.layout, inputs, overwrite=overwrite)
     return planned.layout
 

@@ -1,5 +1,7 @@
 """The decompositions under the matrix stages, and what all of those stages keep to."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -320,12 +322,33 @@ def test_iso_cts_takes_no_more_than_it_says():
 @pytest.mark.parametrize("method", METHODS)
 def test_the_plan_knows_the_memory_and_refuses_too_little(method):
     planned = plan(method, [(1000, 2000), (64,)], models=3)
-    assert planned.cost.matrix_bytes >= 3 * 1000 * 2000 * 4
-    assert planned.cost.peak_memory > (planned.cost.threads + 1) * planned.cost.matrix_bytes
+    matrix = 4 * 1000 * 2000
+    delta_stages = sum(stage.sees == "matrix" for stage in planned.stages[:-1])
+    combines = planned.stages[-1].sees == "matrix"
+    assert planned.cost.matrix_bytes == (3 * delta_stages + combines) * matrix
+    assert planned.cost.matrix_work >= (4 if combines else 2) * matrix
+    threads = planned.cost.threads
+    taken = threads * planned.cost.matrix_work + (threads + 1) * planned.cost.matrix_bytes
+    assert planned.cost.held_bytes == taken
     enough = planned.cost.least_memory
     assert plan(method, [(1000, 2000)], models=3, max_memory=enough).cost.threads == 1
     with pytest.raises(RecipeError, match=f"one thread needs {enough} bytes"):
         plan(method, [(1000, 2000)], models=3, max_memory=enough - 1)
+
+
+def test_a_filter_asks_for_one_model_at_a_time():
+    """It asked for three times what it took: for the work on all models at once, and twice."""
+    shape, models = (1200, 1500), 3
+    planned = plan("fourier+linear", [shape] * 2, models=models, threads=1)
+    arrays = [{f"w{n}": gaussian(*shape, seed=n + 9 * m) for n in range(2)} for m in range(4)]
+    tracemalloc.start()
+    dare.merge_arrays(
+        arrays[0], arrays[1:], method="fourier+linear", verbose=False, threads=1,
+        max_memory=planned.cost.least_memory,
+    )  # fmt: skip
+    peak = tracemalloc.get_traced_memory()[1] - 2 * 4 * 1200 * 1500
+    tracemalloc.stop()
+    assert 0.5 * planned.cost.least_memory < peak < planned.cost.least_memory + (1 << 20)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -210,9 +210,9 @@ def test_a_metadata_key_that_occurs_twice_is_refused(tmp_path):
 
 
 def test_a_duplicate_among_many_names_is_found_quickly(tmp_path):
-    names = [*range(10_000), 9_999]
-    text = "{" + ",".join(f'"{name}":0' for name in names) + "}"
-    with refused("'9999' occurs twice in the header"):
+    names, empty = [*range(5_000), 4_999], json.dumps(entry("U8", [0], 0, 0))
+    text = "{" + ",".join(f'"{name}":{empty}' for name in names) + "}"
+    with refused("'4999' occurs twice in the header"):
         read(tmp_path, file_bytes(text.encode()))
 
 
@@ -225,7 +225,7 @@ def test_a_name_that_is_not_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_deeply_nested_json_is_refused(tmp_path, opening):
-    with refused("the header is not valid JSON"):
+    with refused("the header is not valid JSON|is longer than 2048 characters, or not JSON"):
         read(tmp_path, file_bytes(opening * 100_000))
 
 

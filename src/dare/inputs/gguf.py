@@ -29,7 +29,7 @@ from dare.inputs.small_files import some_of
 from dare.inputs.sources import InputFiles, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import open_ordinary
-from dare.tensors.header import TensorInfo, admit
+from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -38,6 +38,7 @@ MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 64 << 20
 """The largest in use, with a vocabulary of 262,144 tokens, is about 16 MB."""
 MAX_ARRAY_ITEMS = 1 << 21
+MAX_PAIRS = 1 << 16
 MAX_DIMENSIONS = 4
 """As in ggml."""
 DEFAULT_ALIGNMENT = 32
@@ -54,7 +55,7 @@ Metadata = Mapping[str, Any]
 """Numbers and texts; of an array, a text that says how long it is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """How a tensor lies in a file."""
 
@@ -457,6 +458,11 @@ def read_header(stream: BinaryIO, file: Path) -> tuple[Metadata, list[Stored]]:
     )
     cursor.require(version in (2, 3), f"GGUF version {version}; versions 2 and 3 are supported")
     tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
+    for count, most, what in (
+        (tensor_count, MAX_TENSORS, "tensors"),
+        (pair_count, MAX_PAIRS, "keys"),
+    ):
+        cursor.require(count <= most, f"claims {count} {what}; more than {most} are not believed")
     metadata = cursor.metadata(pair_count)
     tensors: dict[str, Stored] = {}
     for number in range(tensor_count):
@@ -467,7 +473,8 @@ def read_header(stream: BinaryIO, file: Path) -> tuple[Metadata, list[Stored]]:
     is_power = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)
     cursor.require(is_power, f"general.alignment is {alignment!r}, not a power of two")
     begin = -(-cursor.position // alignment) * alignment
-    stored = [replace(tensor, start=begin + tensor.start) for tensor in tensors.values()]
+    names = list(tensors)  # each is let go of before the next is made
+    stored = [replace(old, start=begin + old.start) for old in map(tensors.pop, names)]
     position, previous = 0, ""
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.nbytes)):
         cursor.require(tensor.start >= position, f"{tensor.name} overlaps {previous}")

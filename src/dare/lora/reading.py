@@ -7,7 +7,6 @@ its tensor is that name with `.weight`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
+from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
 from dare.inputs.sources import Source
 from dare.inputs.views import RenamedSource
 from dare.tensors.header import TensorInfo
@@ -59,7 +59,8 @@ class AdapterFile(LoraSource):
         super().__init__(plain.path, plain.adapter, plain._stored)
         self.name = self.path.name or str(self.path)
         """What the adapter is called in messages."""
-        self.config = json.loads((self.path / lora.CONFIG_NAME).read_bytes())
+        config = self.path / lora.CONFIG_NAME
+        self.config = parse_json(read_limited(config, MAX_CONFIG_BYTES), config)
         self.saved = RenamedSource(self._stored, self._whole)
         """What is stored in full, by the names of the base's tensors."""
         self._whole = {}

@@ -13,6 +13,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self
@@ -76,7 +77,8 @@ class AdapterOutput:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._spool.close()
+        with suppress(OSError):  # it has no name, and what was needed of it has been copied
+            self._spool.close()
 
     def put(self, name: str, values: Floats) -> None:
         """Store a tensor, by its name without PEFT's prefix."""
@@ -93,7 +95,8 @@ class AdapterOutput:
     def put_pieces(self, name: str, shape: tuple[int, ...], pieces: Iterable[Floats]) -> None:
         """Store a tensor that comes in flat pieces."""
         key = PREFIX + name
-        self._starts[key] = self._spool.tell()
+        with explaining(self.target):
+            self._starts[key] = self._spool.tell()
         self._tensors.append((key, self._dtype, shape))
         for piece in pieces:
             raw = np.empty(piece.size, self._dtype.carrier)
@@ -143,9 +146,9 @@ class AdapterOutput:
             )
 
     def _copy(self, output: PartialOutput, key: str, nbytes: int) -> None:
-        self._spool.seek(self._starts[key])
         for start in range(0, nbytes, COPIED_BYTES):
             with explaining(self.target):
+                self._spool.seek(self._starts[key] + start)
                 data = self._spool.read(min(COPIED_BYTES, nbytes - start))
             output.write(key, start, np.frombuffer(data, np.uint8))
 

@@ -160,8 +160,9 @@ def _clear_away(layout: Layout, problems: list[str]) -> None:
     else:
         home = partial_folder(home)
     for name in (JOURNAL_NAME, MARK_NAME):  # by the mark what is left is known to the last
-        _attempt(problems, os.unlink, home / name)
-    if not layout.is_directory:
+        if not problems:
+            _attempt(problems, os.unlink, home / name)
+    if not problems and not layout.is_directory:
         _attempt(problems, os.rmdir, home)
 
 

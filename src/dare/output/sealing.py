@@ -14,7 +14,7 @@ from typing import Any
 from dare.errors import InputError
 from dare.inputs.small_files import read_limited
 from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
-from dare.tensors.json_values import json_ready
+from dare.tensors.json_values import json_bytes
 
 UNKNOWN = "0" * DIGEST_LENGTH
 """Stands where a digest will be, so that a text has its final length from the start."""
@@ -25,8 +25,7 @@ MAX_MANIFEST_BYTES = 1 << 30
 
 def seal(document: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
     """The text of a document with the digests of the files it speaks of, and its own."""
-    open_document = {**json_ready(document), "files": dict(files), SEAL: UNKNOWN}
-    text = json.dumps(open_document, indent=1).encode() + b"\n"
+    text = json_bytes({**document, "files": dict(files), SEAL: UNKNOWN}, indent=1)
     return _with_seal(text, bytes_digest(text))
 
 

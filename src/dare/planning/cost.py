@@ -14,6 +14,9 @@ from dare.tensors.sizes import show_size
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
 
+TENSOR_BYTES = 6000
+"""About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -97,16 +100,36 @@ class Cost:
         return max((kind.itemsize for kind in kinds), default=1)
 
     @cached_property
-    def matrix_bytes(self) -> int:
-        """What stages that need whole matrices hold for one tensor, of all models."""
+    def matrix_work(self) -> int:
+        """The most that one survey takes for whole matrices, what it leaves behind included."""
         *stages, combine = self.plan.stages
         return max(
             (
-                combine.held_bytes(tensor.combine, tensor.shape, len(tensor.models))
+                stage.held_bytes(settings, tensor.shape, models)
+                for tensor in self.plan.merged()
+                for stage, settings, models in (
+                    (combine, tensor.combine, len(tensor.models)),
+                    *(
+                        (stage, settings, 1)
+                        for of_model in tensor.settings
+                        for stage, settings in zip(stages, of_model, strict=True)
+                    ),
+                )
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """The most that all surveys of one tensor leave behind, until its chunks are merged."""
+        *stages, combine = self.plan.stages
+        return max(
+            (
+                combine.left_bytes(tensor.combine, tensor.shape, len(tensor.models))
                 + sum(
-                    stage.held_bytes(settings, tensor.shape, 1)
-                    for model in tensor.models
-                    for stage, settings in zip(stages, tensor.settings_of(model), strict=True)
+                    stage.left_bytes(settings, tensor.shape, 1)
+                    for of_model in tensor.settings
+                    for stage, settings in zip(stages, of_model, strict=True)
                 )
                 for tensor in self.plan.merged()
             ),
@@ -123,20 +146,24 @@ class Cost:
     @property
     def least_memory(self) -> int:
         """What one thread needs, which `max_memory` must allow."""
-        return self.workspace_bytes + 2 * self.matrix_bytes + self.census_bytes
+        return self.workspace_bytes + self._matrices_for(1) + self.census_bytes
 
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         wanted = self.plan.recipe.threads or available_cores()
-        one = self.workspace_bytes + self.matrix_bytes
+        one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
         left = self.plan.recipe.max_memory - self.matrix_bytes - self.census_bytes
         return max(1, min(wanted, left // one))
 
+    def _matrices_for(self, threads: int) -> int:
+        """What whole matrices take: each thread's work, and of a tensor more what is left of it."""
+        return threads * self.matrix_work + (threads + 1) * self.matrix_bytes
+
     @property
     def held_bytes(self) -> int:
-        """What whole matrices take, of a tensor for each thread and of the one before; censuses."""
-        return (self.threads + 1) * self.matrix_bytes + self.census_bytes
+        """What whole matrices and censuses take, of all threads."""
+        return self._matrices_for(self.threads) + self.census_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -152,7 +179,7 @@ class Cost:
     @property
     def peak_memory(self) -> int:
         """Forecast of the most memory the process takes: buffers, and Python with its packages."""
-        return INTERPRETER_BYTES + self.buffer_bytes
+        return INTERPRETER_BYTES + TENSOR_BYTES * len(self.plan.tensors) + self.buffer_bytes
 
     @property
     def memory_line(self) -> str:

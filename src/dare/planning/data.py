@@ -30,7 +30,7 @@ class Fate(StrEnum):
     LEFT_OUT = "left out (only in a model)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """One tensor of the output."""
 

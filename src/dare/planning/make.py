@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from dare.errors import Concern, MismatchError, Notice, RecipeError
 from dare.inputs.small_files import some_of
@@ -21,6 +21,8 @@ from dare.tensors.header import TensorInfo
 
 FINDINGS_SHOWN = 20
 
+T = TypeVar("T")
+
 
 def make_plan(
     recipe: Recipe,
@@ -34,8 +36,11 @@ def make_plan(
     problems: list[str] = []
     warnings = list(_recipe_warnings(recipe))
     depths = find_depths(base.tensors)
+    shared = _Shared()
     tensors = [
-        _plan_tensor(recipe, info, base.ties.get(name), depths, models, names, problems, warnings)
+        _plan_tensor(
+            recipe, info, base.ties.get(name), depths, models, names, problems, warnings, shared
+        )
         for name, info in sorted(base.tensors.items())
     ]
     extras = _find_extras(recipe, base, models, names, problems, warnings)
@@ -88,6 +93,7 @@ def _plan_tensor(
     names: Sequence[str],
     problems: list[str],
     warnings: list[Notice],
+    shared: _Shared,
 ) -> TensorPlan:
     name = tied_to or base.name
     depth = depths[name]
@@ -107,12 +113,22 @@ def _plan_tensor(
         base.shape,
         base,
         dtype,
-        tuple(takes_part),
-        settings,
-        tuple(recipe.weight_for(name, index, depth) for index in takes_part),
-        combine_settings,
+        shared(tuple(takes_part)),
+        shared(settings),
+        shared(tuple(recipe.weight_for(name, index, depth) for index in takes_part)),
+        shared(combine_settings),
         tied_to,
     )
+
+
+class _Shared:
+    """Keeps one of all that are equal: most tensors of a model have the same settings."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def __call__(self, value: T) -> T:
+        return self._kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
 
 
 def _fate(

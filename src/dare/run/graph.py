@@ -22,7 +22,7 @@ from dare.planning.plan import Plan
 Id = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """A piece of work."""
 
@@ -32,7 +32,7 @@ class Step:
     """The place of its tensor in the plan, from 1; 0 for what comes before all merging."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Look(Step):
     """Look at one tensor for a census."""
 
@@ -44,7 +44,7 @@ class Look(Step):
     """What was concluded for stages before, by their positions in the chain."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Conclude(Step):
     """Draw the conclusion from the looks of a round."""
 
@@ -52,7 +52,7 @@ class Conclude(Step):
     round: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Survey(Step):
     """Let the surveying stages of one model's chain see one tensor."""
 
@@ -61,14 +61,14 @@ class Survey(Step):
     conclusions: tuple[tuple[int, Id], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SurveyAll(Step):
     """Let the combine stage see all models' deltas of one tensor."""
 
     tensor: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Merge(Step):
     """Merge one chunk of a tensor."""
 
@@ -76,7 +76,7 @@ class Merge(Step):
     chunk: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Copy(Step):
     """Copy one chunk of a tensor from the base, comparing the models' copies if asked."""
 

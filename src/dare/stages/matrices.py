@@ -117,6 +117,7 @@ def matrix_delta_stage(
             survey=survey,
             surveys_when=acts_when,
             survey_bytes=_of_matrices(work_bytes),
+            kept_bytes=_of_matrices(_result_bytes),
         )(apply)
         return function
 
@@ -141,11 +142,19 @@ def matrix_combine_stage(
             return _average(deltas) if deltas.summary is None else _chunk_of(deltas)
 
         combine_stage(
-            sees="matrix", paper=paper, survey=survey, survey_bytes=_of_matrices(work_bytes)
+            sees="matrix",
+            paper=paper,
+            survey=survey,
+            survey_bytes=_of_matrices(work_bytes),
+            kept_bytes=_of_matrices(_result_bytes),
         )(apply)
         return function
 
     return register
+
+
+def _result_bytes(rows: int, columns: int, _models: int) -> int:
+    return 4 * rows * columns
 
 
 def _of_matrices(work_bytes: WorkBytes) -> SurveyBytes:

@@ -165,6 +165,8 @@ class Stage:
     surveys_when: Predicate = _always
     survey_bytes: SurveyBytes = lambda _shape, _models: 0
     """What a survey takes and leaves behind, if more than it may remember in its spare bytes."""
+    kept_bytes: SurveyBytes | None = None
+    """What of that it leaves behind; None: all."""
     census: Census | None = None
     check: Check = lambda _settings: None
     """Refuses parameters that do not go together."""
@@ -188,6 +190,11 @@ class Stage:
     def held_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
         """What its survey of a tensor takes and leaves behind."""
         return self.survey_bytes(shape, models) if self.surveys(settings) else 0
+
+    def left_bytes(self, settings: Settings, shape: tuple[int, ...], models: int) -> int:
+        """What its survey of a tensor leaves behind."""
+        kept = self.kept_bytes or self.survey_bytes
+        return kept(shape, models) if self.surveys(settings) else 0
 
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
         """The rounds of the census that these settings ask for; none, if they ask for none."""

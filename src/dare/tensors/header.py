@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,13 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 MAX_DIMENSIONS = 64
 """More than any library has."""
+MAX_TENSORS = 300_000
+"""In one file: more than any model has in all its files, and enough for hundreds of megabytes."""
+MAX_ENTRY = 2048
+"""Characters of what a header says of one tensor; 64 dimensions take 1500."""
+MAX_METADATA = 8_000_000
+"""Characters of a header's notes; some programs keep all they know of a training there."""
+_SPACE = re.compile(r"[ \t\n\r]+")
 _LENGTH_BYTES = 8
 _ALIGNMENT = 4096
 """Our own headers end on a page, so that weights can be written past the page cache (and mapped
@@ -35,7 +44,7 @@ Described = tuple[str, StorageType, tuple[int, ...]]
 """Name, type and shape of a tensor."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a header says about one tensor."""
 
@@ -106,7 +115,7 @@ class Header:
 def read_header(file_descriptor: int, where: str) -> Header:
     """Read and check the header of an open file; `where` names it in errors."""
     file_size = os.fstat(file_descriptor).st_size
-    prefix = os.pread(file_descriptor, _LENGTH_BYTES, 0)
+    prefix = _read(file_descriptor, _LENGTH_BYTES, 0)
     if len(prefix) < _LENGTH_BYTES:
         raise HeaderError(
             f"{where}: {file_size} bytes is too short for a safetensors file; "
@@ -123,30 +132,60 @@ def read_header(file_descriptor: int, where: str) -> Header:
             f"{where}: the header claims {length} bytes and the file has only "
             f"{file_size - _LENGTH_BYTES} after the length; the file is truncated"
         )
-    text = os.pread(file_descriptor, length, _LENGTH_BYTES)
+    text = _read(file_descriptor, length, _LENGTH_BYTES)
     return parse_header(text, file_size - _LENGTH_BYTES - length, where)
 
 
+def _read(file_descriptor: int, nbytes: int, position: int) -> bytes:
+    """Some bytes of a file, or as many as there are; the system may hand them out in pieces."""
+    pieces = []
+    while nbytes and (piece := os.pread(file_descriptor, nbytes, position)):
+        pieces.append(piece)
+        nbytes, position = nbytes - len(piece), position + len(piece)
+    return b"".join(pieces)
+
+
 def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
-    """Check a header's JSON against the number of data bytes that follow it."""
-    entries = _load_json(text, where)
-    metadata = entries.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise HeaderError(f"{where}: __metadata__ must map text to text")
+    """Check a header's JSON against the number of data bytes that follow it.
+
+    Entries are taken one after the other, so that no more than one of them is there twice.
+    """
     data_start = _LENGTH_BYTES + len(text)
-    spans = []
+    metadata: object = {}
     tensors: dict[str, TensorInfo] = {}
-    for name, entry in entries.items():
-        dtype, shape, begin, end = _check_entry(name, entry, where)
-        info = TensorInfo(name, dtype, shape, data_start + begin)
+    seen = set()
+    for name, entry in _entries(_as_text(text, where), where):
+        if name == METADATA and METADATA not in seen:
+            metadata = entry
+            seen.add(METADATA)
+            continue
+        if name in tensors or name == METADATA:
+            raise HeaderError(f"{where}: {name!r} occurs twice in the header")
+        if len(tensors) == MAX_TENSORS:
+            raise HeaderError(
+                f"{where}: has more than {MAX_TENSORS} tensors, which no model has; "
+                "cut it into several files"
+            )
+        dtype, shape, begin = _check_entry(name, entry, where)
+        info = TensorInfo(sys.intern(name), dtype, shape, data_start + begin)
         admit(info, tensors, where)
-        tensors[name] = info
-        spans.append((begin, end, name))
-    _check_spans(spans, data_bytes, where)
+        tensors[info.name] = info
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise HeaderError(f"{where}: {METADATA} must map text to text")
+    _check_spans(tensors.values(), data_start, data_bytes, where)
     return Header(tensors, metadata, data_start)
 
 
-def _load_json(text: bytes, where: str) -> dict[str, Any]:
+def _as_text(text: bytes, where: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except ValueError as error:
+        raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
+
+
+def _entries(text: str, where: str) -> Iterator[tuple[str, Any]]:
+    """The names in a JSON object with their values, one after the other."""
+
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -154,13 +193,57 @@ def _load_json(text: bytes, where: str) -> dict[str, Any]:
             raise HeaderError(f"{where}: {twice!r} occurs twice in the header")
         return found
 
+    decode = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+        place = _after_space(text, 0)
+        if text[place : place + 1] != "{":
+            decode(text, place)
+            raise HeaderError(f"{where}: the header must be a JSON object")
+        place = _after_space(text, place + 1)
+        is_first = True
+        while not (is_first and text[place : place + 1] == "}"):
+            if text[place : place + 1] != '"':
+                raise json.JSONDecodeError("expected a name in double quotes", text, place)
+            name, place = decode(text, place)
+            place = _expect(":", text, _after_space(text, place))
+            limit = MAX_METADATA if name == METADATA else MAX_ENTRY
+            value, length = _decode_some(decode, text[place : place + limit], limit, name, where)
+            yield name, value
+            place = _after_space(text, place + length)
+            if text[place : place + 1] == "}":
+                break
+            place = _after_space(text, _expect(",", text, place))
+            is_first = False
+        rest = _after_space(text, place + 1)
+        if rest < len(text):
+            raise json.JSONDecodeError("more after the end", text, rest)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
-    if not isinstance(entries, dict):
-        raise HeaderError(f"{where}: the header must be a JSON object")
-    return entries
+
+
+def _decode_some(
+    decode: Callable[[str], tuple[Any, int]], text: str, limit: int, name: str, where: str
+) -> tuple[Any, int]:
+    """Decode what stands under a name, which is short: no more is looked at, whatever is there."""
+    try:
+        return decode(text)
+    except ValueError:
+        if len(text) < limit:
+            raise
+        reason = f"what the header says of it is longer than {limit} characters, or not JSON"
+        raise HeaderError(f"{where}: {name}: {reason}") from None
+
+
+def _after_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return match.end() if match else place
+
+
+def _expect(mark: str, text: str, place: int) -> int:
+    """The place after a mark that must be there, and after the space behind it."""
+    if text[place : place + 1] != mark:
+        raise json.JSONDecodeError(f"expected {mark!r}", text, place)
+    return _after_space(text, place + 1)
 
 
 def _is_text(name: str) -> bool:
@@ -172,9 +255,7 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _check_entry(
-    name: str, entry: object, where: str
-) -> tuple[StorageType, tuple[int, ...], int, int]:
+def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tuple[int, ...], int]:
     place = f"{where}: {name}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"{place}: needs exactly dtype, shape and data_offsets")
@@ -195,7 +276,7 @@ def _check_entry(
             f"{place}: {dtype.name} of shape {shape} takes {expected} bytes, "
             f"and data_offsets {offsets} span {end - begin}"
         )
-    return dtype, tuple(shape), begin, end
+    return dtype, tuple(shape), begin
 
 
 def _are_counts(values: object) -> bool:
@@ -207,15 +288,18 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, where: str) -> None:
+def _check_spans(
+    tensors: Iterable[TensorInfo], data_start: int, data_bytes: int, where: str
+) -> None:
     """The tensors must tile the data: no overlap, no hole, nothing left over."""
     position, previous = 0, "the header"
-    for begin, end, name in sorted(spans):
+    for info in sorted(tensors, key=lambda info: (info.start, info.nbytes, info.name)):
+        begin, name = info.start - data_start, info.name
         if begin < position:
             raise HeaderError(f"{where}: {name} overlaps {previous}")
         if begin > position:
             raise HeaderError(f"{where}: {begin - position} bytes before {name} belong to nothing")
-        position, previous = end, name
+        position, previous = begin + info.nbytes, name
     if position > data_bytes:
         raise HeaderError(
             f"{where}: {previous} ends at byte {position} of the data, and there are only "

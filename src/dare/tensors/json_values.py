@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import operator
 from typing import Any
 
 from dare.errors import ACTS
@@ -19,9 +21,11 @@ def json_ready(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return str(value)
         case dict():
-            return {key: json_ready(item) for key, item in value.items()}
+            ready = {key: json_ready(item) for key, item in value.items()}
+            return value if all(ready[key] is item for key, item in value.items()) else ready
         case list() | tuple():
-            return [json_ready(item) for item in value]
+            items = [json_ready(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else items
         case _:
             return value
 
@@ -37,3 +41,12 @@ def printable_json(document: str) -> str:
 
 def _escaped(character: str) -> str:
     return character if character == "\n" else json.dumps(character)[1:-1]
+
+
+def json_bytes(value: Any, indent: int) -> bytes:
+    """A document with a line's end, made piece by piece: `json.dumps` has all pieces at once."""
+    written = io.BytesIO()
+    for piece in json.JSONEncoder(indent=indent).iterencode(json_ready(value)):
+        written.write(piece.encode())
+    written.write(b"\n")
+    return written.getvalue()
