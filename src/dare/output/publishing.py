@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import xxhash
@@ -140,12 +140,13 @@ def settle(layout: Layout) -> None:
 
 
 def _has_mark_only(layout: Layout) -> bool:
-    """Whether nothing but a mark is left of the making of an output."""
+    """Whether nothing but a mark, or an empty folder, is left of the making of an output."""
     target = layout.target
     if layout.is_directory:
         return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
     folder = partial_folder(target)
-    return target.exists() and has_mark(folder) and os.listdir(folder) == [MARK_NAME]
+    is_done = target.exists() and folder.is_dir() and not folder.is_symlink()
+    return is_done and not set(os.listdir(folder)) - {MARK_NAME}
 
 
 def _clear_away(layout: Layout, problems: list[str]) -> None:
@@ -186,7 +187,8 @@ def _remove_output(folder: Path) -> None:
         file.unlink(missing_ok=True)
     subfolders = {parent for file in files for parent in file.parents if folder in parent.parents}
     for subfolder in sorted(subfolders, reverse=True):
-        subfolder.rmdir()
+        with suppress(FileNotFoundError):
+            subfolder.rmdir()
     manifest.unlink()
     folder.rmdir()
 

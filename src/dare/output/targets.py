@@ -178,8 +178,10 @@ def _check_folder(target: Path) -> None:
             "so it is not replaced; remove it yourself or choose another output"
         )
     ours = written_files(target)
+    folders = {parent for path in ours for parent in path.parents}
     for path in _entries(target):
-        if (path.is_symlink() or not path.is_dir()) and path not in ours:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if path not in (folders if is_folder else ours):
             raise OutputError(
                 f"{target}: holds {path.relative_to(target)}, which dare did not write, so it is "
                 "not replaced; move that away or choose another output"
