@@ -104,3 +104,8 @@ def test_no_pattern_takes_long(pattern):
 def test_what_cannot_be_matched_is_refused_with_the_reason(pattern, reason):
     with pytest.raises(ValueError, match=reason):
         ModulePattern(pattern)
+
+
+def test_what_another_version_may_read_otherwise_is_read_without_a_word():
+    assert ModulePattern("[[q]_proj").matches("q_proj")
+    assert ModulePattern("([[q])_proj").matches("layers.[_proj")

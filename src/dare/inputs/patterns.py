@@ -8,6 +8,7 @@ a pattern is walked once with the set of all places in the name that it may have
 from __future__ import annotations
 
 import re
+import warnings
 from typing import NamedTuple
 
 LONGEST = 1000
@@ -56,13 +57,15 @@ class ModulePattern:
     def __init__(self, pattern: str) -> None:
         if len(pattern) > LONGEST:
             raise ValueError(f"longer than {LONGEST} characters")
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"not a regular expression: {error}") from None
         is_plain = _PLAIN.fullmatch(pattern) is not None
-        self._simple = re.compile(rf"(.*\.)?({pattern})$") if is_plain else None
-        self._ways = () if is_plain else _parse(pattern, 0, MOST_NESTED)[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which there are not
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"not a regular expression: {error}") from None
+            self._simple = re.compile(rf"(.*\.)?({pattern})$") if is_plain else None
+            self._ways = () if is_plain else _parse(pattern, 0, MOST_NESTED)[0]
 
     def matches(self, module: str) -> bool:
         """Say whether a module's name, or what follows one of its dots, is of the pattern."""

@@ -52,6 +52,8 @@ class Product:
 
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
+        if not into.size:
+            return
         rank, columns = self.sides(stored)[1:]
         most = max(1, PIECE // max(1, rank))
         end = start + into.size

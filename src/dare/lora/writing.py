@@ -1,8 +1,9 @@
 """An adapter on its way to disk: a directory that PEFT loads, complete or not there at all.
 
 Ranks are known only after the work, and with them the places of all tensors. So tensors go into a
-nameless file first, one by one, and from there into `OUTPUT.partial/`, which gets its name when
-everything is in it and synced. What is in memory at any time is one tensor.
+nameless file in `OUTPUT.partial/` first, one by one, and from there to their places in that folder,
+which gets its name when everything is in it and synced. What is in memory at any time is one
+tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME
 from dare.kernels import reference
 from dare.lora.reports import AdapterReport, ExtractionReport
 from dare.output.places import without_folders
-from dare.output.publishing import settle
-from dare.output.targets import check_target
+from dare.output.publishing import claim, disclaim, settle
+from dare.output.targets import check_target, partial_folder
 from dare.output.writer import PartialOutput, explaining
 from dare.planning.layout import Layout
 from dare.tensors.digest import bytes_digest
@@ -62,6 +63,7 @@ class AdapterOutput:
         settle(layout)
         check_target(layout, inputs, overwrite=overwrite)
         self.target = target
+        self._folder = partial_folder(target)
         self.bytes_written = 0
         self._inputs = inputs
         self._overwrite = overwrite
@@ -72,13 +74,14 @@ class AdapterOutput:
 
     def __enter__(self) -> Self:
         with explaining(self.target):
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._spool = tempfile.TemporaryFile(dir=self.target.parent)
+            claim(self._folder)
+            self._spool = tempfile.TemporaryFile(dir=self._folder)
         return self
 
     def __exit__(self, *_error: object) -> None:
         with suppress(OSError):  # it has no name, and what was needed of it has been copied
             self._spool.close()
+        disclaim(self._folder)
 
     def put(self, name: str, values: Floats) -> None:
         """Store a tensor, by its name without PEFT's prefix."""

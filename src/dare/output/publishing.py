@@ -26,6 +26,7 @@ from dare.output.journal import Found, Journal
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
+    MARK,
     MARK_NAME,
     REPLACED,
     has_mark,
@@ -214,13 +215,39 @@ def remove(path: Path) -> None:
 # ---------------------------------------------------------------- what is on the disk
 
 
-def make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; return the ones that did not exist."""
-    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    if not missing and not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
+def claim(folder: Path) -> list[Path]:
+    """Make a folder and mark it as ours, or find our mark on it.
+
+    Returns the folders on the way to it that did not exist.
+    """
+    made = [path for path in folder.parents if not os.path.lexists(path)]
+    if not made and not folder.parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if folder.is_symlink() or not folder.is_dir():
+            raise OutputError(
+                f"{folder}: is where the output is made, and is no folder; move it away"
+            ) from None
+        found = next(folder.iterdir(), None)
+        if found is not None and not has_mark(folder):
+            raise OutputError(
+                f"{folder}: holds {found.name} and no mark of ours; "
+                "move it away, this is where the output is made"
+            ) from None
+    if not has_mark(folder):
+        write_synced(folder / MARK_NAME, MARK)
+    return made
+
+
+def disclaim(folder: Path) -> None:
+    """Take mark and folder away again, if nothing was made there."""
+    with suppress(OSError):
+        if os.listdir(folder) == [MARK_NAME]:
+            (folder / MARK_NAME).unlink()
+            folder.rmdir()
 
 
 def write_synced(path: Path, content: bytes | Path) -> str:

@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 
 from dare.errors import MismatchError, OutputError, VerificationError
 from dare.output.journal import Found, Journal, Record
-from dare.output.publishing import make_folders, publish, remove, sync_folder, write_synced
+from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
 from dare.output.sealing import seal
 from dare.output.targets import (
     JOURNAL_NAME,
-    MARK,
     MARK_NAME,
-    has_mark,
     is_only_name,
     manifest_path,
     partial_folder,
@@ -113,7 +111,7 @@ class PartialOutput:
     def __enter__(self) -> Self:
         try:
             with self._explaining(self.folder):
-                self._claim()
+                self._made = claim(self.folder)
                 self._open_journal()
                 for file, (header, placed) in self._built.items():
                     size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
@@ -138,25 +136,6 @@ class PartialOutput:
         if self._journal is not None:
             self._journal.close()
         self._journal = None
-
-    def _claim(self) -> None:
-        """Create the folder and mark it as ours, or find our mark on it."""
-        self._made = make_folders(self.folder.parent)
-        try:
-            self.folder.mkdir()
-        except FileExistsError:
-            if self.folder.is_symlink() or not self.folder.is_dir():
-                raise OutputError(
-                    f"{self.folder}: is where the output is made, and is no folder; move it away"
-                ) from None
-            found = next(self.folder.iterdir(), None)
-            if found is not None and not has_mark(self.folder):
-                raise OutputError(
-                    f"{self.folder}: holds {found.name} and no mark of ours; "
-                    "move it away, this is where the output is made"
-                ) from None
-        if not has_mark(self.folder):
-            write_synced(self.folder / MARK_NAME, MARK)
 
     def _open_journal(self) -> None:
         path = self.folder / JOURNAL_NAME
