@@ -411,6 +411,10 @@ class Yaml(OneFile):
     name = "merge.yaml"
     seeds = tuple(text.encode() for text in YAMLS)
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.names = (self.name, ": has no safetensors file")  # of a model that it names
+
     def make(self, random: Random) -> bytes:
         import yaml
 
@@ -484,7 +488,7 @@ class Adapters(Target):
             kind, shape = value if isinstance(value, list) and len(value) == 2 else ("F32", [1])
             try:
                 size = {"F32": 4}.get(kind, 2) * math.prod(shape)
-            except TypeError:
+            except (TypeError, OverflowError):
                 size = 4
             size = size if isinstance(size, int) and 0 <= size < MOST_ELEMENTS else 4
             header[name] = entry(kind, shape, position, position + size)

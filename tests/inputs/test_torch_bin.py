@@ -466,3 +466,16 @@ def test_a_cut_or_damaged_file_is_refused_or_harmless(small, tmp_path_factory, d
     except InputError:
         return
     assert all(len(raw) <= len(small) for raw in found.values())
+
+
+def test_an_archive_that_says_it_is_encrypted_is_refused(tmp_path):
+    path = save(tmp_path / "m.pt", {"w": W})
+    content = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # flags of a file, and of the list
+        at = content.find(mark)
+        while at >= 0:
+            content[at + place] |= 1
+            at = content.find(mark, at + 1)
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"m\.pt: "):
+        open_torch(path)

@@ -153,7 +153,7 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
             pickles = [archive.read(info) for info in infos if _is_pickle(info)]
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OSError):
+    except (zipfile.BadZipFile, ValueError, RuntimeError, struct.error, EOFError, OSError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
         raise InputError(f"{file}: written on a big-endian machine; save it again on another")
