@@ -479,3 +479,15 @@ def test_an_archive_that_says_it_is_encrypted_is_refused(tmp_path):
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"m\.pt: "):
         open_torch(path)
+
+
+def test_a_record_that_cannot_be_unpacked_is_refused(tmp_path):
+    path = rewrite(save(tmp_path / "m.pt", {"w": W}), lambda _, d: d, zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(path) as archive:
+        order = next(info for info in archive.infolist() if info.filename.endswith("byteorder"))
+    content = bytearray(path.read_bytes())
+    begin = order.header_offset + 30 + len(order.filename)
+    content[begin : begin + 4] = b"\xff" * 4
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"m\.pt: "):
+        open_torch(path)

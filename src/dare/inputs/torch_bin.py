@@ -14,6 +14,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training programs keep the weights."""
 MAX_PICKLE_BYTES = 64 << 20
 """What says what tensors there are; a model of 10,000 has some 2 MB."""
+DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
 PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
@@ -153,7 +155,7 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
             pickles = [archive.read(info) for info in infos if _is_pickle(info)]
-    except (zipfile.BadZipFile, ValueError, RuntimeError, struct.error, EOFError, OSError):
+    except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, EOFError, OSError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
         raise InputError(f"{file}: written on a big-endian machine; save it again on another")
