@@ -147,5 +147,5 @@ class Backend:
             return 0
         base = np.empty(chunk.base.size, np.float32)
         self._kernels.decode(chunk.base, base)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             return int(np.count_nonzero(np.isinf(base) & (base + change == base)))
