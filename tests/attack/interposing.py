@@ -113,17 +113,17 @@ class Warm:
     """The warm process; a context manager."""
 
     def __init__(self, library: Path, errors: Path) -> None:
-        self.library = library
+        self.preloaded = library
         self._errors = errors
 
     def __enter__(self) -> Self:
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, HERE / "warm.py", self.library],
+                [sys.executable, HERE / "warm.py", self.preloaded],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment(self.library),
+                env=environment(self.preloaded),
                 text=True,
             )
         return self

@@ -85,7 +85,7 @@ def test_a_process_that_is_started_in_the_ordinary_way_is_killed_too(place: Plac
     run = subprocess.run(
         [sys.executable, "-c", "from dare.cli import main; main()", *scenario.command],
         cwd=place.work,
-        env={**environment(place.warm.library), **variables},
+        env={**environment(place.warm.preloaded), **variables},
         check=False,
     )
     assert run.returncode == -signal.SIGKILL

@@ -33,11 +33,11 @@ def test_short_names(path: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("path", "output", "expected"),
     [
-        ("/work/ann/base", "/work/ann/merged", "../base"),
-        ("/work/ann/m/base.safetensors", "/work/ann/o/p/x.safetensors", "../../../m/base.safeten…"),
-        ("/work/bob/base", "/work/ann/merged", "base"),
-        ("/work/bob/base", "/elsewhere/merged", "base"),
-        ("org/name@0123abc", "/work/ann/merged", "org/name@0123abc"),
+        ("/data/ann/base", "/data/ann/merged", "../base"),
+        ("/data/ann/m/base.safetensors", "/data/ann/o/p/x.safetensors", "../../../m/base.safeten…"),
+        ("/data/bob/base", "/data/ann/merged", "base"),
+        ("/data/bob/base", "/elsewhere/merged", "base"),
+        ("org/name@0123abc", "/data/ann/merged", "org/name@0123abc"),
     ],
 )
 def test_a_path_is_told_from_the_output_if_they_have_enough_in_common(
