@@ -49,12 +49,6 @@ def test_a_path_is_told_from_the_output_if_they_have_enough_in_common(
         assert found(text, Path(output)) == Path(path)
 
 
-def merged_by(folder: Path, base: Path, model: Path, output: Path) -> Path:
-    """Merge from that working directory, verbosely, with everything that writes something."""
-    dare.merge(dare.Recipe(base=base, models=[model], output=output, verbose=False))
-    return output
-
-
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     """A folder whose name must not be told, with a base and a model in it."""

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import is_text
 
 Analysis = Any
 Statistics = Any
@@ -95,7 +96,7 @@ def _walk(value: Any, place: str) -> Iterator[str]:
 
 def _fault(value: Any, name: str) -> str | None:
     if isinstance(value, str):
-        return None if value.isprintable() or _is_text(value) else "is not valid Unicode"
+        return None if value.isprintable() or is_text(value) else "is not valid Unicode"
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int):
@@ -111,11 +112,3 @@ def _fault(value: Any, name: str) -> str | None:
     if abs(value) > MOST or (value < 0 and name not in (*SHARES, *SIGNED, "by_layer")):
         return "is out of range"
     return None
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

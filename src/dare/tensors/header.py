@@ -88,7 +88,7 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     name: object = info.name
     if not isinstance(name, str):
         raise HeaderError(f"{where}: the tensor name {_shown(name)} is not text; rename it")
-    if not _is_text(name):
+    if not is_text(name):
         raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     if name == METADATA:
         raise HeaderError(
@@ -246,7 +246,7 @@ def _expect(mark: str, text: str, place: int) -> int:
     return _after_space(text, place + 1)
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
     """JSON can spell halves of characters, which no file can hold."""
     try:
         name.encode()
