@@ -1,0 +1,1 @@
+"""Delta files: a fine-tune stored as what it changes, and put back."""
