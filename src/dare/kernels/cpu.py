@@ -90,7 +90,7 @@ def magnitude_of(value):
 
 
 @helper
-def expand(code, width, mantissa_bits, bias, first_special, special):
+def widen(code, width, mantissa_bits, bias, first_special, special):
     """Widen a float of `width` bits to float32; codes from `first_special` up become `special`."""
     sign = u32(u32(code >> u32(width - 1)) << u32(31))
     magnitude = u32(code & u32((1 << (width - 1)) - 1))
@@ -137,10 +137,10 @@ def _to_float(code):
     decoders = {
         types.float64: lambda code: f32(code),
         types.float32: lambda code: code,
-        types.int16: lambda code: expand(u32(u16(code)), 16, 10, 15, 0x7C00, 0x7F800000),
+        types.int16: lambda code: widen(u32(u16(code)), 16, 10, 15, 0x7C00, 0x7F800000),
         types.uint16: lambda code: float_of(u32(u32(code) << u32(16))),
-        types.uint8: lambda code: expand(u32(code), 8, 3, 7, 0x7F, 0x7FC00000),
-        types.int8: lambda code: expand(u32(u8(code)), 8, 2, 15, 0x7C, 0x7F800000),
+        types.uint8: lambda code: widen(u32(code), 8, 3, 7, 0x7F, 0x7FC00000),
+        types.int8: lambda code: widen(u32(u8(code)), 8, 2, 15, 0x7C, 0x7F800000),
     }
     return _chosen(decoders, code)
 
@@ -1059,3 +1059,69 @@ def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1, kept):
             scaled = bits_of(values[i + j] * factors[rank])
             values[i + j] = float_of(u32(scaled & all_ones(keep)))
             kept[i + j] = keep
+
+
+# ---------------------------------------------------------------- what is kept, packed
+
+
+@intrinsic
+def lane_word(_typing, address):
+    """The 64 lanes at an address as bits, the first one in the lowest."""
+
+    def build(_context, builder, _signature, arguments):
+        octets = ir.VectorType(ir.IntType(8), 64)
+        lanes = builder.load(builder.inttoptr(arguments[0], octets.as_pointer()))
+        lanes.align = 1
+        is_set = builder.icmp_unsigned("!=", lanes, ir.Constant(octets, [0] * 64))
+        return builder.bitcast(is_set, ir.IntType(64))
+
+    return types.uint64(types.intp), build
+
+
+@helper
+def lanes_from(lanes, first, size):
+    """As bits, the 64 lanes from the first on; those from `size` on are taken as not set."""
+    if first + 64 <= size:
+        return lane_word(lanes.ctypes.data + first)
+    word = u64(0)
+    for i in range(first, size):
+        word |= u64(lanes[i] != u8(0)) << u64(i - first)
+    return word
+
+
+def as_integers(raw):
+    """A carrier as unsigned integers, so that kernels that only move it are compiled per width."""
+    return raw.view(f"u{raw.dtype.itemsize}")
+
+
+def select(raw, lanes, out):
+    return select_integers(as_integers(raw), lanes, as_integers(out))
+
+
+@kernel
+def select_integers(raw, lanes, out):
+    count = 0
+    for first in range(0, raw.size, 64):
+        left = lanes_from(lanes, first, raw.size)
+        while left:
+            out[count] = raw[first + trailing_zeros(left)]
+            count += 1
+            left &= left - u64(1)
+    return count
+
+
+def expand(packed, lanes, into):
+    return expand_integers(as_integers(packed), lanes, as_integers(into))
+
+
+@kernel
+def expand_integers(packed, lanes, into):
+    count = 0
+    for first in range(0, into.size, 64):
+        left = lanes_from(lanes, first, into.size)
+        while left:
+            if count < packed.size:
+                into[first + trailing_zeros(left)] = packed[count]
+            count += 1
+            left &= left - u64(1)
+    return count

@@ -484,3 +484,23 @@ def drop_by_rank(
         scaled = values * factors[ranks]
     kept[:] = numbers < thresholds[ranks]
     values[:] = np.where(kept, scaled, np.float32(0))
+
+
+def select(raw: Raw, lanes: Lanes, out: Raw) -> int:
+    """Gather the stored elements whose lane is set, in order; return how many.
+
+    `out` has room for them, and is written no further.
+    """
+    found = raw[lanes[: raw.size] != 0]
+    out[: found.size] = found
+    return int(found.size)
+
+
+def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
+    """Put the packed elements, in order, where the lane is set; return how many lanes are.
+
+    All other elements stay as they are, and so do those that nothing is left for.
+    """
+    places = np.flatnonzero(lanes[: into.size])
+    into[places[: packed.size]] = packed[: places.size]
+    return int(places.size)
