@@ -20,6 +20,14 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from dare.kernels import LANES_MULTIPLE
+from dare.kernels.reference import (
+    EVEN_STEPS,
+    FINE_PARTS,
+    LARGEST,
+    ODD_STEPS,
+    PARTS,
+    SCALE_GROUP,
+)
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -1125,3 +1133,162 @@ def expand_integers(packed, lanes, into):
             count += 1
             left &= left - u64(1)
     return count
+
+
+# ---------------------------------------------------------------- values in few bits
+
+STEPS_OF_4, STEPS_OF_2 = np.array(EVEN_STEPS[4], i32), np.array(EVEN_STEPS[2], i32)
+STEPS_OF_ODD = np.array(ODD_STEPS, i32)
+ROUNDER = f32(3 << 22)
+"""Added to a number of moderate size, it leaves its nearest integer in the sum's lowest bits."""
+
+
+@kernel
+def quantise(values, bits, codes, scales):
+    parts = np.empty(SCALE_GROUP, i32)
+    fields = np.empty(SCALE_GROUP, u8)
+    for group in range(scales.size):
+        first = group * SCALE_GROUP
+        some = values[first : first + SCALE_GROUP]
+        scale, odd = scale_of(some, bits, parts[: some.size])
+        rounded = from_float(scale, u16(0))
+        odd = odd and rounded != u16(0)
+        scales[group] = u16(rounded | u16(32768)) if odd else rounded
+        fields[some.size :] = u8(0)
+        if odd:
+            odd_fields(some, to_float(rounded), bits, fields)
+        else:
+            even_fields(some, to_float(rounded), bits, fields)
+        room = codes[first * bits // 8 : (first + some.size) * bits // 8 + 1]
+        room = room[: (some.size * bits + 7) // 8]
+        if bits == 8:
+            pack_fields(fields, 8, room)
+        elif bits == 4:
+            pack_fields(fields, 4, room)
+        elif bits == 2:
+            pack_fields(fields, 2, room)
+        else:
+            pack_fields(fields, 1, room)
+
+
+@kernel
+def scale_of(values, bits, parts):
+    """A group's scale before it is rounded, and whether its levels are the odd multiples."""
+    peak = i32(0)
+    for i in range(values.size):
+        peak = max(peak, magnitude_of(values[i]))
+    largest = min(float_of(u32(peak)), LARGEST)
+    if bits == 8 or peak == 0:
+        return largest / f32(127), False
+    if bits == 1:
+        parts_of(values, largest, f32(FINE_PARTS), parts)
+        total = i64(0)
+        for i in range(values.size):
+            total += parts[i]
+        return f32(f64(largest) * (f64(total) / f64(values.size * FINE_PARTS))), True
+    parts_of(values, largest, f32(PARTS), parts)
+    if bits == 4:
+        step, _ = best_even_step(parts, i32(7), STEPS_OF_4)
+        return largest * (f32(step) / f32(PARTS)), False
+    step, error = best_even_step(parts, i32(1), STEPS_OF_2)
+    odd_step, odd_error = best_odd_step(parts, STEPS_OF_ODD)
+    odd = odd_error < error
+    return largest * (f32(odd_step if odd else step) / f32(PARTS)), odd
+
+
+@kernel
+def parts_of(values, largest, unit, parts):
+    for i in range(values.size):
+        share = min(abs(values[i]), largest) / largest * unit
+        parts[i] = i32(bits_of(share + ROUNDER) - bits_of(ROUNDER))
+
+
+@kernel
+def best_even_step(parts, most, steps):
+    best, least = i32(0), u32(0xFFFFFFFF)
+    for number in range(steps.size):
+        step = steps[number]
+        inverse = i32((i32(65536) + step // i32(2)) // step)
+        error = u32(0)
+        for i in range(parts.size):
+            level = min(i32(i32(i32(parts[i] * inverse) + i32(32768)) >> i32(16)), most)
+            left = i32(parts[i] - i32(level * step))
+            error = u32(error + u32(left * left))
+        if error < least:
+            best, least = step, error
+    return best, least
+
+
+@kernel
+def best_odd_step(parts, steps):
+    best, least = i32(0), u32(0xFFFFFFFF)
+    for number in range(steps.size):
+        step = steps[number]
+        error = u32(0)
+        for i in range(parts.size):
+            level = i32(3) if parts[i] >= i32(2) * step else i32(1)
+            left = i32(parts[i] - i32(level * step))
+            error = u32(error + u32(left * left))
+        if error < least:
+            best, least = step, error
+    return best, least
+
+
+@kernel
+def even_fields(values, scale, bits, fields):
+    unit = scale if scale != f32(0) else f32(1)
+    most = f32(max(1, (1 << (bits - 1)) - 1))
+    ones = u8((1 << bits) - 1)
+    for i in range(values.size):
+        number = min(max(values[i] / unit, -most), most)
+        fields[i] = u8(bits_of(number + ROUNDER)) & ones
+
+
+@kernel
+def odd_fields(values, scale, bits, fields):
+    if bits == 1:
+        for i in range(values.size):
+            fields[i] = u8(0) if values[i] >= f32(0) else u8(1)
+    else:
+        twice = f32(2) * scale
+        for i in range(values.size):
+            value = values[i]
+            above = u8(value >= -twice) + u8(value >= f32(0)) + u8(value >= twice)
+            fields[i] = u8(above - 2) & u8(3)
+
+
+@helper
+def pack_fields(fields, bits, codes):
+    each = 8 // bits
+    for i in range(codes.size):
+        code = u8(0)
+        for j in range(each):
+            code |= u8(fields[each * i + j] << u8(bits * j))
+        codes[i] = code
+
+
+@kernel
+def dequantise(codes, scales, bits, out):
+    for group in range(scales.size):
+        first = group * SCALE_GROUP
+        some = out[first : first + SCALE_GROUP]
+        scale = to_float(scales[group])
+        odd = i32(bits_of(scale) >> u32(31))
+        room = codes[first * bits // 8 :]
+        if bits == 8:
+            unpack_fields(room, 8, odd, abs(scale), some)
+        elif bits == 4:
+            unpack_fields(room, 4, odd, abs(scale), some)
+        elif bits == 2:
+            unpack_fields(room, 2, odd, abs(scale), some)
+        else:
+            unpack_fields(room, 1, odd, abs(scale), some)
+
+
+@helper
+def unpack_fields(codes, bits, odd, scale, out):
+    each = 8 // bits
+    for i in range(out.size):
+        field = i32(codes[i // each]) >> i32(bits * (i % each))
+        number = i32(i32(field << i32(32 - bits)) >> i32(32 - bits))
+        out[i] = f32(i32(i32(number << odd) + odd)) * scale
