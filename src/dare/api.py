@@ -14,6 +14,8 @@ from typing import Any
 
 from dare import __version__
 from dare.analysis.measure.glance import glance
+from dare.deltas.reports import Restoration
+from dare.deltas.restoring import open_delta, restore
 from dare.errors import (
     Concern,
     DareWarning,
@@ -22,8 +24,6 @@ from dare.errors import (
     RecipeError,
     VerificationError,
 )
-from dare.deltas.reports import DeltaReport
-from dare.deltas.restoring import open_delta, restore
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
@@ -221,7 +221,7 @@ def apply_delta(
     resume: bool = True,
     verbose: bool = True,
     **settings: Any,
-) -> Report | DeltaReport:
+) -> Report | Restoration:
     """Make a model of a delta file and its base.
 
     A lossless file gives the model's own files again. Any other gives what merging that one model
@@ -230,17 +230,20 @@ def apply_delta(
     """
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
-        return restore(base, file, Path(output), overwrite=overwrite, resume=resume, **settings)
+        flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}
+        return restore(base, file, Path(output), **flags, **settings)
     notes = file.notes
+    entry = ModelEntry(file=delta, seed=notes.seed)
     stages: dict[str, Any] = {}
     if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
         stages = {"dare": {"drop_rate": notes.drop_rate}}
     recipe = Recipe(
         base=base,
-        models=[ModelEntry(file=delta, seed=notes.seed)],
+        models=[entry],
         output=output,
         method="dare+sum" if notes.scheme == "random" else "sum",
         stages=stages if notes.scheme == "random" else {},
+        copy_from=entry.name if any(f.kind != "header" for f in notes.files.values()) else None,
         verbose=verbose,
         **settings,
     )

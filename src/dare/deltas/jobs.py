@@ -254,17 +254,22 @@ def _header(file: Path, nbytes: int) -> tuple[StoredFile, bytes]:
 
 
 def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[StoredFile, bytes]]:
-    """Configuration and tokenizer of a model, with their content where the base's is another."""
-    files = {}
-    for name in () if model is None else sorted(collect(model).files):
-        if (model / name).is_file():
-            content = read_limited(model / name, MAX_FILE_BYTES)
-            same = base is not None and (base / name).is_file()
-            if same and base is not None:
-                same = read_limited(base / name, MAX_FILE_BYTES) == content
-            files[name] = _described("base" if same else "whole", content)
+    """Configuration and tokenizer of a model, and which of them are as in the base."""
+    files: dict[str, tuple[StoredFile, bytes]] = {}
+    if model is None:
+        return files
+    for name in filter(lambda name: (model / name).is_file(), sorted(collect(model).files)):
+        content = read_limited(model / name, MAX_FILE_BYTES)
+        has_same = (
+            base is not None
+            and (base / name).is_file()
+            and read_limited(base / name, MAX_FILE_BYTES) == content
+        )
+        files[name] = _described("base" if has_same else "whole", content)
     return files
 
 
-def _described(kind: Literal["header", "whole", "base"], content: bytes) -> tuple[StoredFile, bytes]:
+def _described(
+    kind: Literal["header", "whole", "base"], content: bytes
+) -> tuple[StoredFile, bytes]:
     return StoredFile(kind=kind, size=len(content), digest=bytes_digest(content)), content

@@ -58,7 +58,7 @@ class DeltaReport:
         if self.scheme == "lossless":
             held = "every bit of the model"
         else:
-            values = "its own values" if self.bits == "native" else f"{self.bits} bits each"
+            values = "its own values" if self.bits == "native" else f"{self.bits} bit each"
             held = (
                 f"{self.kept:,} of {self.parameters:,} changes ({self.scheme}), {values}; "
                 f"error {self.relative_error:.3g} of the change, {self.weight_error:.3g} of the "
@@ -74,6 +74,38 @@ class DeltaReport:
             f"written to {self.output}",
         ]
         return "\n  ".join(map(printable, lines))
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """A model that was written again, bit for bit."""
+
+    output: Path
+    digest: str
+    """Of its tensors, as the delta file says and as was found."""
+    bytes_read: int
+    bytes_written: int
+    resumed_chunks: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        return {**asdict(self), "output": self.output.name}
+
+    def to_json(self) -> str:
+        """The figures as JSON."""
+        return json.dumps({**self.to_dict(), "output": str(self.output)}, indent=2)
+
+    def __str__(self) -> str:
+        """The figures in a few lines."""
+        rate = self.bytes_written / 1e9 / max(self.seconds, 1e-9)
+        return "\n  ".join(
+            [
+                f"{show_size(self.bytes_written)} of weights in {self.seconds:.1f} s "
+                f"({rate:.2f} GB/s), bit for bit those of the model (digest {self.digest})",
+                printable(f"written to {self.output}"),
+            ]
+        )
 
 
 def make_report(

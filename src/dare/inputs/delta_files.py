@@ -178,7 +178,7 @@ class DeltaFile:
         return content.tobytes()
 
     def fill_folder(self, folder: Path, base: Path | None) -> None:
-        """Put the model's configuration and tokenizer into a folder, the base's where it says so."""
+        """Put the model's configuration and tokenizer into a folder, some from the base's."""
         for name, file in self.notes.files.items():
             if file.kind == "header" or (file.kind == "base" and base is None):
                 continue

@@ -84,7 +84,7 @@ class DeltaNotes(_Notes):
     """Of a few elements of the base, by which a wrong one is known at once."""
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile] = {}
-    """What lies in the model's folder: configuration, tokenizer; of a lossless file also weights."""
+    """What lies in the model's folder: configuration, tokenizer; lossless also its weights."""
     index: Digest
     check: Digest
     """Of the header, taken while this is all zeros."""

@@ -57,13 +57,13 @@ def left_to_make_up(
     droppers = [place for place, stage in enumerate(stages) if stage.name in DROPPERS]
     if not droppers:
         return drop
-    was = f"was dropped at {drop.rate:g} with seed {drop.seed} when its delta file was written"
+    was = f"its delta file was made with drop_rate = {drop.rate:g} and seed = {drop.seed}"
     if droppers != [0] or not stages[0].redrops(settings[0]):
         return f"{was}, and {recipe.method} would drop by another mask; take a method without dare"
     rate, seed = settings[0]["drop_rate"], recipe.seeds()[model]
     if (rate, seed, tensor) != drop:
         return (
-            f"{was}, and the recipe drops at {rate:g} with seed {seed}; set these, leave both out, "
-            "or take a method without dare"
+            f"{was}, and the recipe has drop_rate = {rate:g} and seed = {seed}; set these for it, "
+            "leave both out, or take a method without dare"
         )
     return None

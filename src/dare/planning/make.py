@@ -109,7 +109,8 @@ def _plan_tensor(
         drop = models[index].drop_of(base.name) if base.name in models[index].tensors else None
         left = drop and left_to_make_up(recipe, drop, name, index, own)
         if isinstance(left, str):
-            problems.append(f"{base.name} of {names[index]}: {left}")
+            line = f"{names[index]}: {left}"
+            problems += [] if line in problems else [line]
         else:
             drops.append(left)
     combine_settings = recipe.combine_settings_for(name, depth)

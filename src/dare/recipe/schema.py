@@ -260,7 +260,7 @@ class Recipe(Strict, Resolving):
     @property
     def has_default_seed(self) -> bool:
         """Whether the seed is the one that is taken if none is given."""
-        return self.seed == type(self).model_fields["seed"].default
+        return bool(self.seed == type(self).model_fields["seed"].default)
 
     @property
     def paths(self) -> tuple[Path, ...]:
