@@ -12,8 +12,7 @@ The first byte of a blob says how the chunk is coded (`RAW` to `DIFFERENCE`), an
 plane one says how it is stored (`ZEROS` to `SCATTERED`). What is chosen depends on the bytes and on
 the version of zstd alone. Any choice can be read: a reader needs no rule that the writer went by.
 
-bench/lossless.py measures size and speed. XOR in place of the difference made fine-tunes in bfloat16
-up to a quarter larger; level 3 of zstd was slower than level 1, and no smaller.
+bench/lossless.py measures size and speed.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError
+from dare.tensors.sizes import times
 
 RAW, ALONE, DIFFERENCE = range(3)
 """How a chunk is coded: as it is, as its planes, or as those of its difference from the base."""
@@ -44,8 +44,10 @@ def pack(model: Bytes, base: Bytes | None, itemsize: int) -> bytes:
     """Code a chunk against the base's, or by itself if the base has no such tensor.
 
     >>> base = np.zeros(1000, np.uint8)
-    >>> pack(base, base, 2), len(pack(base + 1, base, 2))
-    (b'', 45)
+    >>> model = base.copy()
+    >>> model[6] = 1  # of the fourth element
+    >>> pack(base, base, 2).hex(" "), pack(model, base, 2).hex(" ")
+    ('', '02 03 01 00 00 00 01 03 01 02 00')
     """
     if not model.size or (base is not None and np.array_equal(model, base)):
         return b""
@@ -116,14 +118,21 @@ def _pack_planes(numbers: Numbers) -> bytes:
 
 def _pack_plane(plane: Bytes) -> bytes:
     used = plane != 0
+    if not _are_scattered(used):
+        return _pack_stream(plane)
+    places = np.flatnonzero(used)
+    gaps = _pack_gaps(places)
+    head = bytes([SCATTERED]) + LENGTH.pack(gaps.size)
+    return head + _pack_stream(gaps) + _pack_stream(plane[places])
+
+
+def _are_scattered(used: NDArray[np.bool_]) -> bool:
+    """Whether there are some, few, and most of them apart: of whole rows zstd makes less."""
     count = np.count_nonzero(used)
+    if not 0 < 4 * count <= used.size:
+        return False
     neighbours = np.count_nonzero(used[1:] & used[:-1])
-    if 0 < 4 * count <= plane.size and 2 * neighbours < count:
-        places = np.flatnonzero(used)
-        gaps = _pack_gaps(places)
-        head = bytes([SCATTERED]) + LENGTH.pack(gaps.size)
-        return head + _pack_stream(gaps) + _pack_stream(plane[places])
-    return _pack_stream(plane)
+    return bool(2 * neighbours < count)
 
 
 def _pack_gaps(places: NDArray[np.intp]) -> Bytes:
@@ -141,7 +150,7 @@ def _pack_stream(stream: Bytes) -> bytes:
 
     if not stream.any():
         return bytes([ZEROS])
-    frame = zstandard.ZstdCompressor(LEVEL).compress(stream)
+    frame = zstandard.ZstdCompressor(LEVEL).compress(stream.data)
     if LENGTH.size + len(frame) < stream.size:
         return bytes([ZSTD]) + LENGTH.pack(len(frame)) + frame
     return bytes([PLAIN]) + stream.tobytes()
@@ -153,14 +162,14 @@ class _Reader:
     def __init__(self, blob: memoryview) -> None:
         self._rest = blob
 
-    def take(self, count: int) -> Bytes:
+    def take(self, count: int) -> memoryview:
         if count > len(self._rest):
             raise InputError("a coded chunk ends too early")
         taken, self._rest = self._rest[:count], self._rest[count:]
-        return np.frombuffer(taken, np.uint8)
+        return taken
 
     def byte(self) -> int:
-        return int(self.take(1)[0])
+        return self.take(1)[0]
 
     def length(self) -> int:
         (length,) = LENGTH.unpack(self.take(LENGTH.size))
@@ -195,17 +204,17 @@ class _Reader:
         if how == ZEROS:
             return np.zeros(size, np.uint8)
         if how == PLAIN:
-            return self.take(size)
+            return np.frombuffer(self.take(size), np.uint8)
         if how == ZSTD:
             return _decompress(self.take(self.length()), size)
         raise InputError(f"a coded chunk is damaged: no bytes are stored in the way {how}")
 
     def finish(self) -> None:
         if len(self._rest):
-            raise InputError(f"a coded chunk has {len(self._rest)} bytes too many")
+            raise InputError(f"a coded chunk has {times(len(self._rest), 'byte')} too many")
 
 
-def _decompress(frame: Bytes, size: int) -> Bytes:
+def _decompress(frame: memoryview, size: int) -> Bytes:
     """Unpack a frame that must say that it holds so many bytes: no more memory is taken."""
     import zstandard
 
