@@ -125,9 +125,11 @@ def test_the_bytes_of_a_blob(model, base, blob):
 
 def test_a_frame_stands_after_its_length():
     plane = bytes(range(50)) * 20
-    frame = zstandard.ZstdCompressor(level=1).compress(plane)
-    expected = bytes([ALONE, ZSTD]) + len(frame).to_bytes(4, "little") + frame
-    assert pack(np.frombuffer(plane, np.uint8), None, 1) == expected
+    blob = pack(np.frombuffer(plane, np.uint8), None, 1)
+    assert blob[:2] == bytes([ALONE, ZSTD])
+    assert int.from_bytes(blob[2:6], "little") == len(blob) - 6 < 200
+    assert zstandard.get_frame_parameters(blob[6:]).content_size == len(plane)
+    assert zstandard.decompress(blob[6:]) == plane
 
 
 def test_what_can_be_read_is_wider_than_what_is_written():
@@ -139,8 +141,8 @@ def test_what_can_be_read_is_wider_than_what_is_written():
 
 def test_a_fine_tune_needs_less_with_its_base_than_without():
     model, base = fine_tune(100_000)
-    assert len(pack(model, base, 2)) < 0.46 * model.size < 0.67 * model.size
-    assert 0.67 * model.size < len(pack(model, None, 2)) < 0.70 * model.size
+    assert len(pack(model, base, 2)) < 0.45 * model.size
+    assert 0.64 * model.size < len(pack(model, None, 2)) < 0.70 * model.size
 
 
 def test_a_base_that_is_of_no_help_is_not_used():

@@ -33,6 +33,9 @@ ZEROS, PLAIN, ZSTD, SCATTERED = range(4)
 
 LENGTH = struct.Struct("<I")
 LEVEL = 1
+SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
+"""Of zstd: hardly a repetition is found but runs. In weights, others are chance, and cost more than
+they save: bfloat16 without a base is 2 % smaller than at plain level 1, and packed faster."""
 LONG_GAP = 255
 """In a list of gaps: so many zeros, and the gap goes on."""
 
@@ -52,14 +55,16 @@ def pack(model: Bytes, base: Bytes | None, itemsize: int) -> bytes:
     if not model.size or (base is not None and np.array_equal(model, base)):
         return b""
     numbers = model.view(f"<u{itemsize}")
-    blobs = []
-    if base is not None:
-        changes = _fold(numbers - base.view(numbers.dtype))
-        blobs.append(bytes([DIFFERENCE]) + _pack_planes(changes))
-    if base is None or 3 * len(blobs[0]) > 2 * model.size:  # the base may have been of no help
-        blobs.append(bytes([ALONE]) + _pack_planes(numbers))
-    shortest = min(blobs, key=len)
-    return shortest if len(shortest) <= model.size else bytes([RAW]) + model.tobytes()
+    if base is None:
+        code, planes = ALONE, _pack_planes(numbers)
+    else:
+        code, planes = DIFFERENCE, _pack_planes(_fold(numbers - base.view(numbers.dtype)))
+        if 3 * sum(map(len, planes)) > 2 * model.size:  # the base may have been of no help
+            highest = _pack_plane(_plane(numbers, itemsize - 1))
+            if len(highest) < len(planes[-1]):
+                code, planes = ALONE, _pack_planes(numbers)
+    blob = b"".join([bytes([code]), *planes])
+    return blob if len(blob) <= model.size else bytes([RAW]) + model.tobytes()
 
 
 def unpack(blob: bytes | memoryview, base: Bytes | None, itemsize: int, into: Bytes) -> None:
@@ -111,9 +116,12 @@ def _unfold(folded: Numbers) -> Numbers:
     return folded
 
 
-def _pack_planes(numbers: Numbers) -> bytes:
-    by_element = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
-    return b"".join(_pack_plane(plane.copy()) for plane in by_element.T)
+def _plane(numbers: Numbers, k: int) -> Bytes:
+    return numbers.view(np.uint8)[k :: numbers.itemsize].copy()
+
+
+def _pack_planes(numbers: Numbers) -> list[bytes]:
+    return [_pack_plane(_plane(numbers, k)) for k in range(numbers.itemsize)]
 
 
 def _pack_plane(plane: Bytes) -> bytes:
@@ -150,7 +158,8 @@ def _pack_stream(stream: Bytes) -> bytes:
 
     if not stream.any():
         return bytes([ZEROS])
-    frame = zstandard.ZstdCompressor(LEVEL).compress(stream.data)
+    settings = zstandard.ZstdCompressionParameters.from_level(LEVEL, **SETTINGS)
+    frame = zstandard.ZstdCompressor(compression_params=settings).compress(stream.data)
     if LENGTH.size + len(frame) < stream.size:
         return bytes([ZSTD]) + LENGTH.pack(len(frame)) + frame
     return bytes([PLAIN]) + stream.tobytes()
@@ -176,9 +185,8 @@ class _Reader:
         return int(length)
 
     def planes(self, into: Numbers) -> None:
-        by_element = into.view(np.uint8).reshape(-1, into.itemsize)
         for k in range(into.itemsize):
-            by_element[:, k] = self.plane(into.size)
+            into.view(np.uint8)[k :: into.itemsize] = self.plane(into.size)
 
     def plane(self, size: int) -> Bytes:
         how = self.byte()
