@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare import InputError
-from dare.tensors.planes import ALONE, DIFFERENCE, PLAIN, RAW, SCATTERED, ZEROS, ZSTD, pack, unpack
+from dare.tensors.planes import (
+    ALONE,
+    BLOCK,
+    DIFFERENCE,
+    PLAIN,
+    RAW,
+    SCATTERED,
+    ZEROS,
+    ZSTD,
+    pack,
+    unpack,
+)
 
 ITEMSIZES = [1, 2, 4, 8]
 
@@ -77,6 +88,20 @@ def test_the_whole_range_of_differences_comes_back(itemsize):
     blob = pack(model, base, itemsize)
     assert blob[0] != RAW
     np.testing.assert_array_equal(unpacked(blob, base, itemsize, model.size), model)
+
+
+@pytest.mark.parametrize("itemsize", ITEMSIZES)
+@pytest.mark.parametrize("elements", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_blocks_fit_together(itemsize, elements):
+    generator = np.random.default_rng(elements)
+    base = generator.integers(0, 256, elements * itemsize, np.uint8)
+    changes = generator.integers(0, 4, elements).astype(f"<u{itemsize}")
+    model = as_bytes(base.view(changes.dtype) + changes)
+    cases = ((model, base, DIFFERENCE), (as_bytes(changes), None, ALONE))
+    for data, against, code in cases:
+        blob = pack(data, against, itemsize)
+        assert blob[0] == code
+        np.testing.assert_array_equal(unpacked(blob, against, itemsize, data.size), data)
 
 
 @pytest.mark.parametrize("itemsize", ITEMSIZES)

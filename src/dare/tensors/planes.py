@@ -31,6 +31,9 @@ RAW, ALONE, DIFFERENCE = range(3)
 ZEROS, PLAIN, ZSTD, SCATTERED = range(4)
 """How a plane is stored: not at all, byte by byte, as a frame, or as gaps and what follows them."""
 
+BLOCK = 1 << 15
+"""Elements that are taken apart or put together at once: they stay in the cache."""
+
 LENGTH = struct.Struct("<I")
 LEVEL = 1
 SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
@@ -56,13 +59,13 @@ def pack(model: Bytes, base: Bytes | None, itemsize: int) -> bytes:
         return b""
     numbers = model.view(f"<u{itemsize}")
     if base is None:
-        code, planes = ALONE, _pack_planes(numbers)
+        code, planes = ALONE, _pack_planes(numbers, None)
     else:
-        code, planes = DIFFERENCE, _pack_planes(_fold(numbers - base.view(numbers.dtype)))
+        code, planes = DIFFERENCE, _pack_planes(numbers, base.view(numbers.dtype))
         if 3 * sum(map(len, planes)) > 2 * model.size:  # the base may have been of no help
-            highest = _pack_plane(_plane(numbers, itemsize - 1))
+            highest = _pack_plane(model[itemsize - 1 :: itemsize].copy())
             if len(highest) < len(planes[-1]):
-                code, planes = ALONE, _pack_planes(numbers)
+                code, planes = ALONE, _pack_planes(numbers, None)
     blob = b"".join([bytes([code]), *planes])
     return blob if len(blob) <= model.size else bytes([RAW]) + model.tobytes()
 
@@ -82,12 +85,9 @@ def unpack(blob: bytes | memoryview, base: Bytes | None, itemsize: int, into: By
     if code == RAW:
         into[:] = reader.take(into.size)
     elif code == ALONE:
-        reader.planes(numbers)
+        _join(reader.planes(numbers), None, numbers)
     elif code == DIFFERENCE:
-        base_numbers = _needed(base).view(numbers.dtype)
-        reader.planes(numbers)
-        _unfold(numbers)
-        numbers += base_numbers
+        _join(reader.planes(numbers), _needed(base).view(numbers.dtype), numbers)
     else:
         raise InputError(f"a coded chunk is damaged: no chunk is coded in the way {code}")
     reader.finish()
@@ -108,20 +108,38 @@ def _fold(changes: Numbers) -> Numbers:
     return changes
 
 
-def _unfold(folded: Numbers) -> Numbers:
+def _unfold(folded: Numbers) -> None:
     signs = folded & 1
     np.negative(signs, out=signs)
     folded >>= 1
     folded ^= signs
-    return folded
 
 
-def _plane(numbers: Numbers, k: int) -> Bytes:
-    return numbers.view(np.uint8)[k :: numbers.itemsize].copy()
+def _split(numbers: Numbers, base: Numbers | None) -> NDArray[np.uint8]:
+    """The planes of numbers, or of their differences from a base: [itemsize, elements]."""
+    planes = np.empty((numbers.itemsize, numbers.size), np.uint8)
+    for start in range(0, numbers.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        block = numbers[part] if base is None else _fold(numbers[part] - base[part])
+        for k, plane in enumerate(planes):
+            plane[part] = block.view(np.uint8)[k :: numbers.itemsize]
+    return planes
 
 
-def _pack_planes(numbers: Numbers) -> list[bytes]:
-    return [_pack_plane(_plane(numbers, k)) for k in range(numbers.itemsize)]
+def _join(planes: list[Bytes], base: Numbers | None, into: Numbers) -> None:
+    """The inverse of `_split`."""
+    for start in range(0, into.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        block = into[part]
+        for k, plane in enumerate(planes):
+            block.view(np.uint8)[k :: into.itemsize] = plane[part]
+        if base is not None:
+            _unfold(block)
+            block += base[part]
+
+
+def _pack_planes(numbers: Numbers, base: Numbers | None) -> list[bytes]:
+    return [_pack_plane(plane) for plane in _split(numbers, base)]
 
 
 def _pack_plane(plane: Bytes) -> bytes:
@@ -184,9 +202,9 @@ class _Reader:
         (length,) = LENGTH.unpack(self.take(LENGTH.size))
         return int(length)
 
-    def planes(self, into: Numbers) -> None:
-        for k in range(into.itemsize):
-            into.view(np.uint8)[k :: into.itemsize] = self.plane(into.size)
+    def planes(self, numbers: Numbers) -> list[Bytes]:
+        """As many as these numbers have bytes, each with a byte for every number."""
+        return [self.plane(numbers.size) for _ in range(numbers.itemsize)]
 
     def plane(self, size: int) -> Bytes:
         how = self.byte()
