@@ -44,6 +44,7 @@ HEAVY = {
     "altair",
     "jinja2",
     "vl_convert",
+    "zstandard",
     "numba",
 }
 
