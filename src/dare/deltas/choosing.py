@@ -345,7 +345,7 @@ def look_at_all(base: Source, model: Source) -> Iterator[Look]:
 
 def _look(base: Source, model: Source, name: str, most: int) -> Look:
     tensor = model.tensors[name]
-    weights, values = (_read_places(source, name, most) for source in (base, model))
+    weights, values = (read_places(source, name, most) for source in (base, model))
     if not model.holds_delta(name):
         values -= weights
     values[~np.isfinite(values)] = 0
@@ -356,7 +356,7 @@ def _look(base: Source, model: Source, name: str, most: int) -> Look:
     return Look(tensor, squares, base_squares, values)
 
 
-def _read_places(source: Source, name: str, most: int) -> Floats:
+def read_places(source: Source, name: str, most: int) -> Floats:
     """Evenly spread elements of a tensor, or all of them if they are no more than `most`."""
     info = source.tensors[name]
     if info.elements <= most:
