@@ -18,6 +18,7 @@ LAYERS = (
     ("demo",),
     ("compat", "darex"),
     ("api",),
+    ("deltas",),
     ("analysis", "lora"),
     ("run", "output"),
     ("planning",),
