@@ -111,14 +111,14 @@ def test_errors_of_what_is_kept_by_chance_are_those_of_the_analysis():
 
 
 def test_one_bit_by_hand():
-    # |δ| is 1 or 3: stored as ±Σδ²/Σ|δ| = ±2.5, so that a = 1, and b = Σ6.25/Σδ² = 1.25
+    # |δ| is 1 or 3: stored as ±Σδ²/Σ|δ| = ±2.5, so that b = Σ6.25/Σδ² = 1.25
     values = np.tile(np.array([1, -3, -1, 3], np.float32), 64)
     found = expected_errors(values, np.array([0.0, 0.75]), "random", [1])[1]
-    assert found == pytest.approx([0.25, 1 - 2 + 1.25 / 0.25])
-    # of the largest, 3 each, nothing is lost by one bit; those that are left out hold a tenth
+    assert found == pytest.approx([0.25, 1.25 / 0.25 - 1])
+    # the largest, 3 each, hold nine tenths; rounded ones are divided by that, native ones are not
     values = np.tile(values, 4)
     found = expected_errors(values, np.array([0.5]), "magnitude", [1, "native"])
-    assert found == {1: pytest.approx([0.1]), "native": pytest.approx([0.1])}
+    assert found == {1: pytest.approx([1 / 0.9 - 1]), "native": pytest.approx([0.1])}
 
 
 def test_the_largest_hold_most():
@@ -137,7 +137,11 @@ def simulated(deltas, scheme):
             keep[np.argsort(-np.abs(delta), kind="stable")[: int((1 - rate) * delta.size)]] = True
         kept = delta[keep]
         restored = np.zeros_like(delta)
-        restored[keep] = scale * (kept if scheme.bits == "native" else rounded(kept, scheme.bits))
+        if scheme.bits != "native":
+            if scheme.keep == "magnitude":
+                scale = np.square(delta).sum() / (np.square(kept).sum() or 1)
+            kept = rounded(kept, scheme.bits)
+        restored[keep] = scale * kept
         squares += float(np.square(restored - delta, dtype=np.float64).sum())
     return squares
 

@@ -1,13 +1,13 @@
 """Choose a drop rate and bits from a size or an error, before anything is stored.
 
-With a share 1 - p of the elements kept by chance, stored as v̂ᵢ for δᵢ, and divided by 1 - p:
+Of values δ that are kept, v̂ is stored, with a fair scale: Σδ·v̂ = Σδ², and Σv̂² = b·Σδ². With a
+share s = 1 - p of the elements kept by chance, and divided by s,
 
-    E‖δ̂ - δ‖²/‖δ‖² = 1 - 2a + b/(1 - p),   a = Σδᵢ·v̂ᵢ/Σδᵢ²,   b = Σv̂ᵢ²/Σδᵢ²
+    E‖δ̂ - δ‖²/‖δ‖² = b/s - 1
 
-over what is kept. Stored as it is, a = b = 1 and this is p/(1 - p), as in the analysis. Rounding
-is no noise that is independent of δ: it shortens (a = b below 1 for one bit, where v̂ is a mean), so
-a and b are measured, by rounding a part of the real change. If the largest are kept and not
-rescaled, the error is 1 - s·(2a - b), where s is their share of ‖δ‖².
+Stored as it is, b = 1 and this is p/(1 - p), as in the analysis. What b is for so many bits is
+measured, by rounding a part of the real change. If the largest are kept, s is their share of ‖δ‖²,
+and the error is the same; but native values are not divided, and then it is 1 - s.
 
 The error of a model is √(Σ error·‖δ‖² / Σ‖w‖²) over the tensors of both, which for values as they
 are is the output error that `dare analyze` foretells.
@@ -265,19 +265,18 @@ def expected_errors(
     """
     measured = [p for p in ROUNDED_RATES if not p or (1 - p) * values.size >= FEWEST]
     if keep == "random":
-        parts, held, weight = _keep_by_chance(values, measured), np.ones(1), 1 / (1 - rates)
+        parts, share = _keep_by_chance(values, measured), 1 - rates
     else:
-        parts = _keep_largest(values, measured)
-        held = weight = share_of_largest(values, 1 - rates)
+        parts, share = _keep_largest(values, measured), share_of_largest(values, 1 - rates)
     squares = [_dot(part, part) or 1.0 for part in parts]
     errors: dict[Bits, Doubles] = {}
     for bits in considered:
-        a = b = np.ones(rates.size)
-        if bits != "native":
-            stored = [rounded(part, bits) for part in parts]
-            a = np.interp(rates, measured, np.array([*map(_dot, parts, stored)]) / squares)
-            b = np.interp(rates, measured, np.array([*map(_dot, stored, stored)]) / squares)
-        errors[bits] = np.maximum(1 - 2 * held * a + weight * b, 0.0)
+        if bits == "native":
+            errors[bits] = 1 / share - 1 if keep == "random" else 1 - share
+            continue
+        stored = [rounded(part, bits) for part in parts]
+        b = np.interp(rates, measured, np.array([*map(_dot, stored, stored)]) / squares)
+        errors[bits] = np.maximum(b / share - 1, 0.0)
     return errors
 
 

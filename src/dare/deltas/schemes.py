@@ -67,4 +67,6 @@ class Asked:
         bits, rate = self.bits, self.drop_rate
         if bits is None:
             bits = USUAL_BITS if rate is None else "native"
-        return Scheme(USUAL_RATES[bits] if rate is None else rate, bits, self.keep)
+        if rate is None:
+            rate = USUAL_RATES[bits] if self.keep == "random" else USUAL_RATES["native"]
+        return Scheme(rate, bits, self.keep)
