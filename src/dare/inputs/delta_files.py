@@ -221,9 +221,14 @@ class DeltaFile:
     def kept_changes(
         self, count: int, parts: Sequence[Raw], base: Raw | None, lanes: Bytes
     ) -> NDArray[np.float32]:
-        """The change of the kept elements of a chunk, in order, without rescaling."""
+        """The change of the kept elements of a chunk, in order, without rescaling.
+
+        It is in an array that each thread has one of.
+        """
         run = kernels.load("cpu")
-        change = np.empty(count, np.float32)
+        if not hasattr(self._local, "change"):
+            self._local.change = np.empty(CHUNK, np.float32)
+        change: NDArray[np.float32] = self._local.change[:count]
         if self.notes.bits != "native":
             run.dequantise(parts[0], parts[1], self.notes.bits, change)
             return change
