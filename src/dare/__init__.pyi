@@ -31,6 +31,7 @@ from dare.compat import (
     ties_elect_sign as ties_elect_sign,
     ties_trim as ties_trim,
 )
+from dare.deltas.live import LiveDelta as LiveDelta, load_delta as load_delta
 from dare.errors import (
     DareError as DareError,
     DareWarning as DareWarning,
