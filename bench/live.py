@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,48 +35,59 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Weights(torch.nn.Module):
-    """The parameters of a model, without what computes with them."""
+def module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module that has these parameters, without what computes with them."""
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        module.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    return root
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.names = {name.replace(".", "/"): name for name in tensors}
-        for key, name in self.names.items():
-            self.register_parameter(key, torch.nn.Parameter(tensors[name], requires_grad=False))
 
-    def state_dict(self, *given: Any, **settings: Any) -> Any:
-        """Tensors under the names that they are stored by."""
-        state = super().state_dict(*given, **settings)
-        return {self.names[key]: tensor for key, tensor in state.items()}
-
-
-def load(folder: Path) -> Weights:
+def load(folder: Path) -> torch.nn.Module:
     """A model in memory of its own, of which no page is the file's."""
     tensors = load_file(folder / "model.safetensors")
-    return Weights({name: tensors.pop(name).clone() for name in list(tensors)})
+    return module_of({name: tensors.pop(name).clone() for name in list(tensors)})
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long it takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class Times:
+    """How long something took, each time: on the clock, and on all cores together."""
+
+    def __init__(self) -> None:
+        self.clock: list[float] = []
+        self.cores: list[float] = []
+
+    def take(self, *work: Callable[[], object]) -> None:
+        """Time all of this as one."""
+        started = time.perf_counter(), time.process_time()
+        for do in work:
+            do()
+        self.clock.append(time.perf_counter() - started[0])
+        self.cores.append(time.process_time() - started[1])
+
+    def show(self, what: str) -> None:
+        """Medians; where cores are shared, those of the second kind tell more."""
+        clock, cores = statistics.median(self.clock), statistics.median(self.cores)
+        print(
+            f"  {what:<40} {clock:6.2f} s ({min(self.clock):.2f} to {max(self.clock):.2f}), "
+            f"{cores:.2f} s of processor time",
+            flush=True,
+        )
 
 
-def resident_bytes() -> int:
-    """Memory of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def memory_bytes(line: str) -> int:
+    """Memory of this process: now (VmRSS), or the most since `forget_peak` (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{line}:")[2].split()[0])
 
 
-def peak_bytes() -> int:
-    """The most it has been."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def show(what: str, times: list[float]) -> None:
-    middle, least, most = statistics.median(times), min(times), max(times)
-    print(f"  {what:<44} {middle:6.2f} s   ({least:.2f} to {most:.2f})", flush=True)
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def compress(folders: list[Path], data: Path, variant: str) -> list[Path]:
@@ -95,7 +106,7 @@ def switch(folders: list[Path], data: Path, variant: str) -> None:
     size = (folders[0] / "model.safetensors").stat().st_size
     print(f"{variant}: {files[0].stat().st_size / 1e6:.0f} MB of {size / 1e6:.0f} MB")
     model = load(folders[0])
-    alone = resident_bytes()
+    alone = memory_bytes("VmRSS")
     names = [data / f"{number}-{variant}.delta.safetensors" for number in range(FINE_TUNES)]
     for number, name in enumerate(names):
         name.unlink(missing_ok=True)
@@ -103,24 +114,23 @@ def switch(folders: list[Path], data: Path, variant: str) -> None:
     loading = time.perf_counter()
     deltas = [dare.load_delta(name) for name in names]
     loading = time.perf_counter() - loading
-    loaded = resident_bytes()
+    loaded = memory_bytes("VmRSS")
     for delta in deltas[:2]:  # kernels are compiled, files in the page cache
         with delta.applied(model):
             pass
-    applying, removing, switching = [], [], []
-    applied = 0
-    for round_number in range(ROUNDS):
-        first, second = deltas[round_number], deltas[round_number + 1]
-        applying.append(seconds(lambda first=first: first.apply_(model)))
-        start = time.perf_counter()
-        first.remove_(model)
-        second.apply_(model)
-        switching.append(time.perf_counter() - start)
-        applied = resident_bytes()
-        removing.append(seconds(lambda second=second: second.remove_(model)))
-    show("apply_", applying)
-    show("remove_", removing)
-    show("switch (remove_ one, apply_ another)", switching)
+    forget_peak()
+    applying, removing, switching = Times(), Times(), Times()
+    for first, second in pairwise(deltas[: ROUNDS + 1]):
+        applying.take(lambda first=first: first.apply_(model))
+        switching.take(
+            lambda first=first: first.remove_(model), lambda second=second: second.apply_(model)
+        )
+        applied = memory_bytes("VmRSS")
+        removing.take(lambda second=second: second.remove_(model))
+    peak = memory_bytes("VmHWM")
+    applying.show("apply_")
+    removing.show("remove_")
+    switching.show("switch (remove_ one, apply_ another)")
     state, original = model.state_dict(), load_file(folders[0] / "model.safetensors")
     is_base = all(
         torch.equal(state[name].view(torch.int16), original[name].view(torch.int16))
@@ -132,8 +142,9 @@ def switch(folders: list[Path], data: Path, variant: str) -> None:
         ("the base alone", alone),
         (f"with {FINE_TUNES} fine-tunes loaded", loaded),
         ("and one of them applied", applied),
+        ("the most while switching", peak),
     ):
-        print(f"  resident: {what:<34} {nbytes / 1e9:5.2f} GB")
+        print(f"  memory: {what:<34} {nbytes / 1e9:5.2f} GB")
     for name in names:
         name.unlink()
 
@@ -142,10 +153,10 @@ def peers(folders: list[Path]) -> None:
     """Time a dense delta that is added and subtracted, and loading another model."""
     print("without delta files")
     model = load(folders[0])
-    show(
-        "load the other model (page cache)",
-        [seconds(lambda: load(folders[2])) for _ in range(ROUNDS)],
-    )
+    loading, adding, subtracting = Times(), Times(), Times()
+    for _ in range(ROUNDS):
+        loading.take(lambda: load(folders[2]))
+    loading.show("load the other model (page cache)")
     base, tuned = model.state_dict(), load_file(folders[1] / "model.safetensors")
     dense = {name: tensor - base[name] for name, tensor in tuned.items()}
     before = {name: tensor.clone() for name, tensor in base.items()}
@@ -154,12 +165,11 @@ def peers(folders: list[Path]) -> None:
         for name, tensor in base.items():
             tensor.add_(dense[name], alpha=alpha)
 
-    adding, subtracting = [], []
     for _ in range(ROUNDS):
-        adding.append(seconds(lambda: add(1)))
-        subtracting.append(seconds(lambda: add(-1)))
-    show("add a dense delta in place", adding)
-    show("subtract it", subtracting)
+        adding.take(lambda: add(1))
+        subtracting.take(lambda: add(-1))
+    adding.show("add a dense delta in place")
+    subtracting.show("subtract it")
     changed = sum(int((base[name] != before[name]).sum()) for name in base)
     print(f"  elements that are not the base's after that: {changed:,}")
 
@@ -180,7 +190,6 @@ def main() -> None:
         peers(folders)
     else:
         switch(folders, options.data, options.only)
-        print(f"  peak {peak_bytes() / 1e9:.2f} GB, compressing counted if it was done")
 
 
 if __name__ == "__main__":

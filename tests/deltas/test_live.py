@@ -357,6 +357,20 @@ def test_a_prefix_of_names_is_seen_through(tmp_path):
     assert contents(module.state_dict()) == contents(base)
 
 
+def test_a_module_whose_state_dict_holds_copies(tmp_path):
+    module, base, file = tied_files(tmp_path)
+    module.register_state_dict_post_hook(
+        lambda _module, state, _prefix, _metadata: state.update(
+            {name: tensor.clone() for name, tensor in state.items()}
+        )
+    )
+    delta = dare.load_delta(file)
+    delta.apply_(module)
+    assert contents(module.state_dict()) == written_model(tmp_path)
+    delta.remove_(module)
+    assert contents(module.state_dict()) == contents(base)
+
+
 def test_a_base_that_the_lossless_file_has_under_other_names(tmp_path):
     base, tuned = small_model()
     named = {f"model.{name}": array for name, array in base.items()}

@@ -105,10 +105,10 @@ class LiveDelta:
 
         try:
             _on_all_cores(put, touched)
+            self._applied[id(model)] = _reference(model), written
         except BaseException:
             _on_all_cores(put_back, [place for place in touched if place.key in written])
             raise
-        self._applied[id(model)] = _reference(model), written
 
     def remove_(self, model: Any) -> None:
         """Put the base back, bit for bit, into a model that this delta was applied to.
@@ -474,11 +474,13 @@ def _memory(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory
 
 
 def _arrays_of(model: Any) -> dict[str, Any]:
-    """The tensors of a torch module by name, or those of a dict."""
-    state = model.state_dict() if hasattr(model, "state_dict") else model
-    if not isinstance(state, Mapping):
+    """The parameters and buffers of a torch module by name, or the arrays of a dict."""
+    if hasattr(model, "named_parameters"):  # its state_dict may hold copies
+        named = (model.named_parameters, model.named_buffers)
+        return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+    if not isinstance(model, Mapping):
         raise InputError(f"expected a torch module or a dict of arrays, found {type(model)}")
-    return {n: a for n, a in state.items() if is_torch(a) or isinstance(a, np.ndarray)}
+    return {n: a for n, a in model.items() if is_torch(a) or isinstance(a, np.ndarray)}
 
 
 def _bare_source(names: Iterable[str]) -> Source:
