@@ -31,6 +31,8 @@ _NAMES = {
         "ties_trim"
     ),
     "deltas.compressing": "compress",
+    "deltas.compressing": "compress",
+    "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
         "DareError DareWarning HeaderError InputError MismatchError OutputError "
