@@ -31,7 +31,6 @@ _NAMES = {
         "ties_trim"
     ),
     "deltas.compressing": "compress",
-    "deltas.compressing": "compress",
     "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
