@@ -136,8 +136,8 @@ class Packer(_Coder):
         """
         if self._scheme.keep == "random":
             return 1.0
-        total = self._run.sum_products(change, change)
-        return float(self._run.sum_products(kept, kept) / total) if total else 1.0
+        total, of_kept = (self._run.sum_products(values, values) for values in (change, kept))
+        return float(of_kept / total) if of_kept else 1.0  # all that is kept may be elsewhere
 
     def _rounded(
         self, step: Merge, kept: Floats, share: float

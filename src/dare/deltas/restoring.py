@@ -21,7 +21,7 @@ from dare.inputs.sources import open_source
 from dare.output.journal import Record
 from dare.output.places import told
 from dare.output.publishing import settle
-from dare.output.targets import check_target
+from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
 from dare.output.writer import PartialOutput
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import Layout, is_directory_target
@@ -131,6 +131,8 @@ def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
         name: tuple((info.name, info.dtype, info.shape) for info in header.tensors.values())
         for name, (_, header) in headers.items()
     }
+    if ours := {MANIFEST_NAME, MARK_NAME, JOURNAL_NAME} & file.notes.files.keys():
+        raise file.damaged(f"{min(ours)} is not a file of a model")
     laid_out = [tensor for tensors in files.values() for tensor in tensors]
     expected = {(name, t.kind, t.shape) for name, t in file.notes.tensors.items()}
     if set(laid_out) != expected or len(laid_out) != len(expected):

@@ -13,8 +13,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, NamedTuple, Self
+from weakref import finalize
 
 import numpy as np
 import xxhash
@@ -26,6 +28,7 @@ from dare.inputs.delta_notes import (
     AS_IN_BASE,
     INDEX,
     KEY,
+    MAX_FILE_BYTES,
     UNKNOWN,
     DeltaNotes,
     StoredTensor,
@@ -43,8 +46,6 @@ from dare.tensors.mask import keep_threshold, mask_key
 from dare.tensors.planes import unpack
 
 F32, U8, BF16 = (STORAGE_TYPES[name] for name in ("F32", "U8", "BF16"))
-MAX_FILE_BYTES = 256_000_000
-"""Of a configuration or a tokenizer."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
 
 Bytes = NDArray[np.uint8]
@@ -65,9 +66,11 @@ class DeltaFile:
     """What a delta file holds, chunk by chunk; for its meaning the base is needed."""
 
     def __init__(self, stored: FileSource) -> None:
-        self.path = stored.path
+        if len(stored.headers) != 1:
+            raise InputError(f"{stored.path}: a delta file is one file, and this is several")
+        ((self.path, header),) = stored.headers.items()
         self.stored = stored
-        self.notes = read_notes(stored.headers[self.path].metadata[KEY], str(self.path))
+        self.notes = read_notes(header.metadata[KEY], str(self.path))
         self._local = threading.local()
         self._check_header()
         self.pieces = dict(self._read_index())
@@ -122,7 +125,9 @@ class DeltaFile:
         """What each chunk of a tensor has in each part."""
         for chunk, count in enumerate(counts):
             size = chunk_span(chunk, tensor.elements)[1]
-            most = size * tensor.kind.itemsize + 1 if self.notes.scheme == "lossless" else size
+            most = size if tensor.kind.is_weight else -1  # no other type is dropped or rounded
+            if self.notes.scheme == "lossless":
+                most = size * tensor.kind.itemsize + 1
             if not (0 <= count <= most or (count == AS_IN_BASE and tensor.base is not None)):
                 raise self.damaged("a chunk has more values than elements")
             yield part_sizes(self.notes, size, count)
@@ -253,7 +258,7 @@ class DeltaSource(Source):
         self.files = file.stored.files
         self._rescales = rescales
         self._is_lossless = self.notes.scheme == "lossless"
-        self._folder: TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._local = threading.local()
         self._check_base()
         self.tensors = {name: self._presented(name) for name in self.notes.tensors}
@@ -278,6 +283,9 @@ class DeltaSource(Source):
                 info = self.base.tensors.get(base_name)
                 if info is None or info.shape != tensor.shape:
                     raise self._wrong_base(f"{base_name} is not there, or of another shape")
+                converts = not self._is_lossless and tensor.kind.is_weight and info.dtype.is_weight
+                if info.dtype != tensor.kind and not converts:
+                    raise self._wrong_base(f"{base_name} is {info.dtype.name}")
         if sample(self.base) != self.notes.sample:
             raise self._wrong_base("its weights are others")
 
@@ -355,9 +363,11 @@ class DeltaSource(Source):
         if not any(file.kind != "header" for file in self.notes.files.values()):
             return None
         if self._folder is None:
-            self._folder = TemporaryDirectory(prefix="dare-delta-")
-            self.file.fill_folder(Path(self._folder.name), base)
-        return Path(self._folder.name)
+            folder = Path(mkdtemp(prefix="dare-delta-"))
+            finalize(self, rmtree, folder, ignore_errors=True)
+            self.file.fill_folder(folder, base)
+            self._folder = folder
+        return self._folder
 
     # ------------------------------------------------------------ reading
 
