@@ -92,13 +92,16 @@ def check_unreadable(base: Path, file: Path, context: object) -> None:
 def test_every_flipped_bit_is_noticed(made, kind, tmp_path):
     file = copy_of(made, kind, tmp_path)
     generator = random.Random(kind)
-    size = file.stat().st_size
-    start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    for place in range(size):
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    padding = range(len(content[:start].rstrip(b" ")) + 1, start - 1)
+    for place in range(len(content)):
+        if place in padding and place % 16:
+            continue
         bit = 8 * place + generator.randrange(8)
         flip_bit(file, bit)
         check_reported(file, bit)
-        if place >= start or place % 16 == 0:
+        if place % (8 if place >= start else 64) == 0:
             check_unreadable(made.base, file, bit)
         flip_bit(file, bit)
     assert dare.verify(file).ok
