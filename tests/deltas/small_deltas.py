@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 import dare
 from dare.deltas.compressing import compress
@@ -30,6 +31,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
 POSITIONS = "model.position_ids"
 CONFIG = {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 20}
+
+PARTS = ("values", "scales", "places", "coded")
 
 Arrays = dict[str, np.ndarray]
 Parts = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -105,8 +108,13 @@ def take_apart(content: bytes) -> tuple[dict[str, Any], Parts]:
     return notes, parts
 
 
-def put_together(notes: Any, parts: Parts) -> bytes:
-    """A file with notes whose digests of index and header fit, whatever else they say."""
+def put_together(notes: Any, parts: Parts, *, sound: bool = False) -> bytes:
+    """A file with notes whose digests of index and header fit, whatever else they say.
+
+    A `sound` one also has digests of its chunks that fit, as far as they can be found.
+    """
+    if sound:
+        parts = with_digests(notes, parts)
     if isinstance(notes, dict) and INDEX in parts and "index" in notes:
         notes["index"] = bytes_digest(parts[INDEX][2])
     described = [(name, STORAGE_TYPES[kind], shape) for name, (kind, shape, _) in parts.items()]
@@ -119,6 +127,23 @@ def put_together(notes: Any, parts: Parts) -> bytes:
 
     checked = header(bytes_digest(header(UNKNOWN)))
     return checked + b"".join(data for _, _, data in parts.values())
+
+
+def with_digests(notes: Any, parts: Parts) -> Parts:
+    """The parts with an index in which the digests of chunks are as they should be.
+
+    All tensors are of one chunk.
+    """
+    try:
+        kind, shape, data = parts[INDEX]
+        rows = np.frombuffer(data, np.int64).reshape(shape).copy()
+        names = sorted(n for n, tensor in notes["tensors"].items() if not tensor.get("tied_to"))
+        for row, name in zip(rows, names, strict=True):
+            held = [parts.get(f"{of}:{name}", ("", (), b""))[2] for of in PARTS]
+            row[1:] = np.frombuffer(xxhash.xxh3_128_digest(b"".join(held)), np.int64)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return parts
+    return {**parts, INDEX: (kind, shape, rows.tobytes())}
 
 
 def changed(content: bytes, change: Callable[[dict[str, Any], Parts], object]) -> bytes:

@@ -500,6 +500,14 @@ def test_another_configuration_of_the_base_is_noticed(wide, kind, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_that_the_base_no_longer_has_is_named(wide, kind, tmp_path):
+    other = other_base(wide, tmp_path, lambda _: None)
+    (other / "generation_config.json").unlink()
+    with pytest.raises(InputError, match=rf"{NAME}: the model has generation_config.json as its"):
+        apply_quietly(other, wide.files[kind], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_delta_file_is_no_base_and_no_model_by_itself(made, kind, tmp_path):
     file = made.files[kind]
     for call in (

@@ -296,6 +296,20 @@ def test_a_chunk_of_which_nothing_is_kept_is_rounded(tmp_path):
     assert compress(*files, tmp_path / NAME, **asked).kept == 600
 
 
+def test_values_that_overflow_when_they_are_rounded_or_rescaled_are_named(tmp_path):
+    base = {"w": np.zeros(100, np.float32)}
+    model = {"w": np.full(100, 3e38, np.float32)}
+    files = [
+        save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
+    ]
+    asked: dict[str, Any] = {"drop_rate": 0.5, "verbose": False}
+    with pytest.raises(MismatchError, match="too large to be rounded"):
+        compress(*files, tmp_path / NAME, keep="magnitude", bits=8, **asked)
+    compress(*files, tmp_path / NAME, bits="native", **asked)
+    report = apply_quietly(files[0], tmp_path / NAME, tmp_path / "out.safetensors")
+    assert any("overflow" in notice.text for notice in report.warnings)
+
+
 # ---------------------------------------------------------------- what is there already
 
 

@@ -155,7 +155,8 @@ class Packer(_Coder):
         if share != 1.0:
             enlarged = np.empty(scales.size, np.float32)
             self._run.decode(scales, enlarged)
-            enlarged *= np.float32(1 / share)
+            with np.errstate(over="ignore"):
+                enlarged *= np.float32(1 / share)
             if self._run.encode(enlarged, scales) >= STORAGE_TYPES["BF16"].overflow_bits:
                 raise MismatchError(
                     f"{step.tensor}: its changes are too large to be rounded; use --bits native"

@@ -192,7 +192,13 @@ class DeltaFile:
             if file.kind == "whole":
                 place.write_bytes(self.read_file(name))
             elif base is not None:
-                content = read_limited(base / name, MAX_FILE_BYTES)
+                try:
+                    content = read_limited(base / name, MAX_FILE_BYTES)
+                except InputError as error:
+                    raise InputError(
+                        f"{self.path}: the model has {name} as its base has it, and {error}; give "
+                        "the base as it was"
+                    ) from None
                 if bytes_digest(content) != file.digest:
                     raise InputError(
                         f"{base / name}: is not what it was when {self.path} was made, and the "
@@ -430,7 +436,8 @@ class DeltaSource(Source):
             return
         change = self.file.kept_changes(piece.kept, parts, base, lanes)
         if self._is_rescaled(tensor):
-            change *= np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
+            with np.errstate(over="ignore"):  # infinities are counted where they are stored
+                change *= np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
         into[:] = 0
         expand(change, lanes, into)
 

@@ -25,6 +25,8 @@ MAX_FILE_BYTES = 256_000_000
 """Of a configuration or a tokenizer."""
 MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES
 """Of all of them: a small file must not fill a disk."""
+LONGEST_REASON = 300
+"""Characters: names that it speaks of may be long."""
 LONGEST_NAME = 255
 """Bytes of a part of a path, on every file system that people use."""
 
@@ -159,4 +161,4 @@ def read_notes(text: str, where: str) -> DeltaNotes:
         reason = f"{place}: {first['msg']}" if place else first["msg"]
     except (ValueError, RecursionError, AttributeError) as error:
         reason = str(error)
-    raise InputError(f"{where}: the notes of the delta file are damaged: {reason}")
+    raise InputError(f"{where}: the notes of the delta file are damaged: {reason[:LONGEST_REASON]}")
