@@ -21,7 +21,6 @@ from dare.run.worker import Results, Worker, summaries_of
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK
 from dare.tensors.digest import bytes_digest
-from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.planes import pack
 
 Floats = NDArray[np.float32]
@@ -157,12 +156,13 @@ class Packer(_Coder):
             self._run.decode(scales, enlarged)
             with np.errstate(over="ignore"):
                 enlarged *= np.float32(1 / share)
-            if self._run.encode(enlarged, scales) >= STORAGE_TYPES["BF16"].overflow_bits:
-                raise MismatchError(
-                    f"{step.tensor}: its changes are too large to be rounded; use --bits native"
-                )
+            self._run.encode(enlarged, scales)
         stored = self._stored[: kept.size]
         self._run.dequantise(codes, scales, bits, stored)
+        if not np.isfinite(stored).all():
+            raise MismatchError(
+                f"{step.tensor}: its changes are too large to be rounded; use --bits native"
+            )
         return [codes, scales], stored
 
     def _errors(
