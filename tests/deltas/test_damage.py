@@ -32,9 +32,12 @@ from small_deltas import (
 )
 
 import dare
-from dare import InputError, OutputError, VerificationError
+from dare import InputError, MismatchError, OutputError, VerificationError
 from dare.deltas.restoring import open_delta
 from dare.inputs.delta_notes import INDEX, KEY
+from dare.inputs.sources import open_source
+from dare.tensors.digest import bytes_digest
+from dare.tensors.planes import pack
 from helpers import flip_bit, listing, save
 
 NAME = "math.delta.safetensors"
@@ -401,12 +404,80 @@ def test_weights_of_a_restored_model_lie_in_its_folder(made, tmp_path):
     assert listing(tmp_path) == [NAME]
 
 
+def file_bytes_of(header: object) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def with_file(name: str, content: bytes) -> Change:
+    """Another content of a file, with digests that fit."""
+
+    def change(notes: dict[str, Any], parts: Parts) -> None:
+        blob = pack(np.frombuffer(content, np.uint8), None, 1)
+        parts[f"file:{name}"] = ("U8", (len(blob),), blob)
+        notes["files"][name].update(size=len(content), digest=bytes_digest(content))
+
+    return change
+
+
+def headers_that_lie(whole: bytes) -> dict[str, bytes]:
+    """Headers for a model's file that are not what its tensors are."""
+    header = json.loads(whole[8:])
+    said = header[LAYER]
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    others = {
+        "another name": {**{n: e for n, e in header.items() if n != LAYER}, "x": said},
+        "one less": {name: entry for name, entry in header.items() if name != LAYER},
+        "one more": {**header, "x": {"dtype": "U8", "shape": [0], "data_offsets": [end, end]}},
+        "another type": {**header, LAYER: {**said, "dtype": "BF16"}},
+        "another shape": {**header, LAYER: {**said, "shape": said["shape"][::-1]}},
+        "ends of text": {**header, LAYER: {**said, "data_offsets": ["x", "y"]}},
+        "ends that are none": {**header, LAYER: {**said, "data_offsets": [0, None]}},
+        "ends beyond all": {**header, LAYER: {**said, "data_offsets": [0, float("inf")]}},
+        "ends far away": {**header, LAYER: {**said, "data_offsets": [1 << 62, 1 << 63]}},
+        "a list": [header],
+        "nothing": {},
+        "too deep": b"[" * 100_000,
+        "a name twice": json.dumps(header).encode()[:-1] + b"," + json.dumps(header).encode()[1:],
+    }
+    return {what: file_bytes_of(other) for what, other in others.items()} | {
+        "no bytes": b"",
+        "four bytes": whole[:4],
+        "cut": whole[:-9],
+        "longer than it is": (len(whole) + 1).to_bytes(8, "little") + whole[8:],
+        "shorter than it is": (len(whole) - 20).to_bytes(8, "little") + whole[8:],
+    }
+
+
+def test_headers_of_the_models_files_that_lie_are_refused(made, tmp_path):
+    content = made.files["lossless"].read_bytes()
+    whole = open_delta(made.files["lossless"]).read_file("model.safetensors")
+    file = tmp_path / NAME
+    for what, header in headers_that_lie(whole).items():
+        file.write_bytes(changed(content, with_file("model.safetensors", header)))
+        with pytest.raises(InputError, match=NAME) as caught:
+            apply_quietly(made.base, file, tmp_path / "out")
+        assert "model.safetensors" in str(caught.value) or "headers" in str(caught.value), what
+        assert listing(tmp_path) == [NAME], what
+
+
 def test_a_file_that_cannot_be_stored_is_named_when_it_is_compressed(tmp_path):
     base, model = write_models(tmp_path, make_base())
     (model / "a\\b.model").write_text("")
     with pytest.raises(InputError, match=r"b\.model.*rename it"):
         compress_quietly(base, model, tmp_path / NAME, "native")
     assert listing(tmp_path) == ["base", "model"]
+
+
+def test_more_than_a_header_can_hold_is_not_written(made, kind, tmp_path, monkeypatch):
+    header = open_source(made.files[kind]).headers[made.files[kind]]
+    most = len(json.dumps(header.metadata))
+    monkeypatch.setattr("dare.deltas.compressing.MAX_METADATA", most - 1)
+    with pytest.raises(MismatchError, match=rf"{NAME}: the model has 5 tensors"):
+        compress_quietly(made.base, made.model, tmp_path / NAME, kind)
+    assert listing(tmp_path) == []
+    monkeypatch.setattr("dare.deltas.compressing.MAX_METADATA", most)
+    compress_quietly(made.base, made.model, tmp_path / NAME, kind)
 
 
 # ---------------------------------------------------------------- another base

@@ -144,9 +144,12 @@ def _header(file: DeltaFile, name: str) -> tuple[bytes, Header]:
     text = file.read_file(name)
     try:
         entries = json.loads(text[8:])
-        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != METADATA]
-    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
-        raise file.damaged(f"the header of {name} is none") from None
+        ends = [int(e["data_offsets"][1]) for key, e in entries.items() if key != METADATA]
+        is_whole = int.from_bytes(text[:8], "little") == len(text) - 8
+    except (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise file.damaged(f"the header of {name} is none")
     return text, parse_header(text[8:], max(ends, default=0), f"{file.path}: {name}")
 
 
