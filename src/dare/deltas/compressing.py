@@ -190,8 +190,8 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
     notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
     if len(json.dumps(_metadata(notes))) > MAX_METADATA:
         raise MismatchError(
-            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and what is to be "
-            "said of them is more than the header of a file can hold"
+            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and the header "
+            "of a file cannot hold all that is to be said of them"
         )
     layout = lay_out(output.layout.target, described, None)
     sources = {name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described}
