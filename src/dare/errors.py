@@ -99,6 +99,7 @@ class Concern(StrEnum):
     OVERFLOW = "overflow"
     NOT_A_NUMBER = "not a number"
     LEFTOVERS = "leftovers"
+    NOT_SMALLER = "not smaller"
 
 
 @dataclass(frozen=True)

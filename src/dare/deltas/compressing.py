@@ -7,7 +7,7 @@ import json
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dare.analysis.measure.glance import glance
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
 from dare.deltas.schemes import Asked, Bits, Keep
-from dare.errors import Concern, DareWarning, MismatchError, RecipeError
+from dare.errors import Concern, DareWarning, MismatchError, Notice, RecipeError
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -35,7 +35,7 @@ from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import MAX_METADATA, Described
 from dare.tensors.planes import pack
-from dare.tensors.sizes import parse_size
+from dare.tensors.sizes import parse_size, show_size
 
 AnyPath = str | PathLike[str]
 
@@ -90,6 +90,7 @@ def compress(
     check_target(layout, inputs, overwrite=overwrite)
     notices = [] if lossless else [n for n in glance(plan) if n.about is not Concern.LOW_RANK]
     model_files = plan.base.files if lossless else plan.models[0].files
+    model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
     with (
         PieceOutput(target, chunks, _fingerprint(job), plan.stamps, resume=resume) as partial,
@@ -113,17 +114,26 @@ def compress(
             output=target,
             bytes_read=plan.cost.bytes_read,
             bytes_written=partial.size,
-            model_bytes=sum(file.stat().st_size for file in model_files),
+            model_bytes=model_bytes,
             resumed_chunks=len(partial.resumed),
             seconds=time.perf_counter() - started,
             notes=plan.notes,
-            warnings=(*plan.warnings, *notices),
+            warnings=(*plan.warnings, *notices, *_too_large(partial.size, model_bytes)),
         )
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
         for notice in report.warnings:
             warnings.warn(notice.text, DareWarning, stacklevel=2)
     return report
+
+
+def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
+    if nbytes > model_bytes:
+        yield Notice(
+            Concern.NOT_SMALLER,
+            f"the delta file takes {show_size(nbytes)} and the model {show_size(model_bytes)}: "
+            "keep the model, or drop more",
+        )
 
 
 def _read_size(size: int | str | None) -> int | None:

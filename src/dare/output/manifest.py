@@ -62,6 +62,7 @@ def embedded_manifest(
         "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
         "pad_to_multiple_of": recipe.pad_to_multiple_of,
         "later_draws": LATER_DRAWS_VERSION if plan.has_later_draws else None,
+        "dropped_before": plan.dropped_before if any(plan.dropped_before) else None,
         "stages_from": {s.name: s.origin for s in plan.stages if s.origin} or None,
     }
     return {

@@ -153,8 +153,8 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
                 problems += filter(None, pool.map(problem, chunks))
         manifest = manifest_path(file.path)
         if manifest.exists() and not problems:
-            written = read_sealed(manifest).get("files")
-            if written != {file.path.name: file_digest(file.path)}:
+            written = read_sealed(manifest)["files"]
+            if list(written.values()) != [file_digest(file.path)]:  # both may have a new name
                 problems.append(f"{manifest}: is of another file than {file.path.name}")
     except InputError as error:
         problems.append(str(error))

@@ -194,6 +194,16 @@ class PlanData:
             return None
         return source.original_digest(tensor.name)
 
+    @cached_property
+    def dropped_before(self) -> list[list[tuple[float, int]]]:
+        """For each model the rates and seeds of what is made up for before its first stage."""
+        drops: list[set[tuple[float, int]]] = [set() for _ in self.models]
+        for tensor in self.merged():
+            for model in tensor.models:
+                if (drop := tensor.drop_of(model)) is not None:
+                    drops[model].add((drop.rate, drop.seed))
+        return list(map(sorted, drops))
+
     def merged(self) -> Iterator[TensorPlan]:
         """The tensors that are merged."""
         return (tensor for tensor in self.tensors if tensor.is_merged)
