@@ -20,6 +20,14 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from dare.kernels import LANES_MULTIPLE
+from dare.kernels.reference import (
+    EVEN_STEPS,
+    FINE_PARTS,
+    LARGEST,
+    ODD_STEPS,
+    PARTS,
+    SCALE_GROUP,
+)
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -90,7 +98,7 @@ def magnitude_of(value):
 
 
 @helper
-def expand(code, width, mantissa_bits, bias, first_special, special):
+def widen(code, width, mantissa_bits, bias, first_special, special):
     """Widen a float of `width` bits to float32; codes from `first_special` up become `special`."""
     sign = u32(u32(code >> u32(width - 1)) << u32(31))
     magnitude = u32(code & u32((1 << (width - 1)) - 1))
@@ -137,10 +145,10 @@ def _to_float(code):
     decoders = {
         types.float64: lambda code: f32(code),
         types.float32: lambda code: code,
-        types.int16: lambda code: expand(u32(u16(code)), 16, 10, 15, 0x7C00, 0x7F800000),
+        types.int16: lambda code: widen(u32(u16(code)), 16, 10, 15, 0x7C00, 0x7F800000),
         types.uint16: lambda code: float_of(u32(u32(code) << u32(16))),
-        types.uint8: lambda code: expand(u32(code), 8, 3, 7, 0x7F, 0x7FC00000),
-        types.int8: lambda code: expand(u32(u8(code)), 8, 2, 15, 0x7C, 0x7F800000),
+        types.uint8: lambda code: widen(u32(code), 8, 3, 7, 0x7F, 0x7FC00000),
+        types.int8: lambda code: widen(u32(u8(code)), 8, 2, 15, 0x7C, 0x7F800000),
     }
     return _chosen(decoders, code)
 
@@ -1059,3 +1067,228 @@ def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1, kept):
             scaled = bits_of(values[i + j] * factors[rank])
             values[i + j] = float_of(u32(scaled & all_ones(keep)))
             kept[i + j] = keep
+
+
+# ---------------------------------------------------------------- what is kept, packed
+
+
+@intrinsic
+def lane_word(_typing, address):
+    """The 64 lanes at an address as bits, the first one in the lowest."""
+
+    def build(_context, builder, _signature, arguments):
+        octets = ir.VectorType(ir.IntType(8), 64)
+        lanes = builder.load(builder.inttoptr(arguments[0], octets.as_pointer()))
+        lanes.align = 1
+        is_set = builder.icmp_unsigned("!=", lanes, ir.Constant(octets, [0] * 64))
+        return builder.bitcast(is_set, ir.IntType(64))
+
+    return types.uint64(types.intp), build
+
+
+@helper
+def lanes_from(lanes, first, size):
+    """As bits, the 64 lanes from the first on; those from `size` on are taken as not set."""
+    if first + 64 <= size:
+        return lane_word(lanes.ctypes.data + first)
+    word = u64(0)
+    for i in range(first, size):
+        word |= u64(lanes[i] != u8(0)) << u64(i - first)
+    return word
+
+
+def as_integers(raw):
+    """A carrier as unsigned integers, so that kernels that only move it are compiled per width."""
+    return raw.view(f"u{raw.dtype.itemsize}")
+
+
+def select(raw, lanes, out):
+    return select_integers(as_integers(raw), lanes, as_integers(out))
+
+
+@kernel
+def select_integers(raw, lanes, out):
+    count = 0
+    for first in range(0, raw.size, 64):
+        left = lanes_from(lanes, first, raw.size)
+        while left:
+            out[count] = raw[first + trailing_zeros(left)]
+            count += 1
+            left &= left - u64(1)
+    return count
+
+
+def expand(packed, lanes, into):
+    return expand_integers(as_integers(packed), lanes, as_integers(into))
+
+
+@kernel
+def expand_integers(packed, lanes, into):
+    count = 0
+    for first in range(0, into.size, 64):
+        left = lanes_from(lanes, first, into.size)
+        while left:
+            if count < packed.size:
+                into[first + trailing_zeros(left)] = packed[count]
+            count += 1
+            left &= left - u64(1)
+    return count
+
+
+# ---------------------------------------------------------------- values in few bits
+
+STEPS_OF_4, STEPS_OF_2 = np.array(EVEN_STEPS[4], i32), np.array(EVEN_STEPS[2], i32)
+STEPS_OF_ODD = np.array(ODD_STEPS, i32)
+ROUNDER = f32(3 << 22)
+"""Added to a number of moderate size, it leaves its nearest integer in the sum's lowest bits."""
+
+
+@kernel
+def quantise(values, bits, codes, scales):
+    parts = np.empty(SCALE_GROUP, i32)
+    fields = np.empty(SCALE_GROUP, u8)
+    for group in range(scales.size):
+        first = group * SCALE_GROUP
+        some = values[first : first + SCALE_GROUP]
+        scale, odd = scale_of(some, bits, parts[: some.size])
+        rounded = from_float(scale, u16(0))
+        odd = odd and rounded != u16(0)
+        scales[group] = u16(rounded | u16(32768)) if odd else rounded
+        fields[some.size :] = u8(0)
+        if odd:
+            odd_fields(some, to_float(rounded), bits, fields)
+        else:
+            even_fields(some, to_float(rounded), bits, fields)
+        room = codes[first * bits // 8 : (first + some.size) * bits // 8 + 1]
+        room = room[: (some.size * bits + 7) // 8]
+        if bits == 8:
+            pack_fields(fields, 8, room)
+        elif bits == 4:
+            pack_fields(fields, 4, room)
+        elif bits == 2:
+            pack_fields(fields, 2, room)
+        else:
+            pack_fields(fields, 1, room)
+
+
+@kernel
+def scale_of(values, bits, parts):
+    """A group's scale before it is rounded, and whether its levels are the odd multiples."""
+    peak = i32(0)
+    for i in range(values.size):
+        peak = max(peak, magnitude_of(values[i]))
+    largest = min(float_of(u32(peak)), LARGEST)
+    if bits == 8 or peak == 0:
+        return largest / f32(127), False
+    if bits == 1:
+        parts_of(values, largest, f32(FINE_PARTS), parts)
+        total = i64(0)
+        for i in range(values.size):
+            total += parts[i]
+        return f32(f64(largest) * (f64(total) / f64(values.size * FINE_PARTS))), True
+    parts_of(values, largest, f32(PARTS), parts)
+    if bits == 4:
+        step, _ = best_even_step(parts, i32(7), STEPS_OF_4)
+        return largest * (f32(step) / f32(PARTS)), False
+    step, error = best_even_step(parts, i32(1), STEPS_OF_2)
+    odd_step, odd_error = best_odd_step(parts, STEPS_OF_ODD)
+    odd = odd_error < error
+    return largest * (f32(odd_step if odd else step) / f32(PARTS)), odd
+
+
+@kernel
+def parts_of(values, largest, unit, parts):
+    for i in range(values.size):
+        share = min(abs(values[i]), largest) / largest * unit
+        parts[i] = i32(bits_of(share + ROUNDER) - bits_of(ROUNDER))
+
+
+@kernel
+def best_even_step(parts, most, steps):
+    best, least = i32(0), u32(0xFFFFFFFF)
+    for number in range(steps.size):
+        step = steps[number]
+        inverse = i32((i32(65536) + step // i32(2)) // step)
+        error = u32(0)
+        for i in range(parts.size):
+            level = min(i32(i32(i32(parts[i] * inverse) + i32(32768)) >> i32(16)), most)
+            left = i32(parts[i] - i32(level * step))
+            error = u32(error + u32(left * left))
+        if error < least:
+            best, least = step, error
+    return best, least
+
+
+@kernel
+def best_odd_step(parts, steps):
+    best, least = i32(0), u32(0xFFFFFFFF)
+    for number in range(steps.size):
+        step = steps[number]
+        error = u32(0)
+        for i in range(parts.size):
+            level = i32(3) if parts[i] >= i32(2) * step else i32(1)
+            left = i32(parts[i] - i32(level * step))
+            error = u32(error + u32(left * left))
+        if error < least:
+            best, least = step, error
+    return best, least
+
+
+@kernel
+def even_fields(values, scale, bits, fields):
+    unit = scale if scale != f32(0) else f32(1)
+    most = f32(max(1, (1 << (bits - 1)) - 1))
+    ones = u8((1 << bits) - 1)
+    for i in range(values.size):
+        number = min(max(values[i] / unit, -most), most)
+        fields[i] = u8(bits_of(number + ROUNDER)) & ones
+
+
+@kernel
+def odd_fields(values, scale, bits, fields):
+    if bits == 1:
+        for i in range(values.size):
+            fields[i] = u8(0) if values[i] >= f32(0) else u8(1)
+    else:
+        twice = f32(2) * scale
+        for i in range(values.size):
+            value = values[i]
+            above = u8(value >= -twice) + u8(value >= f32(0)) + u8(value >= twice)
+            fields[i] = u8(above - 2) & u8(3)
+
+
+@helper
+def pack_fields(fields, bits, codes):
+    each = 8 // bits
+    for i in range(codes.size):
+        code = u8(0)
+        for j in range(each):
+            code |= u8(fields[each * i + j] << u8(bits * j))
+        codes[i] = code
+
+
+@kernel
+def dequantise(codes, scales, bits, out):
+    for group in range(scales.size):
+        first = group * SCALE_GROUP
+        some = out[first : first + SCALE_GROUP]
+        scale = to_float(scales[group])
+        odd = i32(bits_of(scale) >> u32(31))
+        room = codes[first * bits // 8 :]
+        if bits == 8:
+            unpack_fields(room, 8, odd, abs(scale), some)
+        elif bits == 4:
+            unpack_fields(room, 4, odd, abs(scale), some)
+        elif bits == 2:
+            unpack_fields(room, 2, odd, abs(scale), some)
+        else:
+            unpack_fields(room, 1, odd, abs(scale), some)
+
+
+@helper
+def unpack_fields(codes, bits, odd, scale, out):
+    each = 8 // bits
+    for i in range(out.size):
+        field = i32(codes[i // each]) >> i32(bits * (i % each))
+        number = i32(i32(field << i32(32 - bits)) >> i32(32 - bits))
+        out[i] = f32(i32(i32(number << odd) + odd)) * scale

@@ -484,3 +484,113 @@ def drop_by_rank(
         scaled = values * factors[ranks]
     kept[:] = numbers < thresholds[ranks]
     values[:] = np.where(kept, scaled, np.float32(0))
+
+
+def select(raw: Raw, lanes: Lanes, out: Raw) -> int:
+    """Gather the stored elements whose lane is set, in order; return how many.
+
+    `out` has room for them, and is written no further.
+    """
+    found = raw[lanes[: raw.size] != 0]
+    out[: found.size] = found
+    return int(found.size)
+
+
+def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
+    """Put the packed elements, in order, where the lane is set; return how many lanes are.
+
+    All other elements stay as they are, and so do those that nothing is left for.
+    """
+    places = np.flatnonzero(lanes[: into.size])
+    into[places[: packed.size]] = packed[: places.size]
+    return int(places.size)
+
+
+SCALE_GROUP = 256
+"""How many values share a scale."""
+LARGEST = np.float32(255 * 2.0**120)
+"""The largest bfloat16: what is above counts as it when a scale is sought, so no level is infinite."""
+PARTS, FINE_PARTS = 1 << 12, 1 << 20
+"""Parts of a group's largest magnitude: sums of whole ones are the same in any order."""
+EVEN_STEPS = {
+    4: (585, 552, 521, 492, 464, 438, 414, 391, 369, 348, 328, 310),
+    2: (4096, 3444, 2896, 2435, 2048, 1722, 1448, 1218),
+}
+ODD_STEPS = (1365, 1216, 1084, 965, 860, 766, 683, 608, 542, 483, 430, 383)
+"""Scales that are tried, in PARTS of the largest: PARTS/7, /1, /3, and less by equal factors."""
+
+
+def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -> None:
+    """Round finite values to 8, 4, 2 or 1 bits each, with a bfloat16 scale for each SCALE_GROUP.
+
+    A code is an integer q in two's complement; the first value's is in the lowest bits of the first
+    byte. It stands for q·scale, or for (2q + 1)·|scale| if the scale is negative. With 8 bits the
+    scale is largest/127. With 4 bits it is the one of EVEN_STEPS that has the least squared error
+    for q = -7 … 7. With 2 bits it is the best for -1, 0, 1 or, where that is better, for -3, -1, 1,
+    3. With 1 bit it is the mean magnitude, for -1 and 1. A group of zeros has the scale zero.
+    """
+    size, groups = values.size, scales.size
+    padded = np.zeros((groups, SCALE_GROUP), np.float32)
+    padded.reshape(-1)[:size] = values
+    used = (np.arange(padded.size) < size).reshape(padded.shape)
+    magnitudes = np.minimum(np.abs(padded), LARGEST)
+    largest = magnitudes.max(axis=1, initial=0)
+    shares = magnitudes / np.where(largest == 0, np.float32(1), largest)[:, None]
+    odd = np.full(groups, bits == 1)
+    if bits == 8:
+        scale = largest / np.float32(127)
+    elif bits == 1:
+        total = np.rint(shares * np.float32(FINE_PARTS)).astype(np.int64).sum(axis=1)
+        scale = (largest * (total / (used.sum(axis=1) * FINE_PARTS))).astype(np.float32)
+    else:
+        step, odd = _best_steps(np.rint(shares * np.float32(PARTS)).astype(np.int64), used, bits)
+        scale = largest * (step / PARTS).astype(np.float32)
+    rounded = np.empty(groups, np.uint16)
+    encode(scale, rounded)
+    odd &= rounded != 0
+    scales[:] = rounded | odd.astype(np.uint16) << 15
+    decode(rounded, scale)
+    unit = np.where(scale == 0, np.float32(1), scale)[:, None]
+    half = 1 << bits - 1
+    with np.errstate(over="ignore"):
+        middle = np.rint(np.clip(padded / unit, -max(1, half - 1), max(1, half - 1)))
+        above = (padded >= -2 * unit).astype(int) + (padded >= 0) + (padded >= 2 * unit)
+    chosen = np.where(odd[:, None], np.clip(above - 2, -half, half - 1), middle.astype(int))
+    fields = np.zeros(-(-size * bits // 8) * 8 // bits, np.uint8)
+    fields[:size] = (chosen & (1 << bits) - 1).reshape(-1)[:size]
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes[:] = np.bitwise_or.reduce(fields.reshape(-1, 8 // bits) << shifts, axis=1)
+
+
+def _best_steps(
+    parts: NDArray[np.int64], used: NDArray[np.bool_], bits: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """For each group the step of least squared error, the first of equals; and whether it is odd.
+
+    `parts` are magnitudes in whole PARTS of the largest.
+    """
+    tried, errors = [], []
+    for step in EVEN_STEPS[bits]:
+        level = np.minimum(parts * ((65536 + step // 2) // step) + 32768 >> 16, (1 << bits - 1) - 1)
+        tried.append((step, False))
+        errors.append(((parts - level * step) ** 2).sum(axis=1))
+    for step in ODD_STEPS if bits == 2 else ():
+        level = np.where(parts >= 2 * step, 3, 1)
+        tried.append((step, True))
+        errors.append(((parts - level * step) ** 2).sum(axis=1, where=used))
+    best = np.argmin(errors, axis=0)
+    return np.array([step for step, _ in tried])[best], np.array([odd for _, odd in tried])[best]
+
+
+def dequantise(codes: NDArray[np.uint8], scales: Raw, bits: int, out: Floats) -> None:
+    """out = the values that the codes of `quantise` stand for."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    fields = (codes[:, None] >> shifts).reshape(-1)[: out.size].astype(np.int64)
+    half = 1 << bits - 1
+    numbers = (fields & 2 * half - 1 ^ half) - half
+    scale = np.empty(scales.size, np.float32)
+    decode(scales, scale)
+    scale = np.repeat(scale, SCALE_GROUP)[: out.size]
+    levels = np.where(np.signbit(scale), 2 * numbers + 1, numbers).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[:] = levels * np.abs(scale)
