@@ -22,9 +22,9 @@ from statistics import median
 
 import numpy as np
 import torch
-from deltas_schemes import WEIGHTS, Scheme, schemes
+from deltas_schemes import Scheme, schemes
 from deltas_statistics import Estimate, Numbers, gain_kept, mean_of, score
-from deltas_tunes import Tune, demo_tunes, text_tunes
+from deltas_tunes import WEIGHTS, Tune, demo_tunes, text_tunes
 from safetensors.torch import load_file
 from threadpoolctl import threadpool_limits
 

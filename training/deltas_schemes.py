@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from deltas_tunes import WEIGHTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +22,6 @@ from torch import Tensor
 import dare
 from dare.lora.extraction import extract_adapter
 
-WEIGHTS = "model.safetensors"
 SEEDS = (1, 2, 3, 4, 5)
 BUDGETS = (1.6, 0.8, 0.4, 0.2)
 """Bits for each parameter at which schemes are compared."""
@@ -68,9 +68,7 @@ def schemes(base: Path) -> list[Scheme]:
     for rate in (0.9, 0.95, 0.99):
         for bits in ("native", 4, 1):
             settings = {"keep": "magnitude", "drop_rate": rate, "bits": bits}
-            rows.append(
-                Scheme(f"magnitude {rate:g}, {told(bits)}", partial(delta_file, settings))
-            )
+            rows.append(Scheme(f"magnitude {rate:g}, {told(bits)}", partial(delta_file, settings)))
     rows.append(Scheme("signs, a scale for each matrix, the rest in full", as_bitdelta))
     rows.append(Scheme("signs, a scale for each tensor", one_bit))
     for rank in sorted({rank_of(base, bits) for bits in BUDGETS}, reverse=True):
@@ -203,18 +201,15 @@ def lora(rank: int, base: Path, model: Path, to: Path, _seed: int) -> Stored:
     return Stored(nbytes, stored - began, restored - stored)
 
 
-def _is_matrix(value: Tensor) -> bool:
-    return value.dim() == 2 and value.is_floating_point()
-
-
 def round_whole(group: int, _base: Path, model: Path, to: Path, _seed: int) -> Stored:
     """Every matrix of the model, not of its change, in 4 bits: rounded to sevenths of a group's
-    largest; norms and biases in full. No base is needed to read it."""
+    largest; norms and biases in full. No base is needed to read it.
+    """
     began = time.perf_counter()
     parts: dict[str, Tensor] = {}
     after = load_file(model / WEIGHTS)
     for name, value in after.items():
-        if not _is_matrix(value):
+        if value.dim() != 2:
             parts[name] = value
             continue
         groups = value.float().reshape(-1, group)
@@ -227,7 +222,7 @@ def round_whole(group: int, _base: Path, model: Path, to: Path, _seed: int) -> S
     stored = time.perf_counter()
     parts = load_file(to / "rounded.safetensors")
     for name, value in after.items():
-        if _is_matrix(value):
+        if value.dim() == 2:
             codes = parts.pop(f"codes:{name}")
             both = torch.stack((codes // 16, codes % 16), dim=1).float().sub_(8)
             values = both.reshape(-1, group) * parts.pop(f"scales:{name}").float()

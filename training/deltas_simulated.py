@@ -22,38 +22,27 @@ def to_bf16(x):
 
 
 def quantise(v, bits, unbiased=False):
-    """Groups of 256 within a chunk's kept values; returns the values read back."""
+    """The package's codes; with its scales or, unbiased, with those that keep <read, v> = <v, v>."""
+    from dare.kernels import cpu
+
     n = v.size
     groups = -(-n // GROUP)
-    x = np.zeros(groups * GROUP, np.float32)
-    x[:n] = v
-    x = x.reshape(groups, GROUP)
-    m = np.zeros(groups * GROUP, np.float32)
-    m[:n] = 1
-    m = m.reshape(groups, GROUP)
-    if bits == 1:
-        c = np.where(x < 0, -1, 1)
-        s = to_bf16(np.abs(x).sum(1) / m.sum(1))[:, None]
-        y = c * s
-    else:
-        top = 2 ** bits - 1  # odd levels -top … top, midrise
-        absmax = np.abs(x).max(1)
-        best, best_err = absmax / top, np.full(groups, np.inf)
-        for share in ((1.0,) if bits == 8 else np.linspace(0.3, 1.0, 15)):
-            s = to_bf16(absmax * share / top)[:, None]
-            safe = np.where(s > 0, s, 1)
-            q = np.clip(2 * np.floor(x / safe / 2) + 1, -top, top)
-            err = (((q * s - x) * m) ** 2).sum(1)
-            better = err < best_err
-            best, best_err = np.where(better, s[:, 0], best), np.minimum(err, best_err)
-        s = best[:, None]
-        safe = np.where(s > 0, s, 1)
-        c = np.clip(2 * np.floor(x / safe / 2) + 1, -top, top)
-        y = c * s
-    if unbiased:
-        s = to_bf16((x**2).sum(1) / np.maximum((x * c).sum(1), 1e-30))[:, None]
-        y = c * s
-    return y.reshape(-1)[:n], n * bits / 8 + groups * 2
+    codes = np.zeros(-(-n * bits // 8), np.uint8)
+    scales = np.zeros(groups, np.uint16)
+    y = np.empty(n, np.float32)
+    v = np.ascontiguousarray(v)
+    if n:
+        cpu.quantise(v, bits, codes, scales)
+        cpu.dequantise(codes, scales, bits, y)
+    if unbiased and n:
+        starts = np.arange(0, n, GROUP)
+        vv = np.add.reduceat(v.astype(np.float64) ** 2, starts)
+        vy = np.add.reduceat(v.astype(np.float64) * y, starts)
+        old = np.abs((scales.astype(np.uint32) << 16).view(np.float32))
+        new = to_bf16(old * np.where(vy > 0, vv / np.where(vy > 0, vy, 1), 1))
+        factor = np.where(old > 0, new / np.where(old > 0, old, 1), 1).astype(np.float32)
+        y *= np.repeat(factor, GROUP)[:n]
+    return y, n * bits / 8 + groups * 2
 
 
 def entropy(k, n):
@@ -61,7 +50,18 @@ def entropy(k, n):
     return 0.0 if p in (0, 1) else n * (-p * np.log2(p) - (1 - p) * np.log2(1 - p)) / 8
 
 
-def simulate(base, model, output, drop_rate, bits, seed, keep="random", rescale=False, scale=1.0, unbiased=False):
+def simulate(
+    base,
+    model,
+    output,
+    drop_rate,
+    bits,
+    seed,
+    keep="random",
+    rescale=False,
+    scale=1.0,
+    unbiased=False,
+):
     """Bytes that values, scales and places would take; writes the restored model."""
     a, b = load(base), load(model)
     total, out = 0.0, {}

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from minilm import JOBS, Encoder, load_head, minilm
 from minilm_data import TASKS as TEXT_TASKS
+from minilm_data import Examples
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -28,6 +29,7 @@ Numbers = NDArray[np.float64]
 
 PROMPTS = 1000
 """Held-out prompts of a task of the demonstration, if it has so many."""
+WEIGHTS = "model.safetensors"
 TEXT_TUNES = ("docstrings", "sentiment", "lora")
 """Models of minilm.py: two full fine-tunes and a LoRA, merged into the weights."""
 
@@ -106,16 +108,17 @@ def text_tunes(written: Path, scratch: Path) -> list[Tune]:
 
 
 def in_bfloat16(model: Path, output: Path) -> Path:
-    """Write a model's directory with all weights rounded to bfloat16."""
+    """Write a model's directory with all weights rounded to bfloat16, and nothing but weights."""
     output.mkdir(parents=True, exist_ok=True)
     for file in model.glob("*.json"):
         shutil.copy(file, output)
-    weights = load_file(model / "model.safetensors")
+    weights = load_file(model / WEIGHTS)
     short = {
-        name: value.to(torch.bfloat16) if value.is_floating_point() else value
+        name: value.to(torch.bfloat16)
         for name, value in weights.items()
+        if value.is_floating_point()
     }
-    save_file(short, output / "model.safetensors", {"format": "pt"})
+    save_file(short, output / WEIGHTS, {"format": "pt"})
     return output
 
 
@@ -124,13 +127,18 @@ def _encoder() -> Encoder:
     return Encoder.load(minilm())
 
 
+@cache
+def _held_out(task: str) -> Examples:
+    return TEXT_TASKS[task]().held_out
+
+
 def score_texts(written: Path, name: str, weights: Path) -> Items:
     """Score held-out texts: the label of the encoder and the model's head, in float32."""
-    task, head, encoder = TEXT_TASKS[JOBS[name].task](), load_head(written, name), _encoder()
+    examples, head, encoder = _held_out(JOBS[name].task), load_head(written, name), _encoder()
     values = {key: value.float() for key, value in load_file(weights).items()}
-    encoder.model.load_state_dict(values)
-    targets = torch.tensor(task.held_out.targets)
-    scores = head(encoder.all_vectors(task.held_out.texts))
+    encoder.model.load_state_dict(values, strict=False)  # positions are not stored
+    targets = torch.tensor(examples.targets)
+    scores = head(encoder.all_vectors(examples.texts))
     likelihood = -functional.cross_entropy(scores, targets, reduction="none")
     right = scores.argmax(1) == targets
     return Items(right.double().numpy(), likelihood.double().numpy())
