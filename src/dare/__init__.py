@@ -24,12 +24,14 @@ _NAMES = {
         "Configuration DARESparsityAnalyzer LayerSparsityMetrics SparsityAnalysis "
         "dare_merge_readiness"
     ),
-    "api": "load_recipe merge merge_arrays plan",
+    "api": "apply_delta load_recipe merge merge_arrays plan",
     "compat": (
         "DareConfig DareMerger dare_drop dare_merge dare_slerp_merge dare_sparsify "
         "dare_ties_merge detect_delta_sparsity ties_disjoint_merge ties_elect_sign "
         "ties_trim"
     ),
+    "deltas.compressing": "compress",
+    "deltas.reports": "DeltaReport",
     "errors": (
         "DareError DareWarning HeaderError InputError MismatchError OutputError "
         "RecipeError VerificationError"

@@ -14,6 +14,8 @@ from typing import Any
 
 from dare import __version__
 from dare.analysis.measure.glance import glance
+from dare.deltas.reports import Restoration
+from dare.deltas.restoring import open_delta, restore
 from dare.errors import (
     Concern,
     DareWarning,
@@ -87,7 +89,7 @@ def plan(recipe: AnyRecipe, *, backend: str = "cpu") -> Plan:
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    recipe, inputs = open_inputs(recipe)
+    recipe, inputs = open_inputs(recipe, rescales=False)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -119,7 +121,7 @@ def merge(
     metadata = metadata_of(embedded_manifest(planned))
     with (
         PartialOutput(
-            layout, metadata, _fingerprint(planned), _stamps(planned), resume=resume
+            layout, metadata, _fingerprint(planned), planned.stamps, resume=resume
         ) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
@@ -153,7 +155,7 @@ def merge(
             resumed_chunks=len(output.resumed),
             noticed=noticed,
         )
-        _check_digests(recipe, report)
+        _check_digests(planned, report)
         embedded = _embedded(planned, report)
         output.add_files(sidecar_files(planned, report))
         problems = output.finish(
@@ -171,7 +173,7 @@ def _finished_before(planned: Plan) -> Report | None:
     found = None if planned.layout is None else finished_before(planned.layout)
     if found is None or found.fingerprint != _fingerprint(planned):
         return None
-    if {stamps for stamps, _ in found.records.values()} - {_stamps(planned)}:
+    if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
     target = planned.recipe.output
     done = Notice(Concern.LEFTOVERS, f"{target}: was complete already, only leftovers lay about")
@@ -208,6 +210,44 @@ def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> La
         settle(planned.layout)
         check_target(planned.layout, inputs, overwrite=overwrite)
     return planned.layout
+
+
+def apply_delta(
+    base: str | PathLike[str],
+    delta: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    overwrite: bool = False,
+    resume: bool = True,
+    verbose: bool = True,
+    **settings: Any,
+) -> Report | Restoration:
+    """Make a model of a delta file and its base.
+
+    A lossless file gives the model's own files again. Any other gives what merging that one model
+    by `dare+sum` (or `trim+sum`) would, with its drop rate and seed; settings are those of a
+    `Recipe`.
+    """
+    file = open_delta(delta)
+    if file.notes.scheme == "lossless":
+        flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}
+        return restore(base, file, Path(output), **flags, **settings)
+    notes = file.notes
+    entry = ModelEntry(file=delta, seed=notes.seed)
+    stages: dict[str, Any] = {}
+    if {tensor.drop_rate for tensor in notes.tensors.values()} == {notes.drop_rate}:
+        stages = {"dare": {"drop_rate": notes.drop_rate}}
+    recipe = Recipe(
+        base=base,
+        models=[entry],
+        output=output,
+        method="dare+sum" if notes.scheme == "random" else "sum",
+        stages=stages if notes.scheme == "random" else {},
+        copy_from=entry.name if any(f.kind != "header" for f in notes.files.values()) else None,
+        verbose=verbose,
+        **settings,
+    )
+    return merge(recipe, overwrite=overwrite, resume=resume)
 
 
 def merge_arrays(
@@ -292,16 +332,18 @@ def _fingerprint(planned: Plan) -> str:
     return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
-def _stamps(planned: Plan) -> str:
-    """By what the inputs are known here and now."""
-    stamps = [source.stamps() for source in (planned.base, *planned.models)]
-    return bytes_digest(json.dumps(stamps).encode())
-
-
-def _check_digests(recipe: Recipe, report: Report) -> None:
-    """A recipe from a manifest is for those inputs and no others, and gives that output."""
+def _check_digests(planned: Plan, report: Report) -> None:
+    """A delta file is for one base, and a recipe from a manifest for those inputs and no others."""
+    recipe = planned.recipe
     found = (report.digests.base, *report.digests.models)
     files = (recipe.base, *(entry.file for entry in recipe.models))
+    for model, entry in zip(planned.models, recipe.models, strict=True):
+        for name in model.tensors.keys() & report.digests.base_tensors.keys():
+            if model.base_digest(name) not in (None, report.digests.base_tensors[name]):
+                raise InputError(
+                    f"{entry.file}: is a delta file for another base: {name} differs from the one "
+                    f"in {recipe.base}; give the base that it was made for"
+                )
     for file, expected, digest in zip(files, recipe.input_digests or (), found, strict=False):
         if digest != expected:
             raise InputError(

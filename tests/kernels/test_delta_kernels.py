@@ -1,16 +1,26 @@
 """The kernels that delta files are made of: both backends alike, and what each one promises."""
 
+import math
+
+import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import cpu, reference
-from dare.tensors.dtypes import STORAGE_TYPES
+from dare.kernels import LANES_MULTIPLE, Part, cpu, reference
+from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
+from dare.tensors.mask import keep_threshold, mask_key
 
-BOTH = pytest.mark.parametrize("backend", [reference, cpu])
+BACKENDS = (reference, cpu)
+BOTH = pytest.mark.parametrize("backend", BACKENDS)
 CARRIERS = sorted({kind.carrier for kind in STORAGE_TYPES.values()}, key=str)
+WEIGHTS = [kind.carrier for kind in WEIGHT_TYPES]
+TYPE_PAIRS = [(carrier, carrier) for carrier in WEIGHTS] + [
+    (np.dtype("uint16"), np.dtype("float32")),
+]
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def elements(carrier, size):
@@ -28,12 +38,15 @@ def some_lanes():
     return sizes.flatmap(lambda n: st.tuples(lanes(n + n % 3), st.just(n)))
 
 
+# ---------------------------------------------------------------- packing
+
+
 @given(some_lanes(), st.sampled_from(CARRIERS), st.data())
 def test_what_is_selected_can_be_put_back(case, carrier, data):
     lane, size = case
     raw, other = data.draw(elements(carrier, size)), data.draw(elements(carrier, size))
     kept = np.flatnonzero(lane[:size])
-    for backend in (reference, cpu):
+    for backend in BACKENDS:
         packed = np.zeros(kept.size, carrier)
         assert backend.select(raw, lane, packed) == kept.size
         assert packed.tobytes() == raw[kept].tobytes()
@@ -60,3 +73,286 @@ def test_too_few_or_too_many_packed_elements_are_noticed(backend, count):
     assert backend.expand(np.arange(1, count + 1, dtype=np.float32), lane, into) == 3
     assert into[lane != 0].tolist() == [1, 2, 3][:count] + [0] * (3 - count)
     assert not into[lane == 0].any()
+
+
+# ---------------------------------------------------------------- values in few bits
+
+
+def quantised(backend, values, bits):
+    codes = np.full(-(-values.size * bits // 8), 0x5A, np.uint8)
+    scales = np.full(-(-values.size // 256), 0x5A5A, np.uint16)
+    backend.quantise(values, bits, codes, scales)
+    return codes, scales
+
+
+def restored(backend, codes, scales, bits, size):
+    out = np.full(size, 7, np.float32)
+    backend.dequantise(codes, scales, bits, out)
+    return out
+
+
+@st.composite
+def deltas(draw):
+    """Finite values of one size or of all sizes; many of them zero, or few."""
+    size = draw(st.integers(0, 20) | st.sampled_from([255, 256, 257, 511, 512, 700]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    shape = draw(st.sampled_from(["normal", "laplace", "standard_cauchy", "bits"]))
+    if shape == "bits":
+        values = generator.integers(0, 2**32, size, dtype=np.uint32).view(np.float32)
+    else:
+        unit = draw(st.sampled_from([1.0, 1e-12, 1e30, 1e38, 1e-38, 1e-40, 1e-44]))
+        numbers = np.clip(getattr(generator, shape)(size=size) * unit, -LARGEST, LARGEST)
+        values = numbers.astype(np.float32)
+    values[generator.random(size) < draw(st.sampled_from([0, 0.5, 0.9, 1]))] = 0
+    return np.where(np.isfinite(values), values, np.float32(0))
+
+
+@settings(max_examples=200)
+@given(deltas(), st.sampled_from([8, 4, 2, 1]))
+def test_few_bits_are_the_same_in_both_backends(values, bits):
+    codes, scales = quantised(reference, values, bits)
+    fast_codes, fast_scales = quantised(cpu, values, bits)
+    assert (scales.tolist(), codes.tolist()) == (fast_scales.tolist(), fast_codes.tolist())
+    back = restored(reference, codes, scales, bits, values.size)
+    assert back.tobytes() == restored(cpu, codes, scales, bits, values.size).tobytes()
+    assert np.isfinite(back).all()
+
+
+@given(st.integers(0, 600), st.sampled_from([8, 4, 2, 1]), st.data())
+def test_any_bytes_are_read_alike(size, bits, data):
+    codes = data.draw(elements(np.dtype("uint8"), -(-size * bits // 8)))
+    scales = data.draw(elements(np.dtype("uint16"), -(-size // 256)))
+    outs = [restored(backend, codes, scales, bits, size) for backend in BACKENDS]
+    np.testing.assert_array_equal(*outs)
+    np.testing.assert_array_equal(*(np.signbit(out[~np.isnan(out)]) for out in outs))
+
+
+@given(deltas())
+def test_eight_bits_are_off_by_half_a_step_at_most(values):
+    codes, scales = quantised(cpu, values, 8)
+    back = restored(cpu, codes, scales, 8, values.size).astype(np.float64)
+    unit = np.repeat(scales.view(ml_dtypes.bfloat16).astype(np.float64), 256)[: values.size]
+    largest = np.abs(values).max(initial=0)
+    # What is clipped is off by the rounding of the scale: a bfloat16 has 8 bits.
+    allowed = np.maximum(unit * 0.5000001, largest / 256 + 127 * 2.0**-134)
+    assert (np.abs(back - values) <= allowed).all()
+    assert not back[values == 0].any()
+
+
+@BOTH
+def test_codes_by_hand(backend):
+    # The largest is 7 parts of 1, and 585/4096·7 rounds to the bfloat16 1.
+    values = np.array([7, -7, 3, -1, 0, 6], np.float32)
+    codes, scales = quantised(backend, values, 4)
+    assert scales.view(ml_dtypes.bfloat16).tolist() == [1]
+    assert codes.tolist() == [0x97, 0xF3, 0x60]
+    assert restored(backend, codes, scales, 4, 6).tolist() == values.tolist()
+
+
+@BOTH
+def test_two_bits_choose_their_levels_by_group(backend):
+    few = np.zeros(256, np.float32)
+    few[[3, 5]] = 0.5, -0.5
+    many = np.array([-3, -1, 1, 3], np.float32).repeat(64)
+    codes, scales = quantised(backend, np.concatenate([few, many]), 2)
+    assert scales.view(ml_dtypes.bfloat16).tolist() == [0.5, -1]  # below zero: the odd multiples
+    assert codes[:2].tolist() == [1 << 6, 3 << 2]
+    assert codes[[64, 80, 96, 112]].tolist() == [0b10101010, 0b11111111, 0, 0b01010101]
+    back = restored(backend, codes, scales, 2, 512)
+    assert back.tolist() == [*few.tolist(), *many.tolist()]
+
+
+@BOTH
+def test_one_bit_is_the_sign_of_the_mean_magnitude(backend):
+    values = np.array([1, -2, 3, 0, -0.0, -6, 1, 1, 4], np.float32)  # 18/9 = 2
+    codes, scales = quantised(backend, values, 1)
+    assert codes.tolist() == [0b00100010, 0]
+    assert scales.view(ml_dtypes.bfloat16).tolist() == [-2]
+    assert restored(backend, codes, scales, 1, 9).tolist() == [2, -2, 2, 2, 2, -2, 2, 2, 2]
+
+
+@BOTH
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("size", [1, 256, 300])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, -1e-45])
+def test_what_is_too_small_for_a_scale_becomes_zero(backend, bits, size, value):
+    codes, scales = quantised(backend, np.full(size, value, np.float32), bits)
+    assert not codes.any()
+    assert not scales.any()
+    assert not restored(backend, codes, scales, bits, size).view(np.uint32).any()
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-12, 1e30, 2.5e37])
+@pytest.mark.parametrize(
+    ("shape", "allowed"),
+    [
+        ("normal", (5e-5, 0.0123, 0.119, 0.365)),
+        ("laplace", (1.1e-4, 0.0245, 0.196, 0.502)),
+        ("sparse", (3e-5, 0.0084, 0.18, 0.935)),
+    ],
+)
+def test_squared_errors(shape, allowed, unit):
+    generator = np.random.default_rng(0)
+    values = (
+        generator.laplace(size=100_000) if shape == "laplace" else generator.normal(size=100_000)
+    )
+    if shape == "sparse":
+        values[generator.random(100_000) < 0.9] = 0
+    values = (values * unit).astype(np.float32)
+    for bits, most in zip((8, 4, 2, 1), allowed, strict=True):
+        codes, scales = quantised(cpu, values, bits)
+        back = restored(cpu, codes, scales, bits, values.size).astype(np.float64)
+        assert ((back - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum() <= most
+
+
+# ---------------------------------------------------------------- places
+
+
+@given(st.integers(0, 300), st.sampled_from([0, 0.01, 0.1, 0.5, 0.9, 1]), st.integers(0, 2**32))
+@example(1, 1, 0)
+@example(256, 0.01, 1)
+def test_places_come_back(size, rate, seed):
+    generator = np.random.default_rng(seed)
+    lane = np.where(generator.random(size + 5) < rate, 255, 0).astype(np.uint8)
+    kept = int(np.count_nonzero(lane[:size]))
+    coded = []
+    for backend in BACKENDS:
+        code = np.full(backend.places_nbytes(size, kept), 0x5A, np.uint8)
+        backend.code_places(lane, size, kept, code)
+        back = np.full(size + 5, 9, np.uint8)
+        assert backend.uncode_places(code, size, kept, back) is True
+        assert back[:size].tolist() == lane[:size].tolist()
+        assert not back[size:].any()
+        coded.append(code.tobytes())
+    assert coded[0] == coded[1]
+
+
+@BOTH
+def test_places_by_hand(backend):
+    lane = np.zeros(20, np.uint8)
+    lane[[3, 4, 18]] = 255  # 20/3: two low bits 3, 0, 2 and high parts 0, 1, 4
+    coded = np.zeros(backend.places_nbytes(20, 3), np.uint8)
+    backend.code_places(lane, 20, 3, coded)
+    assert coded.tolist() == [0b100011, 0b1000101, 0]
+
+
+@pytest.mark.parametrize(("size", "kept"), [(1, 0), (1, 1), (2, 1), (3, 2), (3, 4), (5, 2)])
+def test_every_set_has_one_code(size, kept):
+    """Of all bytes there are, as many are valid as there are sets, and backends agree on which."""
+    width = reference.places_nbytes(size, kept)
+    found = set()
+    for number in range(256**width):
+        code = np.frombuffer(number.to_bytes(width, "little"), np.uint8).copy()
+        lane = np.full(size, 9, np.uint8)
+        answers = [bool(backend.uncode_places(code, size, kept, lane)) for backend in BACKENDS]
+        assert answers[0] == answers[1]
+        if answers[0]:
+            assert np.count_nonzero(lane) == kept
+            found.add(lane.tobytes())
+    assert len(found) == math.comb(size, kept)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 200), st.integers(-2, 210), st.integers(-1, 1), st.data())
+def test_hostile_places(size, kept, longer, data):
+    """Any bytes are refused or are the code of what they give; nothing outside is written."""
+    width = max(0, reference.places_nbytes(size, max(kept, 0)) + longer)
+    code = data.draw(elements(np.dtype("uint8"), width))
+    room = np.full(size + 128, 9, np.uint8)
+    lane = room[64 : size + 64]
+    valid = cpu.uncode_places(code, size, kept, lane)
+    assert (room[:64] == 9).all()
+    assert (room[size + 64 :] == 9).all()
+    assert valid == reference.uncode_places(code, size, kept, np.zeros(size, np.uint8))
+    if valid:
+        again = np.zeros(code.size, np.uint8)
+        reference.code_places(lane, size, kept, again)
+        assert again.tolist() == code.tolist()
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32), st.data())
+def test_a_flipped_bit_is_another_set_or_refused(size, seed, data):
+    generator = np.random.default_rng(seed)
+    lane = np.where(generator.random(size) < 0.2, 255, 0).astype(np.uint8)
+    kept = int(np.count_nonzero(lane))
+    code = np.zeros(reference.places_nbytes(size, kept), np.uint8)
+    cpu.code_places(lane, size, kept, code)
+    if code.size:
+        code[data.draw(st.integers(0, code.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        back, slow = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        valid = cpu.uncode_places(code, size, kept, back)
+        assert valid == reference.uncode_places(code, size, kept, slow)
+        if valid:
+            assert back.tolist() == slow.tolist() != lane.tolist()
+
+
+@BOTH
+def test_lanes_that_are_too_few_are_refused(backend):
+    assert not backend.uncode_places(np.array([1], np.uint8), 2, 1, np.zeros(1, np.uint8))
+
+
+# ---------------------------------------------------------------- into a live model
+
+FACTORS = st.sampled_from([0.0, 1.0, -1.0, 10.0, 1 / 3, 1e-30]).map(np.float32)
+
+
+@st.composite
+def live(draw):
+    """A base, a model of it that is often the same, their mask and its lanes."""
+    size = draw(st.integers(0, 200))
+    base_type, tuned_type = draw(st.sampled_from(TYPE_PAIRS))
+    base, tuned = draw(elements(base_type, size)), draw(elements(tuned_type, size))
+    if base_type == tuned_type:
+        same = draw(arrays.arrays(np.bool_, size))
+        tuned = np.where(same, base, tuned)
+    high, low = divmod(keep_threshold(draw(st.sampled_from([0.1, 0.5, 0.9]))), 1 << 32)
+    mask = (*mask_key(draw(st.integers(0, 99)), "w"), high, low)
+    lane = np.zeros(LANES_MULTIPLE, np.uint8)
+    reference.draw(lane, size, 0, *mask)
+    return base, tuned, mask, lane
+
+
+@settings(max_examples=150)
+@given(live(), FACTORS)
+def test_applying_is_merging(case, factor):
+    base, tuned, mask, lane = case
+    merged, expected = np.empty(base.size, np.float32), np.empty_like(base)
+    reference.combine(base, [Part(tuned, mask, 0, factor, 1.0)], 0, False, 0, merged)
+    reference.add_to_base(base, merged, np.float32(1), expected)
+    kept = np.flatnonzero(lane)
+    packed = tuned[kept]
+    origin, change = np.empty((2, base.size), np.float32)
+    reference.decode(base, origin)
+    reference.delta(tuned, origin, lane, change, 0)
+    for backend in BACKENDS:
+        for name, given_values in (("apply_values", packed), ("apply_deltas", change[kept])):
+            apply = getattr(backend, name)
+            elsewhere, saved = base.copy(), np.zeros(kept.size, base.dtype)
+            assert apply(base, given_values, lane, factor, elsewhere, saved) == kept.size
+            in_place, again = base.copy(), np.zeros(kept.size, base.dtype)
+            assert apply(in_place, given_values, lane, factor, in_place, again) == kept.size
+            assert elsewhere.tobytes() == in_place.tobytes() == expected.tobytes()
+            assert saved.tobytes() == again.tobytes() == base[kept].tobytes()
+            assert backend.expand(saved, lane, in_place) == kept.size
+            assert in_place.tobytes() == base.tobytes()
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["apply_values", "apply_deltas"])
+def test_only_what_is_packed_is_applied(backend, name):
+    base = np.array([1, 2, 3, 4], np.float32)
+    lane = np.array([255, 0, 255, 255], np.uint8)
+    out, saved = np.full(4, 9, np.float32), np.full(3, 9, np.float32)
+    packed = np.array([5, 7], np.float32)
+    assert getattr(backend, name)(base, packed, lane, np.float32(0.5), out, saved) == 3
+    assert out.tolist() == ([3, 9, 5, 9] if name == "apply_values" else [3.5, 9, 6.5, 9])
+    assert saved.tolist() == [1, 3, 9]
+
+
+@BOTH
+def test_where_nothing_changes_the_base_keeps_its_bits(backend):
+    base = np.array([0x8000, 0x7F81, 0x0001, 0x3F80], np.uint16)  # -0, a signalling NaN, the least
+    out, saved = np.zeros_like(base), np.zeros_like(base)
+    lane = np.full(4, 255, np.uint8)
+    backend.apply_deltas(base, np.zeros(4, np.float32), lane, np.float32(3), out, saved)
+    assert out.tolist() == base.tolist()

@@ -14,30 +14,49 @@ from typing import Any
 
 from dare.errors import InputError
 from dare.inputs import gguf, lora, torch_bin
+from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.quantised import read_quantised
 from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
-from dare.inputs.sources import Source, open_source
+from dare.inputs.sources import FileSource, Source, open_source
 
 
 def open_model(
-    path: Path, *, allow_pickle: bool = False, base_config: Mapping[str, Any] | None = None
+    path: Path,
+    *,
+    allow_pickle: bool = False,
+    base_config: Mapping[str, Any] | None = None,
+    base: Source | None = None,
+    rescales: bool = True,
 ) -> Source:
     """Read the headers of a model, whatever form it has.
 
-    An adapter is read by the configuration of its base, where that is known.
+    An adapter is read by the configuration of its base, where that is known, and a delta file
+    needs its base. What was dropped of that is made up for unless `rescales` is false.
     """
     if lora.looks_like(path):
         return lora.open_adapter(path, base_config)
     if gguf.looks_like(path):
         return gguf.open_gguf(path)
     if not torch_bin.looks_like(path):
-        return read_quantised(open_source(path), read_config(path))
+        source = open_source(path)
+        if is_delta_file(source):
+            return _open_delta(source, base, rescales)
+        return read_quantised(source, read_config(path))
     if not allow_pickle:
         raise InputError(
             f"{path}: holds weights as a pickle, which can hold programs too; save it as "
             "safetensors, or set allow_pickle = true to have torch read the weights and no more"
         )
     return read_quantised(torch_bin.open_torch(path), read_config(path))
+
+
+def _open_delta(stored: FileSource, base: Source | None, rescales: bool) -> DeltaSource:
+    if base is None:
+        raise InputError(
+            f"{stored.path}: is a delta file, the change of a model to its base, and no model by "
+            "itself; `dare apply BASE DELTA -o OUT` makes one of it"
+        )
+    return DeltaSource(DeltaFile(stored), base, rescales=rescales)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -7,9 +7,11 @@ models are brought in line with the base's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dare.errors import InputError
+from dare.inputs.delta_files import DeltaSource
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.hub import resolve
 from dare.inputs.loaded import under_stored_names
@@ -45,8 +47,11 @@ class Inputs:
         return self.aligned.models
 
 
-def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
-    """Open what a recipe names; also return the recipe with the commits of what the hub gave."""
+def open_inputs(recipe: Recipe, *, rescales: bool = True) -> tuple[Recipe, Inputs]:
+    """Open what a recipe names; also return the recipe with the commits of what the hub gave.
+
+    Unless `rescales` is false, what was dropped of delta files is made up for as they are read.
+    """
     names = distinct([entry.name for entry in recipe.models])
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     for path in given if recipe.output_digest is not None else ():
@@ -61,11 +66,17 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
         recipe = recipe.with_files(pinned_base, pinned, recipe.output)
     paths = [place.path for place in places]
     configs = [read_config(path) for path in paths]
-    base, *models = (
-        open_model(path, allow_pickle=recipe.allow_pickle, base_config=configs[0]) for path in paths
-    )
+    allow_pickle = recipe.allow_pickle
+    base = open_model(paths[0], allow_pickle=allow_pickle, base_config=configs[0])
     if base.is_partial:
         raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
+    open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
+    models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
+    folders = [path if path.is_dir() else None for path in paths]
+    for place, model in enumerate(models, start=1):
+        if isinstance(model, DeltaSource):
+            found = folders[place] = model.folder(folders[0])
+            configs[place] = {} if found is None else read_config(found)
     notes = [
         f"{name}: {remark}"
         for name, source in zip(("base", *names), (base, *models), strict=True)
@@ -80,7 +91,6 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
     tied = tie(base, models, names, configs)
     base, models = tied.base, list(tied.models)
     notes += tied.notes
-    folders = tuple(path if path.is_dir() else None for path in paths)
     if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
         aligned = Aligned(base, tuple(models))  # rows that do not fit stay the base's
     else:
@@ -93,4 +103,4 @@ def open_inputs(recipe: Recipe) -> tuple[Recipe, Inputs]:
             weights=[mean_value(weight) for weight in recipe.weights()],
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
-    return recipe, Inputs(tuple(names), folders, aligned, (*notes, *aligned.notes))
+    return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))

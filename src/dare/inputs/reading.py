@@ -25,25 +25,24 @@ def read_chunks(
     count: int | None = None,
     *,
     buffers: Sequence[Bytes] | None = None,
+    base_first: bool = False,
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Stored elements of a tensor, of several sources at once, chunk after chunk.
 
     Yields the index of a chunk's first element, and what each source has there. The next chunk
-    fills the same buffers: bytes enough for a chunk of each source, made here unless given.
+    fills the same buffers: bytes enough for a chunk of each source, made here unless given. If the
+    first source is the base, the others need not read it for themselves.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
         buffers = [np.empty(min(count, CHUNK) * size, np.uint8) for size in sizes]
     for offset, size in chunk_spans(count):
-        place = start + offset
-        yield (
-            place,
-            [
-                read_stored(source, name, place, size, buffer)
-                for source, buffer in zip(sources, buffers, strict=True)
-            ],
-        )
+        found: list[Raw] = []
+        for source, buffer in zip(sources, buffers, strict=True):
+            beside = found[0] if found and base_first else None
+            found.append(read_stored(source, name, start + offset, size, buffer, beside))
+        yield start + offset, found
 
 
 def read_float_chunks(
@@ -54,11 +53,19 @@ def read_float_chunks(
         yield start, [decoded(raw, backend) for raw in stored]
 
 
-def read_stored(source: Source, name: str, start: int, count: int, buffer: Bytes) -> Raw:
-    """Some elements of a tensor as they are stored, in a buffer that has room for them."""
+def read_stored(
+    source: Source, name: str, start: int, count: int, buffer: Bytes, base: Raw | None = None
+) -> Raw:
+    """Some elements of a tensor as they are stored, in a buffer that has room for them.
+
+    `base` are the base's, if they are there already.
+    """
     dtype = source.tensors[name].dtype
     raw: Raw = buffer[: count * dtype.itemsize].view(dtype.carrier)
-    source.read(name, start, raw)
+    if base is None:
+        source.read(name, start, raw)
+    else:
+        source.read_beside(name, start, raw, base)
     return raw
 
 

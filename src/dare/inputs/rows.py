@@ -138,6 +138,11 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
 
     The base's rows are the base's to the bit: if the types differ, both are presented in float32.
     """
+    if model.drop_of(info.name) is not None:
+        raise MismatchError(
+            f"{info.name}: a delta file has dropped elements of it by their places, and other "
+            "tokens move them; make a model of the delta file with `dare apply`, and give that"
+        )
     if model.holds_delta(info.name):
         return RowTensor(model, info, info.dtype, rows, _zeros)
     base_type = base.info.dtype

@@ -11,7 +11,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,15 @@ Raw = NDArray[Any]
 
 
 _NONE: dict[str, Any] = {}
+
+
+class Drop(NamedTuple):
+    """What was dropped of a delta before it was stored, by the mask of `dare`."""
+
+    rate: float
+    seed: int
+    name: str
+    """The name that the mask was drawn by."""
 
 
 class Source:
@@ -57,6 +66,22 @@ class Source:
         """Whether a tensor is the change to the base, in float32, instead of the weights."""
         return False
 
+    def drop_of(self, name: str) -> Drop | None:  # noqa: ARG002
+        """What was dropped of a tensor's change already; what is left of it is not rescaled."""
+        return None
+
+    def original_digest(self, name: str) -> str | None:  # noqa: ARG002
+        """The digest of the tensor that a dropped one is taken from, if all that is left is its."""
+        return None
+
+    def base_digest(self, name: str) -> str | None:  # noqa: ARG002
+        """The digest that the base's tensor must have for this one to mean anything."""
+        return None
+
+    def bytes_for(self, name: str, count: int) -> int:
+        """About how many bytes of its files so many elements of a tensor take."""
+        return count * self.tensors[name].dtype.itemsize
+
     def fingerprint(self) -> list[Any]:
         """What headers and configurations say of it: a half-finished merge is of this."""
         lines = (f"{i.name}\t{i.dtype.name}\t{i.shape}\t{i.start}" for i in self.tensors.values())
@@ -69,6 +94,10 @@ class Source:
     def read(self, name: str, start: int, into: Raw) -> None:
         """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on."""
         raise NotImplementedError
+
+    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:  # noqa: ARG002
+        """The same, for a reader that has the base's elements already; it need not, else."""
+        self.read(name, start, into)
 
     def place(self, name: str) -> Hashable:  # noqa: ARG002
         """Where a tensor lies, by which two names of one tensor are known; None: nowhere."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from dare.inputs.sources import Raw, Source
+from dare.inputs.sources import Drop, Raw, Source
 from dare.tensors.header import TensorInfo
 
 
@@ -29,6 +29,15 @@ class SourceView(Source):
 
     def holds_delta(self, name: str) -> bool:
         return self.inner.holds_delta(self.names.get(name, name))
+
+    def drop_of(self, name: str) -> Drop | None:
+        return self.inner.drop_of(self.names.get(name, name))
+
+    def original_digest(self, name: str) -> str | None:
+        return self.inner.original_digest(self.names.get(name, name))
+
+    def base_digest(self, name: str) -> str | None:
+        return self.inner.base_digest(self.names.get(name, name))
 
     def fingerprint(self) -> list[Any]:
         names = sorted(self.names.items())
@@ -57,7 +66,17 @@ class SourceView(Source):
         self.inner.check_unchanged()
 
 
-class RenamedSource(SourceView):
+class _UnderNames(SourceView):
+    """The tensors of a source as they are, under any names."""
+
+    def bytes_for(self, name: str, count: int) -> int:
+        return self.inner.bytes_for(self.names.get(name, name), count)
+
+    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
+        self.inner.read_beside(self.names.get(name, name), start, into, base)
+
+
+class RenamedSource(_UnderNames):
     """A source's tensors under other names; one that has no new name is not shown.
 
     Two names may stand for the same tensor.
@@ -71,7 +90,7 @@ class RenamedSource(SourceView):
         super().__init__(inner, tensors, names)
 
 
-class TiedSource(SourceView):
+class TiedSource(_UnderNames):
     """A source that shows one tensor under several names, beside all others as they are."""
 
     def __init__(self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str]) -> None:

@@ -27,6 +27,8 @@ from dare.kernels.reference import (
     ODD_STEPS,
     PARTS,
     SCALE_GROUP,
+    places_low_bits,
+    places_nbytes,
 )
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
@@ -1292,3 +1294,113 @@ def unpack_fields(codes, bits, odd, scale, out):
         field = i32(codes[i // each]) >> i32(bits * (i % each))
         number = i32(i32(field << i32(32 - bits)) >> i32(32 - bits))
         out[i] = f32(i32(i32(number << odd) + odd)) * scale
+
+
+# ---------------------------------------------------------------- places
+
+
+def code_places(lanes, size, kept, out):
+    if kept:
+        out[:] = 0
+        set_places(lanes, size, places_low_bits(size, kept), kept, out)
+
+
+@kernel
+def set_places(lanes, size, low, kept, out):
+    ones = u64((u64(1) << u64(low)) - u64(1))
+    high_parts = out[(kept * low + 7) // 8 :]
+    held, filled, byte, count = u64(0), 0, 0, 0
+    for first in range(0, size, 64):
+        left = lanes_from(lanes, first, size)
+        while left and count < kept:
+            place = u64(first + trailing_zeros(left))
+            held |= (place & ones) << u64(filled)
+            filled += low
+            while filled >= 8:
+                out[byte] = u8(held)
+                held >>= u64(8)
+                filled -= 8
+                byte += 1
+            at = i64(place >> u64(low)) + count
+            high_parts[at >> 3] |= u8(1 << (at & 7))
+            count += 1
+            left &= left - u64(1)
+    if filled:
+        out[byte] = u8(held)
+
+
+def uncode_places(coded, size, kept, lanes):
+    lanes[:] = 0
+    if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
+        return False
+    return kept == 0 or bool(find_places(coded, size, places_low_bits(size, kept), kept, lanes))
+
+
+@kernel
+def find_places(coded, size, low, kept, lanes):
+    ones = u64((u64(1) << u64(low)) - u64(1))
+    start = (kept * low + 7) // 8
+    held, filled, byte, count, last = u64(0), 0, 0, 0, -1
+    for i in range(start, coded.size):
+        left = u64(coded[i])
+        while left:
+            if count == kept:
+                return False
+            while filled < low:
+                held |= u64(coded[byte]) << u64(filled)
+                filled += 8
+                byte += 1
+            high = 8 * (i - start) + trailing_zeros(left) - count
+            place = (high << low) + i64(held & ones)
+            if place <= last or place >= size:
+                return False
+            lanes[place] = u8(255)
+            held >>= u64(low)
+            filled -= low
+            last = place
+            count += 1
+            left &= left - u64(1)
+    return count == kept and held == u64(0)
+
+
+# ---------------------------------------------------------------- into a live model
+
+
+@kernel
+def apply_values(base, packed, lanes, factor, out, saved):
+    count = 0
+    for first in range(0, base.size, 64):
+        left = lanes_from(lanes, first, base.size)
+        while left:
+            if count < packed.size:
+                i = first + trailing_zeros(left)
+                stored = base[i]
+                origin = to_float(stored)
+                saved[count] = stored
+                out[i] = moved(stored, origin, factor * (to_float(packed[count]) - origin))
+            count += 1
+            left &= left - u64(1)
+    return count
+
+
+@kernel
+def apply_deltas(base, deltas, lanes, factor, out, saved):
+    count = 0
+    for first in range(0, base.size, 64):
+        left = lanes_from(lanes, first, base.size)
+        while left:
+            if count < deltas.size:
+                i = first + trailing_zeros(left)
+                stored = base[i]
+                saved[count] = stored
+                out[i] = moved(stored, to_float(stored), factor * deltas[count])
+            count += 1
+            left &= left - u64(1)
+    return count
+
+
+@helper
+def moved(stored, origin, change):
+    """The base's element plus a change; itself where the change is zero."""
+    value = from_float(origin + change, stored)
+    return stored if change == f32(0) else value

@@ -509,7 +509,7 @@ def expand(packed: Raw, lanes: Lanes, into: Raw) -> int:
 SCALE_GROUP = 256
 """How many values share a scale."""
 LARGEST = np.float32(255 * 2.0**120)
-"""The largest bfloat16: what is above counts as it when a scale is sought, so no level is infinite."""
+"""The largest bfloat16. A scale is sought as if no magnitude were above: no level is infinite."""
 PARTS, FINE_PARTS = 1 << 12, 1 << 20
 """Parts of a group's largest magnitude: sums of whole ones are the same in any order."""
 EVEN_STEPS = {
@@ -594,3 +594,110 @@ def dequantise(codes: NDArray[np.uint8], scales: Raw, bits: int, out: Floats) ->
     levels = np.where(np.signbit(scale), 2 * numbers + 1, numbers).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         out[:] = levels * np.abs(scale)
+
+
+def places_nbytes(size: int, kept: int) -> int:
+    """Bytes of the code of `kept` places among `size`.
+
+    >>> places_nbytes(524288, 52429), places_nbytes(524288, 0)
+    (34407, 0)
+    """
+    return sum(_places_layout(size, kept))
+
+
+def _places_layout(size: int, kept: int) -> tuple[int, int]:
+    """Bytes of the low parts and of the high parts."""
+    if kept == 0:
+        return 0, 0
+    low = places_low_bits(size, kept)
+    return -(-kept * low // 8), -(-(kept + (size >> low) + 1) // 8)
+
+
+def places_low_bits(size: int, kept: int) -> int:
+    """How many bits of each place are stored as they are: floor(log2(size / kept)), at least 0."""
+    return max(0, int(size // kept).bit_length() - 1)
+
+
+def code_places(lanes: Lanes, size: int, kept: int, out: NDArray[np.uint8]) -> None:
+    """Code which of the first `size` lanes are set, `kept` of them, by Elias and Fano.
+
+    First the low bits of each place, then a set of bits in which the number i is in the set for a
+    place j whose high bits are i - j; both little end first, each padded with zeros to a byte.
+    https://doi.org/10.1145/321812.321820
+    """
+    if kept == 0:
+        return
+    low_bytes, high_bytes = _places_layout(size, kept)
+    low = places_low_bits(size, kept)
+    places = np.flatnonzero(lanes[:size])
+    high = np.zeros(8 * high_bytes, np.uint8)
+    high[(places >> low) + np.arange(kept)] = 1
+    out[:low_bytes] = np.packbits(places[:, None] >> np.arange(low) & 1, bitorder="little")
+    out[low_bytes:] = np.packbits(high, bitorder="little")
+
+
+def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: Lanes) -> bool:
+    """Set the lanes that were coded, and clear all others; return whether it is a valid code.
+
+    There is one valid code for each set of places. If it is another, the lanes mean nothing.
+    """
+    lanes[:] = 0
+    if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
+        return False
+    if kept == 0:
+        return True
+    low_bytes, _ = _places_layout(size, kept)
+    low = places_low_bits(size, kept)
+    low_parts = np.unpackbits(coded[:low_bytes], bitorder="little")
+    found = np.flatnonzero(np.unpackbits(coded[low_bytes:], bitorder="little"))
+    if found.size != kept or low_parts[kept * low :].any():
+        return False
+    weights = 1 << np.arange(low)
+    places = (found - np.arange(kept) << low) + low_parts[: kept * low].reshape(kept, -1) @ weights
+    if places[-1] >= size or not (np.diff(places) > 0).all():
+        return False
+    lanes[places] = 255
+    return True
+
+
+def apply_values(
+    base: Raw, packed: Raw, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
+) -> int:
+    """out = base + factor·(packed - base) where the lane is set, as `combine` and `add_to_base` do.
+
+    `saved` takes the base's elements there, in order; `out` may be the base itself and is not
+    touched elsewhere, nor where no packed element is left. Returns how many lanes are set.
+    """
+    tuned = np.empty(packed.size, np.float32)
+    decode(packed, tuned)
+    return _apply(base, lanes, factor, out, saved, tuned, True)
+
+
+def apply_deltas(
+    base: Raw, deltas: Floats, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
+) -> int:
+    """out = base + factor·delta where the lane is set; else as `apply_values`."""
+    return _apply(base, lanes, factor, out, saved, deltas, False)
+
+
+def _apply(
+    base: Raw,
+    lanes: Lanes,
+    factor: np.float32,
+    out: Raw,
+    saved: Raw,
+    values: Floats,
+    less_base: bool,
+) -> int:
+    places = np.flatnonzero(lanes[: base.size])
+    used = places[: values.size]
+    stored = base[used]
+    origin = np.empty(used.size, np.float32)
+    decode(stored, origin)
+    with np.errstate(over="ignore", invalid="ignore"):
+        change = factor * (values[: used.size] - origin if less_base else values[: used.size])
+    moved = np.empty_like(stored)
+    add_to_base(stored, change, np.float32(1), moved)
+    saved[: used.size] = stored
+    out[used] = moved
+    return int(places.size)

@@ -204,7 +204,7 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter, and a base must be a whole model")
     configs = {"base_config": read_config(base), "model_config": read_config(model)}
-    matched = match_names(opened, open_model(model), model.name, **configs)
+    matched = match_names(opened, open_model(model, base=opened), model.name, **configs)
     tuned = under_stored_names(matched.source, opened, base, configs["base_config"])
     ours, theirs = set(opened.tensors), set(tuned.tensors)
     missing = [] if tuned.is_partial else sorted(ours - theirs)

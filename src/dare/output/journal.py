@@ -41,6 +41,10 @@ class Record:
     """For each model: bits of the largest |δ|, elements over the threshold, survivors."""
     exceptions: tuple[Count, Count]
     """Elements that overflow, and that are NaN."""
+    piece: tuple[int, ...] = ()
+    """Of a coded chunk: where it lies among the pieces, its size, and how many values it has."""
+    sums: tuple[float, ...] = ()
+    """Of a coded chunk: what is added up over all of them."""
 
 
 _RECORDS = TypeAdapter(Record)
@@ -138,7 +142,10 @@ class Journal:
 
     def add(self, record: Record) -> None:
         """Say that a chunk is done."""
-        self._append(asdict(record))
+        line = asdict(record)
+        if not record.piece:
+            del line["piece"], line["sums"]
+        self._append(line)
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""

@@ -252,7 +252,8 @@ def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:
         output[name] = tensor_digest(chunk.output for chunk in chunks)
         for place, model in enumerate(tensor.models, start=1):
             if name in plan.models[model].tensors:
-                models[model][name] = tensor_digest(chunk.inputs[place] for chunk in chunks)
+                found = plan.original_digest(tensor, model)
+                models[model][name] = found or tensor_digest(c.inputs[place] for c in chunks)
 
     def of_model(tensors: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
         return model_digest((tensors[name], digest) for name, digest in digests.items())

@@ -12,7 +12,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,10 +113,7 @@ class PartialOutput:
             with self._explaining(self.folder):
                 self._made = claim(self.folder)
                 self._open_journal()
-                for file, (header, placed) in self._built.items():
-                    size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
-                    self._files[file] = OutputFile(self.folder / file, size)
-                    self._files[file].write(header, 0)
+                self._open_files()
             self._check_free_space()
             self.resumed = self._intact(self.resumed)
             self.doubtful = self._intact(self.doubtful)
@@ -137,6 +134,12 @@ class PartialOutput:
             self._journal.close()
         self._journal = None
 
+    def _open_files(self) -> None:
+        for file, (header, placed) in self._built.items():
+            size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
+            self._files[file] = OutputFile(self.folder / file, size)
+            self._files[file].write(header, 0)
+
     def _open_journal(self) -> None:
         path = self.folder / JOURNAL_NAME
         if os.path.lexists(path) and not is_only_name(path):
@@ -147,8 +150,9 @@ class PartialOutput:
         leftovers = [path for path in self.folder.iterdir() if path.name not in kept]
         if self._resume and found.fingerprint == self._fingerprint:
             self._take_over(found)
+            made = self._made_files()
             leftovers = [
-                path for path in leftovers if path.name not in self._built or not is_only_name(path)
+                path for path in leftovers if path.name not in made or not is_only_name(path)
             ]
         else:
             if leftovers and self._resume:
@@ -163,13 +167,20 @@ class PartialOutput:
         journal.note_stamps(self._stamps)
         sync_folder(self.folder)
 
+    def _made_files(self) -> Collection[str]:
+        """The files that chunks are written into."""
+        return self._built
+
     def _take_over(self, found: Found) -> None:
         """Sort the chunks that the output has by whether their inputs are known to be the same."""
         for stamps, record in found.records.values():
-            place = self._places.get(record.tensor)
-            if place is None or record.chunk not in range(chunk_count(place[1].elements)):
-                continue
-            (self.resumed if stamps == self._stamps else self.doubtful).append(record)
+            if self._is_expected(record):
+                (self.resumed if stamps == self._stamps else self.doubtful).append(record)
+
+    def _is_expected(self, record: Record) -> bool:
+        """Whether the output has such a chunk."""
+        place = self._places.get(record.tensor)
+        return place is not None and record.chunk in range(chunk_count(place[1].elements))
 
     def confirm(self, records: Iterable[Record]) -> None:
         """Take over what was doubtful: its inputs have been seen to be the same."""
@@ -192,13 +203,16 @@ class PartialOutput:
         """Keep the records whose chunk on disk has the digest the journal says."""
 
         def is_intact(record: Record) -> bool:
-            _, info = self._places[record.tensor]
-            start, count = chunk_span(record.chunk, info.elements)
-            data = self.read(info.name, start * info.dtype.itemsize, count * info.dtype.itemsize)
-            return bytes_digest(data) == record.output
+            return bytes_digest(self._read_chunk(record)) == record.output
 
         with ThreadPoolExecutor() as pool:
             return list(itertools.compress(records, pool.map(is_intact, records)))
+
+    def _read_chunk(self, record: Record) -> bytes:
+        """Read back what was written of a chunk."""
+        info = self._places[record.tensor][1]
+        start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
+        return self.read(info.name, start, count)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read back what was written of a tensor."""
@@ -258,7 +272,11 @@ class PartialOutput:
             for folder in {(self.folder / name).parent for name in ("x", *self._others)}:
                 sync_folder(folder)
             self._journal.finish(bytes_digest(text))
+            self._clear_up()
             return publish(self.layout, self._made, overwrite=overwrite)
+
+    def _clear_up(self) -> None:
+        """Remove what only served the making of the output."""
 
     @contextmanager
     def _explaining(self, place: Path) -> Iterator[None]:

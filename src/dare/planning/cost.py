@@ -43,7 +43,10 @@ class Cost:
         total = 0
         for tensor in self.plan.tensors:
             base = tensor.base.nbytes
-            models = [(m, info.nbytes) for m, info in self.plan.copies_of(tensor)]
+            models = [
+                (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
+                for m in tensor.models
+            ]
             once = base + sum(size for _, size in models)
             total += once
             if tensor.is_merged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,11 +12,12 @@ from typing import Any
 
 from dare.errors import Notice
 from dare.inputs.directory import Sidecars
-from dare.inputs.sources import Source
+from dare.inputs.sources import Drop, Source
 from dare.planning.layout import Layout
 from dare.recipe.schema import Recipe
 from dare.stages import Settings, Stage
 from dare.tensors.chunks import chunk_count
+from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
@@ -49,6 +51,8 @@ class TensorPlan:
     combine: Settings
     tied_to: str | None = None
     """The tensor that this one is under a second name; it is treated as that one is."""
+    drops: tuple[Drop | None, ...] = ()
+    """For each of those models, what was dropped of it before, and no stage makes up for."""
 
     @property
     def key(self) -> str:
@@ -82,9 +86,13 @@ class TensorPlan:
         """The settings of each delta stage for one model."""
         return self.settings[self.models.index(model)]
 
+    def drop_of(self, model: int) -> Drop | None:
+        """What was dropped of one model before its first stage, and must be made up for."""
+        return self.drops[self.models.index(model)] if self.drops else None
+
     def draws_of(self, chain: Sequence[Stage], model: int) -> list[int | None]:
         """Which draw each delta stage makes for one model, from 0; None for those that do not."""
-        draws = itertools.count()
+        draws = itertools.count(0 if self.drop_of(model) is None else 1)
         return [
             next(draws) if stage.is_random(settings) else None
             for stage, settings in zip(chain, self.settings_of(model), strict=False)
@@ -161,6 +169,12 @@ class PlanData:
             for model in tensor.models
         )
 
+    @property
+    def stamps(self) -> str:
+        """By what the inputs are known here and now."""
+        stamps = [source.stamps() for source in (self.base, *self.models)]
+        return bytes_digest(json.dumps(stamps).encode())
+
     def source_of(self, tensor: TensorPlan, model: int) -> Source:
         """Where a model's copy of a tensor is read: the base, if the model lacks it."""
         source = self.models[model]
@@ -169,6 +183,16 @@ class PlanData:
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
         """The models that take part in a tensor, and what is said of their copies."""
         return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]
+
+    def original_digest(self, tensor: TensorPlan, model: int) -> str | None:
+        """The digest of a model's tensor, where a part of it does what the whole would have done.
+
+        That is so for a delta file if the chain drops what the file lacks.
+        """
+        source = self.source_of(tensor, model)
+        if source.drop_of(tensor.name) is None or tensor.drop_of(model) is not None:
+            return None
+        return source.original_digest(tensor.name)
 
     def merged(self) -> Iterator[TensorPlan]:
         """The tensors that are merged."""

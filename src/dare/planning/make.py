@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from dare.errors import Concern, MismatchError, Notice, RecipeError
 from dare.inputs.small_files import some_of
-from dare.inputs.sources import Source
+from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
+from dare.planning.dropped import left_to_make_up, take_over
 from dare.planning.layout import lay_out
 from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
@@ -34,6 +35,7 @@ def make_plan(
 ) -> Plan:
     """Decide the fate of every tensor; raise MismatchError with all that does not fit."""
     problems: list[str] = []
+    recipe = take_over(recipe, models)
     warnings = list(_recipe_warnings(recipe))
     depths = find_depths(base.tensors)
     shared = _Shared()
@@ -102,6 +104,15 @@ def _plan_tensor(
     if base.dtype.is_weight and recipe.dtype is not None:
         dtype = STORAGE_TYPES[recipe.dtype]
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
+    drops: list[Drop | None] = []
+    for index, own in zip(takes_part, settings, strict=True):
+        drop = models[index].drop_of(base.name) if base.name in models[index].tensors else None
+        left = drop and left_to_make_up(recipe, drop, name, index, own)
+        if isinstance(left, str):
+            line = f"{names[index]}: {left}"
+            problems += [] if line in problems else [line]
+        else:
+            drops.append(left)
     combine_settings = recipe.combine_settings_for(name, depth)
     _check(recipe.chain[-1][0], combine_settings, f"{name}: ")
     for index, values_of_stages in zip(takes_part, settings, strict=True):
@@ -118,6 +129,7 @@ def _plan_tensor(
         shared(tuple(recipe.weight_for(name, index, depth) for index in takes_part)),
         shared(combine_settings),
         tied_to,
+        shared(tuple(drops)) if any(drops) else (),
     )
 
 

@@ -79,11 +79,23 @@ class Resolving:
     ) -> tuple[dict[str, Any], ...]:
         """The settings of every delta stage for one tensor of one model, at its depth."""
         overrides = dict(self.models[model].settings)
-        if self.embedding_drop_rate is not None and is_embedding(tensor):
+        if self._has_embedding_rate(tensor):
             overrides["drop_rate"] = self.embedding_drop_rate
         for rule in self._rules_for(tensor, model):
             overrides.update(rule.settings)
         return tuple(_at(depth, settings, overrides) for _, settings in self.chain[:-1])
+
+    def sets(self, parameter: str, tensor: str, model: int) -> bool:
+        """Whether a parameter of a delta stage is given for a tensor of a model, by any means."""
+        return (
+            any(parameter in self.stages.get(stage.name, {}) for stage, _ in self.chain[:-1])
+            or parameter in self.models[model].settings
+            or any(parameter in rule.settings for rule in self._rules_for(tensor, model))
+            or (parameter == "drop_rate" and self._has_embedding_rate(tensor))
+        )
+
+    def _has_embedding_rate(self, tensor: str) -> bool:
+        return self.embedding_drop_rate is not None and is_embedding(tensor)
 
     def combine_settings_for(self, tensor: str, depth: Fraction = OUTSIDE) -> dict[str, Any]:
         """The settings of the combine stage for one tensor: no single model's values count."""

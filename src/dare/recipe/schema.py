@@ -258,6 +258,11 @@ class Recipe(Strict, Resolving):
         return self.model_copy(update={**changed, "output_digest": self.output_digest})
 
     @property
+    def has_default_seed(self) -> bool:
+        """Whether the seed is the one that is taken if none is given."""
+        return bool(self.seed == type(self).model_fields["seed"].default)
+
+    @property
     def paths(self) -> tuple[Path, ...]:
         """All files and directories that it names."""
         output = () if self.output is None else (self.output,)

@@ -12,6 +12,7 @@ from dare import kernels
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Block, Deltas, Scratch
+from dare.stages.dare import make_up_for
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT, aligned_bytes
 
@@ -98,6 +99,8 @@ class Backend:
             self._scratch,
             self._threshold_bits,
         )
+        if (drop := tensor.drop_of(model)) is not None:
+            make_up_for(block, *drop)
         draws = tensor.draws_of(self._plan.stages, model)
         for position, settings in enumerate(tensor.settings_of(model)[:before]):
             block.summary, block.draw = summaries.get(position), draws[position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from dare.run.worker import Progress, Worker
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 
+MakeWorker = Callable[[Plan, Backend, Any, Progress, threading.Event], Worker]
 Conclusions = Mapping[Id, Any]
 """What was concluded of all tensors of a model, for the stages that ask for it."""
 
@@ -36,11 +38,12 @@ def execute(
     progress: Progress = lambda _nbytes: None,
     announce: Callable[[], None] = lambda: None,
     known: Conclusions | None = None,
+    make_worker: MakeWorker = Worker,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
     `announce` is called if kernels have to be compiled first. `known` are the conclusions of a plan
-    that this one is a part of; else they are drawn here.
+    that this one is a part of; else they are drawn here. `make_worker` makes what does the steps.
     """
     records = list(done)
 
@@ -51,7 +54,7 @@ def execute(
 
     finished = {(record.tensor, record.chunk) for record in done}
     steps = list_steps(plan, finished, known or ())
-    _run(plan, steps, sink, progress, announce, known or {}, collect)
+    _run(plan, steps, sink, progress, announce, known or {}, collect, make_worker)
     return records
 
 
@@ -66,7 +69,7 @@ def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) 
         tensor = tensors[record.tensor]
         sources = [plan.base, *(plan.source_of(tensor, model) for model in tensor.models)]
         span = chunk_span(record.chunk, tensor.elements)
-        ((_, found),) = read_chunks(sources, tensor.name, *span)
+        ((_, found),) = read_chunks(sources, tensor.name, *span, base_first=True)
         progress(sum(raw.nbytes for raw in found))
         return record.inputs == tuple(bytes_digest(raw.data) for raw in found)
 
@@ -115,6 +118,7 @@ def _run(
     announce: Callable[[], None],
     known: Conclusions,
     collect: Callable[[Step, Any], None],
+    make_worker: MakeWorker = Worker,
 ) -> None:
     holds_matrices = plan.cost.matrix_bytes > 0
     with ExitStack() as stack:
@@ -126,7 +130,7 @@ def _run(
         stack.enter_context(kernels.load(plan.backend).announcing(announce))
         run_steps(
             list(steps),
-            lambda stop: Worker(plan, Backend(plan), sink, progress, stop),
+            lambda stop: make_worker(plan, Backend(plan), sink, progress, stop),
             plan.cost.threads,
             known=known,
             collect=collect,

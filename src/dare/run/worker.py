@@ -140,7 +140,7 @@ class Worker:
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
         def deltas() -> Iterator[Deltas]:
             for chunk in self._chunks(tensor, tensor.models):
-                yield self._backend.deltas(chunk, _summaries(tensor, results))
+                yield self._backend.deltas(chunk, summaries_of(tensor, results))
 
         survey = self._plan.combine.survey
         assert survey is not None  # the step exists because there is one
@@ -154,11 +154,11 @@ class Worker:
         sources = [self._plan.base, *(self._plan.source_of(tensor, model) for model in models)]
         buffers = [self._backend.inputs[place] for place in (0, *(1 + m for m in models))]
         for place, (base, *tuned) in read_chunks(
-            sources, tensor.name, start, count, buffers=buffers
+            sources, tensor.name, start, count, buffers=buffers, base_first=True
         ):
             if self._stop.is_set():
                 raise Stopped
-            self._progress(sum(raw.nbytes for raw in (base, *tuned)))
+            self._progress(sum(s.bytes_for(tensor.name, base.size) for s in sources))
             yield Chunk(tensor, place, base, dict(zip(models, tuned, strict=True)))
 
     # ------------------------------------------------------------ chunks
@@ -171,7 +171,7 @@ class Worker:
 
     def _merge(self, step: Merge, results: Results) -> Record:
         chunk, digests = self._read(step)
-        summaries = _summaries(chunk.tensor, results)
+        summaries = summaries_of(chunk.tensor, results)
         summary = results.get(survey_all_id(chunk.tensor))
         merged = self._backend.merge(chunk, summaries, summary, self._alignment(chunk))
         return self._write(step, chunk, digests, merged)
@@ -213,7 +213,7 @@ def _offset(chunk: Chunk) -> int:
     return chunk.start * chunk.tensor.dtype.itemsize
 
 
-def _summaries(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
+def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
     """What was found for each model."""
     return {model: results.get(survey_id(tensor, model), {}) for model in tensor.models}
 

@@ -165,6 +165,15 @@ class Block:
         base = self._scratch.base_of(self.kernels, self.origin)
         return int(self.kernels.gather(self.tuned, base, lanes, out))
 
+    def kept_lanes(self) -> NDArray[np.uint8]:
+        """255 for each element that no stage has dropped, else 0; for the next use of the block."""
+        if self.is_noted and not self.least:
+            return self._lanes()[0]
+        left = self.survivors()
+        lanes = self._scratch.lanes
+        lanes[: self.size] = 255 if left is None else np.where(left, 255, 0)
+        return lanes
+
     def survivors(self) -> NDArray[np.bool_] | None:
         """Which elements no earlier stage has dropped; None if none was dropped."""
         if self.is_noted and not self.least:

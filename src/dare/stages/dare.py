@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from dare.stages.blocks import Block, Mask, Walk
 from dare.stages.registry import Settings, delta_stage
-from dare.tensors.mask import check_drop_rate, keep_threshold
+from dare.tensors.mask import check_drop_rate, keep_threshold, mask_key
 
 DropRate = Annotated[
     float,
@@ -47,6 +47,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
     is_lazy=lambda _settings: True,
     is_random=drops,
+    redrops=lambda settings: settings["rescale"] != "l1",
 )
 def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) -> None:
     """Drop each element with probability p and divide the others by 1 - p.
@@ -61,9 +62,19 @@ def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) ->
         block.factor *= block.summary if rescale == "l1" else 1.0 / (1.0 - drop_rate)
 
 
+def make_up_for(block: Block, drop_rate: float, seed: int, name: str) -> None:
+    """Do what `dare` does to a delta from which as much was dropped before, by this mask."""
+    _drop_by(block, mask_key(seed, name), drop_rate)
+    block.factor *= 1.0 / (1.0 - drop_rate)
+
+
 def _drop(block: Block, drop_rate: float) -> None:
+    if drop_rate > 0:
+        key0, key1 = block.key
+        _drop_by(block, (int(key0), int(key1)), drop_rate)
+
+
+def _drop_by(block: Block, key: tuple[int, int], drop_rate: float) -> None:
     high, low = divmod(keep_threshold(drop_rate), 1 << 32)
-    if high == 256:  # everything is kept
-        return
-    key0, key1 = block.key
-    block.drop(Mask(int(key0), int(key1), high, low))
+    if high < 256:  # else everything is kept
+        block.drop(Mask(*key, high, low))

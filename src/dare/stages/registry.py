@@ -172,6 +172,9 @@ class Stage:
     """Refuses parameters that do not go together."""
     is_random: Predicate = _never
     """Whether it draws from the mask, for these parameters; it then has `block.key`."""
+    redrops: Predicate = _never
+    """Whether it only drops by its own mask at `drop_rate` and multiplies the rest, for these
+    parameters; so that it may come upon a delta from which that was dropped already."""
     is_lazy: Predicate = _never
     """Whether it leaves values to the backend, for these parameters; else it computes on arrays."""
     default_weight: Callable[[int], float] | None = lambda _models: 1.0

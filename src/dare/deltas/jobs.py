@@ -1,0 +1,275 @@
+"""What there is to do for a delta file: a plan whose chunks are coded, and what is said of them.
+
+What is kept is what a merge of this one model would keep: plan, surveys and masks are those of
+`dare+sum` or `trim+sum`, and only the last step differs. For a lossless file the plan copies the
+model, with the base beside it.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from dare.deltas.packing import LosslessCoder, Packer
+from dare.deltas.schemes import Scheme
+from dare.errors import InputError
+from dare.inputs.delta_files import MAX_FILE_BYTES, DeltaSource, is_delta_file, sample
+from dare.inputs.delta_notes import UNKNOWN, VERSION, DeltaNotes, StoredFile, StoredTensor
+from dare.inputs.directory import collect
+from dare.inputs.formats import read_config
+from dare.inputs.hub import resolve
+from dare.inputs.names import match_names
+from dare.inputs.opening import Inputs, open_inputs
+from dare.inputs.small_files import read_limited
+from dare.inputs.sources import INDEX_NAME, MAX_INDEX_BYTES, FileSource, Source, open_source
+from dare.inputs.views import RenamedSource
+from dare.output.journal import Record
+from dare.planning.data import Fate, TensorPlan
+from dare.planning.make import make_plan
+from dare.planning.plan import Plan
+from dare.recipe.schema import Recipe, TensorRule
+from dare.run.execute import MakeWorker
+from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
+from dare.tensors.header import TensorInfo
+from dare.tensors.mask import MASK_VERSION, check_drop_rate
+from dare.tensors.names import is_embedding
+
+Records = Mapping[str, Sequence[Record]]
+"""By tensor, in order of their chunks."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that differs between one kind of delta file and another."""
+
+    plan: Plan
+    """Its first input is what the chunks' first digests are of."""
+    make_worker: MakeWorker
+    describe: Callable[[Records], DeltaNotes]
+    """What is known when all chunks are coded."""
+    settings: Mapping[str, Any]
+    """What was asked for."""
+    files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
+    """What else the model's folder holds, to be stored as far as the base has it not."""
+
+
+# ---------------------------------------------------------------- what is kept of a change
+
+
+def lossy_job(
+    given: Mapping[str, Any],
+    scheme: Scheme,
+    seed: int,
+    embedding_drop_rate: float | None,
+    drop_rates: Mapping[str, float],
+) -> Job:
+    """Pack what a scheme keeps; `given` are fields of a recipe."""
+    recipe = Recipe(**given, **_chain(scheme), seed=seed)
+    recipe, inputs = open_inputs(recipe)
+    (model,) = inputs.models
+    _check_model(recipe, model)
+    rates = dict(drop_rates)
+    if embedding_drop_rate is not None:
+        embeddings = {glob.escape(name): embedding_drop_rate for name in _embeddings(inputs)}
+        rates = {**embeddings, **rates}
+    rules = tuple(
+        TensorRule(match=pattern, settings=_setting(scheme, check_drop_rate(rate)))
+        for pattern, rate in rates.items()
+    )
+    recipe = recipe.model_copy(update={"tensors": rules})
+    whole = make_plan(recipe, inputs.base, inputs.models, inputs.names, inputs.notes)
+    held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
+    coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
+    tied = [t for t in held if t.tied_to is not None and t.name in model.tensors]
+    plan = replace(whole, tensors=tuple(coded))
+    files = _files_beside(*inputs.folders)
+
+    def describe(records: Records) -> DeltaNotes:
+        stored = {t.name: _kept_tensor(t, model, scheme, records[t.key]) for t in (*coded, *tied)}
+        infos = {name: (inputs.base.tensors[name], model.tensors[name]) for name in stored}
+        return DeltaNotes(
+            version=VERSION,
+            mask=MASK_VERSION if scheme.keep == "random" else None,
+            scheme=scheme.keep,
+            bits=scheme.bits,
+            seed=seed if scheme.keep == "random" else None,
+            drop_rate=scheme.drop_rate,
+            base=model_digest((infos[n][0], str(tensor.base)) for n, tensor in stored.items()),
+            model=model_digest((infos[n][1], tensor.model) for n, tensor in stored.items()),
+            sample=sample(inputs.base),
+            tensors=stored,
+            files={name: file for name, (file, _) in files.items()},
+            index=UNKNOWN,
+            check=UNKNOWN,
+        )
+
+    settings = {
+        "keep": scheme.keep,
+        "drop_rate": scheme.drop_rate,
+        "bits": scheme.bits,
+        "seed": seed,
+        "drop_rates": rates,
+    }
+    return Job(plan, partial(Packer, scheme), describe, settings, files)
+
+
+def _chain(scheme: Scheme) -> dict[str, Any]:
+    """The method of a merge that keeps the same."""
+    stage = "dare" if scheme.keep == "random" else "trim"
+    rate = check_drop_rate(scheme.drop_rate)
+    return {"method": f"{stage}+sum", "stages": {stage: _setting(scheme, rate)}}
+
+
+def _setting(scheme: Scheme, drop_rate: float) -> dict[str, float]:
+    if scheme.keep == "random":
+        return {"drop_rate": drop_rate}
+    return {"keep_ratio": 1.0 - drop_rate}
+
+
+def _rate(scheme: Scheme, settings: Mapping[str, Any]) -> float:
+    if scheme.keep == "random":
+        return float(settings["drop_rate"])
+    return 1.0 - float(settings["keep_ratio"])
+
+
+def _embeddings(inputs: Inputs) -> list[str]:
+    return sorted(name for name in inputs.base.tensors if is_embedding(name))
+
+
+def _check_model(recipe: Recipe, model: Source) -> None:
+    (entry,) = recipe.models
+    inner = model.inner if isinstance(model, RenamedSource) else model
+    if isinstance(inner, DeltaSource):
+        raise InputError(f"{entry.file}: is a delta file already; `dare apply` makes a model of it")
+    if model.is_partial:
+        nbytes = sum(file.stat().st_size for file in model.files)
+        raise InputError(
+            f"{entry.file}: is an adapter, and stored as one already ({nbytes:,} bytes); "
+            "merge it as it is, or merge it into its base first"
+        )
+
+
+def _kept_tensor(
+    tensor: TensorPlan, model: Source, scheme: Scheme, records: Sequence[Record]
+) -> StoredTensor:
+    rate = _rate(scheme, tensor.settings[0][0]) if tensor.is_merged else 0.0
+    return StoredTensor(
+        shape=tensor.shape,
+        dtype=model.tensors[tensor.name].dtype.name,
+        model=tensor_digest(record.inputs[-1] for record in records),
+        base=tensor_digest(record.inputs[0] for record in records),
+        drop_rate=rate,
+        tied_to=tensor.tied_to,
+    )
+
+
+# ---------------------------------------------------------------- all of a model
+
+
+def lossless_job(given: Mapping[str, Any]) -> Job:
+    """Code the files of a model against those of its base."""
+    recipe = Recipe(**given, method="sum")
+    (entry,) = recipe.models
+    places = [resolve(path, verbose=recipe.verbose).path for path in (recipe.base, entry.file)]
+    base, model = (_open_files(path) for path in places)
+    configs = [read_config(path) for path in places]
+    matched = match_names(
+        model, base, "base", base_config=configs[1], model_config=configs[0]
+    )  # the base under the model's names
+    tensors = [_copied(info, matched.source) for _, info in sorted(model.tensors.items())]
+    plan = Plan(
+        recipe,
+        model,
+        (matched.source,),
+        ("base",),
+        tuple(tensors),
+        (),
+        (),
+        None,
+        matched.notes,
+    )
+    files = {file.name: _header(file, header.data_start) for file, header in model.headers.items()}
+    folders = [path if path.is_dir() else None for path in places]
+    files |= _files_beside(*folders)
+    if folders[1] is not None and (index := folders[1] / INDEX_NAME).exists():
+        files[INDEX_NAME] = _described("whole", read_limited(index, MAX_INDEX_BYTES))
+
+    def describe(records: Records) -> DeltaNotes:
+        stored = {t.name: _coded_tensor(t, matched.source, records[t.name]) for t in tensors}
+        named = {tensor.base_name or name: tensor.base for name, tensor in stored.items()}
+        return DeltaNotes(
+            version=VERSION,
+            scheme="lossless",
+            base=model_digest((base.tensors[n], digest) for n, digest in named.items() if digest),
+            model=model_digest((model.tensors[n], tensor.model) for n, tensor in stored.items()),
+            sample=sample(base),
+            tensors=stored,
+            files={name: file for name, (file, _) in files.items()},
+            index=UNKNOWN,
+            check=UNKNOWN,
+        )
+
+    return Job(plan, LosslessCoder, describe, {"lossless": True}, files)
+
+
+def _open_files(path: Path) -> FileSource:
+    source = open_source(path)
+    if is_delta_file(source):
+        raise InputError(f"{path}: is a delta file already; `dare apply` makes a model of it")
+    return source
+
+
+def _copied(info: TensorInfo, base: Source) -> TensorPlan:
+    """A tensor of the model, and the base's where that is of the same type and shape."""
+    other = base.tensors.get(info.name)
+    is_like = other is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
+    models = (0,) if is_like else ()
+    return TensorPlan(
+        info.name, Fate.COPIED, info.shape, info, info.dtype, models, ((),) * len(models), (), {}
+    )
+
+
+def _coded_tensor(tensor: TensorPlan, base: Source, records: Sequence[Record]) -> StoredTensor:
+    names = base.names if isinstance(base, RenamedSource) else {}
+    base_name = names.get(tensor.name, tensor.name)
+    return StoredTensor(
+        shape=tensor.shape,
+        dtype=tensor.dtype.name,
+        model=tensor_digest(record.inputs[0] for record in records),
+        base=tensor_digest(r.inputs[1] for r in records) if tensor.models else None,
+        base_name=base_name if tensor.models and base_name != tensor.name else None,
+    )
+
+
+# ---------------------------------------------------------------- what lies beside the weights
+
+
+def _header(file: Path, nbytes: int) -> tuple[StoredFile, bytes]:
+    with file.open("rb") as opened:
+        return _described("header", opened.read(nbytes))
+
+
+def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[StoredFile, bytes]]:
+    """Configuration and tokenizer of a model, and which of them are as in the base."""
+    files: dict[str, tuple[StoredFile, bytes]] = {}
+    if model is None:
+        return files
+    for name in filter(lambda name: (model / name).is_file(), sorted(collect(model).files)):
+        content = read_limited(model / name, MAX_FILE_BYTES)
+        has_same = (
+            base is not None
+            and (base / name).is_file()
+            and read_limited(base / name, MAX_FILE_BYTES) == content
+        )
+        files[name] = _described("base" if has_same else "whole", content)
+    return files
+
+
+def _described(
+    kind: Literal["header", "whole", "base"], content: bytes
+) -> tuple[StoredFile, bytes]:
+    return StoredFile(kind=kind, size=len(content), digest=bytes_digest(content)), content

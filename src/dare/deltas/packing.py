@@ -1,0 +1,152 @@
+"""Coding chunks: the workers of `compress`, which do a plan's steps and add nothing to a base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels
+from dare.deltas.schemes import Scheme
+from dare.errors import MismatchError
+from dare.inputs.delta_notes import AS_IN_BASE
+from dare.kernels.reference import SCALE_GROUP
+from dare.output.journal import Record
+from dare.output.pieces import PieceOutput
+from dare.run.backend import Chunk
+from dare.run.graph import Copy, Merge
+from dare.run.worker import Results, Worker, summaries_of
+from dare.tensors.digest import bytes_digest
+from dare.tensors.planes import pack
+
+Floats = NDArray[np.float32]
+
+
+class _Coder(Worker):
+    """Codes chunks into pieces."""
+
+    _sink: PieceOutput
+
+    def _put(
+        self,
+        step: Merge | Copy,
+        inputs: Sequence[str],
+        parts: Sequence[NDArray[Any]],
+        count: int,
+        sums: Sequence[float] = (),
+    ) -> Record:
+        data = np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
+        return Record(
+            tensor=step.tensor,
+            chunk=step.chunk,
+            inputs=tuple(inputs),
+            output=bytes_digest(data.data),
+            models=(),
+            exceptions=(0, 0),
+            piece=(self._sink.append(data), data.size, count),
+            sums=tuple(sums),
+        )
+
+
+class LosslessCoder(_Coder):
+    """Codes the chunks of a model (the plan's base) against those of another, where it has them."""
+
+    def _copy(self, step: Copy) -> Record:
+        chunk, digests = self._read(step)
+        against = next(iter(chunk.tuned.values()), None)
+        if len(digests) == 2 and digests[0] == digests[1]:
+            return self._put(step, digests, (), AS_IN_BASE)
+        blob = pack(
+            chunk.base.view(np.uint8),
+            None if against is None else against.view(np.uint8),
+            chunk.base.itemsize,
+        )
+        return self._put(step, digests, [np.frombuffer(blob, np.uint8)], len(blob))
+
+
+class Packer(_Coder):
+    """Packs what the stages of a plan keep of a model's chunks.
+
+    A record's sums are Σδ², Σ(δ̂ - δ)² with δ̂ as it will be read, and Σw² of the base.
+    """
+
+    def __init__(self, scheme: Scheme, *given: Any) -> None:
+        super().__init__(*given)
+        self._scheme = scheme
+        self._run = kernels.load(self._plan.backend)
+
+    def _copy(self, step: Copy) -> Record:
+        chunk, digests = self._read(step)
+        if len(set(digests)) > 1:
+            raise MismatchError(
+                f"{step.tensor}: its {chunk.tensor.base.dtype.name} values differ from the base's "
+                "and can be neither dropped nor rounded; use --lossless"
+            )
+        return self._put(step, digests, (), AS_IN_BASE)
+
+    def _merge(self, step: Merge, results: Results) -> Record:
+        chunk, digests = self._read(step)
+        (tuned,) = chunk.tuned.values()
+        base = self._decoded(chunk.base)
+        weights = self._run.sum_products(base, base)
+        if digests[0] == digests[1] and tuned.dtype == chunk.base.dtype:
+            return self._put(step, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
+        block = self._backend.block(chunk, 0, summaries_of(chunk.tensor, results)[0])
+        lanes = block.kept_lanes()
+        change = self._change(tuned, base)
+        kept = np.empty(tuned.size, np.float32)
+        kept = kept[: self._run.select(change, lanes, kept)]
+        if self._scheme.bits == "native":
+            values = np.empty(kept.size, tuned.dtype)
+            self._run.select(tuned, lanes, values)
+            parts, stored = [values], kept
+        else:
+            parts, stored = self._rounded(step, kept)
+        if self._scheme.keep == "magnitude":
+            places = np.empty(self._run.places_nbytes(tuned.size, kept.size), np.uint8)
+            self._run.code_places(lanes, tuned.size, kept.size, places)
+            parts.append(places)
+        sums = self._errors(chunk, change, kept, stored)
+        return self._put(step, digests, parts, kept.size, (*sums, weights))
+
+    def _decoded(self, raw: NDArray[Any]) -> Floats:
+        values = np.empty(raw.size, np.float32)
+        self._run.decode(raw, values)
+        return values
+
+    def _change(self, tuned: NDArray[Any], base: Floats) -> Floats:
+        """The model's change; infinities that both have are none."""
+        values = self._decoded(tuned)
+        with np.errstate(invalid="ignore", over="ignore"):
+            change = values - base
+        if not np.isfinite(change.sum(dtype=np.float64)):
+            change[values == base] = 0
+        return change
+
+    def _rounded(self, step: Merge, kept: Floats) -> tuple[list[NDArray[Any]], Floats]:
+        """Codes and scales of kept values, and what will be read of them."""
+        if not np.isfinite(kept).all():
+            raise MismatchError(
+                f"{step.tensor}: has changes that are NaN or infinite, which cannot be rounded to "
+                f"{self._scheme.bits} bits; use --bits native or --lossless"
+            )
+        bits = int(self._scheme.bits)
+        codes = np.empty(-(-kept.size * bits // 8), np.uint8)
+        scales = np.empty(-(-kept.size // SCALE_GROUP), np.uint16)
+        self._run.quantise(kept, bits, codes, scales)
+        stored = np.empty(kept.size, np.float32)
+        self._run.dequantise(codes, scales, bits, stored)
+        return [codes, scales], stored
+
+    def _errors(
+        self, chunk: Chunk, change: Floats, kept: Floats, stored: Floats
+    ) -> tuple[float, float]:
+        """Σδ², and Σ(δ̂ - δ)²: of what was dropped, and of what was kept, rounded and rescaled."""
+        run = self._run
+        total = run.sum_products(change, change)
+        rate = chunk.tensor.settings_of(0)[0].get("drop_rate", 0.0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            off = stored * np.float32(1.0 / (1.0 - rate)) - kept
+        return total, total - run.sum_products(kept, kept) + run.sum_products(off, off)

@@ -1,0 +1,486 @@
+"""Delta files: a fine-tune stored as its change to a base, presented as the model it stands for.
+
+What is read of a tensor is the model's own value where it was kept, and the base's elsewhere; of
+quantised values it is the change, and zero elsewhere. Kept values are as the model has them: that a
+random choice has to be divided by 1 - p is said by `drop_of`, or done here if `rescales` is set.
+Every chunk is checked against its digest whenever it is read. docs/delta-files.md has the format.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dare import kernels
+from dare.errors import InputError
+from dare.inputs.delta_notes import (
+    AS_IN_BASE,
+    INDEX,
+    KEY,
+    UNKNOWN,
+    DeltaNotes,
+    StoredTensor,
+    read_notes,
+)
+from dare.inputs.small_files import read_limited
+from dare.inputs.sources import Drop, FileSource, Raw, Source
+from dare.kernels import LANES_MULTIPLE
+from dare.kernels.reference import SCALE_GROUP
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
+from dare.tensors.digest import bytes_digest
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.header import TensorInfo, admit
+from dare.tensors.mask import keep_threshold, mask_key
+from dare.tensors.planes import unpack
+
+F32, U8, BF16 = (STORAGE_TYPES[name] for name in ("F32", "U8", "BF16"))
+MAX_FILE_BYTES = 256_000_000
+"""Of a configuration or a tokenizer."""
+SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
+
+Bytes = NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """What is stored of one chunk: where it begins in each part, and how much there is."""
+
+    kept: int
+    """Values, or coded bytes; AS_IN_BASE."""
+    digest: bytes
+    starts: tuple[int, ...]
+    """In elements of each part."""
+    sizes: tuple[int, ...]
+
+
+class DeltaFile:
+    """What a delta file holds, chunk by chunk; for its meaning the base is needed."""
+
+    def __init__(self, stored: FileSource) -> None:
+        self.path = stored.path
+        self.stored = stored
+        self.notes = read_notes(stored.headers[self.path].metadata[KEY], str(self.path))
+        self._local = threading.local()
+        self._check_header()
+        self.pieces = dict(self._read_index())
+        """By tensor, the pieces of its chunks; nothing of names that stand for others."""
+
+    def _check_header(self) -> None:
+        """Refuse a header in which anything was changed."""
+        raw = np.empty(self.stored.headers[self.path].data_start, np.uint8)
+        with self.stored:
+            self.stored.read_bytes(self.path, 0, raw, "the header")
+        check = self.notes.check.encode()
+        if bytes_digest(raw.tobytes().replace(check, UNKNOWN.encode(), 1)) != self.notes.check:
+            raise self.damaged("its header has been changed")
+
+    def _read_index(self) -> Iterator[tuple[str, list[Piece]]]:
+        """How much of each chunk is stored and where; all of it must be told, and no more."""
+        infos = self.stored.tensors
+        stored = {name: t for name, t in sorted(self.notes.tensors.items()) if t.tied_to is None}
+        counts = {name: chunk_count(tensor.elements) for name, tensor in stored.items()}
+        info = infos.get(INDEX)
+        if info is None or (info.dtype.name, info.shape) != ("I64", (sum(counts.values()), 3)):
+            raise self.damaged("it has no index of its chunks")
+        rows = np.empty(info.shape, np.int64)
+        with self.stored:
+            self.stored.read(INDEX, 0, rows.reshape(-1))
+        if bytes_digest(rows.tobytes()) != self.notes.index:
+            raise self.damaged("the index of its chunks is not as it was written")
+        files = self.notes.files.items()
+        expected = {INDEX, *(file_part(name) for name, file in files if file.kind != "base")}
+        first = 0
+        for name, tensor in stored.items():
+            parts, last = part_names(self.notes, name), first + counts[name]
+            sizes = list(self._sizes(tensor, rows[first:last, 0].tolist()))
+            starts = [tuple(accumulate(of_part, initial=0)) for of_part in zip(*sizes, strict=True)]
+            for part, places in zip(parts, starts, strict=False):
+                found, kind = infos.get(part), part_type(self.notes, part, tensor)
+                if ((found.dtype, found.elements) if found else (kind, 0)) != (kind, places[-1]):
+                    raise self.damaged(f"{part} is not what the index says")
+            expected |= set(parts) if counts[name] else set()
+            yield (
+                name,
+                [
+                    Piece(int(row[0]), row[1:].tobytes(), tuple(p[chunk] for p in starts), size)
+                    for chunk, (row, size) in enumerate(zip(rows[first:last], sizes, strict=True))
+                ],
+            )
+            first = last
+        if more := sorted(set(infos) - expected):
+            raise self.damaged(f"{more[0]} belongs to nothing")
+
+    def _sizes(self, tensor: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """What each chunk of a tensor has in each part."""
+        for chunk, count in enumerate(counts):
+            size = chunk_span(chunk, tensor.elements)[1]
+            most = size * tensor.kind.itemsize + 1 if self.notes.scheme == "lossless" else size
+            if not (0 <= count <= most or (count == AS_IN_BASE and tensor.base is not None)):
+                raise self.damaged("a chunk has more values than elements")
+            yield part_sizes(self.notes, size, count)
+
+    def damaged(self, reason: str) -> InputError:
+        """The error to raise where something is not as it was written."""
+        return InputError(f"{self.path}: the delta file is damaged: {reason}; get it again")
+
+    def read_parts(self, name: str, chunk: int) -> list[Raw]:
+        """What is stored of a chunk, checked against its digest."""
+        piece = self.pieces[name][chunk]
+        digest = xxhash.xxh3_128()
+        found = []
+        parts = part_names(self.notes, name)
+        for part, start, size in zip(parts, piece.starts, piece.sizes, strict=True):
+            raw: Raw = np.empty(size, part_type(self.notes, part, self.notes.tensors[name]).carrier)
+            if size:
+                self.stored.read(part, start, raw)
+            digest.update(raw.data)
+            found.append(raw)
+        if digest.digest() != piece.digest:
+            raise self.damaged(f"chunk {chunk} of {name} is not as it was written")
+        return found
+
+    def prefetch(self, name: str, chunk: int) -> None:
+        """Say that a chunk will be read soon."""
+        piece = self.pieces[name][chunk]
+        parts = part_names(self.notes, name)
+        for part, first, size in zip(parts, piece.starts, piece.sizes, strict=True):
+            if size:
+                self.stored.prefetch(part, first, size)
+
+    def bytes_of(self, name: str) -> int:
+        """How many bytes a tensor takes in the file."""
+        infos = (self.stored.tensors.get(part) for part in part_names(self.notes, name))
+        return sum(info.nbytes for info in infos if info is not None)
+
+    def read_file(self, name: str) -> bytes:
+        """What is stored of one of the model's files."""
+        file, part = self.notes.files[name], file_part(name)
+        info = self.stored.tensors.get(part)
+        if info is None or info.dtype != U8:
+            raise self.damaged(f"it lacks {part}")
+        blob, content = np.empty(info.elements, np.uint8), np.empty(file.size, np.uint8)
+        with self.stored:
+            self.stored.read(part, 0, blob)
+        try:
+            unpack(blob.data, None, 1, content)
+        except InputError as error:
+            raise self.damaged(f"{name}: {error}") from None
+        if bytes_digest(content.data) != file.digest:
+            raise self.damaged(f"{name} is not as it was written")
+        return content.tobytes()
+
+    def fill_folder(self, folder: Path, base: Path | None) -> None:
+        """Put the model's configuration and tokenizer into a folder, some from the base's."""
+        for name, file in self.notes.files.items():
+            if file.kind == "header" or (file.kind == "base" and base is None):
+                continue
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if file.kind == "whole":
+                place.write_bytes(self.read_file(name))
+            elif base is not None:
+                content = read_limited(base / name, MAX_FILE_BYTES)
+                if bytes_digest(content) != file.digest:
+                    raise InputError(
+                        f"{base / name}: is not what it was when {self.path} was made, and the "
+                        "model has that one; give the base as it was"
+                    )
+                place.write_bytes(content)
+
+    def lanes(self, name: str, chunk: int, parts: Sequence[Raw]) -> Bytes:
+        """Which elements of a chunk are kept: 255, else 0; one array for each thread."""
+        tensor, piece = self.notes.tensors[name], self.pieces[name][chunk]
+        start, size = chunk_span(chunk, tensor.elements)
+        if not hasattr(self._local, "lanes"):
+            self._local.lanes = np.empty(-(-CHUNK // LANES_MULTIPLE) * LANES_MULTIPLE, np.uint8)
+        lanes: Bytes = self._local.lanes
+        run = kernels.load("cpu")
+        if self.notes.seed is None:
+            if not run.uncode_places(parts[-1], size, piece.kept, lanes):
+                raise self.damaged(f"the places of {name} are not in order")
+            return lanes
+        count = size
+        if tensor.drop_rate:
+            high, low = divmod(keep_threshold(tensor.drop_rate), 1 << 32)
+            key0, key1 = map(np.uint32, mask_key(self.notes.seed, name))
+            count = run.draw(lanes, size, start, key0, key1, high, np.uint32(low))
+        else:
+            lanes[:size], lanes[size:] = 255, 0
+        if count != piece.kept:
+            raise self.damaged(f"{name} has {piece.kept} values, and the mask keeps {count}")
+        return lanes
+
+    def kept_changes(
+        self, count: int, parts: Sequence[Raw], base: Raw | None, lanes: Bytes
+    ) -> NDArray[np.float32]:
+        """The change of the kept elements of a chunk, in order, without rescaling."""
+        run = kernels.load("cpu")
+        change = np.empty(count, np.float32)
+        if self.notes.bits != "native":
+            run.dequantise(parts[0], parts[1], self.notes.bits, change)
+            return change
+        assert base is not None  # stored values mean nothing without it
+        run.decode(parts[0], change)
+        kept = np.empty(count, base.dtype)
+        run.select(base, lanes, kept)
+        origin = np.empty(count, np.float32)
+        run.decode(kept, origin)
+        is_same = change == origin  # infinities too
+        with np.errstate(invalid="ignore", over="ignore"):
+            change -= origin
+        change[is_same] = 0
+        return change
+
+
+class DeltaSource(Source):
+    """The tensors of the model that a delta file stands for, given its base."""
+
+    def __init__(self, file: DeltaFile, base: Source, *, rescales: bool = False) -> None:
+        self.file, self.notes, self.base = file, file.notes, base
+        self.files = file.stored.files
+        self._rescales = rescales
+        self._is_lossless = self.notes.scheme == "lossless"
+        self._folder: TemporaryDirectory[str] | None = None
+        self._local = threading.local()
+        self._check_base()
+        self.tensors = {name: self._presented(name) for name in self.notes.tensors}
+        self.reading_bytes = CHUNK * (1 + 5 * 4)
+        if self.notes.seed is not None and rescales:
+            self.remarks = (
+                f"is a delta file from which {self.notes.drop_rate:.4g} of the change was dropped; "
+                "what is left is divided by what was kept",
+            )
+
+    def _presented(self, name: str) -> TensorInfo:
+        tensor = self.notes.tensors[name]
+        info = TensorInfo(name, tensor.kind, tensor.shape, 0)
+        admit(info, (), str(self.file.path))
+        return replace(info, dtype=F32) if self.holds_delta(name) else info
+
+    def _check_base(self) -> None:
+        """Refuse another base than the one that the change is to."""
+        for name, tensor in self.notes.tensors.items():
+            if tensor.base is not None:
+                base_name = tensor.base_name or name
+                info = self.base.tensors.get(base_name)
+                if info is None or info.shape != tensor.shape:
+                    raise self._wrong_base(f"{base_name} is not there, or of another shape")
+        if sample(self.base) != self.notes.sample:
+            raise self._wrong_base("its weights are others")
+
+    def _wrong_base(self, reason: str) -> InputError:
+        return InputError(
+            f"{self.file.path}: was made for another base: {reason}; give the one that it was made "
+            f"for (digest {self.notes.base})"
+        )
+
+    # ------------------------------------------------------------ what it holds
+
+    def _tensor(self, name: str) -> tuple[str, StoredTensor]:
+        """The tensor that a name stands for, and what is said of it."""
+        name = self.notes.tensors[name].tied_to or name
+        return name, self.notes.tensors[name]
+
+    def _base_info(self, name: str, tensor: StoredTensor) -> TensorInfo:
+        return self.base.tensors[tensor.base_name or name]
+
+    def _is_rescaled(self, tensor: StoredTensor) -> bool:
+        return self._rescales and self.notes.seed is not None and bool(tensor.drop_rate)
+
+    def holds_delta(self, name: str) -> bool:
+        name, tensor = self._tensor(name)
+        if self._is_lossless or not tensor.kind.is_weight:
+            return False
+        differs = self._base_info(name, tensor).dtype != tensor.kind
+        return differs or self._is_rescaled(tensor) or self.notes.bits != "native"
+
+    def drop_of(self, name: str) -> Drop | None:
+        name, tensor = self._tensor(name)
+        is_dropped = bool(tensor.drop_rate) and tensor.kind.is_weight and not self._rescales
+        seed = self.notes.seed
+        return (
+            Drop(tensor.drop_rate or 0.0, seed, name) if is_dropped and seed is not None else None
+        )
+
+    def original_digest(self, name: str) -> str | None:
+        return None if self.holds_delta(name) else self._tensor(name)[1].model
+
+    def base_digest(self, name: str) -> str | None:
+        return self._tensor(name)[1].base
+
+    def bytes_for(self, name: str, count: int) -> int:
+        name, tensor = self._tensor(name)
+        return self.file.bytes_of(name) * count // max(1, tensor.elements)
+
+    def fingerprint(self) -> list[Any]:
+        return [*super().fingerprint(), self.notes.to_json(), self._rescales]
+
+    def stamps(self) -> list[Any]:
+        return self.file.stored.stamps()
+
+    def place(self, name: str) -> Hashable:
+        return str(self.file.path), self._tensor(name)[0]
+
+    def __enter__(self) -> Self:
+        self.base.__enter__()
+        try:
+            self.file.stored.__enter__()
+        except InputError:
+            self.base.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.stored.__exit__(*error)
+        self.base.__exit__(*error)
+
+    def check_unchanged(self) -> None:
+        self.file.stored.check_unchanged()
+
+    def folder(self, base: Path | None) -> Path | None:
+        """A folder with the files that lay beside the model's weights, as long as this exists."""
+        if not any(file.kind != "header" for file in self.notes.files.values()):
+            return None
+        if self._folder is None:
+            self._folder = TemporaryDirectory(prefix="dare-delta-")
+            self.file.fill_folder(Path(self._folder.name), base)
+        return Path(self._folder.name)
+
+    # ------------------------------------------------------------ reading
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        for chunk in range(start // CHUNK, chunk_count(start + count)):
+            self.file.prefetch(self._tensor(name)[0], chunk)
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        name, tensor = self._tensor(name)
+        place, end = start, start + into.size
+        while place < end:
+            chunk = place // CHUNK
+            first, count = chunk_span(chunk, tensor.elements)
+            stop = min(end, first + count)
+            part = into[place - start : stop - start]
+            if part.size == count:
+                self._decode(name, chunk, None, part)
+            else:
+                part[:] = self._decoded(name, chunk, count)[place - first : stop - first]
+            place = stop
+
+    def _decoded(self, name: str, chunk: int, count: int) -> Raw:
+        """A whole chunk, of which a part is asked for; the next is often of the same."""
+        if getattr(self._local, "place", None) != (name, chunk):
+            whole = np.empty(count, self.tensors[name].dtype.carrier)
+            self._decode(name, chunk, None, whole)
+            self._local.place, self._local.whole = (name, chunk), whole
+        found: Raw = self._local.whole
+        return found
+
+    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
+        name, tensor = self._tensor(name)
+        if (start, into.size) == chunk_span(start // CHUNK, tensor.elements):
+            self._decode(name, start // CHUNK, base, into)
+        else:
+            self.read(name, start, into)
+
+    def _decode(self, name: str, chunk: int, base: Raw | None, into: Raw) -> None:
+        """Fill a whole chunk; the base's elements of it are read here if they are not given."""
+        tensor, piece = self.notes.tensors[name], self.file.pieces[name][chunk]
+        holds_delta = self.holds_delta(name)
+        if tensor.base is None or (holds_delta and self.notes.bits != "native"):
+            base = None
+        elif base is None:
+            info = self._base_info(name, tensor)
+            base = np.empty(into.size, info.dtype.carrier)
+            self.base.read(info.name, chunk * CHUNK, base)
+        if piece.kept == AS_IN_BASE:
+            into[:] = 0 if holds_delta else base
+            return
+        parts = self.file.read_parts(name, chunk)
+        if self._is_lossless:
+            self._uncode(name, parts[0], base, into)
+            return
+        lanes = self.file.lanes(name, chunk, parts)
+        expand = kernels.load("cpu").expand
+        if not holds_delta:
+            into[:] = base
+            expand(parts[0], lanes, into)
+            return
+        change = self.file.kept_changes(piece.kept, parts, base, lanes)
+        if self._is_rescaled(tensor):
+            change *= np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
+        into[:] = 0
+        expand(change, lanes, into)
+
+    def _uncode(self, name: str, blob: Raw, base: Raw | None, into: Raw) -> None:
+        against = None if base is None else base.view(np.uint8)
+        try:
+            unpack(blob.data, against, into.itemsize, into.view(np.uint8))
+        except InputError as error:
+            raise self.file.damaged(f"{name}: {error}") from None
+
+
+def part_names(notes: DeltaNotes, name: str) -> tuple[str, ...]:
+    """The stored tensors that a tensor of the model is made of."""
+    if notes.scheme == "lossless":
+        return (f"coded:{name}",)
+    kinds = ["values"]
+    if notes.bits != "native":
+        kinds.append("scales")
+    if notes.scheme == "magnitude":
+        kinds.append("places")
+    return tuple(f"{kind}:{name}" for kind in kinds)
+
+
+def part_type(notes: DeltaNotes, part: str, tensor: StoredTensor) -> StorageType:
+    """The storage type of a stored tensor."""
+    kind = part.partition(":")[0]
+    if kind == "values" and notes.bits == "native":
+        return tensor.kind
+    return BF16 if kind == "scales" else U8
+
+
+def part_sizes(notes: DeltaNotes, size: int, count: int) -> tuple[int, ...]:
+    """How many elements a chunk of so many has in each part, if so many values are kept."""
+    if count == AS_IN_BASE:
+        return (0,) * len(part_names(notes, ""))
+    if notes.scheme == "lossless":
+        return (count,)
+    sizes = [count]
+    if notes.bits != "native":
+        sizes = [-(-count * notes.bits // 8), -(-count // SCALE_GROUP)]
+    if notes.scheme == "magnitude":
+        sizes.append(kernels.load("reference").places_nbytes(size, count))
+    return tuple(sizes)
+
+
+def file_part(name: str) -> str:
+    """The stored tensor that holds one of the model's files, or the header of it."""
+    return f"file:{name}"
+
+
+def sample(base: Source) -> str:
+    """A digest of a few elements of a model: from the middle of some of its tensors."""
+    names = sorted(name for name, info in base.tensors.items() if info.elements)
+    step = max(1, -(-len(names) // SAMPLED_TENSORS))
+    digest = xxhash.xxh3_128()
+    with base:
+        for name in names[::step]:
+            info = base.tensors[name]
+            raw = np.empty(min(info.elements, SAMPLED_ELEMENTS), info.dtype.carrier)
+            base.read(name, (info.elements - raw.size) // 2, raw)
+            digest.update(f"{name}\n".encode())
+            digest.update(raw.data)
+    return digest.hexdigest()
+
+
+def is_delta_file(source: FileSource) -> bool:
+    """Whether safetensors files are a delta file."""
+    return any(KEY in header.metadata for header in source.headers.values())

@@ -1,0 +1,135 @@
+"""What a delta file says of itself: the JSON in its header. docs/delta-files.md specifies it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dare.errors import InputError
+from dare.tensors.digest import DIGEST_LENGTH
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.mask import MASK_VERSION
+
+KEY = "dare.delta"
+"""Where in a header the notes stand, by which a delta file is known."""
+VERSION: Literal[1] = 1
+INDEX = "index"
+AS_IN_BASE = -1
+"""In place of a count: the chunk is the base's."""
+UNKNOWN = "0" * DIGEST_LENGTH
+
+Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Bits = Literal["native", 8, 4, 2, 1]
+
+
+class _Notes(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class StoredTensor(_Notes):
+    """One tensor of the model."""
+
+    shape: Annotated[tuple[Size, ...], Field(max_length=64, strict=False)]
+    dtype: str
+    model: Digest
+    """Of the model's tensor."""
+    base: Digest | None = None
+    """Of the base's tensor that it is coded against; None: it stands for itself."""
+    base_name: str | None = None
+    """What that one is called, if not the same."""
+    drop_rate: Rate | None = None
+    tied_to: str | None = None
+    """The tensor that this is another name of: nothing is stored for it."""
+
+    @property
+    def kind(self) -> StorageType:
+        """The storage type."""
+        return STORAGE_TYPES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class StoredFile(_Notes):
+    """A file of the model that is no tensors, or not only."""
+
+    kind: Literal["header", "whole", "base"]
+    """Stored as far as its tensors begin, or all of it; or not, because the base has the same."""
+    size: Size
+    digest: Digest
+
+
+class DeltaNotes(_Notes):
+    """All that is said of a delta file in its header."""
+
+    version: Literal[1]
+    mask: int | None = None
+    """Version of the mask that decides what is kept; None where no mask does."""
+    scheme: Literal["random", "magnitude", "lossless"]
+    bits: Bits = "native"
+    seed: Annotated[int, Field(ge=0)] | None = None
+    drop_rate: Rate | None = None
+    """Of most tensors; each says its own."""
+    base: Digest
+    model: Digest
+    sample: Digest
+    """Of a few elements of the base, by which a wrong one is known at once."""
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile] = {}
+    """What lies in the model's folder: configuration, tokenizer; lossless also its weights."""
+    index: Digest
+    check: Digest
+    """Of the header, taken while this is all zeros."""
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        is_random = self.scheme == "random"
+        if is_random != (self.mask is not None) or is_random != (self.seed is not None):
+            raise ValueError("mask and seed belong to a random choice, and to no other")
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in STORAGE_TYPES:
+                raise ValueError(f"{name}: unknown dtype {tensor.dtype!r}")
+            if tensor.tied_to is not None and (
+                tensor.tied_to not in self.tensors or self.tensors[tensor.tied_to].tied_to
+            ):
+                raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is not there")
+            if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
+                raise ValueError(f"{name}: has no drop_rate or no base")
+        for name in self.files:
+            place = PurePosixPath(name)
+            if place.is_absolute() or ".." in place.parts or str(place) != name or "\\" in name:
+                raise ValueError(f"{name!r}: a file must lie in the model's own folder")
+        return self
+
+    def to_json(self) -> str:
+        """As it stands in the header."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+def read_notes(text: str, where: str) -> DeltaNotes:
+    """Check what a header says; newer versions are named as such."""
+    try:
+        document = json.loads(text)
+        for what, ours in (("version", VERSION), ("mask", MASK_VERSION)):
+            theirs = document.get(what, ours)
+            if type(theirs) is int and theirs > ours:
+                raise InputError(
+                    f"{where}: is a delta file with {what} {theirs}, and this version of dare "
+                    f"knows {ours}; install a newer dare to read it"
+                )
+        return DeltaNotes.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
+    except (ValueError, RecursionError, AttributeError) as error:
+        reason = str(error)
+    raise InputError(f"{where}: the notes of the delta file are damaged: {reason}")
