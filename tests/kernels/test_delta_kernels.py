@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -169,6 +170,25 @@ def test_one_bit_is_the_sign_of_the_mean_magnitude(backend):
     assert codes.tolist() == [0b00100010, 0]
     assert scales.view(ml_dtypes.bfloat16).tolist() == [-2]
     assert restored(backend, codes, scales, 1, 9).tolist() == [2, -2, 2, 2, 2, -2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("bits", "digest"),
+    [
+        (8, "ccf1935123c6aa33"),
+        (4, "36da26c0a9cab030"),
+        (2, "02e3896499fffcb5"),
+        (1, "7db5cfa227106df8"),
+    ],
+)
+@BOTH
+def test_codes_are_those_of_version_1(backend, bits, digest):
+    mixed = np.arange(1000, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
+    values = mixed.astype(np.float64) / (1 << 31) - 1
+    values *= values * values
+    values[700:] = np.where(mixed[700:] % 5 == 0, values[700:], 0)
+    codes, scales = quantised(backend, values.astype(np.float32), bits)
+    assert xxhash.xxh3_64_hexdigest(codes.tobytes() + scales.tobytes()) == digest
 
 
 @BOTH

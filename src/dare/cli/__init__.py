@@ -40,6 +40,12 @@ USES_BLAS = ("lora", "demo")
 
 ESCAPE = "dare-escape"
 
+HOMES = {
+    **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
+    **dict.fromkeys(("compress", "apply"), "deltas"),
+}
+"""Modules that commands stand in, if not in `commands`."""
+
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -155,7 +161,7 @@ def build_app() -> App:
         if name == "lora":  # which has commands of its own
             app.command("dare.cli.lora:lora", name=name, help=text, sort_key=place)
             continue
-        home = "analysis" if name in ("analyze", "advise", "report") else "commands"
+        home = HOMES.get(name, "commands")
         app.command(
             f"dare.cli.{home}:{name}", name=name, help=text, help_epilogue="", sort_key=place
         )

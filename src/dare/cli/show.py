@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dare.cli.flags import toml_word
+from dare.deltas.reports import DeltaReport, Restoration
 from dare.errors import Concern, Notice, printable
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
@@ -149,6 +150,32 @@ def report(console: Console, report: Report) -> None:
             f"{report.output} is written ({show_size(report.bytes_written)})",
             {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"},
         )
+
+
+def compressed(console: Console, report: DeltaReport) -> None:
+    """What a delta file holds, and what to do with it."""
+    size = f"{show_size(report.bytes_written)}, {report.ratio:.1f} times smaller than the model"
+    title = f"Compressed in {report.seconds:.1f} s"
+    console.print(Text.assemble((title, "bold green"), f"  {report.pace}"))
+    for line in (f"{size} ({report.bits_per_parameter:.3g} bits for each parameter)", report.held):
+        console.print(shown(f"  {line}"))
+    for note in report.notes:
+        console.print(shown(f"  note: {note}"))
+    warnings(console, report.warnings)
+    output = shlex.quote(str(report.output))
+    next_steps(
+        console,
+        f"{report.output} is written",
+        {"apply": f"dare apply BASE {output} -o MODEL", "verify": f"dare verify {output}"},
+    )
+
+
+def restored(console: Console, report: Restoration) -> None:
+    """That a model is there again."""
+    title = f"Restored {show_size(report.bytes_written)} in {report.seconds:.1f} s"
+    console.print(Text.assemble((title, "bold green"), "  bit for bit"))
+    output = shlex.quote(str(report.output))
+    next_steps(console, f"{report.output} is written", {"verify": f"dare verify {output}"})
 
 
 def _model_row(model: ModelReport) -> Sequence[str]:

@@ -119,6 +119,28 @@ The files' headers are read, and they must fit together. Takes the flags of
 
 Adapters are models too: `dare --base base --merge math-lora code -o merged`
 merges them into the base.""",
+    "compress": """Store a fine-tune in a tenth to a fortieth of its space.
+
+A delta file holds what a model changes of its base: some of the changes, by
+DARE's mask, which costs no indices; each as the model's own value, or rounded.
+It is a model like any other: merge it, analyze it, or make the model of it.
+
+[bold]Examples[/bold]
+
+  dare compress base math -o math.delta.safetensors
+  dare compress base math -o math.delta.safetensors --target-size 40MB
+  dare compress base math -o math.delta.safetensors --drop-rate 0.9 --bits 4
+  dare compress base math -o math.delta.safetensors --lossless
+  dare --base base --merge math.delta.safetensors code -o merged""",
+    "apply": """Make a model of a delta file and its base.
+
+Of a lossless one the model's own files, bit for bit; of any other what merging
+that one model by dare+sum would give, with its rate and seed.
+
+[bold]Examples[/bold]
+
+  dare apply base math.delta.safetensors -o math
+  dare apply base math.delta.safetensors -o math.safetensors --json""",
     "convert": """Turn a mergekit configuration into a recipe.
 
 Prints it as TOML, with a comment on everything that will be different. What

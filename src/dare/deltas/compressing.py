@@ -18,7 +18,7 @@ from dare import __version__
 from dare.analysis.measure.glance import glance
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
-from dare.deltas.schemes import Bits, Keep, Scheme
+from dare.deltas.schemes import Bits, Keep, usual_scheme
 from dare.errors import DareWarning
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
@@ -44,12 +44,14 @@ def compress(
     model: AnyPath,
     output: AnyPath,
     *,
-    drop_rate: float = 0.9,
+    drop_rate: float | None = None,
     seed: int = 42,
-    bits: Bits = "native",
+    bits: Bits | None = None,
     keep: Keep = "random",
     embedding_drop_rate: float | None = None,
     drop_rates: Mapping[str, float] | None = None,
+    target_size: int | str | None = None,
+    target_error: float | None = None,
     lossless: bool = False,
     overwrite: bool = False,
     resume: bool = True,
@@ -67,7 +69,7 @@ def compress(
     if lossless:
         job = lossless_job(given)
     else:
-        scheme = Scheme(drop_rate, bits, keep)
+        scheme = usual_scheme(drop_rate, bits, keep)
         job = lossy_job(given, scheme, seed, embedding_drop_rate, drop_rates or {})
     target, plan = Path(output), job.plan
     layout = Layout(target, {target.name: ()})

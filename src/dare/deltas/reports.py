@@ -13,7 +13,7 @@ from dare.errors import Notice, printable
 from dare.inputs.delta_notes import DeltaNotes
 from dare.output.journal import Record
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,33 @@ class DeltaReport:
         document = {**self.to_dict(), "output": str(self.output)}
         return json.dumps(json_ready(document), indent=2, ensure_ascii=False)
 
+    @property
+    def pace(self) -> str:
+        """How much was read, and how fast."""
+        speed = show_size(int(self.bytes_read / max(self.seconds, 1e-9)))
+        taken = times(self.resumed_chunks, "piece")
+        return f"{show_size(self.bytes_read)} read, {speed}/s" + (
+            f", {taken} taken over from the interrupted run" if self.resumed_chunks else ""
+        )
+
+    @property
+    def held(self) -> str:
+        """What of the model is stored, and what that costs."""
+        if self.scheme == "lossless":
+            return "every bit of the model"
+        values = "as the model has them" if self.bits == "native" else f"at {self.bits} bit"
+        which = "by DARE's mask" if self.scheme == "random" else "the largest"
+        return (
+            f"{self.kept:,} of {self.parameters:,} changes, {which}, {values}; error "
+            f"{self.relative_error:.3g} of the change, {self.weight_error:.3g} of the weights"
+        )
+
     def __str__(self) -> str:
         """The report in a few lines."""
-        rate = self.bytes_read / 1e9 / max(self.seconds, 1e-9)
-        if self.scheme == "lossless":
-            held = "every bit of the model"
-        else:
-            values = "its own values" if self.bits == "native" else f"{self.bits} bit each"
-            held = (
-                f"{self.kept:,} of {self.parameters:,} changes ({self.scheme}), {values}; "
-                f"error {self.relative_error:.3g} of the change, {self.weight_error:.3g} of the "
-                "weights"
-            )
         lines = [
             f"{show_size(self.bytes_written)}, {self.ratio:.1f} times smaller than the model "
-            f"({self.bits_per_parameter:.3g} bits for each parameter), "
-            f"in {self.seconds:.1f} s ({rate:.2f} GB/s read)",
-            held,
+            f"({self.bits_per_parameter:.3g} bits for each parameter), in {self.seconds:.1f} s",
+            self.held,
             *(f"note: {note}" for note in self.notes),
             *(f"warning: {warning}" for warning in self.warnings),
             f"written to {self.output}",

@@ -1156,21 +1156,13 @@ def quantise(values, bits, codes, scales):
         rounded = from_float(scale, u16(0))
         odd = odd and rounded != u16(0)
         scales[group] = u16(rounded | u16(32768)) if odd else rounded
-        fields[some.size :] = u8(0)
+        for i in range(some.size, SCALE_GROUP):
+            fields[i] = u8(0)
         if odd:
             odd_fields(some, to_float(rounded), bits, fields)
         else:
             even_fields(some, to_float(rounded), bits, fields)
-        room = codes[first * bits // 8 : (first + some.size) * bits // 8 + 1]
-        room = room[: (some.size * bits + 7) // 8]
-        if bits == 8:
-            pack_fields(fields, 8, room)
-        elif bits == 4:
-            pack_fields(fields, 4, room)
-        elif bits == 2:
-            pack_fields(fields, 2, room)
-        else:
-            pack_fields(fields, 1, room)
+        pack_fields(fields, bits, codes[first * bits // 8 : ((first + some.size) * bits + 7) // 8])
 
 
 @kernel
@@ -1259,7 +1251,7 @@ def odd_fields(values, scale, bits, fields):
             fields[i] = u8(above - 2) & u8(3)
 
 
-@helper
+@kernel
 def pack_fields(fields, bits, codes):
     each = 8 // bits
     for i in range(codes.size):

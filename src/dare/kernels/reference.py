@@ -668,36 +668,24 @@ def apply_values(
     `saved` takes the base's elements there, in order; `out` may be the base itself and is not
     touched elsewhere, nor where no packed element is left. Returns how many lanes are set.
     """
-    tuned = np.empty(packed.size, np.float32)
-    decode(packed, tuned)
-    return _apply(base, lanes, factor, out, saved, tuned, True)
+    used = np.flatnonzero(lanes[: base.size])[: packed.size]
+    origin, tuned = np.empty((2, used.size), np.float32)
+    decode(base[used], origin)
+    decode(packed[: used.size], tuned)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return apply_deltas(base, tuned - origin, lanes, factor, out, saved)
 
 
 def apply_deltas(
     base: Raw, deltas: Floats, lanes: Lanes, factor: np.float32, out: Raw, saved: Raw
 ) -> int:
     """out = base + factor·delta where the lane is set; else as `apply_values`."""
-    return _apply(base, lanes, factor, out, saved, deltas, False)
-
-
-def _apply(
-    base: Raw,
-    lanes: Lanes,
-    factor: np.float32,
-    out: Raw,
-    saved: Raw,
-    values: Floats,
-    less_base: bool,
-) -> int:
     places = np.flatnonzero(lanes[: base.size])
-    used = places[: values.size]
+    used = places[: deltas.size]
     stored = base[used]
-    origin = np.empty(used.size, np.float32)
-    decode(stored, origin)
-    with np.errstate(over="ignore", invalid="ignore"):
-        change = factor * (values[: used.size] - origin if less_base else values[: used.size])
     moved = np.empty_like(stored)
-    add_to_base(stored, change, np.float32(1), moved)
+    with np.errstate(over="ignore", invalid="ignore"):
+        add_to_base(stored, factor * deltas[: used.size], np.float32(1), moved)
     saved[: used.size] = stored
     out[used] = moved
     return int(places.size)

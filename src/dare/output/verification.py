@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError, VerificationError
+from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, open_source
 from dare.output.card import NAME as CARD_NAME
@@ -64,8 +65,12 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     path = Path(path)
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
     if looks_like_adapter(path) and not any(map(os.path.lexists, whole_model)):
-        return _verify_adapter(path)
+        return _verify_files(path)
     source = open_source(path)
+    if is_delta_file(source):
+        return _verify_delta(path, source, verbose)
+    if _is_restored(path):
+        return _verify_files(path)
     problems: list[str] = []
     manifests = {
         file: _checked_manifest(file, header.metadata, problems)
@@ -94,20 +99,61 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed))
 
 
-def _verify_adapter(folder: Path) -> Verification:
-    """The same for an adapter, whose files are known by digests of the whole."""
-    manifest = folder / MANIFEST_NAME
+def _is_restored(path: Path) -> bool:
+    """Whether a model was made again from a lossless delta file: its headers are its own."""
+    try:
+        return "restored" in read_sealed(manifest_path(path))
+    except InputError:
+        return False
+
+
+def _verify_files(path: Path) -> Verification:
+    """The same for what is known by digests of whole files: adapters, restored models."""
+    manifest = manifest_path(path)
     if not manifest.exists():
-        raise VerificationError(f"{folder}: was not made by dare; it has no {MANIFEST_NAME}")
+        raise VerificationError(f"{path}: was not made by dare; it has no {MANIFEST_NAME}")
     problems: list[str] = []
     changed: list[str] = []
     sizes: list[int] = []
     try:
-        sizes = [info.nbytes for info in open_source(folder).tensors.values()]
-        problems += _compare_files(folder, read_sealed(manifest), set(), changed)
+        sizes = [info.nbytes for info in open_source(path).tensors.values()]
+        document = read_sealed(manifest)
+        if path.is_dir():
+            problems += _compare_files(path, document, set(), changed)
+        elif document["files"].get(path.name) != file_digest(path):
+            problems.append(f"{path.name}: is not as it was written")
     except InputError as error:
         problems.append(str(error))
-    return Verification(folder, tuple(problems), len(sizes), sum(sizes), tuple(changed))
+    return Verification(path, tuple(problems), len(sizes), sum(sizes), tuple(changed))
+
+
+def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification:
+    """The same for a delta file, which has the digests of its chunks in itself."""
+    problems: list[str] = []
+    nbytes = sum(info.nbytes for info in source.tensors.values())
+    tensors = 0
+    try:
+        file = DeltaFile(source)
+        tensors = len(file.notes.tensors)
+        for name in file.notes.files:
+            if file.notes.files[name].kind != "base":
+                file.read_file(name)
+        chunks = [(n, chunk) for n, pieces in file.pieces.items() for chunk in range(len(pieces))]
+        with source, show_progress(nbytes, "verifying", visible=verbose) as display:
+
+            def problem(place: tuple[str, int]) -> str | None:
+                try:
+                    parts = file.read_parts(*place)
+                except InputError as error:
+                    return str(error)
+                display.advance(sum(part.nbytes for part in parts))
+                return None
+
+            with ThreadPoolExecutor(available_cores()) as pool:
+                problems += filter(None, pool.map(problem, chunks))
+    except InputError as error:
+        problems.append(str(error))
+    return Verification(path, tuple(problems), tensors, nbytes)
 
 
 def _checked_manifest(

@@ -1,0 +1,169 @@
+"""`dare compress` and `dare apply`: a model into a delta file, and back."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from dare import api
+from dare.cli import DONE, UsageError, show
+from dare.cli.flags import METHOD, RESOURCES, RUN, Debug, Json, Overwrite, Quiet, switch
+from dare.deltas.compressing import compress as compress_model
+from dare.deltas.schemes import BITS, Bits
+from dare.errors import DareWarning
+from dare.output.report import Report
+
+Base = Annotated[Path, Parameter(help="The model that it was fine-tuned from.")]
+Resume = Annotated[
+    bool, Parameter(show_default=False, group=RUN, help="Go on where an interrupted run stopped.")
+]
+Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
+MaxMemory = Annotated[
+    str | None, Parameter(group=RESOURCES, help="What buffers may take, such as 512MiB.")
+]
+
+
+def compress(
+    base: Base,
+    model: Annotated[Path, Parameter(help="The fine-tune: file or directory.")],
+    /,
+    *,
+    output: Annotated[
+        Path, Parameter(name=["--output", "-o"], help="Such as math.delta.safetensors.")
+    ],
+    drop_rate: Annotated[
+        float | None,
+        Parameter(group=METHOD, help="Share of the changes to drop; 0.9 if not given."),
+    ] = None,
+    bits: Annotated[
+        Literal["native", "8", "4", "2", "1"] | None,
+        Parameter(group=METHOD, help="For each kept change; native: the model's own value."),
+    ] = None,
+    keep: Annotated[
+        Literal["random", "magnitude"],
+        Parameter(group=METHOD, help="Which changes to keep: by DARE's mask, or the largest."),
+    ] = "random",
+    seed: Annotated[int, Parameter(group=METHOD, help="Of the mask.")] = 42,
+    embedding_drop_rate: Annotated[
+        float | None, Parameter(group=METHOD, help="For embeddings and head.")
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        Parameter(
+            group=METHOD,
+            negative="",
+            metavar="'PATTERN: RATE'",
+            help="A drop rate for the tensors whose names match, such as '*.mlp.*: 0.95'.",
+        ),
+    ] = None,
+    target_size: Annotated[
+        str | None, Parameter(group=METHOD, help="Choose rate and bits: the best in this size.")
+    ] = None,
+    target_error: Annotated[
+        float | None,
+        Parameter(group=METHOD, help="Choose rate and bits: the smallest within this error."),
+    ] = None,
+    lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
+    on_missing: Literal["error", "base"] = "error",
+    on_extra: Literal["error", "drop"] = "error",
+    allow_pickle: bool = False,
+    threads: Threads = None,
+    max_memory: MaxMemory = None,
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Store a fine-tune as its change to the base."""
+    if lossless and (drop_rate, bits, target_size, target_error) != (None,) * 4:
+        raise UsageError("--lossless keeps everything: leave rates, bits and targets out")
+    console = show.console(json=json, quiet=quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DareWarning)  # the report has them
+        report = compress_model(
+            base,
+            model,
+            output,
+            drop_rate=drop_rate,
+            seed=seed,
+            bits=_bits(bits),
+            keep=keep,
+            embedding_drop_rate=embedding_drop_rate,
+            drop_rates=dict(map(_rate, tensors or ())),
+            target_size=target_size,
+            target_error=target_error,
+            lossless=lossless,
+            on_missing=on_missing,
+            on_extra=on_extra,
+            allow_pickle=allow_pickle,
+            overwrite=overwrite,
+            resume=resume,
+            verbose=not quiet,
+            **_resources(threads, max_memory),
+        )
+    show.compressed(console, report)
+    if json:
+        show.json(report.to_json())
+    return DONE
+
+
+def _bits(word: str | None) -> Bits | None:
+    by_word: dict[str, Bits] = {str(bits): bits for bits in BITS}
+    return None if word is None else by_word[word]
+
+
+def _rate(text: str) -> tuple[str, float]:
+    pattern, mark, rate = text.rpartition(":")
+    try:
+        return pattern.strip(), float(rate if mark else "")
+    except ValueError:
+        message = f"--tensors {text!r}: write PATTERN: RATE, as in '*.mlp.*: 0.95'"
+        raise UsageError(message) from None
+
+
+def _resources(threads: int | None, max_memory: str | None) -> dict[str, Any]:
+    given = {"threads": threads, "max_memory": max_memory}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def apply(
+    base: Base,
+    delta: Annotated[Path, Parameter(help="What `dare compress` has written.")],
+    /,
+    *,
+    output: Annotated[
+        Path,
+        Parameter(name=["--output", "-o"], help="The model: NAME.safetensors, or a directory."),
+    ],
+    threads: Threads = None,
+    max_memory: MaxMemory = None,
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Make a model of a delta file and its base."""
+    console = show.console(json=json, quiet=quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DareWarning)
+        report = api.apply_delta(
+            base,
+            delta,
+            output,
+            overwrite=overwrite,
+            resume=resume,
+            verbose=not quiet,
+            **_resources(threads, max_memory),
+        )
+    if isinstance(report, Report):
+        show.report(console, report)
+    else:
+        show.restored(console, report)
+    if json:
+        show.json(report.to_json())
+    return DONE
