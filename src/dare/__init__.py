@@ -31,7 +31,7 @@ _NAMES = {
         "ties_trim"
     ),
     "deltas.compressing": "compress",
-    "deltas.reports": "DeltaReport",
+    "deltas.reports": "DeltaReport Restoration",
     "errors": (
         "DareError DareWarning HeaderError InputError MismatchError OutputError "
         "RecipeError VerificationError"

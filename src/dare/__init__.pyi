@@ -13,6 +13,7 @@ from dare.analysis.sparsity import (
     dare_merge_readiness as dare_merge_readiness,
 )
 from dare.api import (
+    apply_delta as apply_delta,
     load_recipe as load_recipe,
     merge as merge,
     merge_arrays as merge_arrays,
@@ -31,6 +32,8 @@ from dare.compat import (
     ties_elect_sign as ties_elect_sign,
     ties_trim as ties_trim,
 )
+from dare.deltas.compressing import compress as compress
+from dare.deltas.reports import DeltaReport as DeltaReport, Restoration as Restoration
 from dare.errors import (
     DareError as DareError,
     DareWarning as DareWarning,

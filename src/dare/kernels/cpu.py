@@ -1152,27 +1152,53 @@ def quantise(values, bits, codes, scales):
     for group in range(scales.size):
         first = group * SCALE_GROUP
         some = values[first : first + SCALE_GROUP]
-        scale, odd = scale_of(some, bits, parts[: some.size])
+        largest = largest_of(some)
+        scale, odd = scale_of(some, largest, bits, parts[: some.size])
         rounded = from_float(scale, u16(0))
         odd = odd and rounded != u16(0)
-        scales[group] = u16(rounded | u16(32768)) if odd else rounded
         for i in range(some.size, SCALE_GROUP):
             fields[i] = u8(0)
         if odd:
             odd_fields(some, to_float(rounded), bits, fields)
         else:
             even_fields(some, to_float(rounded), bits, fields)
+        if rounded != u16(0):
+            parts_of(some, largest, f32(FINE_PARTS), parts)
+            scale = fair_scale(parts[: some.size], largest, fields, bits, odd)
+            rounded = from_float(scale, u16(0))
+        scales[group] = u16(rounded | u16(32768)) if odd else rounded
         pack_fields(fields, bits, codes[first * bits // 8 : ((first + some.size) * bits + 7) // 8])
 
 
 @kernel
-def scale_of(values, bits, parts):
-    """A group's scale before it is rounded, and whether its levels are the odd multiples."""
+def largest_of(values):
     peak = i32(0)
     for i in range(values.size):
         peak = max(peak, magnitude_of(values[i]))
-    largest = min(float_of(u32(peak)), LARGEST)
-    if bits == 8 or peak == 0:
+    return min(float_of(u32(peak)), LARGEST)
+
+
+@kernel
+def fair_scale(parts, largest, fields, bits, odd):
+    """The scale at which what is stored has as much of the values' direction as they have."""
+    shift, double = i32(32 - bits), i32(odd)
+    squares, products, most = i64(0), i64(0), i32(1)
+    for i in range(parts.size):
+        number = i32(i32(i32(fields[i]) << shift) >> shift)
+        level = abs(i32(i32(number << double) + double))
+        squares += i64(parts[i]) * i64(parts[i])
+        products += i64(parts[i]) * i64(level)
+        most = max(most, level)
+    if products == 0:
+        return f32(0)
+    scale = f64(largest) * (f64(squares) / f64(products)) / f64(FINE_PARTS)
+    return f32(min(scale, f64(LARGEST) / f64(most)))
+
+
+@kernel
+def scale_of(values, largest, bits, parts):
+    """A group's scale before it is rounded, and whether its levels are the odd multiples."""
+    if bits == 8 or largest == f32(0):
         return largest / f32(127), False
     if bits == 1:
         parts_of(values, largest, f32(FINE_PARTS), parts)

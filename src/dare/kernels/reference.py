@@ -524,10 +524,14 @@ def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -
     """Round finite values to 8, 4, 2 or 1 bits each, with a bfloat16 scale for each SCALE_GROUP.
 
     A code is an integer q in two's complement; the first value's is in the lowest bits of the first
-    byte. It stands for q·scale, or for (2q + 1)·|scale| if the scale is negative. With 8 bits the
-    scale is largest/127. With 4 bits it is the one of EVEN_STEPS that has the least squared error
-    for q = -7 … 7. With 2 bits it is the best for -1, 0, 1 or, where that is better, for -3, -1, 1,
-    3. With 1 bit it is the mean magnitude, for -1 and 1. A group of zeros has the scale zero.
+    byte. It stands for q·scale, or for (2q + 1)·|scale| if the scale is negative. Codes are found
+    with a first scale. With 8 bits that is largest/127. With 4 bits it is the one of EVEN_STEPS
+    that has the least squared error for q = -7 … 7. With 2 bits it is the best for -1, 0, 1 or,
+    where that is better, for -3, -1, 1, 3. With 1 bit it is the mean magnitude, for -1 and 1.
+
+    The scale that is stored is another: with it Σ v̂·v = Σ v², for the rounded values v̂ of a group.
+    So rounding shortens no change, as dropping and rescaling does not. A group of zeros has the
+    scale zero.
     """
     size, groups = values.size, scales.size
     padded = np.zeros((groups, SCALE_GROUP), np.float32)
@@ -548,7 +552,6 @@ def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -
     rounded = np.empty(groups, np.uint16)
     encode(scale, rounded)
     odd &= rounded != 0
-    scales[:] = rounded | odd.astype(np.uint16) << 15
     decode(rounded, scale)
     unit = np.where(scale == 0, np.float32(1), scale)[:, None]
     half = 1 << bits - 1
@@ -556,10 +559,28 @@ def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -
         middle = np.rint(np.clip(padded / unit, -max(1, half - 1), max(1, half - 1)))
         above = (padded >= -2 * unit).astype(int) + (padded >= 0) + (padded >= 2 * unit)
     chosen = np.where(odd[:, None], np.clip(above - 2, -half, half - 1), middle.astype(int))
+    scales[:] = odd.astype(np.uint16) << 15
+    levels = np.abs(np.where(odd[:, None], 2 * chosen + 1, chosen)) * used
+    parts = np.rint(shares * np.float32(FINE_PARTS)).astype(np.int64)
+    encode(_fair_scales(parts, largest, levels) * (rounded != 0), rounded)
+    scales |= rounded
     fields = np.zeros(-(-size * bits // 8) * 8 // bits, np.uint8)
     fields[:size] = (chosen & (1 << bits) - 1).reshape(-1)[:size]
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes[:] = np.bitwise_or.reduce(fields.reshape(-1, 8 // bits) << shifts, axis=1)
+
+
+def _fair_scales(parts: NDArray[np.int64], largest: Floats, levels: NDArray[np.int64]) -> Floats:
+    """For each group the scale at which Σ level·scale·|v| = Σ v², below what float32 can hold.
+
+    `parts` are magnitudes in whole FINE_PARTS of the largest.
+    """
+    squares, products = (parts * parts).sum(axis=1), (parts * levels).sum(axis=1)
+    ratio = squares / np.maximum(products, 1)
+    scale = largest.astype(np.float64) * ratio / FINE_PARTS
+    most = np.float64(LARGEST) / np.maximum(levels.max(axis=1, initial=1), 1)
+    fair: Floats = np.where(products == 0, 0, np.minimum(scale, most)).astype(np.float32)
+    return fair
 
 
 def _best_steps(
