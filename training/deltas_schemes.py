@@ -6,11 +6,13 @@ Each writes a file of all that is needed besides the base, and then the whole mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ from dare.lora.extraction import extract_adapter
 SEEDS = (1, 2, 3, 4, 5)
 BUDGETS = (1.6, 0.8, 0.4, 0.2)
 """Bits for each parameter at which schemes are compared."""
+SMALL_BYTES = 10_000_000
+"""Of models on which more settings are tried."""
 
 
 @dataclass(frozen=True)
@@ -51,43 +55,45 @@ class Scheme:
     seeds: tuple[int, ...] = (0,)
 
 
-def schemes(base: Path) -> list[Scheme]:
-    """All rows; a LoRA's rank depends on the base's size."""
-    rows = [
-        Scheme("the base", whole_of_base),
-        Scheme("the fine-tune itself", whole_of_model),
-        Scheme("lossless", partial(delta_file, {"lossless": True})),
-    ]
-    for bits, rates in RANDOM.items():
-        for rate in rates:
-            settings = {"drop_rate": rate, "bits": bits}
-            seeds = SEEDS if rate else SEEDS[:1]
-            rows.append(
-                Scheme(f"random {rate:g}, {told(bits)}", partial(delta_file, settings), seeds)
-            )
-    for rate in (0.9, 0.95, 0.99):
-        for bits in ("native", 4, 1):
-            settings = {"keep": "magnitude", "drop_rate": rate, "bits": bits}
-            rows.append(Scheme(f"magnitude {rate:g}, {told(bits)}", partial(delta_file, settings)))
-    rows.append(Scheme("signs, a scale for each matrix, the rest in full", as_bitdelta))
-    rows.append(Scheme("signs, a scale for each tensor", one_bit))
-    for rank in sorted({rank_of(base, bits) for bits in BUDGETS}, reverse=True):
-        rows.append(Scheme(f"LoRA of rank {rank}", partial(lora, rank)))
-    for group in (64, 128):
-        rows.append(
-            Scheme(f"whole model in 4 bits, groups of {group}", partial(round_whole, group))
-        )
-    return rows
-
-
 RANDOM: dict[str | int, tuple[float, ...]] = {
-    "native": (0.9, 0.95, 0.975, 0.9875, 0.99),
-    8: (0.8, 0.9, 0.95, 0.975, 0.99),
-    4: (0.0, 0.6, 0.8, 0.9, 0.95, 0.99),
-    2: (0.0, 0.2, 0.6, 0.8, 0.9, 0.95, 0.99),
-    1: (0.0, 0.25, 0.6, 0.8, 0.9),
+    "native": (0.9, 0.95, 0.975, 0.99),
+    8: (0.9,),
+    4: (0.0, 0.6, 0.8, 0.9, 0.95),
+    2: (0.0, 0.5, 0.6, 0.8, 0.9, 0.99),
+    1: (0.0, 0.25, 0.5, 0.6, 0.8),
 }
-"""Drop rates by bits: 0.9, 0.95 and 0.99, and what comes to 1.6, 0.8, 0.4 or 0.2 bits."""
+"""Drop rates by bits; most come to 1.6, 0.8, 0.4 or 0.2 bits for each parameter."""
+RANDOM_TOO: dict[str | int, tuple[float, ...]] = {
+    "native": (0.9875,),
+    8: (0.95, 0.99),
+    4: (0.5, 0.99),
+    2: (0.2, 0.95),
+    1: (0.9,),
+}
+"""Others, for models that are small enough."""
+MAGNITUDE_RATES = (0.9, 0.95, 0.99)
+MAGNITUDE_BITS = ("native", 4, 1)
+
+
+def schemes(base: Path) -> Iterator[Scheme]:
+    """All rows. A LoRA's rank depends on the base's size, and so does how much is tried."""
+    yield Scheme("the base", whole_of_base)
+    yield Scheme("the fine-tune itself", whole_of_model)
+    yield Scheme("lossless", partial(delta_file, {"lossless": True}))
+    is_small = (base / WEIGHTS).stat().st_size < SMALL_BYTES
+    for bits, rates in RANDOM.items():
+        for rate in sorted((*rates, *RANDOM_TOO[bits] * is_small)):
+            store = partial(delta_file, {"drop_rate": rate, "bits": bits})
+            yield Scheme(f"random {rate:g}, {told(bits)}", store, SEEDS if rate else SEEDS[:1])
+    for rate, bits in product(MAGNITUDE_RATES, MAGNITUDE_BITS):
+        store = partial(delta_file, {"keep": "magnitude", "drop_rate": rate, "bits": bits})
+        yield Scheme(f"magnitude {rate:g}, {told(bits)}", store)
+    yield Scheme("BitDelta, untrained scales", as_bitdelta)
+    yield Scheme("signs, a scale for each tensor", one_bit)
+    for rank in sorted({rank_of(base, bits) for bits in BUDGETS}, reverse=True):
+        yield Scheme(f"LoRA of rank {rank}", partial(lora, rank))
+    for group in (64, 128):
+        yield Scheme(f"whole model in 4 bits, groups of {group}", partial(round_whole, group))
 
 
 def told(bits: str | int) -> str:
@@ -100,14 +106,13 @@ def told(bits: str | int) -> str:
 # ---------------------------------------------------------------- delta files
 
 
-def delta_file(settings: dict[str, object], base: Path, model: Path, to: Path, seed: int) -> Stored:
-    """What `dare compress` and `dare apply` do."""
+def delta_file(settings: dict[str, Any], base: Path, model: Path, to: Path, seed: int) -> Stored:
+    """What `dare compress` and `dare apply` do, on files: no tokenizer is stored with them."""
     delta = to / "delta.safetensors"
-    mask = {} if settings.get("lossless") else {"seed": seed}
     began = time.perf_counter()
-    dare.compress(base, model, delta, **settings, **mask)
+    dare.compress(base / WEIGHTS, model / WEIGHTS, delta, seed=seed, verbose=False, **settings)
     stored = time.perf_counter()
-    dare.apply_delta(base, delta, to / WEIGHTS)
+    dare.apply_delta(base / WEIGHTS, delta, to / WEIGHTS, verbose=False)
     restored = time.perf_counter()
     return Stored(delta.stat().st_size, stored - began, restored - stored)
 

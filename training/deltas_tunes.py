@@ -49,7 +49,6 @@ class Tune:
     """A base, a fine-tune of it, and how weights of their kind are scored."""
 
     name: str
-    family: str
     base: Path
     model: Path
     score: Callable[[Path], Items]
@@ -59,8 +58,7 @@ class Tune:
 def demo_tunes() -> list[Tune]:
     """The demonstration's models, each on its own task."""
     return [
-        Tune(task.name, "demo", BASE, TUNED[task.name], partial(score_prompts, task.name))
-        for task in TASKS
+        Tune(task.name, BASE, TUNED[task.name], partial(score_prompts, task.name)) for task in TASKS
     ]
 
 
@@ -98,7 +96,6 @@ def text_tunes(written: Path, scratch: Path) -> list[Tune]:
     return [
         Tune(
             name,
-            "minilm",
             base,
             in_bfloat16(written / name, scratch / name),
             partial(score_texts, written, name),
@@ -110,8 +107,7 @@ def text_tunes(written: Path, scratch: Path) -> list[Tune]:
 def in_bfloat16(model: Path, output: Path) -> Path:
     """Write a model's directory with all weights rounded to bfloat16, and nothing but weights."""
     output.mkdir(parents=True, exist_ok=True)
-    for file in model.glob("*.json"):
-        shutil.copy(file, output)
+    shutil.copy(model / "config.json", output)
     weights = load_file(model / WEIGHTS)
     short = {
         name: value.to(torch.bfloat16)
