@@ -39,13 +39,6 @@ def resample(items: int) -> Numbers:
     return np.random.default_rng(SEED).multinomial(items, chances, DRAWS).astype(np.float64)
 
 
-def score(runs: Sequence[Numbers]) -> Estimate:
-    """The mean over items and seeds; `runs` has the items of each seed."""
-    values = np.stack(runs)
-    samples = resample(values.shape[1]) @ values.T / values.shape[1]
-    return _over_seeds(values.mean(axis=1), samples)
-
-
 def gain_kept(runs: Sequence[Numbers], base: Numbers, tuned: Numbers) -> Estimate:
     """(score - base) / (tuned - base): the items of all three are resampled together."""
     values = np.stack(runs)
