@@ -40,9 +40,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Times:
-    """How long a scheme takes."""
+class Costs:
+    """What a scheme takes beside its values."""
 
+    header_bytes: int
     store_seconds: float
     restore_seconds: float
 
@@ -60,23 +61,23 @@ def measure(tune: Tune, scheme: Scheme, seed: int, scratch: Path) -> Run:
     return run
 
 
-def clock(tune: Tune, scheme: Scheme, scratch: Path) -> Times:
-    """Time a scheme on one fine-tune; or read what was found before."""
-    file = scratch / "times" / tune.name / f"{scheme.name}.json"
+def clock(tune: Tune, scheme: Scheme, scratch: Path) -> Costs:
+    """Time a scheme on one fine-tune, with nothing else; or read what was found before."""
+    file = scratch / "costs" / tune.name / f"{scheme.name}.json"
     if file.exists():
-        return Times(**json.loads(file.read_text(encoding="utf-8")))
+        return Costs(**json.loads(file.read_text(encoding="utf-8")))
     stores, restores = [], []
     for _ in range(REPEATS):
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             stored = scheme.store(tune.base, tune.model, Path(folder), scheme.seeds[0])
         stores.append(stored.store_seconds)
         restores.append(stored.restore_seconds)
-    times = Times(min(stores), min(restores))
-    note(times, file)
-    return times
+    costs = Costs(stored.header_bytes, min(stores), min(restores))
+    note(costs, file)
+    return costs
 
 
-def note(found: Run | Times, file: Path) -> None:
+def note(found: Run | Costs, file: Path) -> None:
     """Write down what was found."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(vars(found)), encoding="utf-8")
@@ -130,11 +131,11 @@ def rows_of(tune: Tune, scratch: Path) -> dict[str, Row]:
 def table(tunes: Sequence[Tune], scratch: Path) -> Iterator[str]:
     """Schemes by size: each fine-tune's score, and the mean share of the gain that is kept."""
     all_rows = [rows_of(tune, scratch) for tune in tunes]
-    times = {scheme.name: clock(tunes[0], scheme, scratch) for scheme in schemes(tunes[0].base)}
+    costs = {scheme.name: clock(tunes[0], scheme, scratch) for scheme in schemes(tunes[0].base)}
     parameters = sum(value.numel() for value in load_file(tunes[0].model / WEIGHTS).values())
     names = " | ".join(f"right, {tune.name}" for tune in tunes)
-    yield f"| scheme | bytes | bits | store | restore | {names} | gain kept | of likelihood |"
-    yield "|---|" + "---:|" * (6 + len(tunes))
+    yield f"| scheme | bytes | bits | without header | store | restore | {names} | gain kept | of likelihood |"
+    yield "|---|" + "---:|" * (7 + len(tunes))
     sizes = {name: fmean(rows[name].nbytes for rows in all_rows) for name in all_rows[0]}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         rows = [rows[name] for rows in all_rows]
@@ -142,8 +143,9 @@ def table(tunes: Sequence[Tune], scratch: Path) -> Iterator[str]:
             name,
             f"{sizes[name]:,.0f}",
             f"{8 * sizes[name] / parameters:.2f}",
-            f"{times[name].store_seconds:.2f} s",
-            f"{times[name].restore_seconds:.2f} s",
+            f"{8 * (sizes[name] - costs[name].header_bytes) / parameters:.2f}",
+            f"{costs[name].store_seconds:.2f} s",
+            f"{costs[name].restore_seconds:.2f} s",
             *(f"{100 * row.score:.1f} %" for row in rows),
             shown(mean_of([row.gain for row in rows])),
             shown(mean_of([row.likelihood_gain for row in rows])),

@@ -37,8 +37,17 @@ class Stored:
 
     nbytes: int
     """Of the file, header and all; 0 for the base, which everyone has."""
+    header_bytes: int
     store_seconds: float
     restore_seconds: float
+
+    @classmethod
+    def of(cls, file: Path, began: float, stored: float) -> Stored:
+        """Describe a safetensors file from which the model was just restored."""
+        restored = time.perf_counter()
+        with file.open("rb") as opened:
+            header_bytes = 8 + int.from_bytes(opened.read(8), "little")
+        return cls(file.stat().st_size, header_bytes, stored - began, restored - stored)
 
 
 Store = Callable[[Path, Path, Path, int], Stored]
@@ -113,8 +122,7 @@ def delta_file(settings: dict[str, Any], base: Path, model: Path, to: Path, seed
     dare.compress(base / WEIGHTS, model / WEIGHTS, delta, seed=seed, verbose=False, **settings)
     stored = time.perf_counter()
     dare.apply_delta(base / WEIGHTS, delta, to / WEIGHTS, verbose=False)
-    restored = time.perf_counter()
-    return Stored(delta.stat().st_size, stored - began, restored - stored)
+    return Stored.of(delta, began, stored)
 
 
 # ---------------------------------------------------------------- what they are compared with
@@ -123,13 +131,14 @@ def delta_file(settings: dict[str, Any], base: Path, model: Path, to: Path, seed
 def whole_of_base(base: Path, _model: Path, to: Path, _seed: int) -> Stored:
     """Nothing is stored."""
     (to / WEIGHTS).write_bytes((base / WEIGHTS).read_bytes())
-    return Stored(0, 0.0, 0.0)
+    return Stored(0, 0, 0.0, 0.0)
 
 
 def whole_of_model(_base: Path, model: Path, to: Path, _seed: int) -> Stored:
     """The file as it is."""
     (to / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes())
-    return Stored((to / WEIGHTS).stat().st_size, 0.0, 0.0)
+    now = time.perf_counter()
+    return Stored.of(to / WEIGHTS, now, now)
 
 
 def as_bitdelta(base: Path, model: Path, to: Path, _seed: int) -> Stored:
@@ -170,8 +179,7 @@ def signs(base: Path, model: Path, to: Path, is_cut: Callable[[str, Tensor], boo
         elif name in parts:
             before[name] = parts[name]
     save_file(before, to / WEIGHTS)
-    restored = time.perf_counter()
-    return Stored((to / "signs.safetensors").stat().st_size, stored - began, restored - stored)
+    return Stored.of(to / "signs.safetensors", began, stored)
 
 
 def rank_of(base: Path, bits: float) -> int:
@@ -201,9 +209,7 @@ def lora(rank: int, base: Path, model: Path, to: Path, _seed: int) -> Stored:
         verbose=False,
     )
     dare.merge(recipe)
-    restored = time.perf_counter()
-    nbytes = (to / "lora" / "adapter_model.safetensors").stat().st_size
-    return Stored(nbytes, stored - began, restored - stored)
+    return Stored.of(to / "lora" / "adapter_model.safetensors", began, stored)
 
 
 def round_whole(group: int, _base: Path, model: Path, to: Path, _seed: int) -> Stored:
@@ -233,5 +239,4 @@ def round_whole(group: int, _base: Path, model: Path, to: Path, _seed: int) -> S
             values = both.reshape(-1, group) * parts.pop(f"scales:{name}").float()
             parts[name] = values.reshape(value.shape).to(value.dtype)
     save_file(parts, to / WEIGHTS)
-    restored = time.perf_counter()
-    return Stored((to / "rounded.safetensors").stat().st_size, stored - began, restored - stored)
+    return Stored.of(to / "rounded.safetensors", began, stored)
