@@ -18,6 +18,7 @@ LAYERS = (
     ("demo",),
     ("compat", "darex"),
     ("api",),
+    ("deltas",),
     ("analysis", "lora"),
     ("run", "output"),
     ("planning",),
@@ -44,6 +45,7 @@ HEAVY = {
     "altair",
     "jinja2",
     "vl_convert",
+    "zstandard",
     "numba",
 }
 
