@@ -134,7 +134,8 @@ def table(tunes: Sequence[Tune], scratch: Path) -> Iterator[str]:
     costs = {scheme.name: clock(tunes[0], scheme, scratch) for scheme in schemes(tunes[0].base)}
     parameters = sum(value.numel() for value in load_file(tunes[0].model / WEIGHTS).values())
     names = " | ".join(f"right, {tune.name}" for tune in tunes)
-    yield f"| scheme | bytes | bits | without header | store | restore | {names} | gain kept | of likelihood |"
+    columns = "bytes | bits | without header | store | restore"
+    yield f"| scheme | {columns} | {names} | gain kept | of likelihood |"
     yield "|---|" + "---:|" * (7 + len(tunes))
     sizes = {name: fmean(rows[name].nbytes for rows in all_rows) for name in all_rows[0]}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
