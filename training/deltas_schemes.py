@@ -97,6 +97,7 @@ def schemes(base: Path) -> Iterator[Scheme]:
     for rate, bits in product(MAGNITUDE_RATES, MAGNITUDE_BITS):
         store = partial(delta_file, {"keep": "magnitude", "drop_rate": rate, "bits": bits})
         yield Scheme(f"magnitude {rate:g}, {told(bits)}", store)
+        yield Scheme(f"magnitude {rate:g}, {told(bits)}, lengthened", partial(lengthened, store))
     yield Scheme("BitDelta, untrained scales", as_bitdelta)
     yield Scheme("signs, a scale for each tensor", one_bit)
     for rank in sorted({rank_of(base, bits) for bits in BUDGETS}, reverse=True):
@@ -123,6 +124,25 @@ def delta_file(settings: dict[str, Any], base: Path, model: Path, to: Path, seed
     stored = time.perf_counter()
     dare.apply_delta(base / WEIGHTS, delta, to / WEIGHTS, verbose=False)
     return Stored.of(delta, began, stored)
+
+
+def lengthened(store: Store, base: Path, model: Path, to: Path, seed: int) -> Stored:
+    """The same file, applied at the scale at which δ̂ has as much of δ's direction as δ has.
+
+    That is Σδ² / Σδ̂δ. One number, which the file would have to hold.
+    """
+    stored = store(base, model, to, seed)
+    files = (base / WEIGHTS, model / WEIGHTS, to / WEIGHTS)
+    whole, kept = 0.0, 0.0
+    for before, after, found in zip(*(load_file(file).values() for file in files), strict=True):
+        change = after.double() - before.double()
+        whole += float((change * change).sum())
+        kept += float((change * (found.double() - before.double())).sum())
+    delta, scale = to / "delta.safetensors", whole / kept
+    dare.apply_delta(
+        base / WEIGHTS, delta, to / WEIGHTS, scale=scale, overwrite=True, verbose=False
+    )
+    return stored
 
 
 # ---------------------------------------------------------------- what they are compared with
