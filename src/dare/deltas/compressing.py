@@ -18,8 +18,8 @@ from dare import __version__
 from dare.analysis.measure.glance import glance
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
-from dare.deltas.schemes import Bits, Keep, usual_scheme
-from dare.errors import DareWarning
+from dare.deltas.schemes import Asked, Bits, Keep
+from dare.errors import Concern, DareWarning, RecipeError
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -35,6 +35,7 @@ from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import Described
 from dare.tensors.planes import pack
+from dare.tensors.sizes import parse_size
 
 AnyPath = str | PathLike[str]
 
@@ -60,23 +61,34 @@ def compress(
 ) -> DeltaReport:
     """Write a model as its change to a base, in a small part of its space.
 
-    `drop_rates` are rates for the tensors whose names match a pattern (`*` and `?` as in a shell).
-    `lossless` keeps all of the model, bit for bit. Other settings are those of a `Recipe` that say
-    how inputs are read: `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
+    If neither a rate nor bits are given, they are those that keep most (docs/deltas-measured.md). A
+    `target_size` (40_000_000, or "40MB") or a `target_error` chooses them by what the analysis
+    predicts. `drop_rates` are rates for the tensors whose names match a pattern (`*` and `?` as in
+    a shell). `lossless` keeps all of the model, bit for bit. Other settings are those of a `Recipe`
+    that say how inputs are read: `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
     """
     started = time.perf_counter()
     given = {"base": base, "models": [model], "verbose": verbose, **settings}
     if lossless:
         job = lossless_job(given)
     else:
-        scheme = usual_scheme(drop_rate, bits, keep)
-        job = lossy_job(given, scheme, seed, embedding_drop_rate, drop_rates or {})
+        asked = Asked(
+            seed,
+            keep,
+            bits,
+            drop_rate,
+            embedding_drop_rate,
+            drop_rates or {},
+            _read_size(target_size),
+            target_error,
+        )
+        job = lossy_job(given, asked)
     target, plan = Path(output), job.plan
     layout = Layout(target, {target.name: ()})
     settle(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]
     check_target(layout, inputs, overwrite=overwrite)
-    notices = [] if lossless else glance(plan)
+    notices = [] if lossless else [n for n in glance(plan) if n.about is not Concern.LOW_RANK]
     model_files = plan.base.files if lossless else plan.models[0].files
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
     with (
@@ -112,6 +124,16 @@ def compress(
         for notice in report.warnings:
             warnings.warn(notice.text, DareWarning, stacklevel=2)
     return report
+
+
+def _read_size(size: int | str | None) -> int | None:
+    try:
+        nbytes = parse_size(size)
+    except ValueError as error:
+        raise RecipeError(f"target_size = {size!r}: {error}") from None
+    if nbytes is None or (isinstance(nbytes, int) and nbytes > 0):
+        return nbytes
+    raise RecipeError(f"target_size = {size!r}: must be a number of bytes above 0")
 
 
 def _fingerprint(job: Job) -> str:

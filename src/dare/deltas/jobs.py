@@ -7,6 +7,7 @@ model, with the base beside it.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from dare.deltas.choosing import Choice, choose
 from dare.deltas.packing import LosslessCoder, Packer
-from dare.deltas.schemes import Scheme
+from dare.deltas.recognising import describe_adapter, recognise_lora
+from dare.deltas.schemes import Asked, Scheme
 from dare.errors import InputError
 from dare.inputs.delta_files import MAX_FILE_BYTES, DeltaSource, is_delta_file, sample
 from dare.inputs.delta_notes import UNKNOWN, VERSION, DeltaNotes, StoredFile, StoredTensor
@@ -37,6 +42,7 @@ from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
 from dare.tensors.mask import MASK_VERSION, check_drop_rate
 from dare.tensors.names import is_embedding
+from dare.tensors.planes import pack
 
 Records = Mapping[str, Sequence[Record]]
 """By tensor, in order of their chunks."""
@@ -55,38 +61,40 @@ class Job:
     """What was asked for."""
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
     """What else the model's folder holds, to be stored as far as the base has it not."""
+    choice: Choice | None = None
+    """Why it is these settings, if a target was given."""
 
 
 # ---------------------------------------------------------------- what is kept of a change
 
 
-def lossy_job(
-    given: Mapping[str, Any],
-    scheme: Scheme,
-    seed: int,
-    embedding_drop_rate: float | None,
-    drop_rates: Mapping[str, float],
-) -> Job:
+def lossy_job(given: Mapping[str, Any], asked: Asked) -> Job:
     """Pack what a scheme keeps; `given` are fields of a recipe."""
-    recipe = Recipe(**given, **_chain(scheme), seed=seed)
-    recipe, inputs = open_inputs(recipe)
-    (model,) = inputs.models
-    _check_model(recipe, model)
-    rates = dict(drop_rates)
-    if embedding_drop_rate is not None:
-        embeddings = {glob.escape(name): embedding_drop_rate for name in _embeddings(inputs)}
-        rates = {**embeddings, **rates}
+    recipe, inputs = open_inputs(Recipe(**given, method="sum", seed=asked.seed))
+    (model,), (entry,) = inputs.models, recipe.models
+    _check_model(entry.file, model)
+    rates = dict(asked.drop_rates)
+    if asked.embedding_drop_rate is not None:
+        embeddings = (glob.escape(name) for name in inputs.base.tensors if is_embedding(name))
+        rates = {**dict.fromkeys(sorted(embeddings), asked.embedding_drop_rate), **rates}
+    files = _files_beside(*inputs.folders)
+    choice = _choose(asked, inputs, rates, files) if asked.has_target else None
+    scheme = choice.scheme if choice else asked.usual_scheme()
     rules = tuple(
         TensorRule(match=pattern, settings=_setting(scheme, check_drop_rate(rate)))
         for pattern, rate in rates.items()
     )
-    recipe = recipe.model_copy(update={"tensors": rules})
+    recipe = recipe.model_copy(update={"tensors": rules, **_chain(scheme)})
     whole = make_plan(recipe, inputs.base, inputs.models, inputs.names, inputs.notes)
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
     coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
     tied = [t for t in held if t.tied_to is not None and t.name in model.tensors]
-    plan = replace(whole, tensors=tuple(coded))
-    files = _files_beside(*inputs.folders)
+    low_rank = recognise_lora(inputs.base, model)
+    output = f"{entry.name}-lora"
+    notes = list(whole.notes)
+    if low_rank is not None:
+        notes.append(low_rank.advice(str(recipe.base), str(entry.file), output))
+    plan = replace(whole, tensors=tuple(coded), notes=tuple(notes))
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, scheme, records[t.key]) for t in (*coded, *tied)}
@@ -96,7 +104,7 @@ def lossy_job(
             mask=MASK_VERSION if scheme.keep == "random" else None,
             scheme=scheme.keep,
             bits=scheme.bits,
-            seed=seed if scheme.keep == "random" else None,
+            seed=asked.seed if scheme.keep == "random" else None,
             drop_rate=scheme.drop_rate,
             base=model_digest((infos[n][0], str(tensor.base)) for n, tensor in stored.items()),
             model=model_digest((infos[n][1], tensor.model) for n, tensor in stored.items()),
@@ -111,10 +119,37 @@ def lossy_job(
         "keep": scheme.keep,
         "drop_rate": scheme.drop_rate,
         "bits": scheme.bits,
-        "seed": seed,
+        "seed": asked.seed,
         "drop_rates": rates,
     }
-    return Job(plan, partial(Packer, scheme), describe, settings, files)
+    return Job(plan, partial(Packer, scheme), describe, settings, files, choice)
+
+
+def _choose(
+    asked: Asked,
+    inputs: Inputs,
+    rates: Mapping[str, float],
+    files: Mapping[str, tuple[StoredFile, bytes]],
+) -> Choice:
+    """What meets the target, of which the other files take their part."""
+    target = asked.target_size
+    if target is not None:
+        stored = (content for file, content in files.values() if file.kind == "whole")
+        target -= sum(len(pack(np.frombuffer(content, np.uint8), None, 1)) for content in stored)
+    fixed = {
+        name: rate
+        for pattern, rate in rates.items()
+        for name in fnmatch.filter(inputs.base.tensors, pattern)
+    }
+    return choose(
+        inputs.base,
+        inputs.models[0],
+        keep=asked.keep,
+        target_size=target,
+        target_error=asked.target_error,
+        bits=asked.bits,
+        fixed_rates=fixed,
+    )
 
 
 def _chain(scheme: Scheme) -> dict[str, Any]:
@@ -136,21 +171,12 @@ def _rate(scheme: Scheme, settings: Mapping[str, Any]) -> float:
     return 1.0 - float(settings["keep_ratio"])
 
 
-def _embeddings(inputs: Inputs) -> list[str]:
-    return sorted(name for name in inputs.base.tensors if is_embedding(name))
-
-
-def _check_model(recipe: Recipe, model: Source) -> None:
-    (entry,) = recipe.models
+def _check_model(path: Path, model: Source) -> None:
     inner = model.inner if isinstance(model, RenamedSource) else model
     if isinstance(inner, DeltaSource):
-        raise InputError(f"{entry.file}: is a delta file already; `dare apply` makes a model of it")
-    if model.is_partial:
-        nbytes = sum(file.stat().st_size for file in model.files)
-        raise InputError(
-            f"{entry.file}: is an adapter, and stored as one already ({nbytes:,} bytes); "
-            "merge it as it is, or merge it into its base first"
-        )
+        raise InputError(f"{path}: is a delta file already; `dare apply` makes a model of it")
+    if (text := describe_adapter(model)) is not None:
+        raise InputError(f"{path}: {text}")
 
 
 def _kept_tensor(

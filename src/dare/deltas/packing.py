@@ -19,6 +19,7 @@ from dare.run.backend import Chunk
 from dare.run.graph import Copy, Merge
 from dare.run.worker import Results, Worker, summaries_of
 from dare.tensors.digest import bytes_digest
+from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.planes import pack
 
 Floats = NDArray[np.float32]
@@ -103,7 +104,7 @@ class Packer(_Coder):
             self._run.select(tuned, lanes, values)
             parts, stored = [values], kept
         else:
-            parts, stored = self._rounded(step, kept)
+            parts, stored = self._rounded(step, kept, self._share(change, kept))
         if self._scheme.keep == "magnitude":
             places = np.empty(self._run.places_nbytes(tuned.size, kept.size), np.uint8)
             self._run.code_places(lanes, tuned.size, kept.size, places)
@@ -125,7 +126,20 @@ class Packer(_Coder):
             change[values == base] = 0
         return change
 
-    def _rounded(self, step: Merge, kept: Floats) -> tuple[list[NDArray[Any]], Floats]:
+    def _share(self, change: Floats, kept: Floats) -> float:
+        """What rounded values are divided by, so that they stand for those that are not kept too.
+
+        Values that were kept by chance are divided when they are used. Of the largest it is their
+        share of Σδ²: so δ̂ goes as far in the direction of δ as δ does.
+        """
+        if self._scheme.keep == "random":
+            return 1.0
+        total = self._run.sum_products(change, change)
+        return float(self._run.sum_products(kept, kept) / total) if total else 1.0
+
+    def _rounded(
+        self, step: Merge, kept: Floats, share: float
+    ) -> tuple[list[NDArray[Any]], Floats]:
         """Codes and scales of kept values, and what will be read of them."""
         if not np.isfinite(kept).all():
             raise MismatchError(
@@ -136,6 +150,12 @@ class Packer(_Coder):
         codes = np.empty(-(-kept.size * bits // 8), np.uint8)
         scales = np.empty(-(-kept.size // SCALE_GROUP), np.uint16)
         self._run.quantise(kept, bits, codes, scales)
+        if share != 1.0:
+            enlarged = self._decoded(scales) * np.float32(1 / share)
+            if self._run.encode(enlarged, scales) >= STORAGE_TYPES["BF16"].overflow_bits:
+                raise MismatchError(
+                    f"{step.tensor}: its changes are too large to be rounded; use --bits native"
+                )
         stored = np.empty(kept.size, np.float32)
         self._run.dequantise(codes, scales, bits, stored)
         return [codes, scales], stored
