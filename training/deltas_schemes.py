@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,8 +79,12 @@ RANDOM_TOO: dict[str | int, tuple[float, ...]] = {
     1: (0.9,),
 }
 """Others, for models that are small enough."""
-MAGNITUDE_RATES = (0.9, 0.95, 0.99)
-MAGNITUDE_BITS = ("native", 4, 1)
+MAGNITUDE: dict[str | int, tuple[float, ...]] = {
+    "native": (0.9, 0.95, 0.99),
+    4: (0.9, 0.95, 0.99),
+    2: (0.8, 0.85, 0.9, 0.95, 0.975),
+    1: (0.8, 0.85, 0.9, 0.95, 0.975, 0.99),
+}
 
 
 def schemes(base: Path) -> Iterator[Scheme]:
@@ -94,10 +97,10 @@ def schemes(base: Path) -> Iterator[Scheme]:
         for rate in sorted((*rates, *RANDOM_TOO[bits] * is_small)):
             store = partial(delta_file, {"drop_rate": rate, "bits": bits})
             yield Scheme(f"random {rate:g}, {told(bits)}", store, SEEDS if rate else SEEDS[:1])
-    for rate, bits in product(MAGNITUDE_RATES, MAGNITUDE_BITS):
-        store = partial(delta_file, {"keep": "magnitude", "drop_rate": rate, "bits": bits})
-        yield Scheme(f"magnitude {rate:g}, {told(bits)}", store)
-        yield Scheme(f"magnitude {rate:g}, {told(bits)}, lengthened", partial(lengthened, store))
+    for bits, rates in MAGNITUDE.items():
+        for rate in rates:
+            store = partial(delta_file, {"keep": "magnitude", "drop_rate": rate, "bits": bits})
+            yield Scheme(f"magnitude {rate:g}, {told(bits)}", store)
     yield Scheme("BitDelta, untrained scales", as_bitdelta)
     yield Scheme("signs, a scale for each tensor", one_bit)
     for rank in sorted({rank_of(base, bits) for bits in BUDGETS}, reverse=True):
@@ -124,25 +127,6 @@ def delta_file(settings: dict[str, Any], base: Path, model: Path, to: Path, seed
     stored = time.perf_counter()
     dare.apply_delta(base / WEIGHTS, delta, to / WEIGHTS, verbose=False)
     return Stored.of(delta, began, stored)
-
-
-def lengthened(store: Store, base: Path, model: Path, to: Path, seed: int) -> Stored:
-    """The same file, applied at the scale at which δ̂ has as much of δ's direction as δ has.
-
-    That is Σδ² / Σδ̂δ. One number, which the file would have to hold.
-    """
-    stored = store(base, model, to, seed)
-    files = (base / WEIGHTS, model / WEIGHTS, to / WEIGHTS)
-    whole, kept = 0.0, 0.0
-    for before, after, found in zip(*(load_file(file).values() for file in files), strict=True):
-        change = after.double() - before.double()
-        whole += float((change * change).sum())
-        kept += float((change * (found.double() - before.double())).sum())
-    delta, scale = to / "delta.safetensors", whole / kept
-    dare.apply_delta(
-        base / WEIGHTS, delta, to / WEIGHTS, scale=scale, overwrite=True, verbose=False
-    )
-    return stored
 
 
 # ---------------------------------------------------------------- what they are compared with
