@@ -21,11 +21,13 @@ from statistics import fmean
 import numpy as np
 import torch
 from deltas_schemes import Scheme, schemes
-from deltas_statistics import Estimate, Numbers, gain_kept, mean_of
+from deltas_statistics import Estimate, Scores, gain_kept
 from deltas_tunes import WEIGHTS, Tune, demo_tunes, text_tunes
 from safetensors.torch import load_file
 from threadpoolctl import threadpool_limits
 
+COST_COLUMNS = ("without header", "store", "restore")
+GAIN_COLUMNS = ("gain kept", "of likelihood")
 REPEATS = 3
 """Storing and restoring are timed so often, and the best time counts."""
 
@@ -102,20 +104,22 @@ class Row:
         return fmean(share for run in self.runs for share in run.right)
 
     @property
-    def gain(self) -> Estimate:
-        """Share of the fine-tune's gain in right answers that is kept."""
-        runs = [_items(run.right) for run in self.runs]
-        return gain_kept(runs, _items(self.base.right), _items(self.tuned.right))
+    def answers(self) -> Scores:
+        """Whether items are answered right."""
+        return Scores(
+            np.array([run.right for run in self.runs], np.float64),
+            np.array(self.base.right, np.float64),
+            np.array(self.tuned.right, np.float64),
+        )
 
     @property
-    def likelihood_gain(self) -> Estimate:
-        """The same of the logarithm of the right answer's probability."""
-        runs = [_items(run.likelihood) for run in self.runs]
-        return gain_kept(runs, _items(self.base.likelihood), _items(self.tuned.likelihood))
-
-
-def _items(values: Sequence[float]) -> Numbers:
-    return np.array(values, np.float64)
+    def likelihoods(self) -> Scores:
+        """Logarithms of the right answers' probabilities."""
+        return Scores(
+            np.array([run.likelihood for run in self.runs]),
+            np.array(self.base.likelihood),
+            np.array(self.tuned.likelihood),
+        )
 
 
 def rows_of(tune: Tune, scratch: Path) -> dict[str, Row]:
@@ -128,29 +132,26 @@ def rows_of(tune: Tune, scratch: Path) -> dict[str, Row]:
     return {name: Row(found, base, tuned) for name, found in runs.items()}
 
 
-def table(tunes: Sequence[Tune], scratch: Path) -> Iterator[str]:
-    """Schemes by size: each fine-tune's score, and the mean share of the gain that is kept."""
+def table(tunes: Sequence[Tune], scratch: Path, *, with_costs: bool) -> Iterator[str]:
+    """Schemes by size: each fine-tune's score, and the share of the gain that is kept."""
     all_rows = [rows_of(tune, scratch) for tune in tunes]
-    costs = {scheme.name: clock(tunes[0], scheme, scratch) for scheme in schemes(tunes[0].base)}
     parameters = sum(value.numel() for value in load_file(tunes[0].model / WEIGHTS).values())
-    names = " | ".join(f"right, {tune.name}" for tune in tunes)
-    columns = "bytes | bits | without header | store | restore"
-    yield f"| scheme | {columns} | {names} | gain kept | of likelihood |"
-    yield "|---|" + "---:|" * (7 + len(tunes))
+    costs = {s.name: clock(tunes[0], s, scratch) for s in schemes(tunes[0].base) if with_costs}
+    names = [f"right, {tune.name}" for tune in tunes]
+    columns = ["scheme", "bytes", "bits", *COST_COLUMNS * with_costs, *names, *GAIN_COLUMNS]
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---|" + "---:|" * (len(columns) - 1)
     sizes = {name: fmean(rows[name].nbytes for rows in all_rows) for name in all_rows[0]}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         rows = [rows[name] for rows in all_rows]
-        cells = [
-            name,
-            f"{sizes[name]:,.0f}",
-            f"{8 * sizes[name] / parameters:.2f}",
-            f"{8 * (sizes[name] - costs[name].header_bytes) / parameters:.2f}",
-            f"{costs[name].store_seconds:.2f} s",
-            f"{costs[name].restore_seconds:.2f} s",
-            *(f"{100 * row.score:.1f} %" for row in rows),
-            shown(mean_of([row.gain for row in rows])),
-            shown(mean_of([row.likelihood_gain for row in rows])),
-        ]
+        cells = [name, f"{size:,.0f}", f"{8 * size / parameters:.2f}"]
+        if with_costs:
+            cost = costs[name]
+            cells.append(f"{8 * (size - cost.header_bytes) / parameters:.2f}")
+            cells += [f"{cost.store_seconds:.2f} s", f"{cost.restore_seconds:.2f} s"]
+        cells += [f"{100 * row.score:.1f} %" for row in rows]
+        cells.append(shown(gain_kept([row.answers for row in rows])))
+        cells.append(shown(gain_kept([row.likelihoods for row in rows])))
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -171,7 +172,8 @@ def main() -> None:
     *full, lora = text_tunes(arguments.output, arguments.scratch / "models")
     families = {"demonstration": demo_tunes(), "MiniLM": full, "MiniLM by LoRA": [lora]}
     for title, tunes in families.items():
-        print(f"## {title}\n\n" + "\n".join(table(tunes, arguments.scratch)) + "\n", flush=True)
+        lines = table(tunes, arguments.scratch, with_costs=len(tunes) > 1)
+        print(f"## {title}\n\n" + "\n".join(lines) + "\n", flush=True)
 
 
 if __name__ == "__main__":

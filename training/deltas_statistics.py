@@ -30,40 +30,34 @@ class Estimate:
         return float(low), float(high)
 
 
-def resample(items: int) -> Numbers:
-    """How often each item is in each bootstrap sample: [DRAWS, items], the same at each call.
+@dataclass(frozen=True)
+class Scores:
+    """What a scheme, the base and the fine-tune did on the same items; the scheme for each seed."""
 
-    So all schemes are compared on the same samples.
+    runs: Numbers
+    """[seeds, items]"""
+    base: Numbers
+    tuned: Numbers
+
+
+def gain_kept(all_scores: Sequence[Scores]) -> Estimate:
+    """(score - base) / (tuned - base), each a mean over fine-tunes.
+
+    The items of all three are resampled together, those of each fine-tune by themselves. What few
+    seeds leave open is added by Student's t.
     """
-    chances = np.full(items, 1 / items)
-    return np.random.default_rng(SEED).multinomial(items, chances, DRAWS).astype(np.float64)
-
-
-def gain_kept(runs: Sequence[Numbers], base: Numbers, tuned: Numbers) -> Estimate:
-    """(score - base) / (tuned - base): the items of all three are resampled together."""
-    values = np.stack(runs)
-    counts = resample(base.size)
-    whole = (values.mean(axis=1) - base.mean()) / (tuned.mean() - base.mean())
-    samples = (counts @ (values - base).T) / (counts @ (tuned - base))[:, None]
-    return _over_seeds(whole, samples)
-
-
-def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of estimates that were made on different items."""
-    shuffled = [
-        np.random.default_rng([SEED, place]).permutation(estimate.draws)
-        for place, estimate in enumerate(estimates)
-    ]
-    return Estimate(float(np.mean([e.mean for e in estimates])), np.mean(shuffled, axis=0))
-
-
-def _over_seeds(values: Numbers, samples: Numbers) -> Estimate:
-    """Mean over seeds: to what items do, add what few seeds leave open, by Student's t.
-
-    `values` is [seeds], `samples` [DRAWS, seeds].
-    """
-    draws, seeds = samples.mean(axis=1), values.size
-    if seeds > 1:
-        error = values.std(ddof=1) / np.sqrt(seeds)
-        draws = draws + error * np.random.default_rng(SEED).standard_t(seeds - 1, draws.size)
-    return Estimate(float(values.mean()), draws)
+    kept, gained = np.zeros(DRAWS), np.zeros(DRAWS)
+    kept_mean, gained_mean = 0.0, 0.0
+    for place, scores in enumerate(all_scores):
+        random = np.random.default_rng([SEED, place])
+        items = scores.base.size
+        counts = random.multinomial(items, np.full(items, 1 / items), DRAWS) / items
+        by_seed = (scores.runs - scores.base).mean(axis=1)
+        kept += counts @ (scores.runs.mean(axis=0) - scores.base)
+        gained += counts @ (scores.tuned - scores.base)
+        kept_mean += float(by_seed.mean())
+        gained_mean += float((scores.tuned - scores.base).mean())
+        if (seeds := by_seed.size) > 1:
+            error = by_seed.std(ddof=1) / np.sqrt(seeds)
+            kept += error * random.standard_t(seeds - 1, DRAWS)
+    return Estimate(kept_mean / gained_mean, kept / gained)
