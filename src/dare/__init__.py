@@ -31,6 +31,7 @@ _NAMES = {
         "ties_trim"
     ),
     "deltas.compressing": "compress",
+    "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
         "DareError DareWarning HeaderError InputError MismatchError OutputError "

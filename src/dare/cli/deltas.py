@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from dare import api
 from dare.cli import DONE, UsageError, show
-from dare.cli.flags import METHOD, RESOURCES, RUN, Debug, Json, Overwrite, Quiet, switch
+from dare.cli.flags import METHOD, MISFITS, RESOURCES, RUN, Debug, Json, Overwrite, Quiet, switch
 from dare.deltas.compressing import compress as compress_model
 from dare.deltas.schemes import BITS, Bits
 from dare.errors import DareWarning
@@ -67,9 +67,15 @@ def compress(
         Parameter(group=METHOD, help="Choose rate and bits: the smallest within this error."),
     ] = None,
     lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
-    on_missing: Literal["error", "base"] = "error",
-    on_extra: Literal["error", "drop"] = "error",
-    allow_pickle: bool = False,
+    on_missing: Annotated[
+        Literal["error", "base"], Parameter(group=MISFITS, help="A tensor that the model lacks.")
+    ] = "error",
+    on_extra: Annotated[
+        Literal["error", "drop"], Parameter(group=MISFITS, help="One that only the model has.")
+    ] = "error",
+    allow_pickle: Annotated[
+        bool, switch("Also read pytorch_model.bin and the like.", group=MISFITS)
+    ] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
     resume: Resume = True,

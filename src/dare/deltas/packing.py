@@ -18,11 +18,15 @@ from dare.output.pieces import PieceOutput
 from dare.run.backend import Chunk
 from dare.run.graph import Copy, Merge
 from dare.run.worker import Results, Worker, summaries_of
+from dare.stages.blocks import INFINITY
+from dare.tensors.chunks import CHUNK
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.planes import pack
 
 Floats = NDArray[np.float32]
+
+NO_THRESHOLD = np.int32(0x7FFFFFFF)
 
 
 class _Coder(Worker):
@@ -77,6 +81,9 @@ class Packer(_Coder):
         super().__init__(*given)
         self._scheme = scheme
         self._run = kernels.load(self._plan.backend)
+        # Used again for each chunk: fresh memory takes longer to get than to fill.
+        self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
+        self._all = np.full(CHUNK, 255, np.uint8)
 
     def _copy(self, step: Copy) -> Record:
         chunk, digests = self._read(step)
@@ -90,15 +97,14 @@ class Packer(_Coder):
     def _merge(self, step: Merge, results: Results) -> Record:
         chunk, digests = self._read(step)
         (tuned,) = chunk.tuned.values()
-        base = self._decoded(chunk.base)
+        base = self._base[: tuned.size]
+        self._run.decode(chunk.base, base)
         weights = self._run.sum_products(base, base)
         if digests[0] == digests[1] and tuned.dtype == chunk.base.dtype:
             return self._put(step, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
-        block = self._backend.block(chunk, 0, summaries_of(chunk.tensor, results)[0])
-        lanes = block.kept_lanes()
-        change = self._change(tuned, base)
-        kept = np.empty(tuned.size, np.float32)
-        kept = kept[: self._run.select(change, lanes, kept)]
+        change = self._take_change(tuned, base)
+        lanes = self._backend.block(chunk, 0, summaries_of(chunk.tensor, results)[0]).kept_lanes()
+        kept = self._kept[: self._run.select(change, lanes, self._kept)]
         if self._scheme.bits == "native":
             values = np.empty(kept.size, tuned.dtype)
             self._run.select(tuned, lanes, values)
@@ -112,17 +118,13 @@ class Packer(_Coder):
         sums = self._errors(chunk, change, kept, stored)
         return self._put(step, digests, parts, kept.size, (*sums, weights))
 
-    def _decoded(self, raw: NDArray[Any]) -> Floats:
-        values = np.empty(raw.size, np.float32)
-        self._run.decode(raw, values)
-        return values
-
-    def _change(self, tuned: NDArray[Any], base: Floats) -> Floats:
+    def _take_change(self, tuned: NDArray[Any], base: Floats) -> Floats:
         """The model's change; infinities that both have are none."""
-        values = self._decoded(tuned)
-        with np.errstate(invalid="ignore", over="ignore"):
-            change = values - base
-        if not np.isfinite(change.sum(dtype=np.float64)):
+        change = self._change[: tuned.size]
+        peak, _ = self._run.delta(tuned, base, self._all, change, NO_THRESHOLD)
+        if peak > INFINITY:
+            values = np.empty_like(base)
+            self._run.decode(tuned, values)
             change[values == base] = 0
         return change
 
@@ -151,12 +153,14 @@ class Packer(_Coder):
         scales = np.empty(-(-kept.size // SCALE_GROUP), np.uint16)
         self._run.quantise(kept, bits, codes, scales)
         if share != 1.0:
-            enlarged = self._decoded(scales) * np.float32(1 / share)
+            enlarged = np.empty(scales.size, np.float32)
+            self._run.decode(scales, enlarged)
+            enlarged *= np.float32(1 / share)
             if self._run.encode(enlarged, scales) >= STORAGE_TYPES["BF16"].overflow_bits:
                 raise MismatchError(
                     f"{step.tensor}: its changes are too large to be rounded; use --bits native"
                 )
-        stored = np.empty(kept.size, np.float32)
+        stored = self._stored[: kept.size]
         self._run.dequantise(codes, scales, bits, stored)
         return [codes, scales], stored
 
@@ -167,6 +171,6 @@ class Packer(_Coder):
         run = self._run
         total = run.sum_products(change, change)
         rate = chunk.tensor.settings_of(0)[0].get("drop_rate", 0.0)
-        with np.errstate(invalid="ignore", over="ignore"):
-            off = stored * np.float32(1.0 / (1.0 - rate)) - kept
-        return total, total - run.sum_products(kept, kept) + run.sum_products(off, off)
+        factor = 1.0 / (1.0 - rate)
+        of_both, of_stored = run.sum_products(stored, kept), run.sum_products(stored, stored)
+        return total, total - 2 * factor * of_both + factor * factor * of_stored

@@ -8,12 +8,14 @@ Every chunk is checked against its digest whenever it is read. docs/delta-files.
 
 from __future__ import annotations
 
+import shutil
 import threading
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -207,13 +209,13 @@ class DeltaFile:
             if not run.uncode_places(parts[-1], size, piece.kept, lanes):
                 raise self.damaged(f"the places of {name} are not in order")
             return lanes
-        count = size
-        if tensor.drop_rate:
-            high, low = divmod(keep_threshold(tensor.drop_rate), 1 << 32)
+        high, low = divmod(keep_threshold(tensor.drop_rate or 0.0), 1 << 32)
+        if high == 256:  # everything is kept
+            count = size
+            lanes[:size], lanes[size:] = 255, 0
+        else:
             key0, key1 = map(np.uint32, mask_key(self.notes.seed, name))
             count = run.draw(lanes, size, start, key0, key1, high, np.uint32(low))
-        else:
-            lanes[:size], lanes[size:] = 255, 0
         if count != piece.kept:
             raise self.damaged(f"{name} has {piece.kept} values, and the mask keeps {count}")
         return lanes
@@ -221,9 +223,14 @@ class DeltaFile:
     def kept_changes(
         self, count: int, parts: Sequence[Raw], base: Raw | None, lanes: Bytes
     ) -> NDArray[np.float32]:
-        """The change of the kept elements of a chunk, in order, without rescaling."""
+        """The change of the kept elements of a chunk, in order, without rescaling.
+
+        It is in an array that each thread has one of.
+        """
         run = kernels.load("cpu")
-        change = np.empty(count, np.float32)
+        if not hasattr(self._local, "change"):
+            self._local.change = np.empty(CHUNK, np.float32)
+        change: NDArray[np.float32] = self._local.change[:count]
         if self.notes.bits != "native":
             run.dequantise(parts[0], parts[1], self.notes.bits, change)
             return change
@@ -248,7 +255,7 @@ class DeltaSource(Source):
         self.files = file.stored.files
         self._rescales = rescales
         self._is_lossless = self.notes.scheme == "lossless"
-        self._folder: TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._local = threading.local()
         self._check_base()
         self.tensors = {name: self._presented(name) for name in self.notes.tensors}
@@ -350,9 +357,10 @@ class DeltaSource(Source):
         if not any(file.kind != "header" for file in self.notes.files.values()):
             return None
         if self._folder is None:
-            self._folder = TemporaryDirectory(prefix="dare-delta-")
-            self.file.fill_folder(Path(self._folder.name), base)
-        return Path(self._folder.name)
+            self._folder = Path(mkdtemp(prefix="dare-delta-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self.file.fill_folder(self._folder, base)
+        return self._folder
 
     # ------------------------------------------------------------ reading
 

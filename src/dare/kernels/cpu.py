@@ -1383,37 +1383,78 @@ def find_places(coded, size, low, kept, lanes):
 
 # ---------------------------------------------------------------- into a live model
 
+AT_ONCE = 8
+"""Of 64 lanes, how many are looked for without asking whether there are as many."""
+LAST_BIT = u64(1 << 63)
+
+
+@intrinsic
+def count_bits(_typing, value):  # uint64
+    def build(_context, builder, _signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), build
+
 
 @kernel
 def apply_values(base, packed, lanes, factor, out, saved):
+    places, fresh = np.empty(TILE + AT_ONCE, u16), np.empty(TILE, base.dtype)
     count = 0
-    for first in range(0, base.size, 64):
-        left = lanes_from(lanes, first, base.size)
-        while left:
-            if count < packed.size:
-                i = first + trailing_zeros(left)
-                stored = base[i]
-                origin = to_float(stored)
-                saved[count] = stored
-                out[i] = moved(stored, origin, factor * (to_float(packed[count]) - origin))
-            count += 1
-            left &= left - u64(1)
+    for first in range(0, base.size, TILE):
+        last = min(first + TILE, base.size)
+        found = find_lanes(lanes, first, last, places)
+        used = max(0, min(found, packed.size - count))
+        stored, tuned = saved[count : count + used], packed[count : count + used]
+        for i in range(used):
+            stored[i] = base[first + places[i]]
+        for i in range(used):  # apart from what gathers and scatters, so that it is vectorised
+            origin = to_float(stored[i])
+            fresh[i] = moved(stored[i], origin, factor * (to_float(tuned[i]) - origin))
+        for i in range(used):
+            out[first + places[i]] = fresh[i]
+        count += found
     return count
 
 
 @kernel
 def apply_deltas(base, deltas, lanes, factor, out, saved):
+    places, fresh = np.empty(TILE + AT_ONCE, u16), np.empty(TILE, base.dtype)
     count = 0
-    for first in range(0, base.size, 64):
-        left = lanes_from(lanes, first, base.size)
-        while left:
-            if count < deltas.size:
-                i = first + trailing_zeros(left)
-                stored = base[i]
-                saved[count] = stored
-                out[i] = moved(stored, to_float(stored), factor * deltas[count])
-            count += 1
+    for first in range(0, base.size, TILE):
+        last = min(first + TILE, base.size)
+        found = find_lanes(lanes, first, last, places)
+        used = max(0, min(found, deltas.size - count))
+        stored, change = saved[count : count + used], deltas[count : count + used]
+        for i in range(used):
+            stored[i] = base[first + places[i]]
+        for i in range(used):
+            fresh[i] = moved(stored[i], to_float(stored[i]), factor * change[i])
+        for i in range(used):
+            out[first + places[i]] = fresh[i]
+        count += found
+    return count
+
+
+@kernel
+def find_lanes(lanes, first, last, places):
+    """Where the lanes of a tile are set, counted from its first; return how many are.
+
+    Of each 64 the first AT_ONCE places are written without asking whether there are as many: a
+    branch for each would be guessed wrongly too often.
+    """
+    count = 0
+    for start in range(first, last, 64):
+        left = lanes_from(lanes, start, last)
+        place = count
+        count += count_bits(left)
+        for _ in range(AT_ONCE):
+            places[place] = u16(start - first + trailing_zeros(left | LAST_BIT))
             left &= left - u64(1)
+            place += 1
+        while left:
+            places[place] = u16(start - first + trailing_zeros(left))
+            left &= left - u64(1)
+            place += 1
     return count
 
 

@@ -1,0 +1,498 @@
+"""Fine-tunes put into a live model and taken out again, bit for bit.
+
+    math = dare.load_delta("math.delta.safetensors")
+    math.apply_(model)     # now it is the fine-tune
+    math.remove_(model)    # now it is the base again, bit for bit
+
+Where values were chosen (random, magnitude), the base's values of the touched elements are kept in
+memory while the delta is applied, and put back: at a drop rate of 0.9 a tenth of the base. A
+lossless delta keeps nothing where the model was coded as a difference: elements are whole numbers
+there, and the difference is read from the file again and subtracted, modulo 2 to the number of
+bits, which is exact. A delta that is not applied has its weights in its file only, so that many
+take the memory of one.
+
+Digests say whether a model is the base before anything is changed, and whether it is still what
+`apply_` made of it before anything is put back. So no change that others made is lost in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from dare import kernels
+from dare.deltas.restoring import open_delta
+from dare.errors import InputError
+from dare.inputs.arrays import is_torch
+from dare.inputs.delta_files import U8, DeltaFile
+from dare.inputs.delta_notes import AS_IN_BASE, StoredTensor
+from dare.inputs.names import match_names
+from dare.inputs.small_files import some_of
+from dare.inputs.sources import Raw, Source
+from dare.inputs.views import RenamedSource
+from dare.planning.machine import available_cores
+from dare.tensors.chunks import chunk_count, chunk_span
+from dare.tensors.digest import bytes_digest, tensor_digest
+from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
+from dare.tensors.header import TensorInfo
+from dare.tensors.planes import DIFFERENCE, unpack
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def load_delta(path: str | PathLike[str]) -> LiveDelta:
+    """Open a delta file whose fine-tune shall go into a live model."""
+    return LiveDelta(open_delta(path))
+
+
+class LiveDelta:
+    """A fine-tune that can be put into a live model of its base, and be taken out.
+
+    A model is a torch module, or a dict of torch tensors or NumPy arrays. Its tensors must have the
+    types that the base has in its files. They are changed in place: not between a forward and its
+    backward pass, and not while another thread computes with them. The file stays open.
+    """
+
+    def __init__(self, file: DeltaFile) -> None:
+        self.path = file.path
+        self.notes = file.notes
+        self._file = file
+        self._applied: dict[int, tuple[Callable[[], Any], _Written]] = {}
+        """By the id of a model: how to get at the model, and what was written into it."""
+        file.stored.__enter__()
+        weakref.finalize(self, file.stored.__exit__)
+
+    def __repr__(self) -> str:
+        """What it is and where it lies."""
+        return f"LiveDelta({str(self.path)!r}, {self.notes.scheme}, bits={self.notes.bits})"
+
+    # ------------------------------------------------------------ what users call
+
+    def apply_(self, model: Any) -> None:
+        """Make the fine-tune of a base, in place: the weights that `apply_delta` would write.
+
+        A model that is not the base is refused. If anything fails, the base is put back.
+        """
+        self._forget_the_dead()
+        if id(model) in self._applied:
+            raise InputError(f"{self.path}: is applied to this model already; remove_ it first")
+        homes = self._find_homes(model)
+        self._check_is_base(homes)
+        touched = [
+            Place(home, chunk)
+            for home in homes
+            for chunk, piece in enumerate(self._file.pieces[home.tensor])
+            if piece.kept != AS_IN_BASE
+        ]
+        written: _Written = {}
+
+        def put(place: Place) -> None:
+            written[place.key] = self._put(place)
+
+        def put_back(place: Place) -> None:
+            self._put_back(place, written[place.key])
+
+        try:
+            _on_all_cores(put, touched)
+            self._applied[id(model)] = _reference(model), written
+        except BaseException:
+            _on_all_cores(put_back, [place for place in touched if place.key in written])
+            raise
+
+    def remove_(self, model: Any) -> None:
+        """Put the base back, bit for bit, into a model that this delta was applied to.
+
+        Refused if its weights are no longer what `apply_` made of them. It may have been moved to
+        another device.
+        """
+        self._forget_the_dead()
+        if id(model) not in self._applied:
+            raise InputError(
+                f"{self.path}: is not applied to this model; give the very one that apply_ got"
+            )
+        _, written = self._applied[id(model)]
+        homes = {home.name: home for home in self._find_homes(model)}
+        self._check_is_unchanged(homes, written)
+
+        def put_back(key: tuple[str, int]) -> None:
+            name, chunk = key
+            self._put_back(Place(homes[name], chunk), written[key])
+            del written[key]  # should another fail, this one is done
+
+        _on_all_cores(put_back, list(written))
+        del self._applied[id(model)]
+
+    @contextmanager
+    def applied(self, model: Any) -> Iterator[None]:
+        """Apply it for the length of a `with` block."""
+        self.apply_(model)
+        try:
+            yield
+        finally:
+            self.remove_(model)
+
+    def _forget_the_dead(self) -> None:
+        """Let go of what was kept for models that are no more."""
+        self._applied = {key: held for key, held in self._applied.items() if held[0]() is not None}
+
+    # ------------------------------------------------------------ what it may be applied to
+
+    def _find_homes(self, model: Any) -> list[Home]:
+        """Where the tensors of the fine-tune are in a model, each piece of memory once."""
+        arrays = _arrays_of(model)
+        names = self._names_in(arrays)
+        homes: dict[Any, Home] = {}
+        seen: set[str] = set()
+        lacking = []
+        for name, tensor in self.notes.tensors.items():
+            owner = tensor.tied_to or name
+            if self._is_touched(owner) and tensor.base is None:
+                lacking.append(name)
+            found = names.get(tensor.base_name or name)
+            if found is None or not tensor.elements:
+                continue
+            seen.add(owner)
+            home = Home(found, owner, *_memory(arrays[found], found))
+            other = homes.setdefault(home.memory.where, home)
+            if other.tensor != owner and not self._are_one(other.tensor, owner):
+                raise InputError(
+                    f"{self.path}: {other.tensor} and {owner} are one tensor in the model, and two "
+                    "in the delta file; untie them in the model"
+                )
+        if lacking:
+            raise InputError(
+                f"{self.path}: the base has no {some_of(lacking)} of that shape and type, so these "
+                "cannot be put into it; make a model of the delta file with `dare apply`"
+            )
+        unseen = [name for name in self._file.pieces if name not in seen]
+        if missing := list(filter(self._is_touched, unseen)):
+            raise InputError(
+                f"{self.path}: the model has no {some_of(missing)}; give the base that it was made "
+                f"for (digest {self.notes.base})"
+            )
+        return list(homes.values())
+
+    def _names_in(self, arrays: Iterable[str]) -> Mapping[str, str]:
+        """The model's names of the base's tensors, which may have a prefix."""
+        stored = [tensor.base_name or name for name, tensor in self.notes.tensors.items()]
+        sides = (_bare_source(stored), _bare_source(arrays))
+        matched = match_names(*sides, "model", base_config={}, model_config={}).source
+        if isinstance(matched, RenamedSource):
+            return matched.names
+        return {name: name for name in matched.tensors}
+
+    def _is_touched(self, name: str) -> bool:
+        return any(piece.kept != AS_IN_BASE for piece in self._file.pieces[name])
+
+    def _are_one(self, first: str, second: str) -> bool:
+        """Whether two stored tensors ask for the same."""
+        if not self._is_touched(first) and not self._is_touched(second):
+            return True
+        one, other = (self.notes.tensors[name] for name in (first, second))
+        is_same = (one.base, one.model) == (other.base, other.model)
+        return is_same and self.notes.scheme == "lossless"
+
+    def _check_is_base(self, homes: list[Home]) -> None:
+        """Refuse a model that is not the base, bit for bit."""
+        places = [
+            Place(home, chunk) for home in homes for chunk in range(chunk_count(home.elements))
+        ]
+        digests = defaultdict(list)
+        for place, digest in zip(places, _on_all_cores(_digest, places), strict=True):
+            digests[place.home.name].append(digest)
+        wrong = []
+        for home in homes:
+            tensor = self.notes.tensors[home.tensor]
+            if home.shape != tensor.shape:
+                wrong.append(f"{home.name} is {home.shape}, not {tensor.shape}")
+            elif tensor_digest(digests[home.name]) != tensor.base:
+                wrong.append(_difference(home, tensor))
+        if wrong:
+            raise InputError(
+                f"{self.path}: the model is not the base that it was made for (digest "
+                f"{self.notes.base}), or another delta is applied to it: {len(wrong)} of "
+                f"{len(homes)} tensors differ, such as {wrong[0]}. Nothing was changed"
+            )
+
+    def _check_is_unchanged(self, homes: Mapping[str, Home], written: _Written) -> None:
+        """Refuse a model that is not what `apply_` made of it."""
+
+        def is_unchanged(key: tuple[str, int]) -> bool:
+            name, chunk = key
+            if name not in homes or _digest(Place(homes[name], chunk)) != written[key].digest:
+                return False
+            if written[key].saved is None:
+                self._file.read_parts(homes[name].tensor, chunk)  # to see that it can be read
+            return True
+
+        kept = zip(written, _on_all_cores(is_unchanged, list(written)), strict=True)
+        if changed := sorted({name for (name, _), is_same in kept if not is_same}):
+            raise InputError(
+                f"{self.path}: {some_of(changed)} changed since it was applied: remove what was "
+                "applied later first; weights that were trained since cannot be taken back. "
+                "Nothing was changed"
+            )
+
+    # ------------------------------------------------------------ chunks
+
+    def _put(self, place: Place) -> Saved:
+        """Write the fine-tune's elements of a chunk over the base's, and keep what removes them."""
+        parts = self._file.read_parts(place.home.tensor, place.chunk)
+        raw = place.read()
+        if self.notes.scheme == "lossless":
+            (blob,) = parts
+            model = np.empty_like(raw)
+            self._uncode(place, blob, raw, model)
+            saved = None if not blob.size or blob[0] == DIFFERENCE else raw.copy()
+            raw[:] = model
+        else:
+            saved = self._put_kept(place, parts, raw)
+        place.write(raw)
+        places = parts[-1] if self.notes.scheme == "magnitude" else None
+        return Saved(saved, places, bytes_digest(raw.view(np.uint8).data))
+
+    def _put_kept(self, place: Place, parts: list[Raw], raw: Raw) -> Raw:
+        """Do what a merge of this one model does; return the base's elements that were touched."""
+        name = place.home.tensor
+        tensor, kept = self.notes.tensors[name], self._file.pieces[name][place.chunk].kept
+        lanes = self._file.lanes(name, place.chunk, parts)
+        rate = 0.0 if self.notes.seed is None else tensor.drop_rate or 0.0
+        factor = np.float32(1.0 / (1.0 - rate))
+        saved = np.empty(kept, raw.dtype)
+        run = kernels.load("cpu")
+        if self.notes.bits == "native" and tensor.kind == place.home.kind:
+            run.apply_values(raw, parts[0], lanes, factor, raw, saved)
+        else:
+            change = self._file.kept_changes(kept, parts, raw, lanes)
+            run.apply_deltas(raw, change, lanes, factor, raw, saved)
+        return saved
+
+    def _put_back(self, place: Place, saved: Saved) -> None:
+        """Write the base's elements of a chunk over the fine-tune's."""
+        raw, name = place.read(), place.home.tensor
+        if self.notes.scheme != "lossless":
+            parts = [] if saved.places is None else [saved.places]
+            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, place.chunk, parts), raw)
+        elif saved.saved is not None:
+            raw[:] = saved.saved
+        else:
+            (blob,) = self._file.read_parts(name, place.chunk)
+            change = np.empty_like(raw)
+            self._uncode(place, blob, np.zeros_like(raw), change)
+            whole = raw.view(f"u{raw.itemsize}")
+            whole -= change.view(whole.dtype)
+        place.write(raw)
+
+    def _uncode(self, place: Place, blob: Raw, base: Raw, into: Raw) -> None:
+        try:
+            unpack(blob.data, base.view(np.uint8), into.itemsize, into.view(np.uint8))
+        except InputError as error:
+            raise self._file.damaged(f"{place.home.tensor}: {error}") from None
+
+
+class Saved(NamedTuple):
+    """What was written into a chunk, and what removes it."""
+
+    saved: Raw | None
+    """The base's elements: the touched ones; lossless, all, or None if a difference is coded."""
+    places: Raw | None
+    """Where the touched ones are, coded, if no mask says so."""
+    digest: str
+    """Of the whole chunk, as it is then."""
+
+
+_Written = dict[tuple[str, int], Saved]
+"""By the model's name of a tensor, and chunk."""
+
+
+def _difference(home: Home, tensor: StoredTensor) -> str:
+    if home.kind == tensor.kind:
+        return home.name
+    return (
+        f"{home.name}, which is {home.kind.name} in the model and {tensor.dtype} in the fine-tune "
+        '(load the base in its stored type, such as by dtype="auto")'
+    )
+
+
+def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Do all in threads; after an error, when all threads have come to rest, raise the first."""
+    with ThreadPoolExecutor(available_cores()) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+# ---------------------------------------------------------------- a model's memory
+
+
+class Memory(Protocol):
+    """The elements of a tensor, as carriers of their type."""
+
+    @property
+    def where(self) -> Any:
+        """By which two names of one tensor are known."""
+
+    def read(self, start: int, count: int) -> Raw:
+        """So many elements from one on, or a copy of them."""
+
+    def write(self, start: int, raw: Raw) -> None:
+        """Put elements there, if they were copied."""
+
+
+class Home(NamedTuple):
+    """Where a tensor of the fine-tune is in a model."""
+
+    name: str
+    """In the model."""
+    tensor: str
+    """In the delta file."""
+    kind: StorageType
+    shape: tuple[int, ...]
+    memory: Memory
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class Place(NamedTuple):
+    """A chunk of a tensor in a model."""
+
+    home: Home
+    chunk: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is called, wherever the model is."""
+        return self.home.name, self.chunk
+
+    def read(self) -> Raw:
+        """Its elements, or a copy of them."""
+        return self.home.memory.read(*chunk_span(self.chunk, self.home.elements))
+
+    def write(self, raw: Raw) -> None:
+        """Put elements there, if they were copied."""
+        self.home.memory.write(chunk_span(self.chunk, self.home.elements)[0], raw)
+
+
+def _digest(place: Place) -> str:
+    return bytes_digest(place.read().view(np.uint8).data)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Elements that follow each other in memory: they are changed where they are."""
+
+    array: Raw
+
+    @property
+    def where(self) -> Any:
+        return self.array.ctypes.data, self.array.strides
+
+    def read(self, start: int, count: int) -> Raw:
+        return self.array[start : start + count]
+
+    def write(self, start: int, raw: Raw) -> None:
+        """They are there already."""
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Elements in any order in memory."""
+
+    array: Raw
+
+    @property
+    def where(self) -> Any:
+        return self.array.ctypes.data, self.array.strides
+
+    def read(self, start: int, count: int) -> Raw:
+        return self.array.flat[start : start + count]
+
+    def write(self, start: int, raw: Raw) -> None:
+        self.array.flat[start : start + raw.size] = raw
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A flat torch tensor of whole numbers on any device."""
+
+    tensor: Any
+    carrier: np.dtype[np.generic]
+
+    @property
+    def where(self) -> Any:
+        return str(self.tensor.device), self.tensor.data_ptr()
+
+    def read(self, start: int, count: int) -> Raw:
+        found: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
+        return found
+
+    def write(self, start: int, raw: Raw) -> None:
+        torch = sys.modules["torch"]
+        whole = torch.from_numpy(raw.view(f"i{raw.itemsize}"))
+        self.tensor[start : start + raw.size].copy_(whole)
+
+
+def _memory(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
+    """Storage type, shape and elements of an array, which can be written to."""
+    kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
+    if kind is None:
+        raise InputError(f"{name}: is {array.dtype} in the model, which no base is stored in")
+    shape = tuple(array.shape)
+    if not is_torch(array):
+        if not array.flags.writeable:
+            raise InputError(f"{name}: the array is read-only; give a copy of it")
+        elements = array.view(kind.carrier)
+    else:
+        if array.device.type == "meta":
+            raise InputError(f"{name}: has no memory (device meta); load all of the model first")
+        torch = sys.modules["torch"]
+        tensor = array.detach().view(getattr(torch, f"int{8 * kind.itemsize}"))
+        if array.device.type != "cpu":
+            if not tensor.is_contiguous():
+                raise InputError(f"{name}: is not contiguous on {array.device}; make it so")
+            return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
+        elements = tensor.numpy().view(kind.carrier)
+    is_flat = elements.flags.c_contiguous
+    return kind, shape, Flat(elements.reshape(-1)) if is_flat else Strided(elements)
+
+
+def _arrays_of(model: Any) -> dict[str, Any]:
+    """The parameters and buffers of a torch module by name, or the arrays of a dict."""
+    if hasattr(model, "named_parameters"):  # its state_dict may hold copies
+        named = (model.named_parameters, model.named_buffers)
+        return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+    if not isinstance(model, Mapping):
+        raise InputError(f"expected a torch module or a dict of arrays, found {type(model)}")
+    return {n: a for n, a in model.items() if is_torch(a) or isinstance(a, np.ndarray)}
+
+
+def _bare_source(names: Iterable[str]) -> Source:
+    """A source of which nothing but the names of its tensors is of interest."""
+    source = Source()
+    source.tensors = {name: TensorInfo(name, U8, (), 0) for name in names}
+    return source
+
+
+def _reference(model: Any) -> Callable[[], Any]:
+    """How to get at a model without keeping it alive, if that can be."""
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return lambda: model

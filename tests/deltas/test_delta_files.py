@@ -1,0 +1,537 @@
+"""A model that becomes a delta file and a model again, by every way there is."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import dare
+from dare.deltas.restoring import open_delta
+from dare.errors import DareError, InputError, MismatchError, RecipeError
+from dare.inputs.delta_files import DeltaSource
+from dare.inputs.formats import open_model
+from dare.inputs.sources import open_source
+from dare.kernels import reference
+from dare.tensors.chunks import CHUNK
+from dare.tensors.mask import keep_mask
+from helpers import listing, read_elements, save, save_shards, sha256
+
+warnings.simplefilter("ignore", dare.DareWarning)
+
+TYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+NAME = "math.delta.safetensors"
+QUIET = {"verbose": False, "threads": 1}
+
+
+def weights(seed, *shape, scale=1.0, dtype=np.float32):
+    values = np.random.default_rng(seed).standard_normal(shape) * scale
+    return np.asarray(values).astype(dtype)
+
+
+def pair(dtype=np.float32, tuned_dtype=None):
+    """A base and a fine-tune: two matrices, a vector, one tensor that is unchanged, integers."""
+    base = {
+        "embed.weight": weights(1, 40, 12),
+        "layer.weight": weights(2, 33, 31),
+        "layer.bias": weights(3, 9),
+        "frozen.weight": weights(4, 8, 8),
+    }
+    tuned = {name: w + weights(9, *w.shape, scale=0.1) for name, w in base.items()}
+    tuned["frozen.weight"] = base["frozen.weight"]
+    tuned_dtype = tuned_dtype or dtype
+    positions = {"positions": np.arange(5)}
+    return (
+        {name: w.astype(dtype) for name, w in base.items()} | positions,
+        {
+            name: w.astype(dtype if name == "frozen.weight" else tuned_dtype)
+            for name, w in tuned.items()
+        }
+        | positions,
+    )
+
+
+@pytest.fixture
+def models(tmp_path):
+    base, tuned = pair(ml_dtypes.bfloat16)
+    return save(tmp_path / "base.safetensors", base), save(tmp_path / "math.safetensors", tuned)
+
+
+def tensors_of(path):
+    source = open_source(path)
+    with source:
+        return {name: read_elements(source, name) for name in source.tensors}
+
+
+def floats_of(path):
+    """The weights of a file in bfloat16."""
+    return {
+        name: raw.view(ml_dtypes.bfloat16).astype(np.float32)
+        for name, raw in tensors_of(path).items()
+        if name != "positions"
+    }
+
+
+def data_of(path):
+    """A file without its header."""
+    content = path.read_bytes()
+    return content[8 + int.from_bytes(content[:8], "little") :]
+
+
+# ---------------------------------------------------------------- native values
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(sorted(TYPES)),
+    st.sampled_from(sorted(TYPES)),
+    st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99]) | st.floats(0, 0.999),
+    st.integers(0, 2**40),
+    st.sampled_from([(0,), (1,), (127,), (128,), (3, 43), (20, 30), ()]),
+)
+def test_native_values_give_what_merging_the_model_gives(
+    tmp_path_factory, base_type, tuned_type, rate, seed, shape
+):
+    folder = tmp_path_factory.mktemp("delta")
+    base = {"w": weights(1, *shape, dtype=TYPES[base_type]), "v": weights(2, 5)}
+    tuned = {"w": weights(3, *shape, dtype=TYPES[tuned_type]), "v": weights(4, 5)}
+    files = [save(folder / f"{n}.safetensors", x) for n, x in (("base", base), ("math", tuned))]
+    dare.compress(*files, folder / NAME, drop_rate=rate, seed=seed, **QUIET)
+    dare.apply_delta(files[0], folder / NAME, folder / "applied.safetensors", **QUIET)
+    stages = {"dare": {"drop_rate": rate}}
+    recipe = dare.Recipe(
+        base=files[0],
+        models=[files[1]],
+        method="dare+sum",
+        stages=stages,
+        seed=seed,
+        output=folder / "merged.safetensors",
+        **QUIET,
+    )
+    dare.merge(recipe)
+    applied, merged = folder / "applied.safetensors", folder / "merged.safetensors"
+    assert data_of(applied) == data_of(merged)
+    if base_type == tuned_type:
+        assert sha256(applied) == sha256(merged)
+
+
+def test_what_is_stored_is_the_models_own_value_at_every_kept_place(models, tmp_path):
+    dare.compress(*models, tmp_path / NAME, drop_rate=0.8, seed=7, **QUIET)
+    tuned = tensors_of(models[1])
+    with safe_open(tmp_path / NAME, framework="pt") as file:  # any reader opens it
+        names = set(file.keys())
+        values = file.get_tensor("values:layer.weight").view(torch.int16)
+    kept = keep_mask("layer.weight", 33 * 31, 0.8, seed=7)
+    assert values.numpy().view(np.uint16).tolist() == tuned["layer.weight"][kept].tolist()
+    assert "values:frozen.weight" not in names  # what did not change costs nothing
+    assert "values:positions" not in names
+
+
+def test_large_tensors_are_stored_chunk_by_chunk(tmp_path):
+    base = {"w": weights(1, 2 * CHUNK + 77, dtype=np.float16)}
+    tuned = {"w": base["w"].copy()}
+    tuned["w"][CHUNK : 2 * CHUNK] += np.float16(0.5)  # the first and the last chunk are unchanged
+    files = save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", tuned)
+    for bits in ("native", 2):
+        report = dare.compress(*files, tmp_path / NAME, bits=bits, overwrite=True, **QUIET)
+        file = open_delta(tmp_path / NAME)
+        assert [piece.kept for piece in file.pieces["w"]] == [-1, report.kept, -1]
+        source = DeltaSource(file, open_source(files[0]), rescales=True)
+        with source:
+            whole = read_elements(source, "w")
+            for start, count in ((0, 10), (CHUNK - 3, 9), (5, 2 * CHUNK + 60), (2 * CHUNK, 77)):
+                part = read_elements(source, "w", start, count)
+                assert part.tolist() == whole[start : start + count].tolist()
+
+
+# ---------------------------------------------------------------- values in few bits
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from([8, 4, 2, 1]),
+    st.sampled_from(["random", "magnitude"]),
+    st.sampled_from(["F32", "BF16", "F16"]),
+    st.floats(0, 0.99),
+    st.integers(1, 900),
+)
+def test_rounded_values_are_those_of_the_kernels(
+    tmp_path_factory, bits, keep, dtype, rate, elements
+):
+    folder = tmp_path_factory.mktemp("delta")
+    base, tuned = ({"w": weights(n, elements, dtype=TYPES[dtype])} for n in (1, 2))
+    files = [save(folder / f"{n}.safetensors", x) for n, x in (("base", base), ("math", tuned))]
+    dare.compress(*files, folder / NAME, drop_rate=rate, bits=bits, keep=keep, **QUIET)
+    delta = tuned["w"].astype(np.float32) - base["w"].astype(np.float32)
+    source = open_model(folder / NAME, base=open_model(files[0]), rescales=False)
+    with source:
+        found = read_elements(source, "w")
+    places = np.flatnonzero(found != 0)
+    kept = delta != 0
+    if keep == "random":
+        kept = keep_mask("w", elements, rate, seed=42)
+    else:
+        assert places.size <= round(elements * (1 - rate)) + 1
+        order = np.argsort(-np.abs(delta), kind="stable")
+        kept = np.zeros(elements, bool)
+        kept[order[: open_delta(folder / NAME).pieces["w"][0].kept]] = True
+    values = delta[kept]
+    codes = np.empty(-(-values.size * bits // 8), np.uint8)
+    scales = np.empty(-(-values.size // 256), np.uint16)
+    reference.quantise(values, bits, codes, scales)
+    if keep == "magnitude" and values.any():
+        share = reference.sum_products(values, values) / reference.sum_products(delta, delta)
+        enlarged = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(1 / share)
+        scales = enlarged.astype(ml_dtypes.bfloat16).view(np.uint16)
+    expected = np.zeros(elements, np.float32)
+    stored = np.empty(values.size, np.float32)
+    reference.dequantise(codes, scales, bits, stored)
+    expected[kept] = stored
+    assert found.tolist() == expected.tolist()
+
+
+def test_the_measured_error_is_that_of_the_file(models, tmp_path):
+    base, tuned = map(floats_of, models)
+    for asked in ({"drop_rate": 0.5}, {"bits": 2}, {"bits": 1, "keep": "magnitude"}):
+        report = dare.compress(*models, tmp_path / NAME, overwrite=True, **asked, **QUIET)
+        source = open_model(tmp_path / NAME, base=open_model(models[0]))
+        with source:
+            read = {name: read_elements(source, name) for name in base}
+        off = change = 0.0
+        for name, w in base.items():
+            delta = (tuned[name] - w).astype(np.float64)
+            found = read[name] if source.holds_delta(name) else np.zeros(delta.size)
+            off += np.square(found - delta).sum()
+            change += np.square(delta).sum()
+        assert report.relative_error == pytest.approx(np.sqrt(off / change), rel=1e-5)
+
+
+def test_changes_that_are_not_finite_are_not_rounded(tmp_path):
+    base, tuned = {"w": np.zeros(9, np.float32)}, {"w": np.ones(9, np.float32)}
+    tuned["w"][3] = np.nan
+    files = save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", tuned)
+    with pytest.raises(MismatchError, match=r"w: has changes that are NaN .*--lossless"):
+        dare.compress(*files, tmp_path / NAME, bits=4, drop_rate=0.0, **QUIET)
+    assert listing(tmp_path) == ["b.safetensors", "m.safetensors"]
+    dare.compress(*files, tmp_path / NAME, drop_rate=0.0, **QUIET)
+    dare.apply_delta(files[0], tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    assert np.isnan(tensors_of(tmp_path / "a.safetensors")["w"][3])
+
+
+# ---------------------------------------------------------------- lossless
+
+
+@given(
+    st.sampled_from([*sorted(TYPES), "I64", "BOOL"]),
+    st.sampled_from(["same", "near", "far", "other shape", "other type", "missing"]),
+    st.integers(0, 50),
+)
+def test_lossless_gives_the_models_own_file(tmp_path_factory, dtype, how, elements):
+    folder = tmp_path_factory.mktemp("delta")
+    kind = TYPES.get(dtype) or {"I64": np.int64, "BOOL": np.bool_}[dtype]
+    base = weights(1, elements).astype(kind)
+    tuned = {
+        "same": base,
+        "near": np.where(weights(2, elements) > 1, weights(3, elements).astype(kind), base),
+        "far": weights(4, elements).astype(kind),
+        "other shape": weights(5, elements + 2).astype(kind),
+        "other type": weights(6, elements).astype(np.int32),
+        "missing": weights(7, 3),
+    }[how]
+    name = "v" if how == "missing" else "w"
+    files = [
+        save(folder / "base.safetensors", {"w": base}),
+        save(folder / "math.safetensors", {name: tuned, "more": weights(8, 3)}),
+    ]
+    dare.compress(*files, folder / NAME, lossless=True, **QUIET)
+    dare.apply_delta(files[0], folder / NAME, folder / "again.safetensors", **QUIET)
+    assert sha256(folder / "again.safetensors") == sha256(files[1])
+    assert dare.verify(folder / "again.safetensors").ok
+
+
+def test_lossless_gives_a_folder_back_as_it_was(tmp_path):
+    base, tuned = pair(np.float16)
+    save_shards(tmp_path / "base", base, 2)
+    save_shards(tmp_path / "math", tuned, 3)
+    for folder, text in (("base", "{}"), ("math", '{"model_type": "x"}')):
+        (tmp_path / folder / "config.json").write_text(text)
+        (tmp_path / folder / "tokenizer.json").write_text("the same in both")
+    report = dare.compress(
+        tmp_path / "base", tmp_path / "math", tmp_path / NAME, lossless=True, **QUIET
+    )
+    assert report.bits_per_parameter > 0
+    notes = open_delta(tmp_path / NAME).notes
+    assert {name: file.kind for name, file in notes.files.items() if file.kind != "header"} == {
+        "config.json": "whole",
+        "model.safetensors.index.json": "whole",
+        "tokenizer.json": "base",
+    }
+    dare.apply_delta(tmp_path / "base", tmp_path / NAME, tmp_path / "again", **QUIET)
+    assert set(listing(tmp_path / "again")) == {
+        *listing(tmp_path / "math"),
+        "dare-manifest.json",
+    }
+    for name in listing(tmp_path / "math"):
+        assert sha256(tmp_path / "again" / name) == sha256(tmp_path / "math" / name), name
+    assert dare.verify(tmp_path / "again").ok
+    with pytest.raises(DareError, match="3 files of weights"):
+        dare.apply_delta(tmp_path / "base", tmp_path / NAME, tmp_path / "x.safetensors", **QUIET)
+
+
+def test_a_lossless_file_is_read_as_the_model(models, tmp_path):
+    dare.compress(*models, tmp_path / NAME, lossless=True, **QUIET)
+    for method in ("dare+linear", "ties", "trim+sum"):
+        outputs = []
+        for model, name in ((models[1], "m"), (tmp_path / NAME, "d")):
+            output = tmp_path / f"{name}-{method}.safetensors"
+            recipe = dare.Recipe(
+                base=models[0], models=[model], method=method, output=output, **QUIET
+            )
+            dare.merge(recipe)
+            outputs.append(sha256(output))
+        assert outputs[0] == outputs[1]
+
+
+# ---------------------------------------------------------------- merging from delta files
+
+
+@pytest.fixture
+def three(tmp_path):
+    base, _ = pair(ml_dtypes.bfloat16)
+    names = ("math", "code", "law")
+    files = []
+    for number, name in enumerate(names):
+        tuned = {
+            n: (w.astype(np.float32) + weights(20 + number, *w.shape, scale=0.05)).astype(w.dtype)
+            if n != "positions"
+            else w
+            for n, w in base.items()
+        }
+        files.append(save(tmp_path / f"{name}.safetensors", tuned))
+    return save(tmp_path / "base.safetensors", base), files
+
+
+def merge(base, models, output, method, **settings):
+    recipe = dare.Recipe(
+        base=base, models=models, output=output, method=method, **settings, **QUIET
+    )
+    return dare.merge(recipe)
+
+
+def compressed(base, models, **asked):
+    deltas = [model.with_suffix(".delta.safetensors") for model in models]
+    for number, (model, delta) in enumerate(zip(models, deltas, strict=True)):
+        dare.compress(base, model, delta, **{"seed": 42 + number, **asked}, **QUIET)
+    return deltas
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["dare+linear", "dare+sum", "dare+ties", "dare+trim+ties", "darex+linear", "dare+della+linear"],
+)
+def test_merging_delta_files_gives_the_file_that_merging_the_models_gives(three, tmp_path, method):
+    base, models = three
+    deltas = compressed(base, models, drop_rate=0.9)
+    whole = merge(base, models, tmp_path / "a.safetensors", method)
+    from_deltas = merge(base, deltas, tmp_path / "b.safetensors", method)
+    assert sha256(tmp_path / "a.safetensors") == sha256(tmp_path / "b.safetensors")
+    assert from_deltas.bytes_read < 0.6 * whole.bytes_read
+    assert from_deltas.digests.models == whole.digests.models
+    again = dare.load_recipe(tmp_path / "b.safetensors")  # the models will do as well
+    again = again.with_files(base, models, tmp_path / "c.safetensors")
+    dare.merge(again)
+    assert sha256(tmp_path / "c.safetensors") == sha256(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("method", ["linear", "sum", "ties", "trim+ties", "della+linear", "nm+sum"])
+@pytest.mark.parametrize("rate", [0.7, 0.9])
+def test_a_chain_that_does_not_drop_takes_what_is_left_divided_by_what_was_kept(
+    three, tmp_path, method, rate
+):
+    base, models = three
+    deltas = compressed(base, models, drop_rate=rate)
+    merge(base, deltas, tmp_path / "a.safetensors", method)
+    stages = {"dare": {"drop_rate": rate}}
+    merge(base, models, tmp_path / "b.safetensors", f"dare+{method}", stages=stages)
+    assert data_of(tmp_path / "a.safetensors") == data_of(tmp_path / "b.safetensors")
+
+
+def test_rates_and_seeds_are_the_files_unless_the_recipe_says_others(three, tmp_path):
+    base, models = three
+    deltas = [
+        *compressed(base, models[:1], drop_rate=0.5, seed=7),
+        *compressed(base, models[1:2], drop_rate=0.8, seed=99, embedding_drop_rate=0.3),
+    ]
+    report = merge(base, deltas, tmp_path / "a.safetensors", "dare+linear")
+    assert [model.seed for model in report.models] == [7, 99]
+    own = [
+        dare.ModelEntry(file=models[0], seed=7, settings={"drop_rate": 0.5}),
+        dare.ModelEntry(file=models[1], seed=99, settings={"drop_rate": 0.8}),
+    ]
+    rule = dare.TensorRule(match="embed.*", model="code", settings={"drop_rate": 0.3})
+    merge(base, own, tmp_path / "b.safetensors", "dare+linear", tensors=(rule,))
+    assert data_of(tmp_path / "a.safetensors") == data_of(tmp_path / "b.safetensors")
+    assert dare.load_recipe(tmp_path / "a.safetensors").models[0].settings == {"drop_rate": 0.5}
+
+    for asked, words in (
+        ({"seed": 5}, "seed = 7, and the recipe has drop_rate = 0.5 and seed = 5"),
+        ({"stages": {"dare": {"drop_rate": 0.9}}}, "drop_rate = 0.5 .* drop_rate = 0.9"),
+        ({"method": "trim+dare+linear"}, "would drop by another mask"),
+        ({"stages": {"dare": {"rescale": "l1"}}}, "would drop by another mask"),
+    ):
+        with pytest.raises(MismatchError, match=words) as error:
+            merge(
+                base, deltas[:1], tmp_path / "x.safetensors", **{"method": "dare+linear", **asked}
+            )
+        assert str(error.value).count("delta file") == 1  # once, not for each tensor
+
+
+def test_delta_files_stand_beside_models_and_others_of_their_kind(three, tmp_path):
+    base, models = three
+    (native,) = compressed(base, models[:1], drop_rate=0.6)
+    dare.compress(base, models[1], tmp_path / "code.delta.safetensors", bits=4, seed=3, **QUIET)
+    mixed = [native, tmp_path / "code.delta.safetensors", models[2]]
+    merge(base, mixed, tmp_path / "a.safetensors", "linear")
+    opened, weights_of_base = open_model(base), floats_of(base)
+    expected = {name: w.astype(np.float64) for name, w in weights_of_base.items()}
+    for path in mixed:
+        source = open_model(path, base=opened)
+        with source:
+            for name in expected:
+                raw = read_elements(source, name)
+                if not source.holds_delta(name):
+                    raw = raw.view(ml_dtypes.bfloat16).astype(np.float32) - weights_of_base[name]
+                expected[name] += raw / 3
+    for name, found in floats_of(tmp_path / "a.safetensors").items():
+        assert found == pytest.approx(expected[name], rel=2**-8, abs=1e-3)
+
+
+def test_an_analysis_of_a_delta_file_is_of_the_rescaled_change(three, tmp_path):
+    base, models = three
+    deltas = compressed(base, models, drop_rate=0.5)
+    whole, dropped = dare.analyze(base, models), dare.analyze(base, deltas)
+    for one, other in zip(whole.models, dropped.models, strict=True):
+        # E‖δ̂‖² = ‖δ‖²/(1 - p)
+        ratio = other.total.relative_norm / one.total.relative_norm
+        assert ratio == pytest.approx(2**0.5, rel=0.1)
+
+
+def test_a_base_must_be_a_whole_model(three, tmp_path):
+    base, models = three
+    (delta,) = compressed(base, models[:1])
+    with pytest.raises(InputError, match=r"is a delta file, .*dare apply BASE DELTA"):
+        merge(delta, models[1:], tmp_path / "x.safetensors", "linear")
+    with pytest.raises(InputError, match="is a delta file already"):
+        dare.compress(base, delta, tmp_path / "y.delta.safetensors", **QUIET)
+    with pytest.raises(InputError, match="is not a delta file"):
+        dare.apply_delta(base, models[0], tmp_path / "z.safetensors", **QUIET)
+    wrong = save(tmp_path / "wrong.safetensors", {**pair(ml_dtypes.bfloat16)[1]})
+    with pytest.raises(InputError, match="was made for another base"):
+        merge(wrong, [delta], tmp_path / "x.safetensors", "linear")
+
+
+# ---------------------------------------------------------------- tied tensors
+
+
+def test_a_tied_head_is_stored_once_and_read_under_both_names(tmp_path):
+    embedding = weights(1, 30, 16)
+    tuned = embedding + weights(2, 30, 16, scale=0.1)
+    folders = []
+    for name, table in (("base", embedding), ("math", tuned)):
+        folder = tmp_path / name
+        tensors = {"model.embed_tokens.weight": table, "lm_head.weight": table.copy()}
+        save(folder / "model.safetensors", tensors)
+        (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+        folders.append(folder)
+    dare.compress(*folders, tmp_path / NAME, drop_rate=0.5, **QUIET)
+    assert open_delta(tmp_path / NAME).notes.tensors["lm_head.weight"].tied_to is not None
+    dare.apply_delta(folders[0], tmp_path / NAME, tmp_path / "a", **QUIET)
+    recipe = dare.Recipe(
+        base=folders[0],
+        models=[folders[1]],
+        method="dare+sum",
+        stages={"dare": {"drop_rate": 0.5}},
+        output=tmp_path / "b",
+        **QUIET,
+    )
+    dare.merge(recipe)
+    found = tensors_of(tmp_path / "a")
+    assert found["lm_head.weight"].tobytes() == found["model.embed_tokens.weight"].tobytes()
+    assert sha256(tmp_path / "a" / "model.safetensors") == sha256(
+        tmp_path / "b" / "model.safetensors"
+    )
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def test_rates_by_name(models, tmp_path):
+    for keep in ("random", "magnitude"):
+        asked = {"drop_rate": 0.9, "embedding_drop_rate": 0.2, "drop_rates": {"*.bias": 0.0}}
+        dare.compress(*models, tmp_path / NAME, overwrite=True, keep=keep, **asked, **QUIET)
+        rates = {n: t.drop_rate for n, t in open_delta(tmp_path / NAME).notes.tensors.items()}
+        assert rates == {
+            "embed.weight": pytest.approx(0.2),
+            "frozen.weight": pytest.approx(0.9),
+            "layer.bias": 0.0,
+            "layer.weight": pytest.approx(0.9),
+            "positions": 0.0,
+        }
+
+
+def test_targets_are_kept(models, tmp_path):
+    sizes = (8_000, "9kB", 12_000)
+    for size in sizes:
+        report = dare.compress(*models, tmp_path / NAME, target_size=size, overwrite=True, **QUIET)
+        assert report.bytes_written <= {"9kB": 9000}.get(size, size)
+    report = dare.compress(*models, tmp_path / NAME, target_error=0.1, overwrite=True, **QUIET)
+    assert report.weight_error == pytest.approx(0.1, rel=0.15)
+    for asked, words in (
+        ({"target_size": 100}, "smallest file takes up to"),
+        ({"target_size": "much"}, "target_size = 'much': not a size"),
+        ({"target_size": 0}, "must be a number of bytes above 0"),
+        ({"target_size": 9000, "target_error": 0.1}, "both given"),
+        ({"target_size": 9000, "drop_rate": 0.5}, "leave drop_rate out"),
+        ({"bits": 3}, "bits = 3: not known"),
+        ({"keep": "best"}, "keep = 'best': not known"),
+        ({"drop_rate": 1.0}, "drop_rate = 1 would drop every change"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            dare.compress(*models, tmp_path / NAME, overwrite=True, **asked, **QUIET)
+
+
+def test_integers_that_differ_need_lossless(models, tmp_path):
+    other = tensors_of(models[1])
+    changed = save(
+        tmp_path / "other.safetensors",
+        {
+            **{n: w.view(ml_dtypes.bfloat16) for n, w in other.items() if n != "positions"},
+            "positions": np.arange(1, 6),
+        },
+    )
+    base = save(
+        tmp_path / "flat.safetensors",
+        {
+            n: w if n == "positions" else w.reshape(-1)
+            for n, w in pair(ml_dtypes.bfloat16)[0].items()
+        },
+    )
+    with pytest.raises(MismatchError, match=r"positions: .* use --lossless"):
+        dare.compress(base, changed, tmp_path / NAME, **QUIET)
+    dare.compress(base, changed, tmp_path / NAME, lossless=True, **QUIET)
+    dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    assert sha256(tmp_path / "a.safetensors") == sha256(changed)

@@ -1,0 +1,726 @@
+"""Fine-tunes in a live model: the weights that `apply_delta` writes, and the base again after."""
+
+import copy
+import gc
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_arrays
+
+import dare
+from dare.deltas import live
+from dare.errors import InputError
+from dare.inputs.delta_files import part_names
+from dare.inputs.sources import open_source
+from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
+from helpers import flip_bit, read_tensor, save
+
+SCHEMES = [
+    {"drop_rate": 0.9},
+    {"drop_rate": 0.0},
+    *({"bits": bits, "drop_rate": 0.5} for bits in (8, 4, 2, 1)),
+    {"keep": "magnitude", "drop_rate": 0.8},
+    {"keep": "magnitude", "bits": 4},
+    {"lossless": True},
+]
+RATES = st.just(0.0) | st.floats(1e-6, 0.99)
+EVERY_SCHEME = pytest.mark.parametrize(
+    "scheme", SCHEMES, ids=lambda scheme: "-".join(map(str, scheme.values()))
+)
+
+
+def numbers(shape, seed, dtype, base=0.0):
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    with np.errstate(over="ignore"):
+        return np.asarray(np.asarray(base, np.float32) + values).astype(dtype)
+
+
+def small_model(dtype=np.float32):
+    """A base and a fine-tune of it: odd sizes, a single number, nothing at all, whole numbers."""
+    shapes = {"a.weight": (7, 33), "b.weight": (129,), "scale": (), "none": (0, 3)}
+    base = {name: numbers(shape, 1, dtype) for name, shape in shapes.items()}
+    base["steps"] = np.arange(5)
+    return base, moved(base, 2)
+
+
+def moved(arrays, seed):
+    """Other weights; whole numbers as they are."""
+    return {
+        name: numbers(a.shape, seed, a.dtype, a) if name != "steps" else a
+        for name, a in arrays.items()
+    }
+
+
+def write(folder: Path, base, tuned, **scheme) -> Path:
+    """Save both, and the fine-tune as a delta file."""
+    files = save(folder / "base.safetensors", base), save(folder / "tuned.safetensors", tuned)
+    delta = folder / "tuned.delta.safetensors"
+    dare.compress(*files, delta, overwrite=True, verbose=False, resume=False, **scheme)
+    return delta
+
+
+def written_model(folder: Path):
+    """The bytes of what `apply_delta` makes of these files."""
+    output = folder / "applied.safetensors"
+    files = folder / "base.safetensors", folder / "tuned.delta.safetensors"
+    dare.apply_delta(*files, output, overwrite=True, verbose=False, resume=False)
+    with open_source(output) as source:
+        return {name: read_tensor(source, name) for name in source.tensors}
+
+
+def copies(arrays):
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def contents(arrays):
+    """The bytes of all arrays, of NumPy or torch."""
+    return {name: stored_bytes(array) for name, array in arrays.items()}
+
+
+def stored_bytes(array):
+    if isinstance(array, torch.Tensor):
+        array = array.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array.tobytes()
+
+
+def as_torch(array):
+    kind = next(k for k in STORAGE_TYPES.values() if k.torch_name == array.dtype.name)
+    raw = torch.from_numpy(array.copy().view(f"i{array.itemsize}"))
+    return raw.view(getattr(torch, kind.torch_name))
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the head as well, a layer, and a buffer."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(11, 6, dtype=dtype)
+        self.layer = torch.nn.Linear(6, 6, dtype=dtype)
+        self.lm_head = torch.nn.Linear(6, 11, bias=False, dtype=dtype)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("steps", torch.arange(3))
+
+    def forward(self, tokens):
+        return self.lm_head(self.layer(self.embed_tokens(tokens)))
+
+
+def state_as_numpy(module):
+    """A module's tensors as they would be stored."""
+    found = {}
+    for name, tensor in module.state_dict().items():
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().copy()
+        kind = next(
+            k for k in STORAGE_TYPES.values() if k.torch_name == str(tensor.dtype)[len("torch.") :]
+        )
+        found[name] = raw.view(kind.numpy_type).reshape(tensor.shape)
+    return found
+
+
+def tied_files(folder, **scheme):
+    """A module, the stored base, and a delta file of a fine-tune of it."""
+    torch.manual_seed(0)
+    module = Tied()
+    tuned = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    base = state_as_numpy(module)
+    return module, base, write(folder, base, state_as_numpy(tuned), **scheme)
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
+def test_weights_are_those_that_apply_delta_writes_and_then_the_bases_again(tmp_path, kind, scheme):
+    base, tuned = small_model(kind.numpy_type)
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model = copies(base)
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    assert contents(model) != contents(base)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@EVERY_SCHEME
+def test_tensors_of_several_chunks(tmp_path, scheme):
+    shape = 2 * CHUNK + 77
+    base = {"w": numbers(shape, 1, ml_dtypes.bfloat16), "v": numbers(3, 1, np.float16)}
+    tuned = {"w": base["w"].copy(), "v": numbers(3, 2, np.float16)}
+    tuned["w"][CHUNK:] = numbers(CHUNK + 77, 2, ml_dtypes.bfloat16)  # the first chunk is the base's
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model = copies(base)
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    assert model["w"][:CHUNK].tobytes() == base["w"][:CHUNK].tobytes()
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@pytest.mark.parametrize("scheme", [{"drop_rate": 0.5}, {"keep": "magnitude"}, {"lossless": True}])
+def test_values_that_are_not_finite(tmp_path, scheme):
+    odd = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38], np.float32)
+    base = {"w": np.resize(odd, 60)}
+    tuned = {"w": np.resize(odd[::-1], 60)}
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model = copies(base)
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@pytest.mark.parametrize("bits", ["native", 4])
+def test_a_fine_tune_in_another_type_than_the_base(tmp_path, bits):
+    base = {"w": numbers(500, 1, ml_dtypes.bfloat16)}
+    tuned = {"w": numbers(500, 2, np.float32, base["w"])}
+    delta = dare.load_delta(write(tmp_path, base, tuned, bits=bits))
+    model = copies(base)
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+def test_a_value_by_hand(tmp_path):
+    base, tuned = np.full(400, 1.0, np.float32), np.full(400, 1.25, np.float32)
+    delta = dare.load_delta(write(tmp_path, {"w": base}, {"w": tuned}, drop_rate=0.5, seed=7))
+    model = {"w": base.copy()}
+    delta.apply_(model)
+    kept = dare.keep_mask("w", 400, 0.5, seed=7)
+    assert model["w"].tolist() == np.where(kept, 1.5, 1.0).tolist()
+
+
+@given(
+    data=st.data(),
+    kind=st.sampled_from(WEIGHT_TYPES),
+    scheme=st.one_of(
+        st.fixed_dictionaries(
+            {
+                "drop_rate": RATES,
+                "seed": st.integers(0, 1 << 40),
+                "keep": st.sampled_from(["random", "magnitude"]),
+            }
+        ),
+        st.just({"lossless": True}),
+    ),
+    shape=hypothesis_arrays.array_shapes(min_dims=0, max_side=40),
+)
+def test_any_bytes_come_back(tmp_path_factory, data, kind, scheme, shape):
+    whole = np.dtype(f"u{kind.itemsize}")
+    anything = hypothesis_arrays.arrays(whole, shape)
+    base, tuned = ({"w": data.draw(anything).view(kind.numpy_type)} for _ in range(2))
+    folder = tmp_path_factory.mktemp("any")
+    delta = dare.load_delta(write(folder, base, tuned, **scheme))
+    model = copies(base)
+    delta.apply_(model)
+    if "lossless" in scheme:
+        assert contents(model) == contents(tuned)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@given(
+    bits=st.sampled_from([8, 4, 2, 1]),
+    rate=RATES,
+    size=st.integers(0, 2000),
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(WEIGHT_TYPES),
+)
+def test_rounded_changes_come_out_again(tmp_path_factory, bits, rate, size, seed, kind):
+    base = {"w": numbers(size, seed, kind.numpy_type)}
+    tuned = {"w": numbers(size, seed + 1, kind.numpy_type, base["w"])}
+    folder = tmp_path_factory.mktemp("rounded")
+    delta = dare.load_delta(write(folder, base, tuned, bits=bits, drop_rate=rate))
+    model = copies(base)
+    with delta.applied(model):
+        assert contents(model) == written_model(folder)
+    assert contents(model) == contents(base)
+
+
+# ---------------------------------------------------------------- torch
+
+
+@EVERY_SCHEME
+def test_a_module_with_a_tied_head(tmp_path, scheme):
+    module, base, file = tied_files(tmp_path, **scheme)
+    weights = module.embed_tokens.weight
+    tokens = torch.arange(11)
+    before = module(tokens)
+    delta = dare.load_delta(file)
+    delta.apply_(module)
+    assert contents(module.state_dict()) == written_model(tmp_path)
+    assert module.embed_tokens.weight is module.lm_head.weight is weights
+    assert not torch.equal(module(tokens), before)
+    delta.remove_(module)
+    assert contents(module.state_dict()) == contents(base)
+    assert torch.equal(module(tokens), before)
+    assert weights.requires_grad
+
+
+def test_names_of_one_tensor_that_lie_apart_are_both_changed(tmp_path):
+    _, base, file = tied_files(tmp_path)
+    assert dare.load_delta(file).notes.tensors["lm_head.weight"].tied_to == "embed_tokens.weight"
+    model = copies(base)
+    delta = dare.load_delta(file)
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+def test_tensors_that_only_the_model_ties_are_refused(tmp_path):
+    base, tuned = small_model()
+    base["other"], tuned["other"] = base["a.weight"].copy(), tuned["a.weight"].copy()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    model["other"] = model["a.weight"]
+    with pytest.raises(InputError, match=r"a\.weight and other are one tensor in the model"):
+        delta.apply_(model)
+    assert contents(model) == contents(base)
+
+
+@pytest.mark.parametrize("kind", STORAGE_TYPES.values(), ids=lambda kind: kind.name)
+def test_torch_tensors_of_every_type(tmp_path, kind):
+    rng = np.random.default_rng(3)
+    raw = rng.integers(0, 2, (2, 50)).astype(f"u{kind.itemsize}")
+    base, tuned = ({"w": row.view(kind.numpy_type)} for row in raw)
+    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    model = {"w": as_torch(base["w"])}
+    delta.apply_(model)
+    assert contents(model) == contents(tuned)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("turned", [False, True])
+def test_tensors_that_are_not_contiguous(tmp_path, scheme, turned):
+    rows = CHUNK // 100 + 3
+    base = {"w": numbers((rows, 101), 1, np.float32)}
+    tuned = {"w": numbers((rows, 101), 2, np.float32)}
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    wide = np.zeros((rows, 202), np.float32)
+    model = {"w": torch.from_numpy(wide)[:, ::2]}
+    if turned:
+        model = {"w": np.zeros((101, rows), np.float32).T}
+    model["w"][...] = base["w"] if turned else torch.from_numpy(base["w"])
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    assert not wide[:, 1::2].any()
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@EVERY_SCHEME
+def test_tensors_on_a_device_are_changed_chunk_by_chunk(tmp_path, scheme, monkeypatch):
+    base = {"w": numbers(CHUNK + 9, 1, ml_dtypes.bfloat16)}
+    tuned = {"w": numbers(CHUNK + 9, 2, ml_dtypes.bfloat16)}
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    tensor = as_torch(base["w"])
+    kind = STORAGE_TYPES["BF16"]
+
+    class Elsewhere(live.OnDevice):
+        """As if the tensor were on another device: what is read is a copy."""
+
+        def read(self, start, count):
+            return super().read(start, count).copy()
+
+    def memory(array, _name):
+        return kind, tuple(array.shape), Elsewhere(array.view(torch.int16), kind.carrier)
+
+    monkeypatch.setattr(live, "_memory", memory)
+    model = {"w": tensor}
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+def test_a_prefix_of_names_is_seen_through(tmp_path):
+    module, base, file = tied_files(tmp_path)
+    outer = torch.nn.Module()
+    outer.add_module("model", module)
+    delta = dare.load_delta(file)
+    delta.apply_(outer)
+    assert contents(module.state_dict()) == written_model(tmp_path)
+    delta.remove_(outer)
+    assert contents(module.state_dict()) == contents(base)
+
+
+def test_a_module_whose_state_dict_holds_copies(tmp_path):
+    module, base, file = tied_files(tmp_path)
+    module.register_state_dict_post_hook(
+        lambda _module, state, _prefix, _metadata: state.update(
+            {name: tensor.clone() for name, tensor in state.items()}
+        )
+    )
+    delta = dare.load_delta(file)
+    delta.apply_(module)
+    assert contents(module.state_dict()) == written_model(tmp_path)
+    delta.remove_(module)
+    assert contents(module.state_dict()) == contents(base)
+
+
+def test_a_base_that_the_lossless_file_has_under_other_names(tmp_path):
+    base, tuned = small_model()
+    named = {f"model.{name}": array for name, array in base.items()}
+    delta = dare.load_delta(write(tmp_path, named, tuned, lossless=True))
+    model = copies(named)
+    delta.apply_(model)
+    assert contents(model) == contents({f"model.{name}": tuned[name] for name in tuned})
+    delta.remove_(model)
+    assert contents(model) == contents(named)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refused(delta, model, match):
+    before = contents(model)
+    with pytest.raises(InputError, match=match):
+        delta.apply_(model)
+    assert contents(model) == before
+
+
+@EVERY_SCHEME
+def test_another_base_is_refused(tmp_path, scheme):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model = copies(base)
+    model["b.weight"].view(np.uint32)[-1] ^= 1
+    refused(delta, model, r"not the base .* 1 of 4 tensors differ, such as b\.weight\. Nothing")
+    model["b.weight"].view(np.uint32)[-1] ^= 1
+    delta.apply_(model)
+
+
+def test_a_tensor_that_is_not_changed_must_be_the_bases_too(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    model["steps"][0] = 9
+    refused(delta, model, "such as steps")
+    del model["steps"]  # what is not needed may be missing
+    delta.apply_(model)
+
+
+def test_another_type_in_memory_is_refused(tmp_path):
+    base, tuned = small_model(ml_dtypes.bfloat16)
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    model["scale"] = model["scale"].astype(np.float32)
+    refused(delta, model, 'scale, which is F32 in the model and BF16 in .* dtype="auto"')
+
+
+def test_another_shape_is_refused(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base) | {"b.weight": np.zeros(128, np.float32)}
+    refused(delta, model, r"b\.weight is \(128,\), not \(129,\)")
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    del model["a.weight"], model["b.weight"]
+    refused(delta, model, r"the model has no a\.weight and 1 more")
+
+
+def test_a_tensor_that_the_base_lacks_cannot_be_put_into_it(tmp_path):
+    base, tuned = small_model()
+    tuned |= {"new": np.ones(3, np.float32), "scale": np.ones(2, np.float32)}
+    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    refused(delta, copies(base), "the base has no new and 1 more of that shape and type")
+
+
+@pytest.mark.parametrize(
+    ("array", "match"),
+    [
+        (torch.empty(129, device="meta"), "device meta"),
+        (np.zeros(129, "U3"), "which no base is stored in"),
+    ],
+)
+def test_memory_that_cannot_be_used(tmp_path, array, match):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    with pytest.raises(InputError, match=match):
+        delta.apply_(copies(base) | {"b.weight": array})
+
+
+def test_arrays_that_cannot_be_written(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    model["a.weight"].flags.writeable = False
+    refused(delta, model, r"a\.weight: the array is read-only")
+
+
+def test_what_is_no_model(tmp_path):
+    delta = dare.load_delta(write(tmp_path, *small_model()))
+    with pytest.raises(InputError, match="expected a torch module or a dict of arrays"):
+        delta.apply_(3)
+
+
+def test_a_file_that_is_no_delta(tmp_path):
+    with pytest.raises(InputError, match="is not a delta file"):
+        dare.load_delta(save(tmp_path / "base.safetensors", small_model()[0]))
+
+
+# ---------------------------------------------------------------- applied, and not
+
+
+def test_applied_twice_and_never_applied(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    with pytest.raises(InputError, match="is not applied to this model"):
+        delta.remove_(model)
+    delta.apply_(model)
+    after = contents(model)
+    with pytest.raises(InputError, match="is applied to this model already"):
+        delta.apply_(model)
+    with pytest.raises(InputError, match="is not applied to this model"):
+        delta.remove_(copies(model))
+    assert contents(model) == after
+    delta.remove_(model)
+    with pytest.raises(InputError, match="is not applied to this model"):
+        delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+def test_one_delta_in_two_models_at_once(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    first, second = copies(base), copies(base)
+    delta.apply_(first)
+    delta.apply_(second)
+    assert contents(first) == contents(second)
+    delta.remove_(first)
+    assert contents(first) == contents(base) != contents(second)
+    delta.remove_(second)
+    assert contents(second) == contents(base)
+
+
+def test_switching_between_fine_tunes(tmp_path):
+    base, tuned = small_model()
+    other = moved(tuned, 3)
+    deltas = [
+        dare.load_delta(write(tmp_path / "one", base, tuned)),
+        dare.load_delta(write(tmp_path / "two", base, other, keep="magnitude", bits=4)),
+        dare.load_delta(write(tmp_path / "three", base, other, lossless=True)),
+    ]
+    wanted = [written_model(tmp_path / name) for name in ("one", "two", "three")]
+    model = copies(base)
+    for turn in (0, 1, 2, 0, 2, 1):
+        with deltas[turn].applied(model):
+            assert contents(model) == wanted[turn]
+        assert contents(model) == contents(base)
+    deltas[0].apply_(model)
+    with pytest.raises(InputError, match="or another delta is applied to it"):
+        deltas[1].apply_(model)
+    assert contents(model) == wanted[0]
+
+
+def test_a_delta_on_top_must_be_removed_first(tmp_path):
+    base, tuned = small_model()
+    higher = moved(tuned, 4)
+    lower = dare.load_delta(write(tmp_path / "lower", base, tuned, lossless=True))
+    upper = dare.load_delta(write(tmp_path / "upper", tuned, higher))
+    model = copies(base)
+    lower.apply_(model)
+    upper.apply_(model)
+    both = contents(model)
+    with pytest.raises(InputError, match="changed since it was applied: remove what was applied"):
+        lower.remove_(model)
+    assert contents(model) == both
+    upper.remove_(model)
+    lower.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@EVERY_SCHEME
+def test_training_in_between_is_noticed(tmp_path, scheme):
+    module, _, file = tied_files(tmp_path, **scheme)
+    delta = dare.load_delta(file)
+    delta.apply_(module)
+    with torch.no_grad():
+        module.layer.bias.add_(1)
+    trained = contents(module.state_dict())
+    with pytest.raises(InputError, match=r"layer\.bias changed since it was applied"):
+        delta.remove_(module)
+    assert contents(module.state_dict()) == trained
+
+
+def test_a_module_that_got_other_memory_in_between(tmp_path):
+    module, base, file = tied_files(tmp_path)
+    delta = dare.load_delta(file)
+    delta.apply_(module)
+    module.layer.weight.data = module.layer.weight.data.clone()  # as after .to(device)
+    delta.remove_(module)
+    assert contents(module.state_dict()) == contents(base)
+
+
+def test_the_context_ends_after_an_error(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    model = copies(base)
+    with pytest.raises(ZeroDivisionError), delta.applied(model):
+        raise ZeroDivisionError
+    assert contents(model) == contents(base)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def damage(delta, name, chunk):
+    """Flip a bit in what is stored of a chunk."""
+    (part, *_) = part_names(delta.notes, name)
+    info = delta._file.stored.tensors[part]
+    flip_bit(delta.path, 8 * info.position(delta._file.pieces[name][chunk].starts[0]) + 3)
+
+
+@EVERY_SCHEME
+def test_a_damaged_chunk_leaves_the_base_as_it_was(tmp_path, scheme):
+    base = {"w": numbers(4 * CHUNK + 5, 1, np.float32)}
+    tuned = {"w": numbers(4 * CHUNK + 5, 2, np.float32)}
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    damage(delta, "w", 3)
+    refused(delta, model := copies(base), "chunk 3 of w is not as it was written")
+    damage(delta, "w", 3)
+    delta.apply_(model)
+    assert contents(model) == written_model(tmp_path)
+
+
+@EVERY_SCHEME
+def test_only_a_lossless_delta_needs_its_file_to_be_removed(tmp_path, scheme):
+    base = {"w": numbers(2 * CHUNK, 1, np.float32)}
+    tuned = {"w": np.nextafter(base["w"], np.float32(9))}
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model = copies(base)
+    delta.apply_(model)
+    applied = contents(model)
+    damage(delta, "w", 1)
+    if "lossless" in scheme:
+        with pytest.raises(InputError, match="chunk 1 of w is not as it was written"):
+            delta.remove_(model)
+        assert contents(model) == applied
+        damage(delta, "w", 1)
+    delta.path.unlink()  # it is open
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+@pytest.mark.parametrize("scheme", [{}, {"keep": "magnitude"}, {"lossless": True}])
+def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
+    base = {name: numbers(50, 1, np.float32) for name in "abcd"}
+    tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model = copies(base)
+    delta.apply_(model)
+    whole = delta._put_back
+
+    def fail_at_c(place, saved):
+        if place.home.name == "c":
+            raise MemoryError
+        whole(place, saved)
+
+    monkeypatch.setattr(delta, "_put_back", fail_at_c)
+    with pytest.raises(MemoryError):
+        delta.remove_(model)
+    monkeypatch.undo()
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+def test_an_interrupt_puts_the_base_back(tmp_path, monkeypatch):
+    base = {name: numbers(50, 1, np.float32) for name in "abcd"}
+    tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
+    delta = dare.load_delta(write(tmp_path, base, tuned))
+    whole = delta._put
+
+    def stop_at_c(place):
+        if place.home.name == "c":
+            raise KeyboardInterrupt
+        return whole(place)
+
+    monkeypatch.setattr(delta, "_put", stop_at_c)
+    model = copies(base)
+    with pytest.raises(KeyboardInterrupt):
+        delta.apply_(model)
+    assert contents(model) == contents(base)
+    monkeypatch.undo()
+    delta.apply_(model)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory_of(work):
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    result = work()
+    gc.collect()
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return after - before, result
+
+
+@pytest.mark.parametrize(
+    ("scheme", "share"),
+    [
+        ({}, 0.1),
+        ({"bits": 4}, 0.1),
+        ({"keep": "magnitude"}, 0.1 + 0.55 / 16),  # values, and their places
+        ({"lossless": True}, 0.0),
+    ],
+)
+def test_memory_is_the_bases_and_a_tenth_for_the_one_that_is_applied(tmp_path, scheme, share):
+    base = {"w": numbers(4 * CHUNK, 1, ml_dtypes.bfloat16)}
+    tuned = {"w": (base["w"].astype(np.float32) * 1.01).astype(ml_dtypes.bfloat16)}
+    file = write(tmp_path, base, tuned, **scheme)
+    with dare.load_delta(file).applied(copies(base)):
+        pass  # kernels are loaded, and threads have what they need
+    loaded, deltas = memory_of(lambda: [dare.load_delta(file) for _ in range(10)])
+    assert loaded < 10 * 30_000
+    model = copies(base)
+    applied, _ = memory_of(lambda: deltas[0].apply_(model))
+    assert applied < (share + 0.01) * base["w"].nbytes + 2 * CHUNK  # lanes of the threads
+    assert applied > 0.9 * share * base["w"].nbytes
+
+
+def test_what_was_kept_for_a_module_that_is_gone_is_let_go(tmp_path):
+    module, _, file = tied_files(tmp_path)
+    delta = dare.load_delta(file)
+    delta.apply_(module)
+    assert len(delta._applied) == 1
+    del module
+    gc.collect()
+    other = tied_files(tmp_path / "again")[0]
+    with pytest.raises(InputError, match="not applied"):
+        delta.remove_(other)
+    assert delta._applied == {}
+
+
+def test_the_file_is_closed_with_the_delta(tmp_path):
+    delta = dare.load_delta(write(tmp_path, *small_model()))
+    stored = delta._file.stored
+    assert stored._open
+    del delta
+    gc.collect()
+    assert not stored._open
+
+
+def test_how_it_is_shown(tmp_path):
+    delta = dare.load_delta(write(tmp_path, *small_model(), bits=4))
+    assert repr(delta) == f"LiveDelta({str(delta.path)!r}, random, bits=4)"
