@@ -28,9 +28,10 @@ import dare
 ROUNDS = 5
 FINE_TUNES = 10
 VARIANTS: dict[str, dict[str, Any]] = {
-    "random-native": {},
-    "random-4": {"bits": 4},
-    "magnitude-native": {"keep": "magnitude"},
+    "random-native": {"drop_rate": 0.9},
+    "random-2": {"bits": 2, "drop_rate": 0.6},
+    "random-4": {"bits": 4, "drop_rate": 0.9},
+    "magnitude-native": {"bits": "native", "keep": "magnitude"},
     "lossless": {"lossless": True},
 }
 

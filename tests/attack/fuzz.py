@@ -27,7 +27,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("../src", ".", "analysis")]
+sys.path[:0] = [
+    str(Path(__file__).parents[1] / part) for part in ("../src", ".", "analysis", "deltas")
+]
 
 from targets import TARGETS, Target  # noqa: E402
 

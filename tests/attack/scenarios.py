@@ -38,6 +38,13 @@ SETTINGS = ("--method", "dare_ties", "--drop-rate", "0.4", "--threads", "1")
 SHARDS = (*FOLDERS, *SETTINGS, "--shard-size", "1MB")
 EXTRACT = ("lora", "extract", "--base", "../inputs/small", "--model", "../inputs/tuned")
 ADAPTERS = ("lora", "merge", "../inputs/adapter-1", "../inputs/adapter-2")
+COMPRESS = ("compress", "../inputs/base", "../inputs/one", "--threads", "1")
+LOSSY = (*COMPRESS, "--drop-rate", "0.5", "--bits", "4")
+APPLY = ("apply", "../inputs/base")
+LOSSY_FILE, LOSSLESS_FILE = (
+    "../inputs/lossy.delta.safetensors",
+    "../inputs/lossless.delta.safetensors",
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,12 @@ SCENARIOS = [
     Scenario("extract again", "out", (*EXTRACT, "--rank", "4"), (*EXTRACT, "--rank", "2")),
     Scenario("adapters", "out", ADAPTERS),
     Scenario("adapters again", "out", ADAPTERS, (*ADAPTERS, "--weight", "0.25", "0.5")),
+    Scenario("compress", "out.delta.safetensors", LOSSY),
+    Scenario("compress again", "out.delta.safetensors", LOSSY, (*LOSSY, "--seed", "1")),
+    Scenario("lossless", "out.delta.safetensors", (*COMPRESS, "--lossless")),
+    Scenario("apply", "out", (*APPLY, LOSSY_FILE, "--threads", "1")),
+    Scenario("restore", "out", (*APPLY, LOSSLESS_FILE, "--threads", "1")),
+    Scenario("restore again", "out", (*APPLY, LOSSLESS_FILE), (*APPLY, LOSSY_FILE)),
 ]
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
@@ -89,7 +102,7 @@ def chosen(seed: object, size: int, attacks: Sequence[Attacked], least: int = 1)
 
 
 def make_inputs(folder: Path) -> None:
-    """Models as files and as folders, and two adapters."""
+    """Models as files and as folders, and two adapters; delta files are made by the program."""
     generator = np.random.default_rng(0)
     large = 0.02 * generator.standard_normal((560, 1000), np.float32)  # two chunks
     base = {
@@ -160,10 +173,12 @@ class Place:
         self._warm = warm
         self._ends: dict[str, End] = {}
         make_inputs(self.inputs)
+        for name, arguments in ((LOSSY_FILE, LOSSY), (LOSSLESS_FILE, (*COMPRESS, "--lossless"))):
+            warm.warm_up((*arguments, "--quiet", "--output", name), self.inputs)
         self._identity = self._identify_inputs()
         self._digests = self._hash_inputs()
         self.reset({})
-        for name in ("file", "directory", "extract", "adapters"):
+        for name in ("file", "directory", "extract", "adapters", "apply"):
             warm.warm_up(BY_NAME[name].command, self.work)
             if name == "file":
                 warm.warm_up(("verify", "out.safetensors", "--quiet"), self.work)

@@ -16,17 +16,31 @@ from typing import Any
 import numpy as np
 from mutating import change_bytes, change_json, change_text, change_values
 from rich.console import Console
+from small_deltas import (
+    KINDS,
+    Parts,
+    compress_quietly,
+    make_base,
+    put_together,
+    take_apart,
+    write_models,
+)
 
 import dare
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.results import Analysis
+from dare.deltas.restoring import open_delta
 from dare.inputs import directory, vocabulary
+from dare.inputs.delta_files import DeltaSource
+from dare.inputs.delta_notes import INDEX
 from dare.inputs.gguf import MAGIC, open_gguf
 from dare.inputs.lora import open_adapter
 from dare.inputs.mergekit import convert_yaml
 from dare.inputs.sources import Source, open_source
 from dare.output.sealing import seal
+from dare.output.verification import verify
 from dare.recipe.document import recipe_from_document
+from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import parse_header, read_header
 from helpers import entry, file_bytes, save, save_shards, write_recipe
 
@@ -279,6 +293,68 @@ class Torch(OneFile):
 
         read_some(open_torch(self.file))
         plan_with(self.file)
+
+
+class Deltas(OneFile):
+    """Delta files of every kind: bytes, notes, index or contents, most with digests that fit."""
+
+    name = "m.delta.safetensors"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.base, model = write_models(folder, make_base())
+        for number, kind in enumerate(KINDS):
+            compress_quietly(self.base, model, folder / f"{number}.delta.safetensors", kind)
+        files = sorted(folder.glob("*.delta.safetensors"))
+        self.seeds = tuple(file.read_bytes() for file in files)
+        self.read(self.seeds[0])  # kernels are loaded then
+
+    def make(self, random: Random) -> bytes:
+        seed = random.choice(self.seeds)
+        if random.random() < 0.2:
+            return change_bytes(random, seed, self.seeds)
+        notes, parts = take_apart(seed)
+        kind = random.random()
+        if kind < 0.3:
+            change_values(random, notes[random.choice(("tensors", "files"))])
+        elif kind < 0.5:
+            notes = change_values(random, notes)
+        if random.random() < 0.6:
+            self._change_part(random, parts)
+        try:
+            return put_together(notes, parts, sound=random.random() < 0.9)
+        except UnicodeEncodeError:  # JSON has no such thing
+            return seed
+
+    def _change_part(self, random: Random, parts: Parts) -> None:
+        """Change the numbers or the bytes of one part, or leave it out; the shape follows."""
+        name = random.choice(list(parts))
+        kind, shape, data = parts[name]
+        if random.random() < 0.1:
+            del parts[name]
+            return
+        if name == INDEX and random.random() < 0.7:
+            rows = np.frombuffer(data, np.int64).reshape(shape).copy()
+            value = random.choice((0, 1, -1, 2, 3, 60, 108, 109, 2**31, 2**62, -(2**63)))
+            rows[random.randrange(len(rows)), 0] = value
+            parts[name] = (kind, shape, rows.tobytes())
+            return
+        changed = change_bytes(random, data)
+        if random.random() < 0.7:
+            changed = changed[: len(data)].ljust(len(data), b"\1")
+        size = STORAGE_TYPES[kind].itemsize
+        changed = changed[: len(changed) // size * size]
+        count = len(changed) // size
+        parts[name] = (kind, shape if count == math.prod(shape) else (count,), changed)
+
+    def open(self) -> None:
+        file = open_delta(self.file)
+        verify(self.file)
+        source = DeltaSource(file, open_source(self.base), rescales=True)
+        read_some(source)
+        source.folder(self.base)
+        given = {"base": self.base, "models": [self.file], "verbose": False}
+        dare.plan(dare.Recipe(**given, output=self.folder / "out"))
 
 
 # ---------------------------------------------------------------- recipes
@@ -660,6 +736,7 @@ TARGETS: dict[str, type[Target]] = {
     "indexes": Indexes,
     "gguf": Gguf,
     "torch": Torch,
+    "deltas": Deltas,
     "recipes": Recipes,
     "yaml": Yaml,
     "adapters": Adapters,

@@ -14,6 +14,7 @@ CASES = {
     "indexes": 1500,
     "gguf": 1000,
     "torch": 50,
+    "deltas": 250,
     "recipes": 300,
     "yaml": 250,
     "adapters": 1000,

@@ -18,8 +18,9 @@ FLIPS = 600
 EDITED = ("README.md",)
 """What people change in an output, and may."""
 DIGIT = re.compile(rb"[0-9a-f]{16,}")
-SCENARIOS = [BY_NAME[name] for name in ("file", "directory", "extract", "adapters")]
-merges = pytest.mark.parametrize("scenario", SCENARIOS[:2], ids=lambda scenario: scenario.name)
+RESUMED = [BY_NAME[name] for name in ("file", "directory", "compress", "restore")]
+SCENARIOS = [*RESUMED, *(BY_NAME[name] for name in ("extract", "adapters", "lossless"))]
+merges = pytest.mark.parametrize("scenario", RESUMED, ids=lambda scenario: scenario.name)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from power import played, read_log
 from scenarios import BY_NAME, Place, Scenario, check_message, check_whole, contents
 
 NOTES = {"notes.txt": b"years of work\n", "runs": None, "runs/log.txt": b"1 2 3\n"}
-SCENARIOS = [BY_NAME[name] for name in ("file", "directory", "extract", "adapters")]
+NAMES = ("file", "directory", "extract", "adapters", "compress", "restore")
+SCENARIOS = [BY_NAME[name] for name in NAMES]
 merges = pytest.mark.parametrize("scenario", SCENARIOS[:2], ids=lambda scenario: scenario.name)
 folders = pytest.mark.parametrize("scenario", SCENARIOS[1::2], ids=lambda scenario: scenario.name)
 

@@ -19,7 +19,7 @@ from dare.analysis.measure.glance import glance
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
 from dare.deltas.schemes import Asked, Bits, Keep
-from dare.errors import Concern, DareWarning, RecipeError
+from dare.errors import Concern, DareWarning, MismatchError, RecipeError
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -33,7 +33,7 @@ from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.header import Described
+from dare.tensors.header import MAX_METADATA, Described
 from dare.tensors.planes import pack
 from dare.tensors.sizes import parse_size
 
@@ -188,6 +188,11 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
             blob = extras[file_part(name)] = pack(np.frombuffer(content, np.uint8), None, 1)
             described.append((file_part(name), STORAGE_TYPES["U8"], (len(blob),)))
     notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
+    if len(json.dumps(_metadata(notes))) > MAX_METADATA:
+        raise MismatchError(
+            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and the header "
+            "of a file cannot hold all that is to be said of them"
+        )
     layout = lay_out(output.layout.target, described, None)
     sources = {name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described}
     output.assemble(layout, _metadata(notes), sources)

@@ -22,8 +22,16 @@ from dare.deltas.packing import LosslessCoder, Packer
 from dare.deltas.recognising import describe_adapter, recognise_lora
 from dare.deltas.schemes import Asked, Scheme
 from dare.errors import InputError
-from dare.inputs.delta_files import MAX_FILE_BYTES, DeltaSource, is_delta_file, sample
-from dare.inputs.delta_notes import UNKNOWN, VERSION, DeltaNotes, StoredFile, StoredTensor
+from dare.inputs.delta_files import DeltaSource, is_delta_file, sample
+from dare.inputs.delta_notes import (
+    MAX_FILE_BYTES,
+    UNKNOWN,
+    VERSION,
+    DeltaNotes,
+    StoredFile,
+    StoredTensor,
+    is_inside,
+)
 from dare.inputs.directory import collect
 from dare.inputs.formats import read_config
 from dare.inputs.hub import resolve
@@ -31,7 +39,7 @@ from dare.inputs.names import match_names
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.small_files import read_limited
 from dare.inputs.sources import INDEX_NAME, MAX_INDEX_BYTES, FileSource, Source, open_source
-from dare.inputs.views import RenamedSource
+from dare.inputs.views import RenamedSource, SourceView
 from dare.output.journal import Record
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.make import make_plan
@@ -172,7 +180,9 @@ def _rate(scheme: Scheme, settings: Mapping[str, Any]) -> float:
 
 
 def _check_model(path: Path, model: Source) -> None:
-    inner = model.inner if isinstance(model, RenamedSource) else model
+    inner = model
+    while isinstance(inner, SourceView):
+        inner = inner.inner
     if isinstance(inner, DeltaSource):
         raise InputError(f"{path}: is a delta file already; `dare apply` makes a model of it")
     if (text := describe_adapter(model)) is not None:
@@ -285,6 +295,10 @@ def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[Stor
     if model is None:
         return files
     for name in filter(lambda name: (model / name).is_file(), sorted(collect(model).files)):
+        if not is_inside(name):
+            raise InputError(
+                f"{str(model / name)!r}: no file can be called that everywhere; rename it"
+            )
         content = read_limited(model / name, MAX_FILE_BYTES)
         has_same = (
             base is not None

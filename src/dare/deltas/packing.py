@@ -21,7 +21,6 @@ from dare.run.worker import Results, Worker, summaries_of
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK
 from dare.tensors.digest import bytes_digest
-from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.planes import pack
 
 Floats = NDArray[np.float32]
@@ -136,8 +135,8 @@ class Packer(_Coder):
         """
         if self._scheme.keep == "random":
             return 1.0
-        total = self._run.sum_products(change, change)
-        return float(self._run.sum_products(kept, kept) / total) if total else 1.0
+        total, of_kept = (self._run.sum_products(values, values) for values in (change, kept))
+        return float(of_kept / total) if of_kept else 1.0  # all that is kept may be elsewhere
 
     def _rounded(
         self, step: Merge, kept: Floats, share: float
@@ -155,13 +154,15 @@ class Packer(_Coder):
         if share != 1.0:
             enlarged = np.empty(scales.size, np.float32)
             self._run.decode(scales, enlarged)
-            enlarged *= np.float32(1 / share)
-            if self._run.encode(enlarged, scales) >= STORAGE_TYPES["BF16"].overflow_bits:
-                raise MismatchError(
-                    f"{step.tensor}: its changes are too large to be rounded; use --bits native"
-                )
+            with np.errstate(over="ignore"):
+                enlarged *= np.float32(1 / share)
+            self._run.encode(enlarged, scales)
         stored = self._stored[: kept.size]
         self._run.dequantise(codes, scales, bits, stored)
+        if not np.isfinite(stored).all():
+            raise MismatchError(
+                f"{step.tensor}: its changes are too large to be rounded; use --bits native"
+            )
         return [codes, scales], stored
 
     def _errors(

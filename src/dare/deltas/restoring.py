@@ -21,7 +21,7 @@ from dare.inputs.sources import open_source
 from dare.output.journal import Record
 from dare.output.places import told
 from dare.output.publishing import settle
-from dare.output.targets import check_target
+from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, check_target
 from dare.output.writer import PartialOutput
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.layout import Layout, is_directory_target
@@ -131,6 +131,8 @@ def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
         name: tuple((info.name, info.dtype, info.shape) for info in header.tensors.values())
         for name, (_, header) in headers.items()
     }
+    if ours := {MANIFEST_NAME, MARK_NAME, JOURNAL_NAME} & file.notes.files.keys():
+        raise file.damaged(f"{min(ours)} is not a file of a model")
     laid_out = [tensor for tensors in files.values() for tensor in tensors]
     expected = {(name, t.kind, t.shape) for name, t in file.notes.tensors.items()}
     if set(laid_out) != expected or len(laid_out) != len(expected):
@@ -142,9 +144,12 @@ def _header(file: DeltaFile, name: str) -> tuple[bytes, Header]:
     text = file.read_file(name)
     try:
         entries = json.loads(text[8:])
-        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != METADATA]
-    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
-        raise file.damaged(f"the header of {name} is none") from None
+        ends = [int(e["data_offsets"][1]) for key, e in entries.items() if key != METADATA]
+        is_whole = int.from_bytes(text[:8], "little") == len(text) - 8
+    except (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise file.damaged(f"the header of {name} is none")
     return text, parse_header(text[8:], max(ends, default=0), f"{file.path}: {name}")
 
 

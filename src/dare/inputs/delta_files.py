@@ -8,15 +8,15 @@ Every chunk is checked against its digest whenever it is read. docs/delta-files.
 
 from __future__ import annotations
 
-import shutil
 import threading
-import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any, NamedTuple, Self
+from weakref import finalize
 
 import numpy as np
 import xxhash
@@ -28,6 +28,7 @@ from dare.inputs.delta_notes import (
     AS_IN_BASE,
     INDEX,
     KEY,
+    MAX_FILE_BYTES,
     UNKNOWN,
     DeltaNotes,
     StoredTensor,
@@ -45,8 +46,6 @@ from dare.tensors.mask import keep_threshold, mask_key
 from dare.tensors.planes import unpack
 
 F32, U8, BF16 = (STORAGE_TYPES[name] for name in ("F32", "U8", "BF16"))
-MAX_FILE_BYTES = 256_000_000
-"""Of a configuration or a tokenizer."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
 
 Bytes = NDArray[np.uint8]
@@ -67,9 +66,11 @@ class DeltaFile:
     """What a delta file holds, chunk by chunk; for its meaning the base is needed."""
 
     def __init__(self, stored: FileSource) -> None:
-        self.path = stored.path
+        if len(stored.headers) != 1:
+            raise InputError(f"{stored.path}: a delta file is one file, and this is several")
+        ((self.path, header),) = stored.headers.items()
         self.stored = stored
-        self.notes = read_notes(stored.headers[self.path].metadata[KEY], str(self.path))
+        self.notes = read_notes(header.metadata[KEY], str(self.path))
         self._local = threading.local()
         self._check_header()
         self.pieces = dict(self._read_index())
@@ -124,7 +125,9 @@ class DeltaFile:
         """What each chunk of a tensor has in each part."""
         for chunk, count in enumerate(counts):
             size = chunk_span(chunk, tensor.elements)[1]
-            most = size * tensor.kind.itemsize + 1 if self.notes.scheme == "lossless" else size
+            most = size if tensor.kind.is_weight else -1  # no other type is dropped or rounded
+            if self.notes.scheme == "lossless":
+                most = size * tensor.kind.itemsize + 1
             if not (0 <= count <= most or (count == AS_IN_BASE and tensor.base is not None)):
                 raise self.damaged("a chunk has more values than elements")
             yield part_sizes(self.notes, size, count)
@@ -189,7 +192,13 @@ class DeltaFile:
             if file.kind == "whole":
                 place.write_bytes(self.read_file(name))
             elif base is not None:
-                content = read_limited(base / name, MAX_FILE_BYTES)
+                try:
+                    content = read_limited(base / name, MAX_FILE_BYTES)
+                except InputError as error:
+                    raise InputError(
+                        f"{self.path}: the model has {name} as its base has it, and {error}; give "
+                        "the base as it was"
+                    ) from None
                 if bytes_digest(content) != file.digest:
                     raise InputError(
                         f"{base / name}: is not what it was when {self.path} was made, and the "
@@ -280,6 +289,9 @@ class DeltaSource(Source):
                 info = self.base.tensors.get(base_name)
                 if info is None or info.shape != tensor.shape:
                     raise self._wrong_base(f"{base_name} is not there, or of another shape")
+                converts = not self._is_lossless and tensor.kind.is_weight and info.dtype.is_weight
+                if info.dtype != tensor.kind and not converts:
+                    raise self._wrong_base(f"{base_name} is {info.dtype.name}")
         if sample(self.base) != self.notes.sample:
             raise self._wrong_base("its weights are others")
 
@@ -357,9 +369,10 @@ class DeltaSource(Source):
         if not any(file.kind != "header" for file in self.notes.files.values()):
             return None
         if self._folder is None:
-            self._folder = Path(mkdtemp(prefix="dare-delta-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            self.file.fill_folder(self._folder, base)
+            folder = Path(mkdtemp(prefix="dare-delta-"))
+            finalize(self, rmtree, folder, ignore_errors=True)
+            self.file.fill_folder(folder, base)
+            self._folder = folder
         return self._folder
 
     # ------------------------------------------------------------ reading
@@ -423,7 +436,8 @@ class DeltaSource(Source):
             return
         change = self.file.kept_changes(piece.kept, parts, base, lanes)
         if self._is_rescaled(tensor):
-            change *= np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
+            with np.errstate(over="ignore"):  # infinities are counted where they are stored
+                change *= np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
         into[:] = 0
         expand(change, lanes, into)
 

@@ -21,6 +21,14 @@ INDEX = "index"
 AS_IN_BASE = -1
 """In place of a count: the chunk is the base's."""
 UNKNOWN = "0" * DIGEST_LENGTH
+MAX_FILE_BYTES = 256_000_000
+"""Of a configuration or a tokenizer."""
+MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES
+"""Of all of them: a small file must not fill a disk."""
+LONGEST_REASON = 300
+"""Characters: names that it speaks of may be long."""
+LONGEST_NAME = 255
+"""Bytes of a part of a path, on every file system that people use."""
 
 Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -63,7 +71,7 @@ class StoredFile(_Notes):
 
     kind: Literal["header", "whole", "base"]
     """Stored as far as its tensors begin, or all of it; or not, because the base has the same."""
-    size: Size
+    size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
 
 
@@ -71,7 +79,7 @@ class DeltaNotes(_Notes):
     """All that is said of a delta file in its header."""
 
     version: Literal[1]
-    mask: int | None = None
+    mask: Literal[1] | None = None
     """Version of the mask that decides what is kept; None where no mask does."""
     scheme: Literal["random", "magnitude", "lossless"]
     bits: Bits = "native"
@@ -94,24 +102,45 @@ class DeltaNotes(_Notes):
         is_random = self.scheme == "random"
         if is_random != (self.mask is not None) or is_random != (self.seed is not None):
             raise ValueError("mask and seed belong to a random choice, and to no other")
+        if self.scheme != "lossless" and self.drop_rate is None:
+            raise ValueError("has no drop_rate")
         for name, tensor in self.tensors.items():
             if tensor.dtype not in STORAGE_TYPES:
                 raise ValueError(f"{name}: unknown dtype {tensor.dtype!r}")
-            if tensor.tied_to is not None and (
-                tensor.tied_to not in self.tensors or self.tensors[tensor.tied_to].tied_to
-            ):
-                raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is not there")
+            if tensor.tied_to is not None:
+                first = self.tensors.get(tensor.tied_to)
+                if first is None or first.tied_to is not None:
+                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is not there")
+                if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
+                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is another")
             if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
                 raise ValueError(f"{name}: has no drop_rate or no base")
-        for name in self.files:
+        for name, file in self.files.items():
             place = PurePosixPath(name)
-            if place.is_absolute() or ".." in place.parts or str(place) != name or "\\" in name:
+            if not is_inside(name) or (file.kind == "header" and len(place.parts) > 1):
                 raise ValueError(f"{name!r}: a file must lie in the model's own folder")
+            if not self.files.keys().isdisjoint(map(str, place.parents)):
+                raise ValueError(f"{name!r}: lies in a file")
+        if sum(file.size for file in self.files.values()) > MAX_FOLDER_BYTES:
+            raise ValueError(f"the model's other files have more than {MAX_FOLDER_BYTES} bytes")
         return self
 
     def to_json(self) -> str:
         """As it stands in the header."""
         return self.model_dump_json(exclude_defaults=True)
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name is that of a file in a folder or below it, on every system."""
+    parts = PurePosixPath(name).parts
+    return (
+        parts != ()
+        and "/".join(parts) == name
+        and not {"..", "/"} & set(parts)
+        and name.isprintable()
+        and "\\" not in name
+        and max(len(part.encode()) for part in parts) <= LONGEST_NAME
+    )
 
 
 def read_notes(text: str, where: str) -> DeltaNotes:
@@ -132,4 +161,4 @@ def read_notes(text: str, where: str) -> DeltaNotes:
         reason = f"{place}: {first['msg']}" if place else first["msg"]
     except (ValueError, RecursionError, AttributeError) as error:
         reason = str(error)
-    raise InputError(f"{where}: the notes of the delta file are damaged: {reason}")
+    raise InputError(f"{where}: the notes of the delta file are damaged: {reason[:LONGEST_REASON]}")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dare.errors import OutputError
 from dare.output.journal import Record
+from dare.output.publishing import sync_folder
 from dare.output.writer import PartialOutput
 from dare.planning.layout import Layout
 from dare.tensors.files import OutputFile
@@ -107,6 +108,7 @@ class PieceOutput(PartialOutput):
 
     def _clear_up(self) -> None:
         (self.folder / PIECES_NAME).unlink()
+        sync_folder(self.folder)  # or else a power cut may bring it back when all is done
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if hasattr(self, "_pieces"):

@@ -151,6 +151,11 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
 
             with ThreadPoolExecutor(available_cores()) as pool:
                 problems += filter(None, pool.map(problem, chunks))
+        manifest = manifest_path(file.path)
+        if manifest.exists() and not problems:
+            written = read_sealed(manifest).get("files")
+            if written != {file.path.name: file_digest(file.path)}:
+                problems.append(f"{manifest}: is of another file than {file.path.name}")
     except InputError as error:
         problems.append(str(error))
     return Verification(path, tuple(problems), tensors, nbytes)

@@ -114,7 +114,9 @@ class PartialOutput:
                 self._made = claim(self.folder)
                 self._open_journal()
                 self._open_files()
+            self._is_void = not self.resumed and not self.doubtful
             self._check_free_space()
+            self._is_void = False
             self.resumed = self._intact(self.resumed)
             self.doubtful = self._intact(self.doubtful)
         except BaseException:
@@ -193,7 +195,6 @@ class PartialOutput:
         missing = sum(file.unwritten_bytes() for file in self._files.values())
         free = shutil.disk_usage(self.folder).free
         if missing > free:
-            self._is_void = not self.resumed and not self.doubtful
             raise OutputError(
                 f"{self.layout.target}: needs {show_size(missing)} more and the disk has "
                 f"{show_size(free)} free; make room or choose another place, then run it again"

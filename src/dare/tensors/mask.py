@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import RecipeError
 
-MASK_VERSION = 1
+MASK_VERSION: Final = 1
 LATER_DRAWS_VERSION = 1
 """Of the keys of a chain's later random stages: mask v1 has one draw."""
 ROUNDS = 7

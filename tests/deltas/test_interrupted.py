@@ -1,0 +1,413 @@
+"""Compressing and applying that were stopped go on, and end with the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from small_deltas import KINDS, apply_quietly, compress_quietly
+
+import dare
+from dare import InputError, MismatchError, OutputError, VerificationError
+from dare.deltas.compressing import compress
+from dare.output.pieces import PIECES_NAME, PieceOutput
+from dare.output.writer import PartialOutput
+from helpers import flip_bit, listing, save, sha256
+
+NAME = "math.delta.safetensors"
+CHUNKS = 7
+SOME = 3
+"""Chunks that are done when it stops."""
+
+
+def make_arrays() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Two chunks that are changed, three that are partly, and two that are not."""
+    generator = np.random.default_rng(0)
+    base = {
+        "a": (0.02 * generator.standard_normal(600_000)).astype(np.float16),
+        "b": 0.02 * generator.standard_normal(1_100_000).astype(np.float32),
+        "c": np.arange(10),
+        "d": np.ones(20, np.float32),
+    }
+    model = {name: values.copy() for name, values in base.items()}
+    model["a"] += (0.001 * generator.standard_normal(600_000)).astype(np.float16)
+    model["b"][-700_000:] += np.float32(0.01) * generator.standard_normal(700_000).astype("f4")
+    return base, model
+
+
+class Given(NamedTuple):
+    """A base and a model; what compressing and applying them gives, by kind."""
+
+    base: Path
+    model: Path
+    deltas: dict[str, Path]
+    applied: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Given:
+    folder = tmp_path_factory.mktemp("given")
+    base, model = make_arrays()
+    found = Given(
+        save(folder / "base.safetensors", base),
+        save(folder / "model.safetensors", model),
+        {kind: folder / kind / NAME for kind in KINDS},
+        {kind: folder / kind / "applied.safetensors" for kind in KINDS},
+    )
+    for kind in KINDS:
+        compress_quietly(found.base, found.model, found.deltas[kind], kind, threads=2)
+        apply_quietly(found.base, found.deltas[kind], found.applied[kind])
+    assert found.applied["lossless"].read_bytes() == found.model.read_bytes()
+    return found
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+class Way(NamedTuple):
+    """One of the two commands; threads are one, so that it stops after the same chunks."""
+
+    run: Callable[..., Any]
+    expected: Path
+    output: Path
+    writer: tuple[type, str]
+    """The method that is called once for each chunk."""
+
+
+@pytest.fixture(params=["compress", "apply"])
+def way(request, given: Given, kind: str, tmp_path: Path) -> Way:
+    if request.param == "compress":
+        output = tmp_path / NAME
+
+        def run(**settings: Any) -> Any:
+            settings = {"base": given.base, "model": given.model, "threads": 1, **settings}
+            return compress_quietly(output=output, kind=kind, **settings)
+
+        return Way(run, given.deltas[kind], output, (PieceOutput, "append"))
+    output = tmp_path / "applied.safetensors"
+
+    def apply(**settings: Any) -> Any:
+        settings = {"base": given.base, "delta": given.deltas[kind], **settings}
+        return apply_quietly(output=output, **settings)
+
+    return Way(apply, given.applied[kind], output, (PartialOutput, "write"))
+
+
+@contextmanager
+def stopping(way: Way, monkeypatch, error: BaseException, after: int = SOME) -> Iterator[None]:
+    """An error instead of what is written of a chunk, when some are done."""
+    owner, method = way.writer
+    real, calls = getattr(owner, method), []
+
+    def stop(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) > after:
+            raise error
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, stop)
+        yield
+
+
+def stop(way: Way, monkeypatch, error: BaseException | None = None) -> None:
+    """Run it until some chunks are done."""
+    error = error or OutputError("injected")
+    with stopping(way, monkeypatch, error), pytest.raises(type(error)):
+        way.run()
+    assert listing(way.output.parent) == [f"{way.output.name}.partial"]
+
+
+def check_same(way: Way) -> None:
+    """Hold that the output is what an undisturbed run makes, and that nothing else is left."""
+    assert sha256(way.output) == sha256(way.expected)
+    assert listing(way.output.parent) == [way.output.name, f"{way.output.name}.manifest.json"]
+    assert dare.verify(way.output).ok
+
+
+@pytest.mark.parametrize("error", [OutputError("injected"), KeyboardInterrupt(), RuntimeError()])
+def test_it_goes_on_where_it_stopped(way, monkeypatch, error):
+    stop(way, monkeypatch, error)
+    assert way.run().resumed_chunks == SOME
+    check_same(way)
+
+
+def test_stopped_again_and_again_it_gets_on(way, monkeypatch):
+    for _ in range(2):
+        stop(way, monkeypatch)
+    assert way.run().resumed_chunks == 2 * SOME
+    check_same(way)
+
+
+def test_it_starts_over_if_told_to(way, monkeypatch):
+    stop(way, monkeypatch)
+    assert way.run(resume=False).resumed_chunks == 0
+    check_same(way)
+
+
+def test_what_rotted_meanwhile_is_made_again(way, monkeypatch):
+    stop(way, monkeypatch)
+    folder = way.output.with_name(f"{way.output.name}.partial")
+    (written,) = (file for file in folder.iterdir() if file.suffix in (".bin", ".safetensors"))
+    start = 0 if written.name == PIECES_NAME else 8 * 8192
+    for place in range(start, 8 * written.stat().st_size, 8 * 50_000):
+        flip_bit(written, place)
+    assert way.run().resumed_chunks < SOME
+    check_same(way)
+
+
+def test_a_full_disk_is_named_and_what_was_done_is_kept(way, monkeypatch):
+    written, most = 0, way.expected.stat().st_size // 2
+    real = os.pwrite
+
+    def write(file_descriptor: int, data: Any, position: int) -> int:
+        nonlocal written
+        written += len(data)
+        if written > most:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file_descriptor, data, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        with pytest.raises(OutputError, match="the disk is full; make room and run the same"):
+            way.run()
+    assert listing(way.output.parent) == [f"{way.output.name}.partial"]
+    assert way.run().resumed_chunks > 0
+    check_same(way)
+
+
+def test_no_room_for_the_whole_file_does_not_cost_the_pieces(given, kind, tmp_path, monkeypatch):
+    way = Way(
+        lambda: compress_quietly(given.base, given.model, tmp_path / NAME, kind, threads=1),
+        given.deltas[kind],
+        tmp_path / NAME,
+        (PieceOutput, "append"),
+    )
+    free = iter((1 << 40, 0))  # before anything is coded, and when all of it is
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+        with pytest.raises(
+            OutputError, match=f"{NAME}: needs .* more and the disk has 0 bytes free"
+        ):
+            way.run()
+    assert way.run().resumed_chunks == CHUNKS
+    check_same(way)
+
+
+# ---------------------------------------------------------------- something else in between
+
+
+def test_another_model_is_not_mixed_in(given, kind, tmp_path, monkeypatch):
+    _, model = make_arrays()
+    other = save(tmp_path / "in" / "model.safetensors", model)
+
+    def run(name: str) -> Any:
+        return compress_quietly(given.base, other, tmp_path / name / NAME, kind, threads=1)
+
+    way = Way(
+        lambda: run("one"), given.deltas[kind], tmp_path / "one" / NAME, (PieceOutput, "append")
+    )
+    stop(way, monkeypatch)
+    model["a"][:1000] += np.float16(1)
+    before = other.stat()
+    save(other, model)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    report = run("one")
+    assert 0 < report.resumed_chunks < SOME or kind == "magnitude"
+    run("two")
+    assert sha256(tmp_path / "one" / NAME) == sha256(tmp_path / "two" / NAME)
+
+
+@pytest.mark.parametrize("settings", [{"seed": 7}, {"drop_rate": 0.25}, {"bits": 8}])
+def test_other_settings_start_over(given, tmp_path, monkeypatch, settings):
+    asked: dict[str, Any] = {"drop_rate": 0.5, "bits": 4, "seed": 1, "threads": 1, "verbose": False}
+
+    def run(**more: Any) -> Any:
+        return compress(given.base, given.model, tmp_path / NAME, **{**asked, **more})
+
+    stop(Way(run, given.base, tmp_path / NAME, (PieceOutput, "append")), monkeypatch)
+    assert run(**settings).resumed_chunks == 0
+    assert dare.verify(tmp_path / NAME).ok
+
+
+def test_another_base_meanwhile_does_not_become_a_model(given, kind, tmp_path, monkeypatch):
+    base, _ = make_arrays()
+    mine = save(tmp_path / "in" / "base.safetensors", base)
+    output = tmp_path / "out" / "applied.safetensors"
+    run = partial(apply_quietly, mine, given.deltas[kind], output)
+    stop(Way(run, given.applied[kind], output, (PartialOutput, "write")), monkeypatch)
+    spoilt = {name: values.copy() for name, values in base.items()}
+    spoilt["b"][-1] += 1  # in the last chunk, of which no sample is taken
+    save(mine, spoilt)
+    with pytest.raises((InputError, VerificationError), match="base"):
+        run()
+    assert not output.exists()
+    save(mine, base)
+    run()
+    assert sha256(output) == sha256(given.applied[kind])
+
+
+def test_an_input_that_changes_while_it_is_read_is_noticed(given, kind, tmp_path, monkeypatch):
+    _, model = make_arrays()
+    other = save(tmp_path / "model.safetensors", model)
+    real = PieceOutput.append
+
+    def append(self: PieceOutput, data: Any) -> int:
+        flip_bit(other, 8 * (other.stat().st_size - 1))
+        return real(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PieceOutput, "append", append)
+        with pytest.raises(InputError, match=r"model.safetensors: changed since"):
+            compress_quietly(given.base, other, tmp_path / NAME, kind, threads=1)
+    assert not (tmp_path / NAME).exists()
+
+
+def test_changes_that_cannot_be_rounded_leave_nothing(given, tmp_path):
+    _, model = make_arrays()
+    model["b"][-1] = np.nan
+    other = save(tmp_path / "in" / "model.safetensors", model)
+    for kind in ("two bits", "magnitude"):
+        with pytest.raises(MismatchError, match="use --bits native"):
+            compress_quietly(given.base, other, tmp_path / NAME, kind, drop_rates={"b": 0.0})
+        assert listing(tmp_path) == ["in"]
+
+
+def test_a_chunk_of_which_nothing_is_kept_is_rounded(tmp_path):
+    base = {"w": np.zeros(600_000, np.float32)}
+    model = {"w": np.full(600_000, 1e-6, np.float32)}
+    model["w"][:1000] = 1.0
+    files = [
+        save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
+    ]
+    asked: dict[str, Any] = {"keep": "magnitude", "bits": 8, "drop_rate": 0.999, "verbose": False}
+    assert compress(*files, tmp_path / NAME, **asked).kept == 600
+
+
+def test_values_that_overflow_when_they_are_rounded_or_rescaled_are_named(tmp_path):
+    base = {"w": np.zeros(100, np.float32)}
+    model = {"w": np.full(100, 3e38, np.float32)}
+    files = [
+        save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
+    ]
+    asked: dict[str, Any] = {"drop_rate": 0.5, "verbose": False}
+    for bits in (8, 1):
+        with pytest.raises(MismatchError, match="too large to be rounded"):
+            compress(*files, tmp_path / NAME, keep="magnitude", bits=bits, **asked)
+    compress(*files, tmp_path / NAME, bits="native", **asked)
+    report = apply_quietly(files[0], tmp_path / NAME, tmp_path / "out.safetensors")
+    assert any("infinite or too large" in notice.text for notice in report.warnings)
+
+
+# ---------------------------------------------------------------- what is there already
+
+
+def test_an_output_is_not_replaced_unless_asked_to(way):
+    way.run()
+    before = way.output.stat()
+    with pytest.raises(OutputError, match="exists already"):
+        way.run()
+    assert way.output.stat() == before
+    way.run(overwrite=True)
+    check_same(way)
+
+
+def test_an_output_that_appears_meanwhile_is_not_replaced(way, monkeypatch):
+    real = PartialOutput.finish
+
+    def finish(self: PartialOutput, *given: Any, **more: Any) -> Any:
+        way.output.write_bytes(b"theirs")
+        return real(self, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialOutput, "finish", finish)
+        with pytest.raises(OutputError, match="has appeared during"):
+            way.run()
+    assert way.output.read_bytes() == b"theirs"
+    way.output.unlink()
+    way.run()
+    check_same(way)
+
+
+@pytest.fixture
+def inputs(given: Given, kind: str, tmp_path: Path) -> dict[str, Path]:
+    """Directories of their own, and a delta file."""
+    found = {}
+    for name, file in (("base", given.base), ("model", given.model), ("delta", given.deltas[kind])):
+        place = tmp_path / name / ("model.safetensors" if name != "delta" else NAME)
+        place.parent.mkdir()
+        place.write_bytes(file.read_bytes())
+        found[name] = place
+    return found
+
+
+def linked(target: Path, kind: str, folder: Path) -> Path:
+    """A second path to a file, or the file."""
+    link = folder / "second.delta.safetensors"
+    if kind == "itself":
+        return target
+    if kind == "hard link":
+        os.link(target, link)
+    else:
+        link.symlink_to(target)
+    return link
+
+
+@pytest.mark.parametrize("link", ["itself", "hard link", "link"])
+@pytest.mark.parametrize("victim", ["base", "model", "delta"])
+def test_an_input_is_never_replaced(inputs, kind, tmp_path, victim, link):
+    before = {name: sha256(file) for name, file in inputs.items()}
+    output = linked(inputs[victim], link, tmp_path)
+    if victim != "delta":
+        with pytest.raises(OutputError):
+            compress_quietly(inputs["base"], inputs["model"], output, kind, overwrite=True)
+    if victim != "model":
+        with pytest.raises(OutputError):
+            apply_quietly(inputs["base"], inputs["delta"], output, overwrite=True)
+    assert before == {name: sha256(file) for name, file in inputs.items()}
+
+
+def test_a_folder_with_an_input_is_never_replaced(inputs, kind, tmp_path):
+    before = {name: sha256(file) for name, file in inputs.items()}
+    for victim in ("base", "delta"):
+        for output in (tmp_path / victim, tmp_path):
+            with pytest.raises(OutputError):
+                apply_quietly(tmp_path / "base", inputs["delta"], output, overwrite=True)
+    assert before == {name: sha256(file) for name, file in inputs.items()}
+    assert listing(tmp_path) == ["base", "delta", "model"]
+
+
+def test_a_delta_file_may_lie_beside_its_model(inputs, given, kind, tmp_path):
+    output = tmp_path / "model" / NAME
+    compress_quietly(tmp_path / "base", tmp_path / "model", output, kind, threads=1)
+    assert listing(output.parent) == [NAME, f"{NAME}.manifest.json", "model.safetensors"]
+    apply_quietly(tmp_path / "base", output, tmp_path / "out")
+    assert sha256(inputs["model"]) == sha256(given.model)
+
+
+def test_a_delta_file_is_one_file(given, kind, tmp_path):
+    for name in ("delta", "delta.gguf"):
+        with pytest.raises(OutputError, match="a delta file is one file"):
+            compress_quietly(given.base, given.model, tmp_path / name, kind)
+    assert listing(tmp_path) == []
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+@pytest.mark.parametrize("settings", [{"threads": 1}, {"threads": 2}, {"max_memory": "100MB"}])
+def test_the_bytes_do_not_depend_on_threads_or_memory(given, kind, tmp_path, settings):
+    compress_quietly(given.base, given.model, tmp_path / NAME, kind, **settings)
+    assert sha256(tmp_path / NAME) == sha256(given.deltas[kind])
