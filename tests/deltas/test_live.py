@@ -166,7 +166,9 @@ def test_tensors_of_several_chunks(tmp_path, scheme):
     assert contents(model) == contents(base)
 
 
-@pytest.mark.parametrize("scheme", [{"drop_rate": 0.5}, {"keep": "magnitude"}, {"lossless": True}])
+@pytest.mark.parametrize(
+    "scheme", [{"drop_rate": 0.5}, {"drop_rate": 0.9, "keep": "magnitude"}, {"lossless": True}]
+)
 def test_values_that_are_not_finite(tmp_path, scheme):
     odd = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38], np.float32)
     base = {"w": np.resize(odd, 60)}
@@ -679,9 +681,9 @@ def memory_of(work):
 @pytest.mark.parametrize(
     ("scheme", "share"),
     [
-        ({}, 0.1),
-        ({"bits": 4}, 0.1),
-        ({"keep": "magnitude"}, 0.1 + 0.55 / 16),  # values, and their places
+        ({"drop_rate": 0.9}, 0.1),
+        ({"drop_rate": 0.9, "bits": 4}, 0.1),
+        ({"drop_rate": 0.9, "keep": "magnitude"}, 0.1 + 0.55 / 16),  # values, and their places
         ({"lossless": True}, 0.0),
     ],
 )

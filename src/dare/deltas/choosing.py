@@ -208,7 +208,7 @@ def predicted_bytes(
     >>> from dare.tensors.dtypes import STORAGE_TYPES
     >>> layer = TensorInfo("w", STORAGE_TYPES["BF16"], (100, 100), 0)
     >>> predicted_bytes([layer], Scheme(0.9)), predicted_bytes([layer], Scheme(0.9, 4))
-    (6443, 5042)
+    (6442, 5041)
     """
     return _size(_alike(changed, fixed_rates or {}), scheme)[0]
 

@@ -15,7 +15,7 @@ KEEP: tuple[Keep, ...] = ("random", "magnitude")
 BITS: tuple[Bits, ...] = ("native", 8, 4, 2, 1)
 
 
-USUAL_RATES: dict[Bits, float] = {"native": 0.9, 8: 0.9, 4: 0.8, 2: 0.6, 1: 0.25}
+USUAL_RATES: dict[Bits, float] = {"native": 0.9, 8: 0.9, 4: 0.8, 2: 0.62, 1: 0.25}
 """The drop rate for so many bits, if none is given: about 0.8 bits for each parameter at 16 bit
 storage, and twice that for values as they are."""
 USUAL_BITS: Bits = 2
