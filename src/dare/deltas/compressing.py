@@ -34,7 +34,6 @@ from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import MAX_METADATA, Described
-from dare.tensors.planes import pack
 from dare.tensors.sizes import parse_size, show_size
 
 AnyPath = str | PathLike[str]
@@ -193,10 +192,10 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
     index[:, 1:] = np.frombuffer(b"".join(digest for _, digest in rows), np.int64).reshape(-1, 2)
     extras = {INDEX: index.tobytes()}
     described.append((INDEX, STORAGE_TYPES["I64"], index.shape))
-    for name, (file, content) in job.files.items():
+    for name, (file, coded) in job.files.items():
         if file.kind != "base":
-            blob = extras[file_part(name)] = pack(np.frombuffer(content, np.uint8), None, 1)
-            described.append((file_part(name), STORAGE_TYPES["U8"], (len(blob),)))
+            extras[file_part(name)] = coded
+            described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
     notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
     if len(json.dumps(_metadata(notes))) > MAX_METADATA:
         raise MismatchError(

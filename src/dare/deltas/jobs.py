@@ -68,7 +68,7 @@ class Job:
     settings: Mapping[str, Any]
     """What was asked for."""
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
-    """What else the model's folder holds, to be stored as far as the base has it not."""
+    """What else the model's folder holds, and how it is stored, if the base has it not."""
     choice: Choice | None = None
     """Why it is these settings, if a target was given."""
 
@@ -142,8 +142,7 @@ def _choose(
     """What meets the target, of which the other files take their part."""
     target = asked.target_size
     if target is not None:
-        stored = (content for file, content in files.values() if file.kind == "whole")
-        target -= sum(len(pack(np.frombuffer(content, np.uint8), None, 1)) for content in stored)
+        target -= sum(len(coded) for _, coded in files.values())
     fixed = {
         name: rate
         for pattern, rate in rates.items()
@@ -312,4 +311,12 @@ def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[Stor
 def _described(
     kind: Literal["header", "whole", "base"], content: bytes
 ) -> tuple[StoredFile, bytes]:
-    return StoredFile(kind=kind, size=len(content), digest=bytes_digest(content)), content
+    """What is said of a file, and what is stored of it."""
+    coded = b"" if kind == "base" else pack(np.frombuffer(content, np.uint8), None, 1)
+    file = StoredFile(
+        kind=kind,
+        size=len(content),
+        digest=bytes_digest(content),
+        coded=None if kind == "base" else bytes_digest(coded),
+    )
+    return file, coded

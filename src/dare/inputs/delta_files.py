@@ -174,6 +174,8 @@ class DeltaFile:
         blob, content = np.empty(info.elements, np.uint8), np.empty(file.size, np.uint8)
         with self.stored:
             self.stored.read(part, 0, blob)
+        if bytes_digest(blob.data) != file.coded:
+            raise self.damaged(f"{part} is not as it was written")
         try:
             unpack(blob.data, None, 1, content)
         except InputError as error:

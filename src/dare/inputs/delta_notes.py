@@ -73,6 +73,8 @@ class StoredFile(_Notes):
     """Stored as far as its tensors begin, or all of it; or not, because the base has the same."""
     size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
+    coded: Digest | None = None
+    """Of what is stored of it."""
 
 
 class DeltaNotes(_Notes):
