@@ -15,11 +15,13 @@ from safetensors import safe_open
 
 import dare
 from dare.deltas.restoring import open_delta
+from dare.demo.merges import BASE, TUNED
 from dare.errors import DareError, InputError, MismatchError, RecipeError
 from dare.inputs.delta_files import DeltaSource
 from dare.inputs.formats import open_model
 from dare.inputs.sources import open_source
 from dare.kernels import reference
+from dare.recipe.document import recipe_from_document
 from dare.tensors.chunks import CHUNK
 from dare.tensors.mask import keep_mask
 from helpers import listing, read_elements, save, save_shards, sha256
@@ -428,6 +430,21 @@ def test_an_analysis_of_a_delta_file_is_of_the_rescaled_change(three, tmp_path):
         # E‖δ̂‖² = ‖δ‖²/(1 - p)
         ratio = other.total.relative_norm / one.total.relative_norm
         assert ratio == pytest.approx(2**0.5, rel=0.1)
+
+
+def test_the_recipe_that_is_advised_for_delta_files_runs(tmp_path):
+    add, sort = (tmp_path / f"{name}.delta.safetensors" for name in ("add", "sort"))
+    for seed, delta in ((1, add), (2, sort)):
+        model = TUNED[delta.name.partition(".")[0]]
+        dare.compress(BASE, model, delta, seed=seed, **QUIET)
+    for models, dropped in (((add, sort), [True, True]), ((add, TUNED["say"]), [True, False])):
+        analysis = dare.analyze(BASE, models)
+        assert [model.was_dropped for model in analysis.models] == dropped
+        document = {**dare.advise(analysis).recipe, "verbose": False}
+        document["models"]["output_file"] = str(tmp_path / "advised.safetensors")
+        dare.merge(recipe_from_document(document, "advice"), overwrite=True)
+    with pytest.raises(RecipeError, match="were dropped from a delta file already"):
+        dare.advise(analysis, drop_rate=0.5)
 
 
 def test_a_base_must_be_a_whole_model(three, tmp_path):

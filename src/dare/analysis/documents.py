@@ -112,6 +112,7 @@ def _model(model: ModelAnalysis) -> Row:
         "origin": model.origin,
         "likely_rank": model.likely_rank,
         "is_adapter": model.is_adapter,
+        "was_dropped": model.was_dropped,
         "dtypes": tuple(model.dtypes),
         "missing": len(model.missing),
         **_statistics(model.total),

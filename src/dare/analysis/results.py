@@ -190,6 +190,8 @@ class ModelAnalysis:
     """Elements by the storage type of the model's copy."""
     is_adapter: bool
     """Whether the model is given as an adapter, its delta computed from it."""
+    was_dropped: bool = False
+    """Whether it is a delta file from which changes were dropped by chance; they are rescaled."""
 
 
 @dataclass(frozen=True)

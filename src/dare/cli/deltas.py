@@ -36,11 +36,11 @@ def compress(
     ],
     drop_rate: Annotated[
         float | None,
-        Parameter(group=METHOD, help="Share of the changes to drop; 0.9 if not given."),
+        Parameter(group=METHOD, help="Share of the changes to drop; else it suits the bits."),
     ] = None,
     bits: Annotated[
         Literal["native", "8", "4", "2", "1"] | None,
-        Parameter(group=METHOD, help="For each kept change; native: the model's own value."),
+        Parameter(group=METHOD, help="For each kept change; native: its own value. Else 2."),
     ] = None,
     keep: Annotated[
         Literal["random", "magnitude"],

@@ -62,11 +62,15 @@ class DeltaReport:
         )
 
     @property
+    def _bits(self) -> str:
+        return times(int(self.bits), "bit")
+
+    @property
     def held(self) -> str:
         """What of the model is stored, and what that costs."""
         if self.scheme == "lossless":
             return "every bit of the model"
-        values = "as the model has them" if self.bits == "native" else f"at {self.bits} bit"
+        values = "as the model has them" if self.bits == "native" else f"at {self._bits} each"
         which = "by DARE's mask" if self.scheme == "random" else "the largest"
         return (
             f"{self.kept:,} of {self.parameters:,} changes, {which}, {values}; error "

@@ -271,7 +271,8 @@ class DeltaSource(Source):
         self._check_base()
         self.tensors = {name: self._presented(name) for name in self.notes.tensors}
         self.reading_bytes = CHUNK * (1 + 5 * 4)
-        if self.notes.seed is not None and rescales:
+        self.was_dropped = self.notes.seed is not None and rescales
+        if self.was_dropped:
             self.remarks = (
                 f"is a delta file from which {self.notes.drop_rate:.4g} of the change was dropped; "
                 "what is left is divided by what was kept",

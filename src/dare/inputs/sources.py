@@ -57,6 +57,8 @@ class Source:
     """What a user should know of how it is read."""
     is_partial: bool = False
     """Whether a tensor that it lacks is meant to be unchanged, as in an adapter."""
+    was_dropped: bool = False
+    """Whether changes were dropped from it before, by chance, and are made up for as it is read."""
     reading_bytes: int = 0
     """What reading takes for each thread, beside the buffer that is filled."""
     ties: Mapping[str, str] = _NONE

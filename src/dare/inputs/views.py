@@ -25,7 +25,7 @@ class SourceView(Source):
         """The names of tensors in the source, where they are others there."""
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
-        self.ties = inner.ties
+        self.ties, self.was_dropped = inner.ties, inner.was_dropped
 
     def holds_delta(self, name: str) -> bool:
         return self.inner.holds_delta(self.names.get(name, name))

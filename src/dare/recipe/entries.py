@@ -123,7 +123,7 @@ class ModelEntry(Strict):
             return path.name
         folder = path.parent
         is_told = path.stem in GENERIC_NAMES and folder.name and folder != Path.home()
-        return folder.name if is_told else path.stem
+        return folder.name if is_told else path.stem.removesuffix(".delta")
 
 
 class TensorRule(Strict):

@@ -235,11 +235,14 @@ def advise(
         member.model.name: _describe_guidelines(member.model, size, steps)
         for member in draft.members
     }
-    if drop_rate is None:
-        _choose_drop_rates(draft, guidelines)
-    else:
-        _choose_q(draft, check_drop_rate(drop_rate), guidelines)
-    _choose_embedding_rate(draft)
+    if not any(member.model.was_dropped for member in draft.members):
+        if drop_rate is None:
+            _choose_drop_rates(draft, guidelines)
+        else:
+            _choose_q(draft, check_drop_rate(drop_rate), guidelines)
+        _choose_embedding_rate(draft)
+    elif drop_rate is not None:
+        raise RecipeError("changes were dropped from a delta file already; leave drop_rate out")
     _choose_policies(draft, readiness)
     _name_method(draft)
     _doubt(draft)

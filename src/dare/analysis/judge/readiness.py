@@ -88,7 +88,10 @@ CONDITIONS: dict[str, Callable[[Any], Any]] = {
     "unrelated": lambda m: m.ratio >= LIMIT.unrelated_ratio,
     "not_homologous": lambda m: m.is_foreign and m.ratio < LIMIT.unrelated_ratio,
     "large_change": lambda m: (
-        m.is_changed and not m.is_foreign and m.tolerated_drop_rate < LIMIT.easy_rate
+        m.is_changed
+        and not m.is_foreign
+        and not m.was_dropped
+        and m.tolerated_drop_rate < LIMIT.easy_rate
     ),
     "large_deltas": lambda m: (
         LIMIT.usual_delta < m.mean_magnitude < LIMIT.foreign_delta and m.ratio < LIMIT.large_ratio
@@ -214,6 +217,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "missing_count": times(len(model.missing), "tensor"),
         "missing_names": _listed(model.missing),
         "is_adapter": model.is_adapter,
+        "was_dropped": model.was_dropped,
         "is_lora": model.origin is Origin.LORA,
         "rank": float(model.likely_rank or 0),
         "about_rank": f" of about {model.likely_rank}" if model.likely_rank else "",

@@ -358,6 +358,7 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
         ),
         dtypes=_count_types(source.tensors[tensor.name] for tensor in analyzed),
         is_adapter=source.is_partial,
+        was_dropped=source.was_dropped,
     )
 
 
