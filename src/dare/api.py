@@ -49,14 +49,13 @@ from dare.planning.plan import Plan
 from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import show_progress
+from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.header import TensorInfo
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
-COMPILING = "compiling kernels (once; a few seconds)"
 
 
 def load_recipe(path: str | PathLike[str]) -> Recipe:

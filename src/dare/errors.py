@@ -100,6 +100,7 @@ class Concern(StrEnum):
     NOT_A_NUMBER = "not a number"
     LEFTOVERS = "leftovers"
     NOT_SMALLER = "not smaller"
+    MISSED_TARGET = "missed target"
 
 
 @dataclass(frozen=True)

@@ -531,6 +531,32 @@ def test_targets_are_kept(models, tmp_path):
             dare.compress(*models, tmp_path / NAME, overwrite=True, **asked, **QUIET)
 
 
+def test_a_target_that_is_missed_is_said(tmp_path):
+    base = {"w": weights(1, 4 * CHUNK)}
+    tuned = {"w": base["w"] + np.float32(1e-6)}
+    tuned["w"][4096:8192] += 3  # between two of the places that are looked at
+    files = save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", tuned)
+    report = dare.compress(*files, tmp_path / NAME, target_error=1e-5, **QUIET)
+    assert "missed target" in {notice.about for notice in report.warnings}
+    assert "chosen: drop rate" in report.notes[-1]
+
+
+def test_manifests_tell_no_folder(tmp_path):
+    base = {"q.weight": weights(1, 96, 64)}
+    change = weights(2, 96, 4) @ weights(3, 4, 64)
+    folder = tmp_path / "secret" / "place"
+    files = [
+        save(folder / "base.safetensors", base),
+        save(folder / "lora.safetensors", {"q.weight": base["q.weight"] + 0.01 * change}),
+    ]
+    report = dare.compress(*files, tmp_path / NAME, **QUIET)
+    assert str(files[1]) in report.notes[-1]  # a command to type here
+    for path in (tmp_path / NAME, tmp_path / f"{NAME}.manifest.json"):
+        assert b"secret" not in path.read_bytes().replace(b"secret/place/base", b"").replace(
+            b"secret/place/lora", b""
+        )
+
+
 def test_integers_that_differ_need_lossless(models, tmp_path):
     other = tensors_of(models[1])
     changed = save(

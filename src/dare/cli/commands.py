@@ -40,6 +40,7 @@ from dare.inputs.mergekit import convert_yaml
 from dare.output.verification import Verification
 from dare.output.verification import verify as verify_output
 from dare.recipe.schema import Recipe
+from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
 from dare.stages.outside import load_installed_stages
@@ -110,7 +111,7 @@ def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
     console = show.console(json=json, quiet=quiet)
     if quiet and not json:
         return DONE
-    expected = estimate(planned, announce=lambda: print(api.COMPILING, file=sys.stderr))
+    expected = estimate(planned, announce=lambda: print(COMPILING, file=sys.stderr))
     show.plan_summary(console, planned, expected, detailed=True)
     if json:
         seconds = expected and expected.to_dict()

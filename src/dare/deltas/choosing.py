@@ -101,6 +101,8 @@ class Choice:
     predicted_error: float
     table: tuple[Candidate, ...]
     """The best for each number of bits that can meet the target."""
+    target_size: int | None = None
+    target_error: float | None = None
 
 
 def choose(
@@ -128,7 +130,8 @@ def choose(
         best = _within_error(found, target_error or 0.0)
     first = best[0]
     scheme = Scheme(first.drop_rate, first.bits, keep)
-    return Choice(scheme, first.predicted_bytes, first.predicted_error, tuple(best))
+    expected = first.predicted_bytes, first.predicted_error
+    return Choice(scheme, *expected, tuple(best), target_size, target_error)
 
 
 def _within_size(found: Iterable[Candidate], target: int) -> list[Candidate]:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from dare import __version__
 from dare.analysis.measure.glance import glance
+from dare.deltas.choosing import Choice
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
 from dare.deltas.schemes import Asked, Bits, Keep
@@ -24,12 +26,12 @@ from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
 from dare.output.pieces import PieceOutput
-from dare.output.places import told
+from dare.output.places import told, without_folders
 from dare.output.publishing import settle
 from dare.output.targets import check_target
 from dare.planning.layout import Layout, lay_out
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import show_progress
+from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -37,6 +39,8 @@ from dare.tensors.header import MAX_METADATA, Described
 from dare.tensors.sizes import parse_size, show_size
 
 AnyPath = str | PathLike[str]
+CLOSE = 1.05
+"""How far over a target an error may be: it is predicted from a part of the model."""
 
 
 def compress(
@@ -103,7 +107,7 @@ def compress(
             partial,
             done=partial.resumed,
             progress=display.advance,
-            announce=lambda: display.announce("compiling kernels (once; a few seconds)"),
+            announce=lambda: display.announce(COMPILING),
             make_worker=job.make_worker,
         )
         header = _assemble(job, partial, _by_tensor(records))
@@ -119,11 +123,31 @@ def compress(
             notes=plan.notes,
             warnings=(*plan.warnings, *notices, *_too_large(partial.size, model_bytes)),
         )
+        if job.choice is not None:
+            report = _held_against(job.choice, report)
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
         for notice in report.warnings:
             warnings.warn(notice.text, DareWarning, stacklevel=2)
     return report
+
+
+def _held_against(choice: Choice, report: DeltaReport) -> DeltaReport:
+    """The report with what was expected of the chosen settings, and whether the target is met."""
+    note = (
+        f"chosen: {choice.table[0]}; {show_size(choice.predicted_bytes)} and an error of "
+        f"{choice.predicted_error:.3g} of the weights were expected"
+    )
+    missed = []
+    if choice.target_size is not None and report.bytes_written > choice.target_size:
+        missed.append(f"the file takes {report.bytes_written:,} bytes, not {choice.target_size:,}")
+    if choice.target_error is not None and report.weight_error > CLOSE * choice.target_error:
+        missed.append(f"the error is {report.weight_error:.3g}, not {choice.target_error:.3g}")
+    notices = [
+        Notice(Concern.MISSED_TARGET, f"{text}: the model is not like the part that was looked at")
+        for text in missed
+    ]
+    return replace(report, notes=(*report.notes, note), warnings=(*report.warnings, *notices))
 
 
 def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
@@ -217,6 +241,14 @@ def _finish(
 ) -> None:
     """Fill in the check of the header, write the manifest, and give the file its name."""
     layout, recipe = output.layout, job.plan.recipe
+    known = [parent for path in recipe.paths for parent in (path, path.parent)]
+    published = replace(
+        report,
+        notes=tuple(without_folders(note, known) for note in report.notes),
+        warnings=tuple(
+            Notice(notice.about, without_folders(notice.text, known)) for notice in report.warnings
+        ),
+    )
     ((name, (unchecked, _)),) = layout.build(_metadata(notes)).items()
     checked = notes.model_copy(update={"check": bytes_digest(unchecked)})
     (entry,) = recipe.models
@@ -226,6 +258,6 @@ def _finish(
         "model": told(entry.file, layout.target),
         "digests": {"base": notes.base, "model": notes.model},
         "versions": {"dare": __version__, "delta": notes.version, "numpy": np.__version__},
-        "report": report.to_dict(),
+        "report": published.to_dict(),
     }
     output.finish({name: _metadata(checked)}, manifest, overwrite=overwrite, digests_of_all=True)

@@ -140,15 +140,14 @@ def _choose(
     files: Mapping[str, tuple[StoredFile, bytes]],
 ) -> Choice:
     """What meets the target, of which the other files take their part."""
-    target = asked.target_size
-    if target is not None:
-        target -= sum(len(coded) for _, coded in files.values())
+    others = sum(len(coded) for _, coded in files.values())
+    target = None if asked.target_size is None else asked.target_size - others
     fixed = {
         name: rate
         for pattern, rate in rates.items()
         for name in fnmatch.filter(inputs.base.tensors, pattern)
     }
-    return choose(
+    choice = choose(
         inputs.base,
         inputs.models[0],
         keep=asked.keep,
@@ -157,6 +156,8 @@ def _choose(
         bits=asked.bits,
         fixed_rates=fixed,
     )
+    size = choice.predicted_bytes + others
+    return replace(choice, predicted_bytes=size, target_size=asked.target_size)
 
 
 def _chain(scheme: Scheme) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+COMPILING = "compiling kernels (once; a few seconds)"
+"""What is announced when that is so."""
+
 
 @dataclass(frozen=True)
 class Display:
