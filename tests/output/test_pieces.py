@@ -19,6 +19,7 @@ from dare.output.pieces import PIECES_NAME, PieceOutput
 from dare.output.sealing import read_sealed
 from dare.output.targets import manifest_path
 from dare.planning.layout import lay_out
+from dare.tensors import files
 from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import listing
@@ -209,3 +210,13 @@ def test_what_can_never_be_finished_is_removed(target):
     with pytest.raises(MismatchError):
         fail()
     assert listing(target.parent) == []
+
+
+def test_pieces_are_read_back_however_little_the_system_gives_at_once(tmp_path, monkeypatch):
+    whole = files._read_some
+    monkeypatch.setattr(files, "_read_some", lambda fd, into, at: whole(fd, into[:3], at))
+    output = files.OutputFile(tmp_path / "x", 10)
+    output.write(b"0123456789", 0)
+    assert output.read(2, 7) == b"2345678"
+    assert output.read(8, 100) == b"89"
+    output.close()

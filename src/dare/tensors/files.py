@@ -134,8 +134,9 @@ class OutputFile:
         return done
 
     def read(self, position: int, nbytes: int) -> bytes:
-        """Read back what was written."""
-        return os.pread(self._buffered, nbytes, position)
+        """Read back what was written, or as much as there is."""
+        found = bytearray(nbytes)
+        return bytes(found[: read_at(self._buffered, memoryview(found), position)])
 
     def unwritten_bytes(self) -> int:
         """About how much of the file has no place on the disk yet."""
