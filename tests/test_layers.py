@@ -17,6 +17,7 @@ LAYERS = (
     ("cli", "__main__"),
     ("demo",),
     ("compat", "darex"),
+    ("studies",),
     ("api",),
     ("deltas",),
     ("analysis", "lora"),
@@ -47,6 +48,8 @@ HEAVY = {
     "vl_convert",
     "zstandard",
     "numba",
+    "optuna",
+    "lm_eval",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,8 @@ from dare.cli import UsageError
 from dare.errors import RecipeError
 from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
 from dare.recipe.schema import SAME_WEIGHTS, Recipe
-from dare.stages import IMPLIED, STAGES, Stage, parse_method
+from dare.recipe.settings import set_for_models, set_parameter
+from dare.stages import STAGES, parse_method
 from dare.stages.outside import load_installed_stages
 from dare.tensors.sizes import times
 
@@ -239,75 +240,15 @@ def _lay_over(document: dict[str, Any], given: dict[str, Any], fixed: Mapping[st
             document["dare"].pop(key, None)
 
     for name in (name for name in PER_MODEL if name in given):
-        _set_for_models(files, name.removeprefix("model_"), given[name], name)
+        set_for_models(files, name.removeprefix("model_"), given[name], _flag(name))
     asked = [name for name in stage_parameter_names() if name in given]
     method = document.get("method", Recipe.model_fields["method"].default)
     if not asked or not isinstance(method, str):
         return  # a method that is no text is for the recipe's own check too
     chain = parse_method(method)
     for name in asked:
-        _set_parameter(document, chain, name, [_value(text) for text in given[name]])
-
-
-def _set_parameter(
-    document: dict[str, Any], chain: Sequence[Stage], name: str, values: list[Any]
-) -> None:
-    """Set a stage's parameter for all models, or for each its own."""
-    owner = _owner(chain, name)
-    if not isinstance(document.setdefault(owner.name, {}), dict):
-        return
-    if len(values) == 1:
-        document[owner.name][name] = values[0]
-        entries = document["models"].get("merge_files")
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict):
-                entry.pop(name, None)
-    elif owner.kind == "combine":
-        raise RecipeError(
-            f"{_flag(name)}: {owner.name} sees all models at once and takes one value, "
-            f"not {len(values)}"
-        )
-    else:
-        _set_for_models(document["models"], name, values, name)
-
-
-def _owner(chain: Sequence[Stage], name: str) -> Stage:
-    """The stage of the chain that a parameter belongs to."""
-    owners = [
-        stage
-        for stage in chain
-        if name in stage.parameters
-        and STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that one's is meant
-    ]
-    method = "+".join(stage.name for stage in chain)
-    if not owners:
-        known = ", ".join(_flag(n) for stage in chain for n in stage.parameters)
-        raise RecipeError(
-            f"{_flag(name)} would have no effect: method {method!r} takes "
-            f"{known or 'no parameters'}"
-        )
-    if len(owners) > 1:
-        raise RecipeError(
-            f"{_flag(name)}: {' and '.join(stage.name for stage in owners)} both have it; "
-            "set it in a recipe, in the table of the stage"
-        )
-    return owners[0]
-
-
-def _set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], name: str) -> None:
-    """Write a value into each model's table."""
-    entries = files.get("merge_files", [])
-    if not isinstance(entries, list):
-        entries = [entries]
-    if len(values) != len(entries):
-        raise RecipeError(
-            f"{_flag(name)}: {len(values)} given for {times(len(entries), 'model')}; give one for "
-            "each, in the order of the models"
-        )
-    files["merge_files"] = [
-        {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
-        for entry, value in zip(entries, values, strict=True)
-    ]
+        values = [read_value(text) for text in given[name]]
+        set_parameter(document, chain, name, values, _flag(name))
 
 
 def read_rule(text: str) -> dict[str, Any]:
@@ -324,11 +265,11 @@ def read_rule(text: str) -> dict[str, Any]:
             f"--tensors {text!r}: write PATTERN: name=value, as in '*.mlp.*: drop_rate=0.5'"
         )
     return {"match": pattern.strip()} | {
-        name.strip(): _value(value.strip()) for name, _, value in pairs
+        name.strip(): read_value(value.strip()) for name, _, value in pairs
     }
 
 
-def _value(text: str) -> Any:
+def read_value(text: str) -> Any:
     """Read a number, `true` or `false`; anything else is text."""
     if text in ("true", "false"):
         return text == "true"

@@ -1,0 +1,1 @@
+"""Search: which settings give the best merge, by scores on held-out data, and is it one?"""

@@ -1,0 +1,222 @@
+"""What a study holds, and what is concluded from it: plain values, ready for JSON.
+
+A *setting* is a value for each name of the space; with a seed it makes one *candidate*, the merged
+weights. A *trial* is a candidate that is scored. *Baselines* are scored before all trials: the
+base, each model alone, the plain average, task arithmetic, the advice. *Items* are what a score is
+the mean of: the part of an item's id before the first slash is its group, and a score of that name
+is the mean over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from dare.tensors.json_values import json_ready
+
+Settings = Mapping[str, Any]
+"""A value for each name of the space that applies: a number, a text, or a list over the layers."""
+
+
+class State(StrEnum):
+    """What became of a trial."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped early"
+    """By racing: it was among the worst on a part of the items."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an evaluator says of one candidate."""
+
+    scores: dict[str, float]
+    """By name; all are finite numbers."""
+    items: dict[str, float] = field(default_factory=dict)
+    """By id; empty if the evaluator gives none."""
+    seconds: float = 0.0
+    """What scoring took, without making the candidate."""
+    output: str = ""
+    """The last lines that the evaluator printed."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate and what became of it; a baseline is one too, whose settings are empty."""
+
+    number: int
+    settings: dict[str, Any]
+    seed: int
+    state: State
+    scored: Scored | None = None
+    """Of a trial that was stopped early, on the items that it was scored on."""
+    objective: float | None = None
+    """The larger, the better; None if it has no scores."""
+    broken: tuple[str, ...] = ()
+    """The guards that it breaks, each as a sentence."""
+    digest: str | None = None
+    """Of the merged weights."""
+    same_as: int | None = None
+    """The trial that has the same weights, whose scores these are."""
+    seconds: float = 0.0
+    """In all: making and scoring."""
+    message: str = ""
+    """Why it failed, or where it was stopped."""
+    name: str = ""
+    """Of a baseline: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was scored on all that it should be scored on."""
+        return self.state is State.DONE
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Items that are scored in place of all: some of each stratum, which count for the others."""
+
+    ids: tuple[str, ...]
+    weights: dict[str, float]
+    """By id: its share of the score of its group; those of a group add up to one."""
+    strata: dict[str, str]
+    """By id: items of one stratum are exchangeable, as far as is known."""
+    sizes: dict[str, int]
+    """How many items each stratum has in all."""
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """Everything that a study holds."""
+
+    recipe: dict[str, Any]
+    """The document of the recipe that is searched around."""
+    space: dict[str, Any]
+    """The document of `[search.over]`: what is searched over."""
+    sampler: str
+    """`grid`, `random`, `tpe`, `cmaes` or `gp`."""
+    planned: int
+    """How many trials there will be."""
+    seeds: tuple[int, ...]
+    evaluator: str
+    objective: str
+    guards: tuple[str, ...]
+    baselines: tuple[Trial, ...]
+    trials: tuple[Trial, ...]
+    """In the order of their numbers."""
+    subset: Subset | None = None
+    holdout_evaluator: str | None = None
+    holdout: tuple[Trial, ...] = ()
+    """The winner (named `winner`), the runner-up and the baselines, scored by that evaluator."""
+    remarks: tuple[str, ...] = ()
+    """What a reader should know, such as why there is no advice."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON."""
+        return dict(json_ready(asdict(self)))
+
+
+# ---------------------------------------------------------------- conclusions
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with a 95 % interval, if one can be given."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        """The number, and the interval in brackets."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.4g}"
+        return f"{self.value:.4g} ({self.low:.4g} … {self.high:.4g})"
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A setting with all its seeds, or a baseline."""
+
+    settings: dict[str, Any]
+    trials: tuple[int, ...]
+    """The numbers of its trials; of a baseline, of the one among the baselines."""
+    objective: Estimate
+    scores: dict[str, float]
+    """Means over the seeds."""
+    broken: tuple[str, ...] = ()
+    """Guards that it breaks, by its mean scores."""
+    baseline: str = ""
+    """Its name, if it is a baseline."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables: `method=dare+ties drop_rate=0.9`, or a baseline's name."""
+        return self.baseline or " ".join(f"{n}={_short(v)}" for n, v in self.settings.items())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The best minus another, item by item."""
+
+    other: str
+    """The label of the other."""
+    estimate: Estimate
+    verdict: str
+    """`better`, `worse`, `no difference shown`, or `not known` where nothing tells chance."""
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """The winner on data that chose nothing."""
+
+    objective: Estimate
+    against: tuple[Difference, ...]
+    validation: float
+    """Its objective where it was chosen."""
+    loss: float
+    """Validation minus holdout of the winner, less the same of the baselines: what choosing the
+    best of many has flattered it by."""
+    looks: int
+    """How many winners have been scored on it; after the first, it is no longer held out."""
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What a study shows, and what it does not."""
+
+    ranking: tuple[Ranked, ...]
+    """Settings, the best first; those that break guards after all others."""
+    baselines: tuple[Ranked, ...]
+    best: Ranked | None
+    against: tuple[Difference, ...]
+    """The best against the runner-up and each baseline."""
+    tied: tuple[Ranked, ...]
+    """Settings and baselines that the best cannot be told apart from."""
+    simplest: Ranked | None
+    """The simplest of the best and those: what to take if nothing else speaks for the others."""
+    importance: dict[str, float]
+    """By setting: the share of the spread between trials that goes with it alone."""
+    front: tuple[int, ...]
+    """Places in the ranking of settings that no other beats in every score."""
+    noise: float | None
+    """How far two scorings of the same weights differ in the objective; None: not measured."""
+    subset_error: float | None
+    """The standard error that scoring a subset of items brings, if one was taken."""
+    holdout: Holdout | None
+    remarks: tuple[str, ...]
+    """What limits all this, a sentence each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The conclusion as plain values, ready for JSON."""
+        return dict(json_ready(asdict(self)))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
