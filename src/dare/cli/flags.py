@@ -21,7 +21,7 @@ from dare.cli import UsageError
 from dare.errors import RecipeError
 from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
 from dare.recipe.schema import SAME_WEIGHTS, Recipe
-from dare.recipe.settings import set_for_models, set_parameter
+from dare.recipe.settings import read_value, set_for_models, set_parameter
 from dare.stages import STAGES, parse_method
 from dare.stages.outside import load_installed_stages
 from dare.tensors.sizes import times
@@ -267,18 +267,6 @@ def read_rule(text: str) -> dict[str, Any]:
     return {"match": pattern.strip()} | {
         name.strip(): read_value(value.strip()) for name, _, value in pairs
     }
-
-
-def read_value(text: str) -> Any:
-    """Read a number, `true` or `false`; anything else is text."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def _flag(name: str) -> str:

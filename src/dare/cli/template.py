@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 
-ELSEWHERE = {"base", "models", "output", "stages", "tensors", "output_digest"}
+ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest"}
 """Fields that have tables of their own; and the digest, which what is edited will not have."""
 
 

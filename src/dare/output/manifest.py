@@ -149,7 +149,12 @@ def _told_recipe(plan: Plan) -> Recipe:
         assert isinstance(content, bytes)
         template = content.decode()
     return told_recipe.model_copy(
-        update={"chat_template": template, "input_digests": None, "output_digest": None}
+        update={
+            "chat_template": template,
+            "input_digests": None,
+            "output_digest": None,
+            "search": None,
+        }
     )
 
 

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, with_lists
 from dare.recipe.resolving import Resolving
+from dare.recipe.search import Search, search_table
 from dare.recipe.toml import write_toml
 from dare.stages import STAGES
 from dare.tensors.dtypes import weight_type
@@ -48,7 +49,7 @@ Policy = Literal["error", "base"]
 
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "delta_threshold", "verbose"),
-    *("shard_size", "max_memory", "threads", "output_digest"),
+    *("shard_size", "max_memory", "threads", "output_digest", "search"),
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 
@@ -138,6 +139,10 @@ class Recipe(Strict, Resolving):
 
     output_digest: str | None = Field(
         None, description="What the merged weights must hash to, as their manifest says."
+    )
+
+    search: Annotated[Search | None, BeforeValidator(search_table)] = Field(
+        None, description="What a search around this recipe tries; a merge leaves it aside."
     )
 
     @field_validator("models", mode="before")
@@ -274,7 +279,7 @@ class Recipe(Strict, Resolving):
 
     def to_document(self) -> dict[str, Any]:
         """The recipe as the plain tables of its TOML form, without what is at its default."""
-        plain = self.model_dump(mode="json", exclude_defaults=True)
+        plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
         files = {"base_file": plain.pop("base")}
         files["merge_files"] = [
             entry["file"] if set(entry) == {"file"} else _flat(entry)

@@ -176,3 +176,15 @@ def set_for_model(files: dict[str, Any], key: str, value: Any, place: int) -> No
     entry = files["merge_files"][place]
     own = entry if isinstance(entry, dict) else {"file": entry}
     files["merge_files"][place] = {**own, key: value}
+
+
+def read_value(text: str) -> Any:
+    """Read a number, `true` or `false`; anything else is text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

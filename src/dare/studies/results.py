@@ -67,6 +67,8 @@ class Trial:
     """In all: making and scoring."""
     message: str = ""
     """Why it failed, or where it was stopped."""
+    output: str = ""
+    """The last lines that the evaluator printed before it failed."""
     name: str = ""
     """Of a baseline: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
 

@@ -1,0 +1,312 @@
+"""The space that is searched: which settings there are, and recipes made of them.
+
+A setting counts only in methods that have it, so candidates of different methods have different
+settings. Everything is checked before the first candidate is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dare.errors import RecipeError
+from dare.recipe.entries import distinct
+from dare.recipe.layers import mean_value
+from dare.recipe.schema import Recipe
+from dare.recipe.search import Choices, Range
+from dare.recipe.settings import FIELDS, applies, read_value, set_by_name, with_settings
+from dare.studies.results import Settings
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+SEED_STEP = 1000
+"""Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
+MOST_IN_GRID = 100_000
+METHOD = "method"
+
+
+def parse_over(text: str) -> tuple[str, Choices | Range]:
+    """Read `NAME=VALUE,VALUE…` or `NAME=FROM:TO[:log][:step=X][:layers=N]`.
+
+    >>> parse_over("drop_rate=0.8,0.9")
+    ('drop_rate', (0.8, 0.9))
+    >>> parse_over("scale=0.5:2:log")[1].log
+    True
+    """
+    name, equals, values = text.partition("=")
+    name = name.strip()
+    if not name or not equals or not values.strip():
+        raise RecipeError(
+            f"--over {text!r}: write NAME=VALUE,VALUE or NAME=FROM:TO, as in "
+            "drop_rate=0.8,0.9 or scale=0.5:2"
+        )
+    parts = [part.strip() for part in values.split(":")]
+    numbers = [read_value(part) for part in parts[:2]]
+    if len(parts) == 1 or not all(isinstance(number, int | float) for number in numbers):
+        return name, tuple(read_value(word.strip()) for word in values.split(","))
+    table: dict[str, Any] = {"from": float(numbers[0]), "to": float(numbers[1])}
+    for part in parts[2:]:
+        key, _, value = part.partition("=")
+        if key not in ("log", "step", "layers"):
+            raise RecipeError(f"--over {text!r}: {part!r} is not log, step=X or layers=N")
+        table[key] = True if key == "log" and not value else read_value(value)
+    try:
+        return name, Range(**table)
+    except RecipeError as error:
+        raise RecipeError(f"--over {text!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched over, around a recipe."""
+
+    recipe: Recipe
+    over: Mapping[str, Choices | Range]
+
+    @cached_property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that are tried."""
+        chosen = self.over.get(METHOD)
+        return chosen if isinstance(chosen, tuple) else (self.recipe.method,)
+
+    def names_in(self, method: str) -> list[str]:
+        """The settings that count in a method, without the method itself."""
+        return [name for name in self.over if name != METHOD and applies(name, method)]
+
+    def check(self) -> None:
+        """Refuse a space in which a name has no effect, or a value is not valid."""
+        if not self.over:
+            raise RecipeError(
+                "nothing to search over: name a setting and its values, as in "
+                "--over drop_rate=0.8,0.9, or in the recipe's table [search.over]"
+            )
+        if isinstance(self.over.get(METHOD), Range):
+            raise RecipeError("over method: must be a list of methods")
+        if "seed" in self.over:
+            raise RecipeError("over seed: say how many seeds each setting is tried with: seeds = 5")
+        for name, dimension in self.over.items():
+            in_methods = [m for m in self.methods if name == METHOD or applies(name, m)]
+            try:
+                if not in_methods:
+                    names = distinct([entry.name for entry in self.recipe.models])
+                    document = {**self.recipe.to_document(), METHOD: self.methods[0]}
+                    set_by_name(document, name, _ends(dimension)[0], names)
+                    raise RecipeError(f"it has no effect in {', '.join(self.methods)}")
+                for method, value in itertools.product(in_methods, _ends(dimension)):
+                    self.candidate({METHOD: method, name: value})
+            except RecipeError as error:
+                raise RecipeError(f"over {name}: {error}") from None
+
+    def candidate(self, settings: Settings, shift: int = 0) -> Recipe:
+        """The recipe of a setting, with all its seeds shifted; it has no output."""
+        recipe = with_settings(self.recipe, settings)
+        if not shift:
+            return recipe.model_copy(update={"output": None})
+        entries = tuple(
+            entry if entry.seed is None else entry.model_copy(update={"seed": entry.seed + shift})
+            for entry in recipe.models
+        )
+        moved = {"models": entries, "seed": recipe.seed + shift, "output": None}
+        return recipe.model_copy(update=moved)
+
+    def is_random(self, settings: Settings) -> bool:
+        """Whether another seed gives other weights."""
+        recipe = self.candidate(settings)
+        if recipe.tensors:
+            return any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
+        return any(
+            stage.is_random(own)
+            for model in range(len(recipe.models))
+            for (stage, _), own in zip(recipe.chain, recipe.settings_for("", model), strict=False)
+        )
+
+    # ------------------------------------------------------------ ways to choose
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether there is a finite number of settings, so that all can be tried."""
+        return all(_listed(dimension) is not None for dimension in self.over.values())
+
+    def grid(self, start: Settings | None = None) -> list[dict[str, Any]]:
+        """Every setting once; those nearest to a start come first."""
+        settings = []
+        for method in self.methods:
+            own = {METHOD: method} if METHOD in self.over else {}
+            names = self.names_in(method)
+            lists = [_listed(self.over[name]) or () for name in names]
+            if math.prod(map(len, lists)) > MOST_IN_GRID:
+                raise RecipeError(
+                    f"the grid has more than {MOST_IN_GRID:,} settings; take random or tpe"
+                )
+            settings += [
+                {**own, **dict(zip(names, values, strict=True))}
+                for values in itertools.product(*lists)
+            ]
+        if start is not None:
+            settings.sort(key=lambda setting: self._distance(setting, start))
+        return settings
+
+    def draw(self, number: int, seed: int) -> dict[str, Any]:
+        """A setting by chance, which depends on its number alone."""
+        chance = np.random.default_rng([seed, number])
+        drawn = {name: _drawn(dimension, chance) for name, dimension in self.over.items()}
+        counting = self.names_in(drawn.get(METHOD, self.methods[0]))
+        return {name: value for name, value in drawn.items() if name in (METHOD, *counting)}
+
+    def suggest(self, trial: Trial) -> dict[str, Any]:
+        """A setting as a sampler of Optuna suggests it."""
+        settings: dict[str, Any] = {}
+        if METHOD in self.over:
+            settings[METHOD] = trial.suggest_categorical(METHOD, self.methods)
+        for name in self.names_in(settings.get(METHOD, self.methods[0])):
+            dimension = self.over[name]
+            if isinstance(dimension, Range):
+                found = [
+                    trial.suggest_float(
+                        part, dimension.start, dimension.to, log=dimension.log, step=dimension.step
+                    )
+                    for part in _parts(name, dimension)
+                ]
+                settings[name] = found[0] if dimension.layers is None else found
+            else:
+                texts = [repr(choice) for choice in dimension]
+                settings[name] = dimension[texts.index(trial.suggest_categorical(name, texts))]
+        return settings
+
+    def suggestion(self, settings: Settings) -> dict[str, Any]:
+        """What `suggest` must be told to come to a setting."""
+        told: dict[str, Any] = {}
+        for name, value in settings.items():
+            dimension = self.over[name]
+            if isinstance(dimension, Range):
+                values = value if isinstance(value, list) else [value]
+                told |= zip(_parts(name, dimension), values, strict=True)
+            else:
+                told[name] = value if name == METHOD else repr(value)
+        return told
+
+    # ------------------------------------------------------------ where to start
+
+    def nearest(self, recipe: Recipe) -> dict[str, Any] | None:
+        """The setting of the space that is nearest to a recipe; None if its method is not there."""
+        same = [m for m in self.methods if _chain(m) == _chain(recipe.method)]
+        if not same:
+            return None
+        settings: dict[str, Any] = {METHOD: same[0]} if METHOD in self.over else {}
+        for name in self.names_in(same[0]):
+            settings[name] = _snapped(self.over[name], _value_of(recipe, name))
+        return settings
+
+    def _distance(self, one: Settings, other: Settings) -> float:
+        names = set(one) | set(other)
+        return sum(_apart(self.over[n], one.get(n), other.get(n)) for n in sorted(names))
+
+
+def seed_shifts(count: int) -> tuple[int, ...]:
+    """What is added to a recipe's seeds, for so many repetitions of a setting."""
+    return tuple(SEED_STEP * place for place in range(count))
+
+
+def _chain(method: str) -> tuple[str, ...]:
+    from dare.stages import parse_method
+
+    return tuple(stage.name for stage in parse_method(method))
+
+
+def _listed(dimension: Choices | Range) -> Sequence[Any] | None:
+    if isinstance(dimension, tuple):
+        return dimension
+    return dimension.values if dimension.layers is None else None
+
+
+def _ends(dimension: Choices | Range) -> Sequence[Any]:
+    """The values that tell whether all are valid."""
+    if isinstance(dimension, tuple):
+        return dimension
+    ends = (dimension.start, dimension.to)
+    return ends if dimension.layers is None else [[end] * dimension.layers for end in ends]
+
+
+def _parts(name: str, dimension: Range) -> list[str]:
+    """What each number of a setting is called."""
+    count = dimension.layers
+    return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
+
+
+def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
+    if isinstance(dimension, tuple):
+        return dimension[int(chance.integers(len(dimension)))]
+    if dimension.values is not None and dimension.layers is None:
+        return dimension.values[int(chance.integers(len(dimension.values)))]
+    shares = chance.random(dimension.layers or 1)
+    start, to = dimension.start, dimension.to
+    if dimension.log:
+        found = [float(start * (to / start) ** share) for share in shares]
+    else:
+        found = [float(start + (to - start) * share) for share in shares]
+    if dimension.values is not None:
+        found = [min(dimension.values, key=lambda value: abs(value - f)) for f in found]
+    return found[0] if dimension.layers is None else found
+
+
+def _value_of(recipe: Recipe, name: str) -> Any:
+    """What a recipe says of a setting; of several models, the mean."""
+    first, dot, rest = name.partition(".")
+    names = distinct([entry.name for entry in recipe.models])
+    if not dot and name in FIELDS:
+        return getattr(recipe, name)
+    if dot and first in {stage.name for stage, _ in recipe.chain}:
+        return next(s[rest] for stage, s in recipe.chain if stage.name == first)
+    chosen = [names.index(rest)] if dot and rest in names else list(range(len(names)))
+    if dot and rest not in names:
+        return None
+    if first == "weight":
+        return float(np.mean([mean_value(recipe.weights()[model]) for model in chosen]))
+    stages = [settings for _, settings in recipe.chain]
+    values = [
+        own[first]
+        for model in chosen
+        for own in (*recipe.settings_for("", model), stages[-1])
+        if first in own
+    ]
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(values) and values:
+        return float(np.mean(numbers))
+    return values[0] if values else None
+
+
+def _snapped(dimension: Choices | Range, value: Any) -> Any:
+    """The value of a dimension that is nearest to another."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(dimension, Range):
+        middle = (dimension.start + dimension.to) / 2
+        number = min(max(float(value), dimension.start), dimension.to) if is_number else middle
+        if dimension.values is not None:
+            number = min(dimension.values, key=lambda listed: abs(listed - number))
+        return number if dimension.layers is None else [number] * dimension.layers
+    return min(dimension, key=lambda choice: _gap(choice, value))
+
+
+def _gap(one: Any, other: Any) -> float:
+    try:
+        return abs(float(one) - float(other))
+    except (TypeError, ValueError):
+        return 0.0 if one == other else math.inf
+
+
+def _apart(dimension: Choices | Range, one: Any, other: Any) -> float:
+    """How far two values of a dimension are from each other, from 0 to 1."""
+    if one == other:
+        return 0.0
+    listed = _listed(dimension) or ()
+    if one in listed and other in listed and all(isinstance(v, int | float) for v in listed):
+        ranked = sorted(listed)
+        return abs(ranked.index(one) - ranked.index(other)) / len(ranked)
+    return 1.0

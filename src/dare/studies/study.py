@@ -1,0 +1,398 @@
+"""A study on disk: an SQLite file in Optuna's form, which several processes may work on.
+
+Two Optuna studies are in it: `trials`, which samplers learn from, and `beside`, which holds the
+baselines and what was scored on the holdout. A trial is taken by one process, in turn; when that
+process dies, another takes the same trial with the same settings. So nothing is lost and nothing
+is done twice. The only module that imports Optuna.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dare.errors import InputError
+from dare.studies.locks import Presence
+from dare.studies.results import Scored, State, Subset, Trial
+from dare.studies.space import Space
+
+if TYPE_CHECKING:
+    import optuna
+
+FORMAT = 1
+TRIALS, BESIDE = "trials", "beside"
+BASELINE, FINAL, HOLDOUT = "baseline", "final", "holdout"
+"""What is beside the trials."""
+RACE = 3
+"""One in so many goes on to the next part of the items, which is so many times as large."""
+ANSWERS = {
+    "recipe": "recipe",
+    "space": "settings that are searched over",
+    "sampler": "sampler",
+    "seeds": "number of seeds",
+    "evaluator": "evaluator",
+    "objective": "objective",
+    "guards": "guards",
+    "race": "race",
+    "items": "number of items",
+    "seed": "seed of the search",
+}
+
+
+@dataclass(frozen=True)
+class Charter:
+    """What a study is about: it cannot change without its trials losing their meaning."""
+
+    recipe: dict[str, Any]
+    space: dict[str, Any]
+    sampler: str
+    seeds: int
+    evaluator: str
+    objective: str
+    guards: tuple[str, ...]
+    race: bool
+    items: int | None
+    seed: int
+
+    def to_json(self) -> str:
+        """The charter as text, by which it is compared."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+class Study:
+    """An open study; close it when done."""
+
+    def __init__(self, path: Path, charter: Charter | None = None) -> None:
+        """Open a study, or begin one if there is a charter and no file."""
+        if charter is None and not path.is_file():
+            raise InputError(f"{path}: there is no study; begin one with `dare search --study`")
+        self.path = path
+        self._presence = Presence(path)
+        try:
+            with self._presence.turn():
+                self._open(charter)
+        except BaseException:
+            self._presence.close()
+            raise
+
+    def _open(self, charter: Charter | None) -> None:
+        optuna = _optuna()
+        is_new = not self.path.exists()
+        try:
+            storage = optuna.storages.RDBStorage(
+                f"sqlite:///{self.path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}}
+            )
+            known = {summary.study_name for summary in storage.get_all_studies()}
+        except Exception as error:  # SQLAlchemy's and Alembic's are of many kinds
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"{self.path}: is not a study that can be read: {reason}") from None
+        if not is_new and TRIALS not in known and known:
+            raise InputError(f"{self.path}: holds studies of another program")
+        with _quiet():
+            self._studies = {
+                name: optuna.create_study(
+                    storage=storage, study_name=name, direction="maximize", load_if_exists=True
+                )
+                for name in (TRIALS, BESIDE)
+            }
+        told = self.note("charter")
+        if told is None:
+            if charter is None:
+                raise InputError(f"{self.path}: the study was never begun; remove it")
+            self.keep("format", FORMAT)
+            self.keep("charter", json.loads(charter.to_json()))
+            told = self.note("charter")
+        if self.note("format") != FORMAT:
+            raise InputError(
+                f"{self.path}: was written by another version of dare (format "
+                f"{self.note('format')}, not {FORMAT})"
+            )
+        self.charter = Charter(**{**told, "guards": tuple(told["guards"])})
+        if charter is not None and self.charter.to_json() != charter.to_json():
+            raise InputError(self._another(charter))
+
+    def _another(self, charter: Charter) -> str:
+        """What makes this the study of another search."""
+        ours, theirs = (json.loads(c.to_json()) for c in (self.charter, charter))
+        key = next(key for key in ANSWERS if ours[key] != theirs[key])
+        then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
+        return (
+            f"{self.path}: is the study of another search: its {ANSWERS[key]} was {then}, and is "
+            f"{now} now; give another --study, or ask as before"
+        )
+
+    def close(self) -> None:
+        """Let others know that this process no longer works on it."""
+        self._presence.close()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Nobody else changes the study."""
+        with self._presence.turn():
+            yield
+
+    # ------------------------------------------------------------ notes on the whole study
+
+    def note(self, name: str) -> Any:
+        """What was kept under a name; None if nothing was."""
+        return self._studies[TRIALS].user_attrs.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a value that JSON can hold."""
+        self._studies[TRIALS].set_user_attr(name, value)
+
+    @property
+    def subset(self) -> Subset | None:
+        """The items that are scored in place of all, once they are chosen."""
+        kept = self.note("subset")
+        return None if kept is None else Subset(**{**kept, "ids": tuple(kept["ids"])})
+
+    # ------------------------------------------------------------ taking trials
+
+    def take_next(
+        self, space: Space, planned: int, choose: Callable[[int, Sequence[Trial]], Planned | None]
+    ) -> Claim | None:
+        """Take the next trial; None if all that are planned have been taken.
+
+        `choose` gives the setting of a place in the plan, or None to leave it to the sampler.
+        """
+        study = self._studies[TRIALS]
+        with self.turn():
+            if (left := self._left_behind(study)) is not None:
+                return self._claim(study, left, space)
+            found = self.trials()
+            open_places = set(range(planned)) - {t.place for t in found}
+            if not open_places:
+                return None
+            place = min(open_places)
+            chosen = choose(place, [t.trial for t in found])
+            notes: dict[str, Any] = {"place": place}
+            if chosen is not None:
+                notes["shift"] = chosen.shift
+                told = space.suggestion(chosen.settings)
+                study.enqueue_trial(told, user_attrs={**notes, "settings": dict(chosen.settings)})
+            with _quiet():
+                study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(found)])
+                taken = study.ask()
+            for key, value in notes.items():
+                taken.set_user_attr(key, value)
+            return self._claim(study, taken, space)
+
+    def take_beside(self, kind: str, name: str, digest: str = "") -> Claim | None:
+        """Take a baseline, or a candidate for the holdout; None if it is taken or done."""
+        study = self._studies[BESIDE]
+        with self.turn():
+            for found in study.get_trials(deepcopy=False):
+                notes = found.user_attrs
+                if (notes.get("kind"), notes.get("name")) != (kind, name):
+                    continue
+                if digest and notes.get("digest") not in (None, digest):
+                    continue
+                if found.state.is_finished() or self._presence.is_alive(notes["owner"]):
+                    return None
+                return self._claim(study, _again(study, found), None)
+            study.enqueue_trial(
+                {}, user_attrs={"kind": kind, "name": name, "owner": self._presence.mark}
+            )
+            with _quiet():
+                return self._claim(study, study.ask(), None)
+
+    def _left_behind(self, study: optuna.Study) -> optuna.Trial | None:
+        """The first trial that a process has taken, or was about to take, and died over."""
+        states = _optuna().trial.TrialState
+        for found in study.get_trials(deepcopy=False):
+            if found.state == states.WAITING:
+                return study.ask()
+            owner = found.user_attrs.get("owner")
+            if found.state == states.RUNNING and not (owner and self._presence.is_alive(owner)):
+                return _again(study, found)
+        return None
+
+    def _claim(self, study: optuna.Study, taken: optuna.Trial, space: Space | None) -> Claim:
+        notes = taken.user_attrs
+        settings = notes.get("settings")
+        if space is not None:
+            with _quiet():
+                suggested = space.suggest(taken)
+            settings = settings or suggested
+            taken.set_user_attr("settings", settings)
+        taken.set_user_attr("owner", self._presence.mark)
+        return Claim(self, study, taken, settings or {}, notes.get("shift", 0))
+
+    def count_running(self) -> int:
+        """How many trials living processes are busy with."""
+        return sum(
+            not found.state.is_finished() and self._presence.is_alive(found.user_attrs["owner"])
+            for study in self._studies.values()
+            for found in study.get_trials(deepcopy=False)
+            if "owner" in found.user_attrs
+        )
+
+    # ------------------------------------------------------------ reading
+
+    def trials(self) -> list[Placed]:
+        """All trials that have begun, in the order of their numbers."""
+        found = self._studies[TRIALS].get_trials(deepcopy=False)
+        return [Placed(_read(t), t.user_attrs["place"]) for t in found if "place" in t.user_attrs]
+
+    def beside(self, kind: str) -> list[Trial]:
+        """The baselines, or what was scored on the holdout."""
+        found = self._studies[BESIDE].get_trials(deepcopy=False)
+        return [_read(trial) for trial in found if trial.user_attrs.get("kind") == kind]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A setting that is to be tried."""
+
+    settings: Mapping[str, Any]
+    shift: int = 0
+    """Of its seeds."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A trial, and its place in the plan."""
+
+    trial: Trial
+    place: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A trial that this process works on."""
+
+    study: Study
+    _within: optuna.Study
+    _taken: optuna.Trial
+    settings: Mapping[str, Any]
+    shift: int
+
+    @property
+    def number(self) -> int:
+        """Which trial it is."""
+        return self._taken.number
+
+    def keep(self, **notes: Any) -> None:
+        """Write down what is known by now."""
+        for name, value in notes.items():
+            self._taken.set_user_attr(name, value)
+
+    def report(self, objective: float, rung: int) -> bool:
+        """Say how it does on a part of the items; return whether it is among the worse."""
+        with self.study.turn(), _quiet():
+            self._taken.report(objective, RACE**rung)
+            self._within.pruner = _optuna().pruners.SuccessiveHalvingPruner(
+                min_resource=1, reduction_factor=RACE
+            )
+            return bool(self._taken.should_prune())
+
+    def finish(
+        self, scored: Scored, objective: float, *, slacks: Mapping[str, float], **notes: Any
+    ) -> None:
+        """Write down the scores; what is written last makes them count."""
+        self.keep(scored=asdict(scored), objective=objective, **notes)
+        for name, slack in slacks.items():
+            self._taken.set_constraint(name, slack)
+        with self.study.turn(), _quiet():
+            self._within.tell(self._taken, objective)
+
+    def stop(self, scored: Scored, objective: float, message: str, **notes: Any) -> None:
+        """Write down the scores on a part of the items, and that there will be no more."""
+        self.keep(scored=asdict(scored), objective=objective, message=message, **notes)
+        self._end(_optuna().trial.TrialState.PRUNED)
+
+    def fail(self, message: str, **notes: Any) -> None:
+        """Write down why there are no scores."""
+        self.keep(message=message, **notes)
+        self._end(_optuna().trial.TrialState.FAIL)
+
+    def _end(self, state: Any) -> None:
+        with self.study.turn(), _quiet():
+            self._within.tell(self._taken, state=state)
+
+
+def _read(found: optuna.trial.FrozenTrial) -> Trial:
+    """A trial as a plain value."""
+    notes = found.user_attrs
+    states = _optuna().trial.TrialState
+    scored = notes.get("scored")
+    objective = notes.get("objective")
+    return Trial(
+        number=found.number,
+        settings=notes.get("settings", {}),
+        seed=notes.get("seed", 0),
+        state={
+            states.COMPLETE: State.DONE,
+            states.PRUNED: State.STOPPED,
+            states.FAIL: State.FAILED,
+            states.RUNNING: State.RUNNING,
+            states.WAITING: State.WAITING,
+        }[found.state],
+        scored=None if scored is None or not found.state.is_finished() else Scored(**scored),
+        objective=objective if found.state.is_finished() else None,
+        broken=tuple(notes.get("broken", ())),
+        digest=notes.get("digest"),
+        same_as=notes.get("same_as"),
+        seconds=notes.get("seconds", 0.0),
+        message=notes.get("message", ""),
+        output=notes.get("output", ""),
+        name=notes.get("name", ""),
+    )
+
+
+def _again(study: optuna.Study, found: optuna.trial.FrozenTrial) -> optuna.Trial:
+    """A trial that another process left behind, to be gone on with."""
+    return _optuna().trial.Trial(study, found._trial_id)
+
+
+def _sampler(name: str, seed: Sequence[int]) -> optuna.samplers.BaseSampler:
+    """What suggests settings; it is made anew for each trial, so that a resumed study goes on as
+    one that was never interrupted.
+    """
+    samplers = _optuna().samplers
+    number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    with _quiet():
+        match name:
+            case "tpe":
+                return samplers.TPESampler(seed=number, multivariate=True, group=True)
+            case "cmaes":
+                return samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
+            case "gp":
+                return samplers.GPSampler(seed=number, warn_independent_sampling=False)
+            case _:
+                return samplers.RandomSampler(seed=number)
+
+
+def _difference(one: Any, other: Any) -> str:
+    """What stands in one value and not so in another."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        changed = {key: value for key, value in one.items() if other.get(key) != value}
+        one = changed or "without that"
+    return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise InputError(
+            "a search needs Optuna, which is not installed: pip install 'dare-merge[search]'"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Optuna's warnings about what it calls experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
