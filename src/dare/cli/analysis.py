@@ -13,16 +13,14 @@ from cyclopts import Group, Parameter
 
 from dare import api
 from dare.analysis.documents import to_json, write_tables
-from dare.analysis.judge.advice import advise as give_advice
+from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
-from dare.analysis.judge.readiness import BASE, assess
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
-from dare.inputs.formats import read_config
 from dare.output.manifest import find_manifest, read_manifest
 from dare.recipe.schema import Recipe
 from dare.tensors.files import open_ordinary
@@ -197,10 +195,7 @@ def judge(
     else:
         base, models = _named(inputs)
         analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
-    files = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
-    configs = {name: read_config(Path(file)) or {} for name, file in files.items()}
-    readiness = assess(analysis, configs)
-    return analysis, readiness, give_advice(analysis, readiness, steps=steps)
+    return analysis, *judge_analysis(analysis, steps=steps)
 
 
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:

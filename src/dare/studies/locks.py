@@ -17,7 +17,7 @@ from dare.errors import OutputError
 
 
 class Presence:
-    """This process at work on a study."""
+    """A process at work on a study: the one that makes it."""
 
     def __init__(self, study: Path) -> None:
         self._path = study.with_name(f"{study.name}.lock")

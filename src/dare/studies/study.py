@@ -154,25 +154,38 @@ class Study:
         kept = self.note("subset")
         return None if kept is None else Subset(**{**kept, "ids": tuple(kept["ids"])})
 
+    def keep_subset(self, subset: Subset) -> None:
+        """Keep the items that are scored in place of all."""
+        self.keep("subset", asdict(subset))
+
     # ------------------------------------------------------------ taking trials
 
     def take_next(
-        self, space: Space, planned: int, choose: Callable[[int, Sequence[Trial]], Planned | None]
+        self,
+        space: Space,
+        planned: int,
+        choose: Callable[[int, Sequence[Placed]], Planned | None],
+        retry_before: int = 0,
     ) -> Claim | None:
         """Take the next trial; None if all that are planned have been taken.
 
-        `choose` gives the setting of a place in the plan, or None to leave it to the sampler.
+        `choose` gives the setting of a place in the plan, or None to leave it to the sampler. What
+        failed before trial number `retry_before` is tried again.
         """
         study = self._studies[TRIALS]
         with self.turn():
             if (left := self._left_behind(study)) is not None:
                 return self._claim(study, left, space)
             found = self.trials()
-            open_places = set(range(planned)) - {t.place for t in found}
-            if not open_places:
+            filled = {
+                placed.place
+                for placed in found
+                if placed.trial.state is not State.FAILED or placed.trial.number >= retry_before
+            }
+            place = next((p for p in range(planned) if p not in filled), None)
+            if place is None:
                 return None
-            place = min(open_places)
-            chosen = choose(place, [t.trial for t in found])
+            chosen = choose(place, found)
             notes: dict[str, Any] = {"place": place}
             if chosen is not None:
                 notes["shift"] = chosen.shift
@@ -185,26 +198,28 @@ class Study:
                 taken.set_user_attr(key, value)
             return self._claim(study, taken, space)
 
-    def take_beside(self, kind: str, name: str, digest: str = "") -> Claim | None:
-        """Take a baseline, or a candidate for the holdout; None if it is taken or done."""
+    def take_beside(self, kind: str, name: str) -> Claim | None:
+        """Take a baseline, or a candidate for the holdout; None if it is taken or done.
+
+        One that failed is tried again, once by each process.
+        """
         study = self._studies[BESIDE]
+        failed = _optuna().trial.TrialState.FAIL
         with self.turn():
             for found in study.get_trials(deepcopy=False):
                 notes = found.user_attrs
                 if (notes.get("kind"), notes.get("name")) != (kind, name):
                     continue
-                if digest and notes.get("digest") not in (None, digest):
-                    continue
-                if found.state.is_finished() or self._presence.is_alive(notes["owner"]):
+                if not found.state.is_finished() and not self._presence.is_alive(notes["owner"]):
+                    return self._claim(study, _again(study, found), None)
+                if found.state != failed or notes["owner"] == self._presence.mark:
                     return None
-                return self._claim(study, _again(study, found), None)
-            study.enqueue_trial(
-                {}, user_attrs={"kind": kind, "name": name, "owner": self._presence.mark}
-            )
+            mark = self._presence.mark
+            study.enqueue_trial({}, user_attrs={"kind": kind, "name": name, "owner": mark})
             with _quiet():
                 return self._claim(study, study.ask(), None)
 
-    def _left_behind(self, study: optuna.Study) -> optuna.Trial | None:
+    def _left_behind(self, study: optuna.Study) -> Any:
         """The first trial that a process has taken, or was about to take, and died over."""
         states = _optuna().trial.TrialState
         for found in study.get_trials(deepcopy=False):
@@ -226,13 +241,13 @@ class Study:
         taken.set_user_attr("owner", self._presence.mark)
         return Claim(self, study, taken, settings or {}, notes.get("shift", 0))
 
-    def count_running(self) -> int:
-        """How many trials living processes are busy with."""
-        return sum(
-            not found.state.is_finished() and self._presence.is_alive(found.user_attrs["owner"])
-            for study in self._studies.values()
+    def is_busy(self, kind: str = "") -> bool:
+        """Whether anybody has taken something that is not done: a trial, or of a kind beside."""
+        study = self._studies[BESIDE if kind else TRIALS]
+        return any(
+            not found.state.is_finished()
             for found in study.get_trials(deepcopy=False)
-            if "owner" in found.user_attrs
+            if not kind or found.user_attrs.get("kind") == kind
         )
 
     # ------------------------------------------------------------ reading
@@ -245,7 +260,8 @@ class Study:
     def beside(self, kind: str) -> list[Trial]:
         """The baselines, or what was scored on the holdout."""
         found = self._studies[BESIDE].get_trials(deepcopy=False)
-        return [_read(trial) for trial in found if trial.user_attrs.get("kind") == kind]
+        latest = {t.user_attrs["name"]: t for t in found if t.user_attrs.get("kind") == kind}
+        return [_read(trial) for trial in latest.values()]
 
 
 @dataclass(frozen=True)
@@ -348,12 +364,12 @@ def _read(found: optuna.trial.FrozenTrial) -> Trial:
     )
 
 
-def _again(study: optuna.Study, found: optuna.trial.FrozenTrial) -> optuna.Trial:
+def _again(study: optuna.Study, found: optuna.trial.FrozenTrial) -> Any:
     """A trial that another process left behind, to be gone on with."""
     return _optuna().trial.Trial(study, found._trial_id)
 
 
-def _sampler(name: str, seed: Sequence[int]) -> optuna.samplers.BaseSampler:
+def _sampler(name: str, seed: Sequence[int]) -> Any:
     """What suggests settings; it is made anew for each trial, so that a resumed study goes on as
     one that was never interrupted.
     """

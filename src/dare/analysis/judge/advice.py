@@ -30,6 +30,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Suggestion
@@ -43,9 +44,10 @@ from dare.analysis.judge.prediction import (
     surviving_drop_rate,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.readiness import assess, body_of, is_opposed
+from dare.analysis.judge.readiness import BASE, assess, body_of, is_opposed
 from dare.analysis.results import Analysis, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
+from dare.inputs.formats import read_config
 from dare.tensors.mask import check_drop_rate
 
 EMBEDDING_RATE = 0.5
@@ -203,6 +205,14 @@ class Draft:
         """The error that each model's own outputs may have so that the merge's stay in bounds."""
         share = 1 / self.count if self.combine == "linear" else 1.0
         return limit("output_error") / (abs(self.scale * share) * math.sqrt(self.count))
+
+
+def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, Advice]:
+    """The verdict on models and the advice for them; configurations count where there are any."""
+    inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
+    configs = {name: read_config(Path(file)) or {} for name, file in inputs.items()}
+    readiness = assess(analysis, configs)
+    return readiness, advise(analysis, readiness, steps=steps)
 
 
 def advise(

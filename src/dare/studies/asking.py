@@ -1,0 +1,149 @@
+"""What a search is asked to do, checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dare.errors import RecipeError
+from dare.recipe.schema import Recipe
+from dare.recipe.search import Choices, Range, Search
+from dare.studies.evaluators import check_evaluator
+from dare.studies.objective import Guard, Objective
+from dare.studies.results import Scored
+from dare.studies.space import Space, seed_shifts
+from dare.studies.study import Charter
+
+Evaluator = str | Callable[..., Any]
+USUAL_TRIALS = 40
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A search, completely described."""
+
+    space: Space
+    table: Search
+    sampler: str
+    planned: int
+    evaluator: Evaluator
+    holdout: Evaluator | None
+    objective: Objective
+    guards: tuple[Guard, ...]
+    study: Path
+    seed: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that is searched around."""
+        return self.space.recipe
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """What is added to a setting's seeds, for each time that it is tried."""
+        return seed_shifts(self.table.seeds)
+
+    @property
+    def charter(self) -> Charter:
+        """What the study is about."""
+        document = self.recipe.to_document()
+        files = {name: document.pop(name, None) for name in ("search", "models", "max_memory")}
+        for name in ("threads", "verbose"):
+            document.pop(name, None)
+        paths = {key: value for key, value in files["models"].items() if key != "output_file"}
+        return Charter(
+            recipe={"models": paths, **document},
+            space=self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)["over"],
+            sampler=self.sampler,
+            seeds=self.table.seeds,
+            evaluator=told(self.evaluator),
+            objective=self.objective.text,
+            guards=tuple(guard.text for guard in self.guards),
+            race=self.table.race,
+            items=self.table.items,
+            seed=self.seed,
+        )
+
+    def judge(self, scored: Scored, singles: Sequence[Mapping[str, float]]) -> Judged:
+        """Hold scores against the objective and the guards."""
+        scores = scored.scores
+        return Judged(
+            self.objective.value(scores),
+            tuple(line for guard in self.guards for line in guard.broken(scores, singles)),
+            {guard.text: guard.slack(scores, singles) for guard in self.guards},
+        )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What scores are worth."""
+
+    objective: float
+    broken: tuple[str, ...]
+    slacks: dict[str, float]
+
+
+def ask(
+    recipe: Recipe,
+    *,
+    over: Mapping[str, Choices | Range] | None = None,
+    evaluate: Evaluator | None = None,
+    holdout: Evaluator | None = None,
+    study: Path,
+    seed: int = 0,
+    **settings: Any,
+) -> Asked:
+    """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
+    table = recipe.search or Search()
+    fields = {name: getattr(table, name) for name in Search.model_fields}
+    fields |= {name: value for name, value in settings.items() if value is not None}
+    fields["over"] = {**table.over, **(over or {})}
+    table = Search(**fields)
+    space = Space(recipe.model_copy(update={"search": None}), table.over)
+    space.check()
+    sampler = table.sampler or ("grid" if space.is_listed else "tpe")
+    planned = table.trials or USUAL_TRIALS
+    if sampler == "grid":
+        planned = count_grid(space, table.seeds)
+    judging = evaluate if evaluate is not None else table.eval
+    if judging is None:
+        raise RecipeError(
+            "nothing says how good a candidate is: give --eval 'python score.py {model}' or "
+            "--eval score.py:score (docs: evaluators)"
+        )
+    objective = Objective.parse(table.objective)
+    testing = holdout if holdout is not None else table.holdout
+    for evaluator in (judging, testing):
+        if isinstance(evaluator, str):
+            check_evaluator(evaluator)
+    return Asked(
+        space,
+        table,
+        sampler,
+        planned,
+        judging,
+        testing,
+        objective,
+        tuple(Guard.parse(text, objective) for text in table.guards),
+        study,
+        seed,
+    )
+
+
+def count_grid(space: Space, seeds: int) -> int:
+    """How many candidates a grid has: another seed counts only where something is random."""
+    if not space.is_listed:
+        raise RecipeError(
+            "a grid needs lists of values, or ranges with a step; for other ranges take random, "
+            "tpe, cmaes or gp"
+        )
+    return sum(seeds if space.is_random(settings) else 1 for settings in space.grid())
+
+
+def told(evaluator: Evaluator) -> str:
+    """What an evaluator is called."""
+    if isinstance(evaluator, str):
+        return evaluator
+    return f"{getattr(evaluator, '__module__', '?')}:{getattr(evaluator, '__qualname__', '?')}"

@@ -1,0 +1,118 @@
+"""What a study holds, read from its file, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dare.recipe.document import recipe_from_document
+from dare.recipe.schema import Recipe
+from dare.recipe.search import Search
+from dare.studies.baselines import baseline_recipes
+from dare.studies.conclusions import conclude
+from dare.studies.results import Conclusion, Ranked, Settings, State, StudyData, Trial
+from dare.studies.space import Space, seed_shifts
+from dare.studies.study import BASELINE, FINAL, HOLDOUT, Study
+
+WINNER, RUNNER_UP = "winner", "runner-up"
+
+
+def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
+    """All that a study holds, and what is concluded from it."""
+    data = study_data(study)
+    conclusion = conclude(data, resamples=resamples)
+    scored = study.beside(HOLDOUT)
+    if not scored or conclusion.best is None:
+        return data, conclusion
+    data = replace(data, holdout=tuple(_by_role(scored, conclusion)))
+    return data, conclude(data, resamples=resamples)
+
+
+def study_data(study: Study) -> StudyData:
+    """All that a study holds, but for the holdout."""
+    charter = study.charter
+    space = study_space(study)
+    remarks = study.note("remarks") or []
+    latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
+    trials = sorted(latest.values(), key=lambda trial: trial.number)
+    if study.subset is not None:
+        trials = list(_with_finals(trials, study.beside(FINAL), len(study.subset.ids)))
+    return StudyData(
+        recipe=charter.recipe,
+        space=charter.space,
+        sampler=charter.sampler,
+        planned=study.note("planned") or len(trials),
+        seeds=tuple(space.recipe.seed + shift for shift in seed_shifts(charter.seeds)),
+        evaluator=charter.evaluator,
+        objective=charter.objective,
+        guards=charter.guards,
+        baselines=tuple(study.beside(BASELINE)),
+        trials=tuple(trials),
+        subset=study.subset,
+        holdout_evaluator=study.note("holdout"),
+        remarks=tuple(remarks),
+    )
+
+
+def study_space(study: Study) -> Space:
+    """The space of a study, around its recipe."""
+    recipe = recipe_from_document(study.charter.recipe, str(study.path))
+    return Space(recipe, Search(over=study.charter.space).over)
+
+
+def recipe_of(study: Study, ranked: Ranked) -> Recipe:
+    """The recipe of a setting with its first seed, or of a baseline."""
+    space = study_space(study)
+    if not ranked.baseline:
+        return space.candidate(ranked.settings)
+    advised = study.note("advice")
+    advice = None if advised is None else recipe_from_document(advised, "advice")
+    return baseline_recipes(space.recipe, advice)[ranked.baseline]
+
+
+def settings_key(settings: Settings) -> str:
+    """A text by which settings are known to be the same."""
+    return json.dumps(dict(settings), sort_keys=True)
+
+
+def runner_up(conclusion: Conclusion) -> Ranked | None:
+    """The second best setting, if there is one that keeps to the guards."""
+    rest = [ranked for ranked in conclusion.ranking if ranked != conclusion.best]
+    return next((ranked for ranked in rest if not ranked.broken), None)
+
+
+def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
+    """What was scored on the holdout, under the names that hold now.
+
+    Candidates are kept by their settings: a search that went on may have another winner.
+    """
+    keys = {
+        settings_key(ranked.settings): role
+        for role, ranked in ((RUNNER_UP, runner_up(conclusion)), (WINNER, conclusion.best))
+        if ranked is not None
+    }
+    named = []
+    for trial in scored:
+        if not trial.settings:
+            named.append(trial)  # a baseline
+        elif (role := keys.get(settings_key(trial.settings))) is not None:
+            named.append(replace(trial, name=role))
+        elif trial.name.startswith(WINNER):
+            named.append(replace(trial, name=f"{WINNER} before"))
+    return named
+
+
+def _with_finals(trials: Sequence[Trial], finals: Sequence[Trial], count: int) -> list[Trial]:
+    """Trials as they were scored on all items; others were scored on some, and count no more."""
+    full = {final.name: final for final in finals if final.is_done}
+    found = []
+    for trial in trials:
+        if (final := full.get(str(trial.number))) is not None:
+            found.append(replace(trial, scored=final.scored, objective=final.objective))
+        elif trial.is_done and full:
+            told = f"scored on {count} chosen items, and not among the best there"
+            found.append(replace(trial, state=State.STOPPED, message=told))
+        else:
+            found.append(trial)
+    return found
