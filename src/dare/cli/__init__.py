@@ -43,8 +43,11 @@ ESCAPE = "dare-escape"
 HOMES = {
     **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
     **dict.fromkeys(("compress", "apply"), "deltas"),
+    "sweep": "search",
 }
 """Modules that commands stand in, if not in `commands`."""
+WITH_COMMANDS = ("lora", "search")
+"""Commands that have commands of their own."""
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -158,8 +161,8 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
     )
     for place, (name, text) in enumerate(COMMANDS.items()):
-        if name == "lora":  # which has commands of its own
-            app.command("dare.cli.lora:lora", name=name, help=text, sort_key=place)
+        if name in WITH_COMMANDS:
+            app.command(f"dare.cli.{name}:{name}", name=name, help=text, sort_key=place)
             continue
         home = HOMES.get(name, "commands")
         app.command(
@@ -204,8 +207,8 @@ def _command_of(arguments: Sequence[str]) -> str:
 
 
 def _way_on(arguments: Sequence[str]) -> str:
-    """The command that takes an interrupted merge up again, if there was one."""
-    if with_command(arguments)[0] != "merge":
+    """The command that takes interrupted work up again, if it can be."""
+    if with_command(arguments)[0] not in ("merge", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]
     return f"; go on where it stopped with\n  dare {printable(shlex.join(again))}"

@@ -91,6 +91,27 @@ with --merged what a finished merge has kept. Needs the extra `report`.
   dare report base.safetensors math.safetensors code.safetensors
   dare report analysis.json --output page.html --figures figures --format png
   dare report --merged merged.safetensors""",
+    "search": r"""Find the best merge, and know whether it is one.
+
+Makes candidates in memory and has each scored on data that you hold out. First
+come the baselines: the base, each model, the plain average, task arithmetic and
+the advice. A study is a file: stopped or killed, the same command goes on.
+
+[bold]Examples[/bold]
+
+  dare search recipe.toml --over method=dare+linear,dare+ties,sum        drop_rate=0.3:0.95 scale=0.5:2 --trials 40 --eval score.py:score
+  dare search recipe.toml --over weight.math=0:1 weight.code=0:1 --sampler cmaes        --eval 'python score.py {model}' --guard english:max:1.25 --time-limit 600
+  dare search recipe.toml --over drop_rate=0.5:0.95:layers=3 --race        --eval score.py:score --holdout score.py:test --html study.html
+  dare search show recipe.study.db --html study.html
+  dare search best recipe.study.db --write best.toml""",
+    "sweep": r"""Try every combination of some settings.
+
+The same as `dare search --sampler grid`.
+
+[bold]Examples[/bold]
+
+  dare sweep recipe.toml --over drop_rate=0.80,0.85,0.90,0.95 --seeds 5        --eval 'python score.py {model}' --study study.db --json
+  dare sweep recipe.toml --over method=dare+sum,dare+ties drop_rate=0.5:0.9:step=0.1        --eval score.py:score --jobs 2""",
     "methods": """List the methods, or explain one.
 
 [bold]Examples[/bold]
@@ -162,3 +183,19 @@ a minute.
   dare demo --output demo --json""",
 }
 """Each command's help; the first line is what the list of commands shows."""
+
+SUBCOMMANDS = {
+    "search show": """Show a study: in the terminal, as a page, or as JSON.
+
+[bold]Examples[/bold]
+
+  dare search show study.db --watch
+  dare search show study.db --html study.html --failed""",
+    "search best": """Write the recipe of the best setting, with what speaks for it.
+
+[bold]Examples[/bold]
+
+  dare search best --study study.db --write best.toml
+  dare search best study.db --simplest""",
+}
+"""The help of commands that stand below another."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,18 +47,21 @@ class _Layer:
 class Llama:
     """A model in memory.
 
-    `weights` is a directory with a safetensors file or such a file itself; `config` is the
-    config.json that tells its shape, as Hugging Face writes it.
+    `weights` is a directory with a safetensors file, such a file itself, or arrays by name;
+    `config` is the config.json that tells its shape, as Hugging Face writes it.
     """
 
-    def __init__(self, weights: Path, config: Path) -> None:
+    def __init__(self, weights: Path | Mapping[str, NDArray[Any]], config: Path) -> None:
         settings = json.loads(config.read_text(encoding="utf-8"))
         self.context: int = settings["max_position_embeddings"]
         self._heads: int = settings["num_attention_heads"]
         self._epsilon = np.float32(settings["rms_norm_eps"])
         if settings["num_key_value_heads"] != self._heads:
             raise InputError(f"{config}: the demonstration's model has a key for each query head")
-        tensors = read_weights(weights)
+        if isinstance(weights, Path):
+            tensors = read_weights(weights)
+        else:
+            tensors = {name: array.astype(np.float32) for name, array in weights.items()}
         self._embedding = tensors["model.embed_tokens.weight"]
         self._norm = tensors["model.norm.weight"]
         self._layers = [_layer(tensors, n) for n in range(settings["num_hidden_layers"])]
@@ -126,19 +130,25 @@ class Llama:
         return [written[row] for row in range(len(prompts))]
 
     def share_right(self, examples: Sequence[Example]) -> float:
-        """Share of the examples that greedy decoding answers exactly right.
+        """Share of the examples that greedy decoding answers exactly right."""
+        return sum(self.are_right(examples)) / len(examples)
+
+    def are_right(self, examples: Sequence[Example]) -> list[bool]:
+        """Whether greedy decoding answers each example exactly right.
 
         Greedy decoding writes an answer if and only if each of its bytes, and the end of the line
         after it, is the likeliest after those before. So one pass over prompt and answer tells
         what writing byte by byte would, several times faster.
         """
-        right = 0
+        right = [False] * len(examples)
         for rows, tokens in _by_length([prompt + answer + END for prompt, answer in examples]):
             starts = np.array([[len(examples[row].prompt)] for row in rows])
             best = np.concatenate([logits.argmax(-1) for logits, _ in self._in_parts(tokens)])
             before = np.arange(1, tokens.shape[1]) < starts
-            right += int(((best == tokens[:, 1:]) | before).all(axis=1).sum())
-        return right / len(examples)
+            found = ((best == tokens[:, 1:]) | before).all(axis=1)
+            for row, is_right in zip(rows, found.tolist(), strict=True):
+                right[row] = is_right
+        return right
 
     def bits_per_byte(self, text: bytes) -> float:
         """Mean bits the model needs for a byte of a text, in windows as long as its context."""

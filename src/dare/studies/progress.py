@@ -40,7 +40,7 @@ class Lines(Display):
     def say(self, text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
-    def begin(self, planned: int, done: int) -> None:
+    def begin(self, planned: int, done: int) -> None:  # noqa: ARG002
         self._planned = planned
 
     def scored(self, trial: Trial, look: Look) -> None:  # noqa: ARG002
@@ -65,7 +65,7 @@ class Live(Display):
         self._bar.update(self._task, total=planned, completed=done)
         self._began, self._first = time.monotonic(), done
 
-    def scored(self, trial: Trial, look: Look) -> None:
+    def scored(self, trial: Trial, look: Look) -> None:  # noqa: ARG002
         self._bar.advance(self._task)
         with self._turn:
             if time.monotonic() - self._looked < EVERY_SECONDS:

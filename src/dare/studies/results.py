@@ -30,6 +30,11 @@ class State(StrEnum):
     """By racing: it was among the worst on a part of the items."""
     FAILED = "failed"
 
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will become of it."""
+        return self not in (State.WAITING, State.RUNNING)
+
 
 @dataclass(frozen=True)
 class Scored:

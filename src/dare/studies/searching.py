@@ -40,8 +40,8 @@ from dare.studies.reading import (
 from dare.studies.results import Conclusion, StudyData, Trial
 from dare.studies.scores import check_items
 from dare.studies.scoring import Interrupted, Terms, score_candidate
-from dare.tensors.sizes import show_size
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Claim, Placed, Planned, Study
+from dare.tensors.sizes import show_size
 
 POLL_SECONDS = 0.3
 FINALISTS = 5
@@ -313,7 +313,7 @@ class _Story:
             return None if claim is None else partial(self._score_trial, claim)
 
         self.display.begin(planned, len(self.study.trials()))
-        self._work(scorers, take, lambda: self.study.is_busy())
+        self._work(scorers, take, self.study.is_busy)
 
     def _score_trial(self, claim: Claim, scorer: Scorer) -> None:
         known = self._known([placed.trial for placed in self.study.trials()])
@@ -362,21 +362,15 @@ class _Story:
         _, conclusion = read_study(self.study, resamples=200)
         numbers = [n for ranked in conclusion.ranking[:FINALISTS] for n in ranked.trials]
         trials = {trial.number: trial for trial in study_data(self.study).trials}
-        self._score_beside(
-            scorers,
-            FINAL,
-            {
-                str(number): (
-                    self.asked.space.candidate(trials[number].settings, self._shift(trials[number])),
-                    trials[number].settings,
-                )
-                for number in numbers
-            },
-            full,
-        )
+        recipes = {
+            str(number): (self._recipe_of(trials[number]), trials[number].settings)
+            for number in numbers
+        }
+        self._score_beside(scorers, FINAL, recipes, full)
 
-    def _shift(self, trial: Trial) -> int:
-        return trial.seed - self.asked.recipe.seed
+    def _recipe_of(self, trial: Trial) -> Recipe:
+        shift = trial.seed - self.asked.recipe.seed
+        return self.asked.space.candidate(trial.settings, shift)
 
     def _score_holdout(self, scorers: Sequence[Scorer]) -> None:
         """Score the winner, the runner-up and the baselines on data that has chosen nothing."""
@@ -416,7 +410,7 @@ class _Story:
                     self.display.say(f"{kind}: {name.partition(' {')[0]}")
                     claim.keep(settings=dict(settings))
                     known = self._known(self.study.beside(kind))
-                    return lambda s: score_candidate(s, claim, recipe, terms, known)  # noqa: B023
+                    return lambda s: score_candidate(s, claim, recipe, terms, known)
             return None
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))

@@ -204,15 +204,17 @@ class Study:
         One that failed is tried again, once by each process.
         """
         study = self._studies[BESIDE]
-        failed = _optuna().trial.TrialState.FAIL
+        states = _optuna().trial.TrialState
         with self.turn():
+            while study.get_trials(deepcopy=False, states=[states.WAITING]):
+                study.ask()  # somebody died before: now it is one that was left behind
             for found in study.get_trials(deepcopy=False):
                 notes = found.user_attrs
                 if (notes.get("kind"), notes.get("name")) != (kind, name):
                     continue
                 if not found.state.is_finished() and not self._presence.is_alive(notes["owner"]):
                     return self._claim(study, _again(study, found), None)
-                if found.state != failed or notes["owner"] == self._presence.mark:
+                if found.state != states.FAIL or notes["owner"] == self._presence.mark:
                     return None
             mark = self._presence.mark
             study.enqueue_trial({}, user_attrs={"kind": kind, "name": name, "owner": mark})

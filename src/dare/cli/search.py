@@ -1,0 +1,314 @@
+"""`dare search` and `dare sweep`: which settings give the best merge, and is it one?"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Group, Parameter
+
+from dare.cli import DONE, FAILED, UsageError, show
+from dare.cli.commands import RecipePath
+from dare.cli.flags import (
+    RESOURCES,
+    RUN,
+    Config,
+    Debug,
+    Json,
+    Overwrite,
+    Quiet,
+    StageFiles,
+    recipe_from_flags,
+    switch,
+    takes_recipe,
+)
+from dare.cli.texts import COMMANDS, SUBCOMMANDS
+from dare.errors import OutputError
+from dare.recipe.search import Search
+from dare.studies.asking import ask
+from dare.studies.best import best_toml
+from dare.studies.searching import SearchResult, result_of, study_place
+from dare.studies.searching import search as run_search
+from dare.studies.space import parse_over
+from dare.studies.study import Study
+from dare.studies.terminal import show_study
+from dare.tensors.sizes import times
+
+search = App(name="search", help=COMMANDS["search"], help_format="rich", help_epilogue="")
+
+WHAT = Group("What is searched", sort_key=0)
+SCORES = Group("What decides", sort_key=0.5)
+WATCH_SECONDS = 2.0
+
+
+def _help(name: str) -> str | None:
+    return Search.model_fields[name].description
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Options:
+    """What is searched and how it is judged."""
+
+    over: Annotated[
+        list[str] | None,
+        Parameter(
+            group=WHAT,
+            negative="",
+            consume_multiple=(1, None),
+            metavar="NAME=VALUES...",
+            help="A setting and its values: drop_rate=0.8,0.9 or scale=0.5:2 (see the examples).",
+        ),
+    ] = None
+    seeds: Annotated[int | None, Parameter(group=WHAT, help=_help("seeds"))] = None
+    eval: Annotated[
+        str | None,
+        Parameter(
+            name="--eval",
+            group=SCORES,
+            help="FILE.py:FUNCTION, MODULE:FUNCTION, lm_eval:TASKS@FOLDER, or a command with "
+            "{model} whose last line is a JSON object of numbers.",
+        ),
+    ] = None
+    holdout: Annotated[
+        str | None,
+        Parameter(group=SCORES, help="The same, on other data: scores the winner once."),
+    ] = None
+    objective: Annotated[
+        str | None,
+        Parameter(
+            group=SCORES,
+            help="What is to be large: a score, -SCORE, mean(A, B), min(A, B), A + 0.5*B; "
+            "if not given, the mean of all scores.",
+        ),
+    ] = None
+    guard: Annotated[
+        list[str] | None,
+        Parameter(
+            group=SCORES,
+            negative="",
+            consume_multiple=(1, None),
+            help="What must hold: english:max:1.25, add:min:0.9, or '*:keep:0.95' for no task below "
+            "95 % of its own fine-tune.",
+        ),
+    ] = None
+    time_limit: Annotated[
+        float | None, Parameter(group=SCORES, metavar="SECONDS", help=_help("time_limit"))
+    ] = None
+    study: Annotated[
+        Path | None,
+        Parameter(group=RUN, help="The study, an SQLite file; else RECIPE.study.db."),
+    ] = None
+    jobs: Annotated[
+        int, Parameter(name=["--jobs", "-j"], group=RESOURCES, help="Candidates at a time.")
+    ] = 1
+    work: Annotated[
+        Path | None,
+        Parameter(group=RESOURCES, help="Where candidates for commands are written for a while."),
+    ] = None
+    retry_failed: Annotated[bool, switch("Also try again what failed.", group=RUN)] = False
+    advice: Annotated[
+        bool, Parameter(group=RUN, help="Analyse the models first, and start with the advice.")
+    ] = True
+    write: Annotated[
+        Path, Parameter(group=RUN, help="The recipe of the best; - leaves it out.")
+    ] = Path("best.toml")
+    html: Annotated[Path | None, Parameter(group=RUN, help="Also a page: dare search show.")] = None
+    dry_run: Annotated[
+        bool, switch("Only check what is asked for, and count the trials.", group=RUN)
+    ] = False
+
+
+@search.default
+@takes_recipe
+def run(
+    recipe: RecipePath = None,
+    /,
+    *,
+    options: Options | None = None,
+    sampler: Annotated[
+        Literal["grid", "random", "tpe", "cmaes", "gp"] | None,
+        Parameter(group=WHAT, help=_help("sampler")),
+    ] = None,
+    trials: Annotated[int | None, Parameter(group=WHAT, help=_help("trials"))] = None,
+    race: Annotated[bool, switch(_help("race") or "", group=SCORES)] = False,
+    items: Annotated[int | None, Parameter(group=SCORES, help=_help("items"))] = None,
+    config: Config = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    stage: StageFiles = None,
+    debug: Debug = False,
+    **flags: Any,
+) -> int:
+    """Search."""
+    more = {"sampler": sampler, "trials": trials, "race": race or None, "items": items}
+    asked = recipe or config, flags, options or Options(), more
+    return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
+
+
+@takes_recipe
+def sweep(
+    recipe: RecipePath = None,
+    /,
+    *,
+    options: Options | None = None,
+    config: Config = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    stage: StageFiles = None,
+    debug: Debug = False,
+    **flags: Any,
+) -> int:
+    """Try every combination."""
+    asked = recipe or config, flags, options or Options(), {"sampler": "grid"}
+    return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
+
+
+def _search(
+    place: Path | None,
+    flags: dict[str, Any],
+    options: Options,
+    more: dict[str, Any],
+    *,
+    overwrite: bool,
+    quiet: bool,
+    json: bool,
+) -> int:
+    if options.jobs < 1:
+        raise UsageError(f"--jobs {options.jobs}: at least one must work")
+    recipe = recipe_from_flags(place, flags)
+    asked: dict[str, Any] = {
+        "over": dict(map(parse_over, options.over or [])),
+        "evaluate": options.eval,
+        "holdout": options.holdout,
+        "study": study_place(place or recipe, options.study),
+        "seeds": options.seeds,
+        "objective": options.objective,
+        "guards": None if options.guard is None else tuple(options.guard),
+        "time_limit": options.time_limit,
+        **more,
+    }
+    console = show.console(json=json, quiet=quiet)
+    if options.dry_run:
+        checked = ask(recipe, **asked)
+        console.print(f"{times(checked.planned, 'trial')} by {checked.sampler}; all settings fit")
+        return DONE
+    result = run_search(
+        recipe,
+        **asked,
+        jobs=options.jobs,
+        retry=options.retry_failed,
+        advice=options.advice,
+        work=options.work,
+        verbose=not quiet,
+    )
+    show_study(console, result.data, result.conclusion)
+    if str(options.write) != "-" and result.best is not None:
+        console.print(_written(result, options.write, overwrite=overwrite))
+    if options.html is not None:
+        _write_page(options.html, result, overwrite=overwrite)
+        console.print(f"The page is {options.html}")
+    if json:
+        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+    return DONE if result.best is not None else FAILED
+
+
+StudyFile = Annotated[Path, Parameter(help="The study.")]
+
+
+@search.command(name="show", help=SUBCOMMANDS["search show"], help_epilogue="")
+def show_command(
+    study: StudyFile,
+    *,
+    html: Annotated[Path | None, Parameter(help="A page with figures and a table to sort.")] = None,
+    rows: Annotated[int, Parameter(help="How many settings.")] = 12,
+    failed: Annotated[bool, switch("Also what failed evaluators printed.")] = False,
+    watch: Annotated[bool, switch("Again and again, until the study is complete.")] = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Show a study, also while it runs."""
+    console = show.console(json=json, quiet=quiet)
+    while True:
+        result = _read(study)
+        if watch and console.is_terminal:
+            console.clear()
+        show_study(console, result.data, result.conclusion, rows=rows, failed=failed)
+        open_trials = result.data.planned - sum(t.state.is_final for t in result.data.trials)
+        if not watch or open_trials <= 0:
+            break
+        time.sleep(WATCH_SECONDS)
+    if html is not None:
+        _write_page(html, result, overwrite=overwrite)
+        console.print(f"The page is {html}; open it in a browser, no network is needed")
+    if json:
+        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+    return DONE
+
+
+@search.command(name="best", help=SUBCOMMANDS["search best"], help_epilogue="")
+def best_command(
+    study: StudyFile,
+    *,
+    write: Annotated[Path, Parameter(help="Where the recipe goes; - is stdout.")] = Path("-"),
+    simplest: Annotated[
+        bool, switch("The simplest that cannot be told apart from the best.")
+    ] = False,
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> int:
+    """Write the recipe of the best."""
+    result = _read(study)
+    if str(write) == "-":
+        print(best_toml(result, simplest=simplest), end="")
+    else:
+        _write_text(write, best_toml(result, simplest=simplest), overwrite=overwrite)
+        show.console().print(f"{write} is written")
+    return DONE
+
+
+def _read(path: Path) -> SearchResult:
+    study = Study(path)
+    try:
+        return result_of(study)
+    finally:
+        study.close()
+
+
+def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
+    """Write the best recipe, over one that an earlier search wrote; say what was done."""
+    text = best_toml(result)
+    try:
+        ours = path.read_text(encoding="utf-8").startswith(text.partition("\n")[0])
+    except (OSError, UnicodeDecodeError):
+        ours = False
+    try:
+        _write_text(path, text, overwrite=overwrite or ours)
+    except OutputError as error:
+        return f"The recipe of the best was not written: {error}"
+    return f"The recipe of the best is {path}; `dare {path}` merges it"
+
+
+def _write_text(path: Path, text: str, *, overwrite: bool) -> None:
+    try:
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError(f"{path}: exists already; write elsewhere, or add --overwrite") from None
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _write_page(path: Path, result: SearchResult, *, overwrite: bool) -> None:
+    from dare.studies.page import write_study_page
+
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path}: exists already; write elsewhere, or add --overwrite")
+    write_study_page(path, result.data, result.conclusion)

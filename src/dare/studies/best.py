@@ -1,0 +1,54 @@
+"""The recipe that a study has found, with what speaks for it as comments."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dare.errors import InputError, printable
+from dare.recipe.toml import write_toml
+from dare.studies.results import Conclusion
+
+if TYPE_CHECKING:
+    from dare.studies.searching import SearchResult
+
+OUTPUT = "merged.safetensors"
+
+
+def best_toml(result: SearchResult, *, simplest: bool = False) -> str:
+    """The best recipe, or the simplest that cannot be told apart from it, as TOML."""
+    recipe = result.simplest if simplest else result.best
+    if recipe is None:
+        raise InputError(f"{result.study}: no candidate could be scored, so there is no best")
+    which = "simplest within noise" if simplest else "best"
+    document = recipe.to_document()
+    document["models"].setdefault("output_file", OUTPUT)
+    lines = [f"# The {which} of {result.study.name}, found by `dare search`."]
+    for sentence in grounds(result.conclusion):
+        wrapped = textwrap.wrap(printable(sentence), 96, initial_indent="", subsequent_indent="  ")
+        lines += [f"# {line}" for line in wrapped]
+    return "\n".join([*lines, "", write_toml(document)])
+
+
+def grounds(conclusion: Conclusion) -> Iterator[str]:
+    """What speaks for the best, and what does not, a sentence each."""
+    best = conclusion.best
+    assert best is not None
+    yield f"Best: {best.label}, objective {best.objective}, of {len(conclusion.ranking)} settings."
+    for difference in conclusion.against:
+        yield f"Against {difference.other}: {difference.estimate}, {difference.verdict}."
+    others = [ranked.label for ranked in conclusion.tied]
+    if others:
+        shown = "; ".join(others[:5]) + ("; …" if len(others) > 5 else "")
+        yield f"Cannot be told apart from {len(others)}: {shown}."
+    if conclusion.simplest is not None and conclusion.simplest != best:
+        yield f"The simplest of these: {conclusion.simplest.label}."
+    if conclusion.holdout is not None:
+        held = conclusion.holdout
+        yield (
+            f"On the holdout: {held.objective}; choosing has flattered it by about {held.loss:.3g}."
+        )
+        for difference in held.against:
+            yield f"There against {difference.other}: {difference.estimate}, {difference.verdict}."
+    yield from conclusion.remarks
