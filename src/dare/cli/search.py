@@ -91,8 +91,8 @@ class Options:
             group=SCORES,
             negative="",
             consume_multiple=(1, None),
-            help="What must hold: english:max:1.25, add:min:0.9, or '*:keep:0.95' for no task below "
-            "95 % of its own fine-tune.",
+            help="What must hold: english:max:1.25, add:min:0.9, or '*:keep:0.95' for no task "
+            "below 95 % of its own fine-tune.",
         ),
     ] = None
     time_limit: Annotated[

@@ -99,9 +99,12 @@ the advice. A study is a file: stopped or killed, the same command goes on.
 
 [bold]Examples[/bold]
 
-  dare search recipe.toml --over method=dare+linear,dare+ties,sum        drop_rate=0.3:0.95 scale=0.5:2 --trials 40 --eval score.py:score
-  dare search recipe.toml --over weight.math=0:1 weight.code=0:1 --sampler cmaes        --eval 'python score.py {model}' --guard english:max:1.25 --time-limit 600
-  dare search recipe.toml --over drop_rate=0.5:0.95:layers=3 --race        --eval score.py:score --holdout score.py:test --html study.html
+  dare search recipe.toml --over method=dare+linear,dare+ties,sum \
+       drop_rate=0.3:0.95 scale=0.5:2 --trials 40 --eval score.py:score
+  dare search recipe.toml --over weight.math=0:1 weight.code=0:1 --sampler cmaes \
+       --eval 'python score.py {model}' --guard english:max:1.25 --time-limit 600
+  dare search recipe.toml --over drop_rate=0.5:0.95:layers=3 --race \
+       --eval score.py:score --holdout score.py:test --html study.html
   dare search show recipe.study.db --html study.html
   dare search best recipe.study.db --write best.toml""",
     "sweep": r"""Try every combination of some settings.
@@ -110,8 +113,11 @@ The same as `dare search --sampler grid`.
 
 [bold]Examples[/bold]
 
-  dare sweep recipe.toml --over drop_rate=0.80,0.85,0.90,0.95 --seeds 5        --eval 'python score.py {model}' --study study.db --json
-  dare sweep recipe.toml --over method=dare+sum,dare+ties drop_rate=0.5:0.9:step=0.1        --eval score.py:score --jobs 2""",
+  dare sweep recipe.toml --over drop_rate=0.80,0.85,0.90,0.95 --seeds 5 \
+       --eval 'python score.py {model}' --study study.db --json
+  dare sweep recipe.toml --over method=dare+sum,dare+ties \
+       drop_rate=0.5:0.9:step=0.1 \
+       --eval score.py:score --jobs 2""",
     "methods": """List the methods, or explain one.
 
 [bold]Examples[/bold]
