@@ -43,6 +43,7 @@ _NAMES = {
     "recipe.schema": "ModelEntry Recipe TensorRule",
     "run.rates": "Estimate estimate",
     "stages.outside": "load_stages",
+    "studies.candidates": "Candidate Candidates",
     "tensors.mask": "MASK_VERSION keep_mask",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
