@@ -43,6 +43,7 @@ _NAMES = {
     "recipe.schema": "ModelEntry Recipe TensorRule",
     "run.rates": "Estimate estimate",
     "stages.outside": "load_stages",
+    "studies.candidates": "Candidate Candidates",
     "studies.searching": "SearchResult search",
     "tensors.mask": "MASK_VERSION keep_mask",
 }

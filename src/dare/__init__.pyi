@@ -51,6 +51,7 @@ from dare.planning.plan import Plan as Plan
 from dare.recipe.schema import ModelEntry as ModelEntry, Recipe as Recipe, TensorRule as TensorRule
 from dare.run.rates import Estimate as Estimate, estimate as estimate
 from dare.stages.outside import load_stages as load_stages
+from dare.studies.candidates import Candidate as Candidate, Candidates as Candidates
 from dare.studies.searching import SearchResult as SearchResult, search as search
 from dare.tensors.mask import MASK_VERSION as MASK_VERSION, keep_mask as keep_mask
 

@@ -38,7 +38,7 @@ from dare.output.manifest import (
     repeating_document,
 )
 from dare.output.publishing import finished_before, settle
-from dare.output.report import Report, make_report
+from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
 from dare.output.targets import check_target
@@ -154,7 +154,7 @@ def merge(
             resumed_chunks=len(output.resumed),
             noticed=noticed,
         )
-        _check_digests(planned, report)
+        check_digests(planned, report.digests)
         embedded = _embedded(planned, report)
         output.add_files(sidecar_files(planned, report))
         problems = output.finish(
@@ -331,14 +331,14 @@ def _fingerprint(planned: Plan) -> str:
     return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
-def _check_digests(planned: Plan, report: Report) -> None:
+def check_digests(planned: Plan, digests: Digests) -> None:
     """A delta file is for one base, and a recipe from a manifest for those inputs and no others."""
     recipe = planned.recipe
-    found = (report.digests.base, *report.digests.models)
+    found = (digests.base, *digests.models)
     files = (recipe.base, *(entry.file for entry in recipe.models))
     for model, entry in zip(planned.models, recipe.models, strict=True):
-        for name in model.tensors.keys() & report.digests.base_tensors.keys():
-            if model.base_digest(name) not in (None, report.digests.base_tensors[name]):
+        for name in model.tensors.keys() & digests.base_tensors.keys():
+            if model.base_digest(name) not in (None, digests.base_tensors[name]):
                 raise InputError(
                     f"{entry.file}: is a delta file for another base: {name} differs from the one "
                     f"in {recipe.base}; give the base that it was made for"
@@ -350,9 +350,9 @@ def _check_digests(planned: Plan, report: Report) -> None:
                 f"(digest {digest}, then {expected}); to merge it all the same, write the recipe "
                 "out with `dare init --config` and take input_digests out of it"
             )
-    if recipe.output_digest not in (None, report.digests.output):
+    if recipe.output_digest not in (None, digests.output):
         raise VerificationError(
             f"{recipe.output}: the merge gives other weights than its manifest says (digest "
-            f"{report.digests.output}, then {recipe.output_digest}); the manifest was edited, or "
+            f"{digests.output}, then {recipe.output_digest}); the manifest was edited, or "
             "written by another version. Nothing was written"
         )

@@ -6,7 +6,8 @@
     │   └── HeaderError    … because its safetensors header or index is not valid
     ├── MismatchError      the inputs do not fit together; lists every finding
     ├── OutputError        the output cannot be written, or would destroy something
-    └── VerificationError  an output has no manifest to compare it with
+    ├── VerificationError  an output has no manifest to compare it with
+    └── EvaluationError    an evaluator gave no scores for a candidate; has what it printed
 
     DareWarning            the merge will run, but probably not do what was meant
 
@@ -73,6 +74,14 @@ class OutputError(DareError):
 
 class VerificationError(DareError):
     """An output has no manifest that it could be compared with."""
+
+
+class EvaluationError(DareError):
+    """An evaluator gave no scores that can be used; `output` is the end of what it printed."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class DareWarning(UserWarning):

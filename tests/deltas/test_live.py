@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hypothesis_arrays
 
 import dare
 from dare.deltas import live
+from dare.deltas.memory import OnDevice
 from dare.errors import InputError
 from dare.inputs.delta_files import part_names
 from dare.inputs.sources import open_source
@@ -331,7 +332,7 @@ def test_tensors_on_a_device_are_changed_chunk_by_chunk(tmp_path, scheme, monkey
     tensor = as_torch(base["w"])
     kind = STORAGE_TYPES["BF16"]
 
-    class Elsewhere(live.OnDevice):
+    class Elsewhere(OnDevice):
         """As if the tensor were on another device: what is read is a copy."""
 
         def read(self, start, count):
@@ -340,7 +341,7 @@ def test_tensors_on_a_device_are_changed_chunk_by_chunk(tmp_path, scheme, monkey
     def memory(array, _name):
         return kind, tuple(array.shape), Elsewhere(array.view(torch.int16), kind.carrier)
 
-    monkeypatch.setattr(live, "_memory", memory)
+    monkeypatch.setattr(live, "memory_of", memory)
     model = {"w": tensor}
     delta.apply_(model)
     assert contents(model) == written_model(tmp_path)

@@ -18,33 +18,28 @@ Digests say whether a model is the base before anything is changed, and whether 
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from dare import kernels
+from dare.deltas.memory import Memory, arrays_of, memory_of, names_in
 from dare.deltas.restoring import open_delta
 from dare.errors import InputError
-from dare.inputs.arrays import is_torch
-from dare.inputs.delta_files import U8, DeltaFile
+from dare.inputs.delta_files import DeltaFile
 from dare.inputs.delta_notes import AS_IN_BASE, StoredTensor
-from dare.inputs.names import match_names
 from dare.inputs.small_files import some_of
-from dare.inputs.sources import Raw, Source
-from dare.inputs.views import RenamedSource
+from dare.inputs.sources import Raw
 from dare.planning.machine import available_cores
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest, tensor_digest
-from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
-from dare.tensors.header import TensorInfo
+from dare.tensors.dtypes import StorageType
 from dare.tensors.planes import DIFFERENCE, unpack
 
 Item = TypeVar("Item")
@@ -150,8 +145,9 @@ class LiveDelta:
 
     def _find_homes(self, model: Any) -> list[Home]:
         """Where the tensors of the fine-tune are in a model, each piece of memory once."""
-        arrays = _arrays_of(model)
-        names = self._names_in(arrays)
+        arrays = arrays_of(model)
+        stored = [tensor.base_name or name for name, tensor in self.notes.tensors.items()]
+        names = names_in(arrays, stored)
         homes: dict[Any, Home] = {}
         seen: set[str] = set()
         lacking = []
@@ -163,7 +159,7 @@ class LiveDelta:
             if found is None or not tensor.elements:
                 continue
             seen.add(owner)
-            home = Home(found, owner, *_memory(arrays[found], found))
+            home = Home(found, owner, *memory_of(arrays[found], found))
             other = homes.setdefault(home.memory.where, home)
             if other.tensor != owner and not self._are_one(other.tensor, owner):
                 raise InputError(
@@ -182,15 +178,6 @@ class LiveDelta:
                 f"for (digest {self.notes.base})"
             )
         return list(homes.values())
-
-    def _names_in(self, arrays: Iterable[str]) -> Mapping[str, str]:
-        """The model's names of the base's tensors, which may have a prefix."""
-        stored = [tensor.base_name or name for name, tensor in self.notes.tensors.items()]
-        sides = (_bare_source(stored), _bare_source(arrays))
-        matched = match_names(*sides, "model", base_config={}, model_config={}).source
-        if isinstance(matched, RenamedSource):
-            return matched.names
-        return {name: name for name in matched.tensors}
 
     def _is_touched(self, name: str) -> bool:
         return any(piece.kept != AS_IN_BASE for piece in self._file.pieces[name])
@@ -336,21 +323,7 @@ def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> list
             raise
 
 
-# ---------------------------------------------------------------- a model's memory
-
-
-class Memory(Protocol):
-    """The elements of a tensor, as carriers of their type."""
-
-    @property
-    def where(self) -> Any:
-        """By which two names of one tensor are known."""
-
-    def read(self, start: int, count: int) -> Raw:
-        """So many elements from one on, or a copy of them."""
-
-    def write(self, start: int, raw: Raw) -> None:
-        """Put elements there, if they were copied."""
+# ---------------------------------------------------------------- places in a model
 
 
 class Home(NamedTuple):
@@ -392,102 +365,6 @@ class Place(NamedTuple):
 
 def _digest(place: Place) -> str:
     return bytes_digest(place.read().view(np.uint8).data)
-
-
-@dataclass(frozen=True)
-class Flat:
-    """Elements that follow each other in memory: they are changed where they are."""
-
-    array: Raw
-
-    @property
-    def where(self) -> Any:
-        return self.array.ctypes.data, self.array.strides
-
-    def read(self, start: int, count: int) -> Raw:
-        return self.array[start : start + count]
-
-    def write(self, start: int, raw: Raw) -> None:
-        """They are there already."""
-
-
-@dataclass(frozen=True)
-class Strided:
-    """Elements in any order in memory."""
-
-    array: Raw
-
-    @property
-    def where(self) -> Any:
-        return self.array.ctypes.data, self.array.strides
-
-    def read(self, start: int, count: int) -> Raw:
-        return self.array.flat[start : start + count]
-
-    def write(self, start: int, raw: Raw) -> None:
-        self.array.flat[start : start + raw.size] = raw
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """A flat torch tensor of whole numbers on any device."""
-
-    tensor: Any
-    carrier: np.dtype[np.generic]
-
-    @property
-    def where(self) -> Any:
-        return str(self.tensor.device), self.tensor.data_ptr()
-
-    def read(self, start: int, count: int) -> Raw:
-        found: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
-        return found
-
-    def write(self, start: int, raw: Raw) -> None:
-        torch = sys.modules["torch"]
-        whole = torch.from_numpy(raw.view(f"i{raw.itemsize}"))
-        self.tensor[start : start + raw.size].copy_(whole)
-
-
-def _memory(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
-    """Storage type, shape and elements of an array, which can be written to."""
-    kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
-    if kind is None:
-        raise InputError(f"{name}: is {array.dtype} in the model, which no base is stored in")
-    shape = tuple(array.shape)
-    if not is_torch(array):
-        if not array.flags.writeable:
-            raise InputError(f"{name}: the array is read-only; give a copy of it")
-        elements = array.view(kind.carrier)
-    else:
-        if array.device.type == "meta":
-            raise InputError(f"{name}: has no memory (device meta); load all of the model first")
-        torch = sys.modules["torch"]
-        tensor = array.detach().view(getattr(torch, f"int{8 * kind.itemsize}"))
-        if array.device.type != "cpu":
-            if not tensor.is_contiguous():
-                raise InputError(f"{name}: is not contiguous on {array.device}; make it so")
-            return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
-        elements = tensor.numpy().view(kind.carrier)
-    is_flat = elements.flags.c_contiguous
-    return kind, shape, Flat(elements.reshape(-1)) if is_flat else Strided(elements)
-
-
-def _arrays_of(model: Any) -> dict[str, Any]:
-    """The parameters and buffers of a torch module by name, or the arrays of a dict."""
-    if hasattr(model, "named_parameters"):  # its state_dict may hold copies
-        named = (model.named_parameters, model.named_buffers)
-        return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
-    if not isinstance(model, Mapping):
-        raise InputError(f"expected a torch module or a dict of arrays, found {type(model)}")
-    return {n: a for n, a in model.items() if is_torch(a) or isinstance(a, np.ndarray)}
-
-
-def _bare_source(names: Iterable[str]) -> Source:
-    """A source of which nothing but the names of its tensors is of interest."""
-    source = Source()
-    source.tensors = {name: TensorInfo(name, U8, (), 0) for name in names}
-    return source
 
 
 def _reference(model: Any) -> Callable[[], Any]:

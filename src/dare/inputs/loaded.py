@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dare.errors import InputError
+from dare.inputs.formats import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
 from dare.inputs.sources import Source
@@ -298,6 +299,36 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
             f"{where}: transformers cannot build a {architecture} by it ({reason}), so its modules "
             f"are not known; {remedy}"
         ) from error
+
+
+def load_live(folder: Path) -> Any:
+    """Build the model of a directory with its weights: in float32, to be used and not trained.
+
+    It lies on the GPU if there is one.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(
+            f"{folder}: building the model needs transformers 5 or newer and torch: "
+            "pip install transformers torch"
+        ) from None
+    architecture = architecture_of(read_config(folder))
+    build = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
+        raise InputError(
+            f"{folder}: its config.json names {architecture!a} under architectures, which "
+            "transformers does not have; define load_model(base) beside the evaluator"
+        )
+    try:
+        model = build.from_pretrained(
+            folder, dtype="float32", trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # whatever a configuration can do to a model's code
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"{folder}: transformers cannot load it: {reason}") from error
+    has_gpu = sys.modules["torch"].cuda.is_available()
+    return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
 
 
 def _kind_of(module: Any) -> Kind:

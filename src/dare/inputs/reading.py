@@ -58,8 +58,11 @@ def read_stored(
 ) -> Raw:
     """Some elements of a tensor as they are stored, in a buffer that has room for them.
 
-    `base` are the base's, if they are there already.
+    Those of a source in memory are seen where they are: nobody may change what is returned. `base`
+    are the base's, if they are there already.
     """
+    if (held := source.view(name, start, count)) is not None:
+        return held
     dtype = source.tensors[name].dtype
     raw: Raw = buffer[: count * dtype.itemsize].view(dtype.carrier)
     if base is None:

@@ -101,6 +101,14 @@ class Source:
         """The same, for a reader that has the base's elements already; it need not, else."""
         self.read(name, start, into)
 
+    def view(self, name: str, start: int, count: int) -> Raw | None:  # noqa: ARG002
+        """So many elements from one on where they lie in memory, not to be changed; None: read."""
+        return None
+
+    def chunk_digest(self, name: str, chunk: int) -> str | None:  # noqa: ARG002
+        """The digest of a chunk, if it is known without reading."""
+        return None
+
     def place(self, name: str) -> Hashable:  # noqa: ARG002
         """Where a tensor lies, by which two names of one tensor are known; None: nowhere."""
         return None

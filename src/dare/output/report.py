@@ -122,12 +122,7 @@ def make_report(
     noticed: Sequence[Notice] = (),
 ) -> Report:
     """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
-    by_tensor: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_tensor[record.tensor].append(record)
-    for chunks in by_tensor.values():
-        chunks.sort(key=lambda record: record.chunk)
-
+    by_tensor = _by_tensor(records)
     tensors = tuple(
         _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
     )
@@ -149,6 +144,21 @@ def make_report(
         seconds=seconds,
         digests=_digests(plan, by_tensor),
     )
+
+
+def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
+    """Only the digests of a report."""
+    return _digests(plan, _by_tensor(records))
+
+
+def _by_tensor(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each tensor's chunks, in order."""
+    by_tensor: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_tensor[record.tensor].append(record)
+    for chunks in by_tensor.values():
+        chunks.sort(key=lambda record: record.chunk)
+    return by_tensor
 
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:

@@ -43,6 +43,9 @@ from dare.tensors.sizes import show_size
 class Sink(Protocol):
     """Somewhere to put merged tensors."""
 
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory where some of a tensor's bytes are to be in the end, to be made there; or None."""
+
     def position(self, name: str, offset: int) -> int:
         """Where in its file a tensor's byte lies; data aligned alike in memory is written best."""
 
@@ -59,11 +62,16 @@ class ArraySink:
     def __init__(self, tensors: Iterable[TensorInfo]) -> None:
         self.arrays = {info.name: np.empty(info.nbytes, np.uint8) for info in tensors}
 
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return self.arrays[name][offset : offset + nbytes]
+
     def position(self, name: str, offset: int) -> int:  # noqa: ARG002
         return 0
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        self.arrays[name][offset : offset + data.size] = data
+        place = self.place(name, offset, data.size)
+        if not np.may_share_memory(place, data):  # else it was made there
+            place[:] = data
 
     def record(self, record: Record) -> None:
         pass
@@ -219,6 +227,9 @@ class PartialOutput:
         """Read back what was written of a tensor."""
         file, info = self._places[name]
         return self._files[file].read(info.start + offset, nbytes)
+
+    def place(self, name: str, offset: int, nbytes: int) -> None:  # noqa: ARG002
+        return None
 
     def position(self, name: str, offset: int) -> int:
         return self._places[name][1].start + offset

@@ -18,6 +18,7 @@ from dare.tensors.files import ALIGNMENT, aligned_bytes
 
 Raw = NDArray[Any]
 """Stored elements, as carriers of their type."""
+Bytes = NDArray[np.uint8]
 Summaries = Mapping[int, Any]
 """What surveying stages found in a tensor of one model, by their positions in the chain."""
 
@@ -35,7 +36,7 @@ class Chunk(NamedTuple):
 class Merged(NamedTuple):
     """What became of a chunk."""
 
-    data: NDArray[np.uint8]
+    data: Bytes
     """As it is stored."""
     models: list[list[int]]
     """For each model: largest |δ|, elements over the threshold, survivors after each stage."""
@@ -55,33 +56,29 @@ class Backend:
         self._kernels = kernels.load(plan.backend)
         self.inputs = np.empty((1 + len(plan.models), CHUNK * plan.cost.widest), np.uint8)
         """Where stored elements are read to: the base's, then each model's."""
-        self._output = aligned_bytes(CHUNK * plan.cost.widest + ALIGNMENT)
+        self.output = aligned_bytes(CHUNK * plan.cost.widest + ALIGNMENT)
+        """Where a result is made that goes elsewhere; it begins with a page."""
         self._scratch = Scratch(CHUNK)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
     def merge(
-        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, alignment: int
+        self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, into: Bytes
     ) -> Merged:
-        """Take a chunk through all stages and add what comes of it to the base.
-
-        The result begins so many bytes after the start of a page.
-        """
+        """Take a chunk through all stages, add what comes of it to the base, and store it there."""
         deltas = self.deltas(chunk, summaries, summary)
         merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
-        data, exceptions = self._add_to_base(chunk, merged, alignment)
-        return Merged(data, [block.figures() for block in deltas.blocks], exceptions)
+        exceptions = self._add_to_base(chunk, merged, into)
+        return Merged(into, [block.figures() for block in deltas.blocks], exceptions)
 
-    def convert(self, chunk: Chunk, alignment: int) -> Merged:
+    def convert(self, chunk: Chunk, into: Bytes) -> Merged:
         """Only store the base in the type of the output."""
         if chunk.tensor.dtype == chunk.tensor.base.dtype:
-            data = self._room_for_output(chunk, alignment)
-            data[:] = chunk.base.view(np.uint8)
-            return Merged(data, [], (0, 0))
+            into[:] = chunk.base.view(np.uint8)
+            return Merged(into, [], (0, 0))
         nothing = np.zeros(chunk.base.size, np.float32)
-        data, exceptions = self._add_to_base(chunk, nothing, alignment)
-        return Merged(data, [], exceptions)
+        return Merged(into, [], self._add_to_base(chunk, nothing, into))
 
     def block(
         self, chunk: Chunk, model: int, summaries: Summaries, before: int | None = None
@@ -125,24 +122,19 @@ class Backend:
             summary,
         )
 
-    def _room_for_output(self, chunk: Chunk, alignment: int) -> NDArray[np.uint8]:
-        nbytes = chunk.base.size * chunk.tensor.dtype.itemsize
-        return self._output[alignment : alignment + nbytes]
-
     def _add_to_base(
-        self, chunk: Chunk, merged: NDArray[np.float32], alignment: int
-    ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        self, chunk: Chunk, merged: NDArray[np.float32], into: Bytes
+    ) -> tuple[int, int]:
         """Encode base + scale·merged; count results that overflow or are NaN."""
         dtype = chunk.tensor.dtype
         scale = np.float32(self._plan.recipe.scale)
-        data = self._room_for_output(chunk, alignment)
         is_same = dtype == chunk.tensor.base.dtype
         add = self._kernels.add_to_base if is_same else self._kernels.add_to_base_as
-        if add(chunk.base, merged, scale, data.view(dtype.carrier)) < dtype.overflow_bits:
-            return data, (0, 0)
+        if add(chunk.base, merged, scale, into.view(dtype.carrier)) < dtype.overflow_bits:
+            return 0, 0
         limit = np.int32(dtype.overflow_bits)
         overflowed, nans = self._kernels.count_exceptions(chunk.base, merged, scale, limit)
-        return data, (int(overflowed) - self._count_kept(chunk, scale * merged), int(nans))
+        return int(overflowed) - self._count_kept(chunk, scale * merged), int(nans)
 
     def _count_kept(self, chunk: Chunk, change: NDArray[np.float32]) -> int:
         """How many infinities of the base stay what they are: they have not overflowed."""

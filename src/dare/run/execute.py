@@ -122,7 +122,7 @@ def _run(
 ) -> None:
     holds_matrices = plan.cost.matrix_bytes > 0
     with ExitStack() as stack:
-        stack.enter_context(_collector_paused())
+        stack.enter_context(collector_paused())
         if holds_matrices:
             stack.enter_context(one_blas_thread())
         for source in (plan.base, *plan.models):
@@ -141,7 +141,7 @@ def _run(
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Keep Python's garbage collector from going over all of Numba again and again.
 
     Steps leave no cycles behind, and its passes took 0.1 s of a short merge.

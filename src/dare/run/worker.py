@@ -6,8 +6,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dare.errors import MismatchError
 from dare.inputs.reading import read_chunks
+from dare.inputs.sources import Source
 from dare.output.journal import Record
 from dare.output.writer import Sink
 from dare.planning.data import TensorPlan
@@ -53,12 +57,15 @@ class Worker:
         self._progress = progress
         self._stop = stop
 
+    def _sources(self, tensor: TensorPlan, models: Collection[int]) -> list[Source]:
+        """Where a tensor is read: the base, and what models have of it."""
+        return [self._plan.base, *(self._plan.source_of(tensor, model) for model in models)]
+
     def prefetch(self, step: Step) -> None:
         """Ask for the bytes of a chunk; what reads whole tensors is served by the system."""
         if isinstance(step, Merge | Copy):
             tensor = self._tensors[step.tensor]
-            sources = (self._plan.source_of(tensor, model) for model in tensor.models)
-            for source in (self._plan.base, *sources):
+            for source in self._sources(tensor, tensor.models):
                 source.prefetch(tensor.name, *chunk_span(step.chunk, tensor.elements))
 
     def run(self, step: Step, results: Results) -> Any:
@@ -151,7 +158,7 @@ class Worker:
         self, tensor: TensorPlan, models: Collection[int], start: int = 0, count: int | None = None
     ) -> Iterator[Chunk]:
         """Read the base and some models chunk by chunk, unless the work is to stop."""
-        sources = [self._plan.base, *(self._plan.source_of(tensor, model) for model in models)]
+        sources = self._sources(tensor, models)
         buffers = [self._backend.inputs[place] for place in (0, *(1 + m for m in models))]
         for place, (base, *tuned) in read_chunks(
             sources, tensor.name, start, count, buffers=buffers, base_first=True
@@ -167,13 +174,17 @@ class Worker:
         """The chunk of a step, and the digests of what was read."""
         tensor = self._tensors[step.tensor]
         (chunk,) = self._chunks(tensor, tensor.models, *chunk_span(step.chunk, tensor.elements))
-        return chunk, [bytes_digest(raw.data) for raw in (chunk.base, *chunk.tuned.values())]
+        raws = (chunk.base, *chunk.tuned.values())
+        return chunk, [
+            source.chunk_digest(tensor.name, step.chunk) or bytes_digest(raw.data)
+            for source, raw in zip(self._sources(tensor, tensor.models), raws, strict=True)
+        ]
 
     def _merge(self, step: Merge, results: Results) -> Record:
         chunk, digests = self._read(step)
         summaries = summaries_of(chunk.tensor, results)
         summary = results.get(survey_all_id(chunk.tensor))
-        merged = self._backend.merge(chunk, summaries, summary, self._alignment(chunk))
+        merged = self._backend.merge(chunk, summaries, summary, self._room(chunk))
         return self._write(step, chunk, digests, merged)
 
     def _copy(self, step: Copy) -> Record:
@@ -186,13 +197,20 @@ class Worker:
                     f"{self._plan.model_names[model]} differ from the base's and cannot be "
                     'merged; set on_integer_mismatch = "base" to keep the base\'s'
                 )
-        return self._write(
-            step, chunk, digests, self._backend.convert(chunk, self._alignment(chunk))
-        )
+        return self._write(step, chunk, digests, self._backend.convert(chunk, self._room(chunk)))
 
-    def _alignment(self, chunk: Chunk) -> int:
-        """Where the output begins in its page; it must be so in memory too, for direct writes."""
-        return self._sink.position(chunk.tensor.name, _offset(chunk)) % ALIGNMENT
+    def _room(self, chunk: Chunk) -> NDArray[np.uint8]:
+        """Where the output is made: where it shall be, or in a buffer.
+
+        There it begins in its page where it will in the file, for direct writes.
+        """
+        name, offset = chunk.tensor.name, _offset(chunk)
+        nbytes = chunk.base.size * chunk.tensor.dtype.itemsize
+        place = self._sink.place(name, offset, nbytes)
+        if place is not None:
+            return place
+        alignment = self._sink.position(name, offset) % ALIGNMENT
+        return self._backend.output[alignment : alignment + nbytes]
 
     def _write(
         self, step: Merge | Copy, chunk: Chunk, inputs: Sequence[str], merged: Merged

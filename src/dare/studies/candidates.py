@@ -1,0 +1,318 @@
+"""Candidates in memory: base and models are read once, and merged as often as settings change.
+
+    candidates = dare.Candidates("recipe.toml")
+    arrays = candidates.make({"drop_rate": 0.8}).arrays
+    digest = candidates.write_into(model, {"drop_rate": 0.95, "weight.math": 0.7})
+
+A candidate has the very bytes that `merge` would write for its recipe, since both go the same way:
+a plan is made for the same sources and carried out by the same workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare import kernels
+from dare.api import AnyRecipe, check_digests, load_recipe
+from dare.deltas.memory import Flat, Memory, arrays_of, memory_of, names_in
+from dare.errors import InputError
+from dare.inputs.held import Held, HeldSource, hold
+from dare.inputs.opening import open_inputs
+from dare.inputs.small_files import some_of
+from dare.inputs.sources import Raw, Source
+from dare.output.journal import Record
+from dare.output.report import digests_of
+from dare.planning.data import TensorPlan
+from dare.planning.machine import available_cores
+from dare.planning.make import make_plan
+from dare.planning.plan import Plan
+from dare.recipe.entries import distinct
+from dare.recipe.layers import mean_value
+from dare.recipe.schema import Recipe
+from dare.recipe.settings import with_settings
+from dare.run.execute import collector_paused, execute
+from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+
+Arrays = dict[str, NDArray[Any]]
+AS_THEY_ARE: Mapping[str, Any] = MappingProxyType({})
+"""No setting is changed."""
+ALIGNED = 64
+"""Bytes that the start of an array is a multiple of, counted from the first."""
+F32 = STORAGE_TYPES["F32"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A merged model in memory."""
+
+    arrays: Arrays
+    """By the base's names, in the types that would be stored; BF16 and float8 are ml_dtypes'."""
+    digest: str
+    """Of the weights, as `merge` reports it."""
+    recipe: Recipe
+
+
+class Candidates:
+    """Base and models of a recipe in memory, from which candidates are made for any settings.
+
+    >>> candidates = Candidates("recipe.toml")  # doctest: +SKIP
+    >>> candidates.make({"method": "trim+ties", "scale": 0.8}).digest  # doctest: +SKIP
+    """
+
+    def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
+        """Read all weights; `threads` make a candidate, else as many as its recipe says."""
+        given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        self.recipe, opened = open_inputs(given, rescales=False)
+        self._threads = threads
+        sources = (opened.base, *opened.models)
+        held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
+        self.memory_bytes = sum(of_source.nbytes for of_source in held)
+        """What the weights take."""
+        self._kept: dict[Path, _Kept] = {}
+        """By file: as the recipe has it, and as the hub's commit has it."""
+        for form in (given, self.recipe):
+            files = (form.base, *(entry.file for entry in form.models))
+            self._kept |= dict(zip(files, map(_Kept, sources, held), strict=True))
+        first, *others = map(HeldSource, sources, held)
+        self._inputs = {_arrangement(self.recipe): _Inputs(first, tuple(others))}
+
+    def recipe_for(self, settings: Mapping[str, Any]) -> Recipe:
+        """The recipe with some settings changed; `dare.recipe.settings` has their names."""
+        return with_settings(self.recipe, settings)
+
+    @collector_paused()
+    def make(
+        self,
+        settings: Mapping[str, Any] | Recipe = AS_THEY_ARE,
+        into: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Candidate:
+        """Merge by the recipe with some settings changed, or by one that has some of its models.
+
+        The arrays of an earlier candidate can be given to be filled again, which saves the time
+        that fresh memory takes.
+        """
+        recipe = self._recipe(settings)
+        plan = self._plan(recipe)
+        arrays = _fresh(plan) if into is None else _checked(plan, into)
+        homes = _find_homes(plan, arrays, {name: name for name in arrays})
+        return Candidate(arrays, _carry_out(plan, homes), recipe)
+
+    @collector_paused()
+    def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe = AS_THEY_ARE) -> str:
+        """Merge into a torch module, or a dict of tensors or arrays, in place; return the digest.
+
+        Its tensors may have a wider type than the merged weights, and lie on any device. Those that
+        the base does not have are left alone. After a failure in the middle some tensors are of
+        this candidate and some of the one before; the next call mends that.
+        """
+        plan = self._plan(self._recipe(settings))
+        arrays = arrays_of(model)
+        names = names_in(arrays, [tensor.name for tensor in plan.tensors])
+        return _carry_out(plan, _find_homes(plan, arrays, names))
+
+    def _recipe(self, settings: Mapping[str, Any] | Recipe) -> Recipe:
+        return settings if isinstance(settings, Recipe) else self.recipe_for(settings)
+
+    def _plan(self, recipe: Recipe) -> Plan:
+        if self._threads is not None:
+            recipe = recipe.model_copy(update={"threads": self._threads})
+        arrangement = _arrangement(recipe)
+        inputs = self._inputs.get(arrangement) or self._open(recipe)
+        if recipe.vocabulary != "union":  # else there are as many as there are weights
+            self._inputs[arrangement] = inputs
+        names = distinct([entry.name for entry in recipe.models])
+        return make_plan(recipe, inputs.base, inputs.models, names)
+
+    def _open(self, recipe: Recipe) -> _Inputs:
+        """Fit some of the models together as if there were no others, which may change them.
+
+        Names that are one tensor in one model need not be so in all, for example.
+        """
+        files = (recipe.base, *(entry.file for entry in recipe.models))
+        if unknown := [str(file) for file in files if file not in self._kept]:
+            raise InputError(
+                f"{some_of(unknown)}: is not among the models of the study, and only these are in "
+                f"memory: {', '.join(map(str, self._kept))}"
+            )
+        _, opened = open_inputs(recipe, rescales=False)
+        base, *models = (
+            self._kept[file].found_as(source, may_differ=recipe.vocabulary == "union")
+            for file, source in zip(files, (opened.base, *opened.models), strict=True)
+        )
+        return _Inputs(base, tuple(models))
+
+
+# ---------------------------------------------------------------- inputs
+
+
+class _Inputs(NamedTuple):
+    """Base and models that fit together."""
+
+    base: Source
+    models: tuple[Source, ...]
+
+
+class _Kept(NamedTuple):
+    """A source and what is held of it."""
+
+    source: Source
+    held: Held
+
+    def found_as(self, source: Source, *, may_differ: bool) -> Source:
+        """The same model opened again, in memory if it is presented as it was then."""
+        if _times(source) != _times(self.source):
+            raise InputError(
+                f"{', '.join(map(str, source.files))}: changed since it was read; start again"
+            )
+        if may_differ or source.fingerprint() != self.source.fingerprint():
+            return source
+        return HeldSource(source, self.held)
+
+
+def _times(source: Source) -> list[Any]:
+    """Sizes, times and places of its files, which a new name does not change."""
+    return [stamp[:-1] for stamp in source.stamps()]
+
+
+def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
+    """What of a recipe decides how its inputs are presented; all else leaves them as they are."""
+    return (
+        recipe.base,
+        tuple(entry.file for entry in recipe.models),
+        *(recipe.vocabulary, recipe.pad_to_multiple_of, recipe.on_mismatch, recipe.allow_pickle),
+        tuple(map(mean_value, recipe.weights())) if recipe.vocabulary == "union" else None,
+    )
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def _carry_out(plan: Plan, homes: Mapping[str, _Home]) -> str:
+    digests = digests_of(plan, execute(plan, _LiveSink(homes)))
+    check_digests(plan, digests)
+    return digests.output
+
+
+def _fresh(plan: Plan) -> Arrays:
+    """Arrays in one piece of memory, which the system hands out faster than many small ones."""
+    sizes = [-(-t.elements * t.dtype.itemsize // ALIGNED) * ALIGNED for t in plan.tensors]
+    room, starts = np.empty(sum(sizes), np.uint8), accumulate(sizes, initial=0)
+    return {
+        t.name: np.ndarray(t.shape, t.dtype.numpy_type, room, start)
+        for t, start in zip(plan.tensors, starts, strict=False)
+    }
+
+
+def _checked(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
+    """Refuse arrays that are not like those of a candidate."""
+    expected = {t.name: (t.shape, t.dtype.numpy_type) for t in plan.tensors}
+    for name in sorted(expected.keys() | into.keys()):
+        array = into.get(name)
+        found = None if array is None else (array.shape, array.dtype)
+        if found != expected.get(name):
+            raise InputError(
+                f"{name}: the array to fill must be {_described(expected.get(name))}, and is "
+                f"{_described(found)}; give the arrays of a candidate with the same types"
+            )
+    return {name: into[name] for name in expected}
+
+
+def _described(found: tuple[tuple[int, ...], np.dtype[Any]] | None) -> str:
+    return "absent" if found is None else f"{found[1]} {list(found[0])}"
+
+
+class _Home(NamedTuple):
+    """Where a merged tensor goes."""
+
+    memory: Memory
+    kind: StorageType
+    """Of the memory."""
+    merged: StorageType
+    """What the tensor is merged to, which the memory may be wider than."""
+
+    def put(self, start: int, raw: Raw) -> None:
+        """Write merged elements from one on."""
+        if self.kind == self.merged:
+            wide = raw
+        elif self.kind == F32:
+            is_flat = isinstance(self.memory, Flat)
+            wide = self.memory.read(start, raw.size) if is_flat else np.empty(raw.size, np.float32)
+            kernels.load("cpu").decode(raw, wide)
+        else:
+            values = raw.view(self.merged.numpy_type).astype(self.kind.numpy_type)
+            wide = values.view(self.kind.carrier)
+        self.memory.write(start, wide)
+
+
+class _LiveSink:
+    """Writes merged tensors to their homes; one that has none is another's second name."""
+
+    def __init__(self, homes: Mapping[str, _Home]) -> None:
+        self._homes = homes
+
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+        home = self._homes.get(name)
+        if home is None or home.kind != home.merged or not isinstance(home.memory, Flat):
+            return None
+        size = home.kind.itemsize
+        return home.memory.read(offset // size, nbytes // size).view(np.uint8)
+
+    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
+        return 0
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        if (home := self._homes.get(name)) is not None:
+            home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
+
+    def record(self, record: Record) -> None:
+        pass
+
+
+def _find_homes(
+    plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, _Home]:
+    """Where the tensors of a plan are in a model, each piece of memory once."""
+    if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
+        raise InputError(
+            f"the model has no {some_of(lacking)}, which the base has; give a model of the base's "
+            "architecture, whose tensors are called as in its files"
+        )
+    homes: dict[str, _Home] = {}
+    owners: dict[Any, TensorPlan] = {}
+    for tensor in plan.tensors:
+        name = names[tensor.name]
+        kind, shape, memory = memory_of(arrays[name], name)
+        if shape != tensor.shape or not _holds_all(kind, tensor.dtype):
+            raise InputError(
+                f"{name}: is {kind.name} {list(shape)} in the model, and {tensor.dtype.name} "
+                f"{list(tensor.shape)} in the merge; load the model in that type or a wider one, "
+                "such as float32"
+            )
+        if tensor.elements:
+            owner = owners.setdefault(memory.where, tensor)
+            if owner.key != tensor.key:
+                raise InputError(
+                    f"{owner.name} and {tensor.name} are one tensor in the model, and two in the "
+                    "base; untie them in the model"
+                )
+            if owner is tensor:
+                homes[tensor.name] = _Home(memory, kind, tensor.dtype)
+    return homes
+
+
+def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
+    """Whether a type has every value of another."""
+    return kind == narrower or (
+        kind.is_weight
+        and narrower.is_weight
+        and kind.mantissa_bits >= narrower.mantissa_bits
+        and kind.overflow_bits >= narrower.overflow_bits
+    )

@@ -1,0 +1,187 @@
+"""Evaluators that are Python functions: found by name, looked at, and called.
+
+The name of the first parameter says what a function is given: `tensors`, `model` or `path`. A
+parameter `items` says that it can score some of the items alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dare.errors import DareError, EvaluationError, RecipeError, did_you_mean
+from dare.studies.forms import FORMS, LoadModel, open_form
+from dare.studies.results import Scored
+from dare.studies.scores import checked, read_scores
+
+if TYPE_CHECKING:
+    from dare.recipe.schema import Recipe
+
+FILE_SUFFIX = ".py"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that scores, and what it takes."""
+
+    call: Callable[..., Any]
+    form: str
+    takes_items: bool
+    load_model: LoadModel | None = None
+
+
+def split_name(text: str) -> tuple[str, str] | None:
+    """The place and the function of `module:function` or `folder/file.py:function`.
+
+    >>> split_name("scores.demo:validation"), split_name("my scores.py:test"), split_name("ls -l")
+    (('scores.demo', 'validation'), ('my scores.py', 'test'), None)
+    """
+    place, _, name = text.rpartition(":")
+    is_place = place.endswith(FILE_SUFFIX) or _is_dotted(place)
+    return (place, name) if is_place and _is_dotted(name) else None
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def find_function(text: str) -> Function:
+    """Import what a text names; RecipeError if there is no such thing, or it cannot be called."""
+    named = split_name(text)
+    if named is None:
+        raise RecipeError(f"{text}: is not the name of a function; write module:function")
+    place, name = named
+    module = _import(place)
+    try:
+        function = attrgetter(name)(module)
+    except AttributeError:
+        known = [n for n, value in vars(module).items() if callable(value)]
+        raise RecipeError(f"{place}: has no function {name!r}{did_you_mean(name, known)}") from None
+    return look_at(function, text, vars(module).get("load_model"))
+
+
+def look_at(function: Any, shown: str, load_model: LoadModel | None) -> Function:
+    """Say what a function takes, by the names of its parameters."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise RecipeError(f"{shown}: is not a function whose parameters can be read") from None
+    forms = f"{', '.join(FORMS[:-1])} or {FORMS[-1]}, which says what it is given"
+    if not parameters:
+        raise RecipeError(f"{shown}: takes no parameters; its first must be {forms}")
+    first, *others = parameters
+    if first.name not in FORMS:
+        hint = did_you_mean(first.name, FORMS)
+        raise RecipeError(f"{shown}: its first parameter is {first.name!r}{hint}, not {forms}")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for other in others:
+        if other.name != "items" and other.default is other.empty and other.kind not in variable:
+            raise RecipeError(
+                f"{shown}: nothing would be given for its parameter {other.name!r}; only "
+                f"{first.name} and items are known, others need a default"
+            )
+    takes_items = any(other.name == "items" for other in others)
+    return Function(function, first.name, takes_items, load_model)
+
+
+def _import(place: str) -> Any:
+    """Import a module as a program in the current folder, or in the file's folder, would."""
+    folder = Path.cwd()
+    module_name = place
+    if place.endswith(FILE_SUFFIX):
+        file = Path(place).absolute()
+        if not file.is_file():
+            raise RecipeError(f"{place}: there is no such file")
+        folder, module_name = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise RecipeError(
+                f"{place}: there is no module {error.name!r}, neither in {folder} nor among those "
+                "installed"
+            ) from None
+        raise RecipeError(f"{place}: cannot be imported: {_described(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{place}: cannot be imported: {_described(error)}") from error
+    found = getattr(module, "__file__", None)
+    if place.endswith(FILE_SUFFIX) and (found is None or not Path(found).samefile(file)):
+        raise RecipeError(
+            f"{place}: another module is called {module_name!r} ({found}); rename the file"
+        )
+    return module
+
+
+def _described(error: BaseException) -> str:
+    """An error with the place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{traceback.format_exception_only(error)[-1].strip()}{where}"
+
+
+class FunctionScorer:
+    """Scores candidates by a function, in this process."""
+
+    def __init__(
+        self, function: Function, recipe: Recipe, *, work: Path | None, threads: int | None
+    ) -> None:
+        self.takes_items = function.takes_items
+        self._call = function.call
+        try:
+            self._form = open_form(
+                function.form, recipe, work=work, threads=threads, load_model=function.load_model
+            )
+        except DareError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise failed("the model to score could not be made", error) from error
+        self._is_made = False
+
+    def make(self, recipe: Recipe) -> str:
+        """Make the candidate of a recipe; return the digest of its weights."""
+        self._is_made = False
+        digest = self._form.make(recipe)
+        self._is_made = True
+        return digest
+
+    def score(self, items: Sequence[str] | None = None) -> Scored:
+        """Score the candidate that was made last, on all items or on these."""
+        check_asked(items, is_made=self._is_made, takes_items=self.takes_items)
+        more = {"items": None if items is None else list(items)} if self.takes_items else {}
+        started = time.perf_counter()
+        try:
+            returned = self._call(self._form.candidate, **more)
+        except (Exception, SystemExit) as error:
+            raise failed("the evaluator failed", error) from error
+        seconds = time.perf_counter() - started
+        return replace(checked(read_scores(returned), items), seconds=seconds)
+
+    def close(self) -> None:
+        """Let go of the candidate."""
+        self._is_made = False
+        self._form.close()
+
+
+def check_asked(items: Sequence[str] | None, *, is_made: bool, takes_items: bool) -> None:
+    """Refuse to score nothing, or items where only all can be scored."""
+    if not is_made:
+        raise EvaluationError("there is no candidate to score; make one first")
+    if items is not None and not takes_items:
+        raise EvaluationError("the evaluator cannot score some of the items; it has no `items`")
+
+
+def failed(what: str, error: BaseException) -> EvaluationError:
+    """The error of others, with where in their code it arose."""
+    theirs = error.__traceback__ and error.__traceback__.tb_next
+    lines = traceback.format_exception(type(error), error, theirs)
+    return EvaluationError(f"{what}: {_described(error)}", "".join(lines).rstrip())

@@ -1,0 +1,158 @@
+"""Tasks of lm-evaluation-harness as an evaluator: `lm_eval:TASK,TASK@FOLDER`.
+
+A task's score is the first of `METRICS` that it has, and its items are its documents, as
+`task/number`. Prompts with randomly drawn examples depend on which documents are scored, so where
+a task has those, documents are scored all together only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from dare.errors import EvaluationError, RecipeError, did_you_mean
+from dare.studies.functions import Function
+
+PREFIX = "lm_eval:"
+INSTALL = "pip install 'dare-merge[eval]'"
+METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
+"""Which metric of a task is its score: the first that it has, otherwise its own first."""
+BATCH_SIZE = 8
+"""Always the same, as sums over a batch depend on it in the last bits."""
+SEED = 1234
+"""Of everything that the harness draws."""
+
+
+def split_tasks(text: str) -> tuple[list[str], Path | None]:
+    """The tasks and the folder of a text.
+
+    >>> split_tasks("lm_eval:add,sort@tasks")
+    (['add', 'sort'], PosixPath('tasks'))
+    """
+    names, _, folder = text.removeprefix(PREFIX).partition("@")
+    tasks = [name.strip() for name in names.split(",") if name.strip()]
+    return tasks, Path(folder) if folder else None
+
+
+def check_name(text: str) -> None:
+    """Refuse a text that names no tasks, or a folder that is not there."""
+    tasks, folder = split_tasks(text)
+    if not tasks:
+        raise RecipeError(f"{text}: names no task; write lm_eval:task,task@folder")
+    if folder is not None and not folder.is_dir():
+        raise RecipeError(f"{text}: there is no folder {str(folder)!r} with YAML files of tasks")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise RecipeError(f"{text}: needs lm-evaluation-harness: {INSTALL}")
+
+
+def find_tasks(text: str) -> Function:
+    """Load tasks, and return them as a function that scores a live model."""
+    check_name(text)
+    names, folder = split_tasks(text)
+    harness = Harness(names, folder)
+    return Function(harness.score, "model", harness.takes_items, harness.load_model)
+
+
+class Harness:
+    """Tasks that are loaded once, and score one model after the other."""
+
+    def __init__(self, names: Sequence[str], folder: Path | None) -> None:
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=None if folder is None else str(folder))
+        known = manager.all_tasks
+        for name in names:
+            if name not in known:
+                raise RecipeError(
+                    f"lm_eval: there is no task {name!r}{did_you_mean(name, known)}"
+                    + (f", neither in {folder} nor in the harness" if folder else "")
+                )
+        self._tasks: dict[str, Any] = manager.load(list(names))["tasks"]
+        self._metrics = {name: _metric_of(name, task) for name, task in self._tasks.items()}
+        for task in self._tasks.values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+        self.takes_items = not any(map(_draws_examples, self._tasks.values()))
+        self._base = ""
+        self._wrapped: tuple[Any, Any] = (None, None)
+
+    def load_model(self, base: Path) -> Any:
+        """The base as a live model; its tokenizer is that of all candidates."""
+        from dare.inputs.loaded import load_live
+
+        self._base = str(base)
+        return load_live(base)
+
+    def score(self, model: Any, items: Sequence[str] | None = None) -> dict[str, Any]:
+        """Score a live model on all documents, or on those with these ids."""
+        from lm_eval.evaluator import evaluate
+
+        chosen = None if items is None else _by_task(items)
+        tasks = {n: t for n, t in self._tasks.items() if chosen is None or n in chosen}
+        for task in tasks.values():
+            task.set_fewshot_seed(seed=SEED)
+        results = evaluate(
+            lm=self._wrap(model),
+            task_dict={"tasks": tasks, "groups": {}},
+            samples=chosen,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        scores: dict[str, Any] = {}
+        values: dict[str, float] = {}
+        for name in tasks:
+            metric = self._metrics[name]
+            samples = results["samples"][name]
+            filtered = samples[0]["filter"]
+            scores[name] = results["results"][name][f"{metric},{filtered}"]
+            values |= {
+                f"{name}/{sample['doc_id']}": sample[metric]
+                for sample in samples
+                if sample["filter"] == filtered and isinstance(sample[metric], Real)
+            }
+        return {**scores, "items": values}
+
+    def _wrap(self, model: Any) -> Any:
+        """The model as the harness wants it."""
+        from lm_eval.models.huggingface import HFLM
+
+        known, wrapped = self._wrapped
+        if known is not model:
+            wrapped = HFLM(pretrained=model, tokenizer=self._base, batch_size=BATCH_SIZE)
+            self._wrapped = model, wrapped
+        return wrapped
+
+
+def _metric_of(name: str, task: Any) -> str:
+    """The metric that is a task's score."""
+    better: Mapping[str, bool] = task.higher_is_better()
+    upward = [metric for metric, is_better in better.items() if is_better]
+    found = next((metric for metric in METRICS if metric in upward), None) or next(
+        iter(upward), None
+    )
+    if found is None:
+        raise RecipeError(
+            f"lm_eval: of what the task {name!r} measures ({', '.join(better)}), less is better; "
+            "of scores, more is better. Write a function that returns its negative"
+        )
+    return next((metric for metric in METRICS if metric in upward), upward[0])
+
+
+def _draws_examples(task: Any) -> bool:
+    """Whether prompts hold examples that are drawn at random, one document after the other."""
+    in_order = type(getattr(task, "sampler", None)).__name__ == "FirstNSampler"
+    return bool(task.get_config("num_fewshot")) and not in_order
+
+
+def _by_task(items: Sequence[str]) -> dict[str, list[int]]:
+    """The numbers of documents for each task, in order: the harness counts them off that way."""
+    chosen: dict[str, set[int]] = {}
+    for item in items:
+        task, _, number = item.rpartition("/")
+        if not task or not number.isdecimal():
+            raise EvaluationError(f"{item!r}: is no item of the harness; they are task/number")
+        chosen.setdefault(task, set()).add(int(number))
+    return {task: sorted(numbers) for task, numbers in chosen.items()}
