@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -28,6 +28,10 @@ Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
 
 class Range(Strict):
     """All numbers from one to another."""
+
+    if TYPE_CHECKING:  # fields take more than they are declared to hold
+
+        def __init__(self, **given: Any) -> None: ...
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
@@ -96,6 +100,10 @@ def _tuple(value: object) -> object:
 
 class Search(Strict):
     """What a search tries, and by what it judges."""
+
+    if TYPE_CHECKING:  # fields take more than they are declared to hold
+
+        def __init__(self, **given: Any) -> None: ...
 
     over: Annotated[dict[str, Choices | Range], BeforeValidator(_over)] = Field(
         default_factory=dict, description="By setting: a list of values, or a range."
