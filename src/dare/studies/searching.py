@@ -406,9 +406,8 @@ class _Story:
     ) -> None:
         def take() -> Job | None:
             for name, (recipe, settings) in recipes.items():
-                if (claim := self.study.take_beside(kind, name)) is not None:
+                if (claim := self.study.take_beside(kind, name, settings)) is not None:
                     self.display.say(f"{kind}: {name.partition(' {')[0]}")
-                    claim.keep(settings=dict(settings))
                     known = self._known(self.study.beside(kind))
                     return lambda s: score_candidate(s, claim, recipe, terms, known)
             return None

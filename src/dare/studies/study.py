@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dare.errors import InputError
 from dare.studies.locks import Presence
-from dare.studies.results import Scored, State, Subset, Trial
+from dare.studies.results import Scored, Settings, State, Subset, Trial
 from dare.studies.space import Space
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ FORMAT = 1
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, FINAL, HOLDOUT = "baseline", "final", "holdout"
 """What is beside the trials."""
+TAKEN, OUTCOME = "taken", "outcome"
+"""What is written with a trial: by whom it was taken and for what, and what became of it."""
+NOTHING: Settings = MappingProxyType({})
 RACE = 3
 """One in so many goes on to the next part of the items, which is so many times as large."""
 ANSWERS = {
@@ -175,7 +179,7 @@ class Study:
         study = self._studies[TRIALS]
         with self.turn():
             if (left := self._left_behind(study)) is not None:
-                return self._claim(study, left, space)
+                return self._claim(study, left, space, left.user_attrs.get(TAKEN))
             found = self.trials()
             filled = {
                 placed.place
@@ -186,19 +190,17 @@ class Study:
             if place is None:
                 return None
             chosen = choose(place, found)
-            notes: dict[str, Any] = {"place": place}
+            taken: dict[str, Any] = {"place": place, "owner": self._presence.mark}
             if chosen is not None:
-                notes["shift"] = chosen.shift
+                taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
                 told = space.suggestion(chosen.settings)
-                study.enqueue_trial(told, user_attrs={**notes, "settings": dict(chosen.settings)})
+                study.enqueue_trial(told, user_attrs={TAKEN: taken})
             with _quiet():
                 study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(found)])
-                taken = study.ask()
-            for key, value in notes.items():
-                taken.set_user_attr(key, value)
-            return self._claim(study, taken, space)
+                trial = study.ask()
+            return self._claim(study, trial, space, taken)
 
-    def take_beside(self, kind: str, name: str) -> Claim | None:
+    def take_beside(self, kind: str, name: str, settings: Settings = NOTHING) -> Claim | None:
         """Take a baseline, or a candidate for the holdout; None if it is taken or done.
 
         One that failed is tried again, once by each process.
@@ -209,17 +211,18 @@ class Study:
             while study.get_trials(deepcopy=False, states=[states.WAITING]):
                 study.ask()  # somebody died before: now it is one that was left behind
             for found in study.get_trials(deepcopy=False):
-                notes = found.user_attrs
-                if (notes.get("kind"), notes.get("name")) != (kind, name):
+                taken = found.user_attrs[TAKEN]
+                if (taken["kind"], taken["name"]) != (kind, name):
                     continue
-                if not found.state.is_finished() and not self._presence.is_alive(notes["owner"]):
-                    return self._claim(study, _again(study, found), None)
-                if found.state != states.FAIL or notes["owner"] == self._presence.mark:
+                if not found.state.is_finished() and not self._presence.is_alive(taken["owner"]):
+                    return self._claim(study, _again(study, found), None, taken)
+                if found.state != states.FAIL or taken["owner"] == self._presence.mark:
                     return None
-            mark = self._presence.mark
-            study.enqueue_trial({}, user_attrs={"kind": kind, "name": name, "owner": mark})
+            taken = {"kind": kind, "name": name, "settings": dict(settings)}
+            taken["owner"] = self._presence.mark
+            study.enqueue_trial({}, user_attrs={TAKEN: taken})
             with _quiet():
-                return self._claim(study, study.ask(), None)
+                return self._claim(study, study.ask(), None, taken)
 
     def _left_behind(self, study: optuna.Study) -> Any:
         """The first trial that a process has taken, or was about to take, and died over."""
@@ -227,21 +230,23 @@ class Study:
         for found in study.get_trials(deepcopy=False):
             if found.state == states.WAITING:
                 return study.ask()
-            owner = found.user_attrs.get("owner")
+            owner = found.user_attrs.get(TAKEN, {}).get("owner")
             if found.state == states.RUNNING and not (owner and self._presence.is_alive(owner)):
                 return _again(study, found)
         return None
 
-    def _claim(self, study: optuna.Study, taken: optuna.Trial, space: Space | None) -> Claim:
-        notes = taken.user_attrs
-        settings = notes.get("settings")
+    def _claim(
+        self, study: optuna.Study, trial: optuna.Trial, space: Space | None, taken: Any
+    ) -> Claim:
+        """Write down who has a trial; `taken` is None if its taker died before that."""
+        known = dict(taken or {"place": trial.number})
         if space is not None:
             with _quiet():
-                suggested = space.suggest(taken)
-            settings = settings or suggested
-            taken.set_user_attr("settings", settings)
-        taken.set_user_attr("owner", self._presence.mark)
-        return Claim(self, study, taken, settings or {}, notes.get("shift", 0))
+                suggested = space.suggest(trial)
+            known.setdefault("settings", suggested)
+        known["owner"] = self._presence.mark
+        trial.set_user_attr(TAKEN, known)
+        return Claim(self, study, trial, known["settings"], known.get("shift", 0))
 
     def is_busy(self, kind: str = "") -> bool:
         """Whether anybody has taken something that is not done: a trial, or of a kind beside."""
@@ -249,7 +254,7 @@ class Study:
         return any(
             not found.state.is_finished()
             for found in study.get_trials(deepcopy=False)
-            if not kind or found.user_attrs.get("kind") == kind
+            if not kind or found.user_attrs[TAKEN]["kind"] == kind
         )
 
     # ------------------------------------------------------------ reading
@@ -257,12 +262,14 @@ class Study:
     def trials(self) -> list[Placed]:
         """All trials that have begun, in the order of their numbers."""
         found = self._studies[TRIALS].get_trials(deepcopy=False)
-        return [Placed(_read(t), t.user_attrs["place"]) for t in found if "place" in t.user_attrs]
+        begun = [trial for trial in found if TAKEN in trial.user_attrs]
+        return [Placed(_read(trial), trial.user_attrs[TAKEN]["place"]) for trial in begun]
 
     def beside(self, kind: str) -> list[Trial]:
         """The baselines, or what was scored on the holdout."""
         found = self._studies[BESIDE].get_trials(deepcopy=False)
-        latest = {t.user_attrs["name"]: t for t in found if t.user_attrs.get("kind") == kind}
+        of_kind = [trial for trial in found if trial.user_attrs[TAKEN]["kind"] == kind]
+        latest = {trial.user_attrs[TAKEN]["name"]: trial for trial in of_kind}
         return [_read(trial) for trial in latest.values()]
 
 
@@ -298,11 +305,6 @@ class Claim:
         """Which trial it is."""
         return self._taken.number
 
-    def keep(self, **notes: Any) -> None:
-        """Write down what is known by now."""
-        for name, value in notes.items():
-            self._taken.set_user_attr(name, value)
-
     def report(self, objective: float, rung: int) -> bool:
         """Say how it does on a part of the items; return whether it is among the worse."""
         with self.study.turn(), _quiet():
@@ -316,7 +318,7 @@ class Claim:
         self, scored: Scored, objective: float, *, slacks: Mapping[str, float], **notes: Any
     ) -> None:
         """Write down the scores; what is written last makes them count."""
-        self.keep(scored=asdict(scored), objective=objective, **notes)
+        self._note({"scored": asdict(scored), "objective": objective, **notes})
         for name, slack in slacks.items():
             self._taken.set_constraint(name, slack)
         with self.study.turn(), _quiet():
@@ -324,13 +326,17 @@ class Claim:
 
     def stop(self, scored: Scored, objective: float, message: str, **notes: Any) -> None:
         """Write down the scores on a part of the items, and that there will be no more."""
-        self.keep(scored=asdict(scored), objective=objective, message=message, **notes)
+        known = {"scored": asdict(scored), "objective": objective, "message": message}
+        self._note({**known, **notes})
         self._end(_optuna().trial.TrialState.PRUNED)
 
     def fail(self, message: str, **notes: Any) -> None:
         """Write down why there are no scores."""
-        self.keep(message=message, **notes)
+        self._note({"message": message, **notes})
         self._end(_optuna().trial.TrialState.FAIL)
+
+    def _note(self, outcome: Mapping[str, Any]) -> None:
+        self._taken.set_user_attr(OUTCOME, dict(outcome))
 
     def _end(self, state: Any) -> None:
         with self.study.turn(), _quiet():
@@ -339,13 +345,13 @@ class Claim:
 
 def _read(found: optuna.trial.FrozenTrial) -> Trial:
     """A trial as a plain value."""
-    notes = found.user_attrs
     states = _optuna().trial.TrialState
+    taken = found.user_attrs[TAKEN]
+    notes = found.user_attrs.get(OUTCOME, {}) if found.state.is_finished() else {}
     scored = notes.get("scored")
-    objective = notes.get("objective")
     return Trial(
         number=found.number,
-        settings=notes.get("settings", {}),
+        settings=taken.get("settings", {}),
         seed=notes.get("seed", 0),
         state={
             states.COMPLETE: State.DONE,
@@ -354,15 +360,15 @@ def _read(found: optuna.trial.FrozenTrial) -> Trial:
             states.RUNNING: State.RUNNING,
             states.WAITING: State.WAITING,
         }[found.state],
-        scored=None if scored is None or not found.state.is_finished() else Scored(**scored),
-        objective=objective if found.state.is_finished() else None,
+        scored=None if scored is None else Scored(**scored),
+        objective=notes.get("objective"),
         broken=tuple(notes.get("broken", ())),
         digest=notes.get("digest"),
         same_as=notes.get("same_as"),
         seconds=notes.get("seconds", 0.0),
         message=notes.get("message", ""),
         output=notes.get("output", ""),
-        name=notes.get("name", ""),
+        name=taken.get("name", ""),
     )
 
 

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.api import load_recipe
+from dare.errors import RecipeError
+from dare.recipe.document import recipe_from_document
+from dare.recipe.schema import Recipe
+from dare.recipe.search import Range, Search
+from dare.recipe.settings import with_settings
+from dare.studies.space import Space, parse_over
+
+
+def recipe(**settings) -> Recipe:
+    return Recipe(base="base", models=["math", "code"], **settings)
+
+
+def space(*over: str, **settings) -> Space:
+    return Space(recipe(**settings), dict(map(parse_over, over)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("drop_rate=0.8,0.9", ("drop_rate", (0.8, 0.9))),
+        ("method=dare+ties,sum", ("method", ("dare+ties", "sum"))),
+        ("rescale=true,l1", ("rescale", (True, "l1"))),
+        ("scale=0.5:2", ("scale", Range(start=0.5, to=2.0))),
+        ("scale=0.5:2:log", ("scale", Range(start=0.5, to=2.0, log=True))),
+        (
+            "p.math=0:1:step=0.25:layers=3",
+            ("p.math", Range(start=0.0, to=1.0, step=0.25, layers=3)),
+        ),
+    ],
+)
+def test_over_is_read_from_a_line(text, expected):
+    assert parse_over(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("drop_rate", "write NAME=VALUE"),
+        ("=0.5", "write NAME=VALUE"),
+        ("scale=2:1", "the range is empty"),
+        ("scale=0:1:log", "log needs a range above zero"),
+        ("scale=1:2:lgo", "'lgo' is not log, step=X or layers=N"),
+        ("scale=1:2:layers=1", "layers = 1"),
+    ],
+)
+def test_over_that_makes_no_sense_is_refused(text, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_over(text)
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ([], "nothing to search over"),
+        (["drop_rate=0.8,1.5"], "over drop_rate: .*1.5"),
+        (["drop_rat=0.8"], "over drop_rat: drop_rat would have no effect"),
+        (["method=dare+tise"], "there is no stage 'tise'"),
+        (["keep_ratio=0.2"], "over keep_ratio: keep_ratio would have no effect"),
+        (["weight.maths=0:1"], "over weight.maths: .*did you mean 'math'"),
+        (["seed=1,2"], "seeds = 5"),
+        (["drop_rate=0.5:1"], "over drop_rate"),
+        (["method=1:2"], "must be a list of methods"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused(over, message):
+    with pytest.raises(RecipeError, match=message):
+        space(*over).check()
+
+
+def test_settings_count_only_in_methods_that_have_them():
+    found = space("method=dare+linear,trim+ties,sum", "drop_rate=0.8,0.9", "keep_ratio=0.2,0.3")
+    found.check()
+    assert found.grid() == [
+        {"method": "dare+linear", "drop_rate": 0.8},
+        {"method": "dare+linear", "drop_rate": 0.9},
+        {"method": "trim+ties", "keep_ratio": 0.2},
+        {"method": "trim+ties", "keep_ratio": 0.3},
+        {"method": "sum"},
+    ]
+    assert [found.is_random(setting) for setting in found.grid()] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_grid_begins_where_the_advice_is():
+    found = space("method=sum,dare+sum", "drop_rate=0.2,0.4,0.6")
+    advised = recipe(method="dare+sum", stages={"dare": {"drop_rate": 0.55}})
+    start = found.nearest(advised)
+    assert start == {"method": "dare+sum", "drop_rate": 0.6}
+    assert [s.get("drop_rate") for s in found.grid(start)] == [0.6, 0.4, 0.2, None]
+    assert found.nearest(recipe(method="ties")) is None
+
+
+def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
+    document = {
+        "method": "dare+sum",
+        "models": {
+            "base_file": "base",
+            "merge_files": [
+                {"file": "math", "drop_rate": 0.5, "weight": 0.2},
+                {"file": "code", "drop_rate": 0.7},
+            ],
+        },
+    }
+    found = space(
+        "drop_rate=0:0.9",
+        "weight.math=0:1",
+        "drop_rate.code=0:0.65",
+        "weight.code=0:2:layers=2",
+        method="dare+sum",
+    )
+    assert found.nearest(recipe_from_document(document, "")) == {
+        "drop_rate": pytest.approx(0.6),
+        "weight.math": 0.2,
+        "drop_rate.code": 0.65,
+        "weight.code": [1.0, 1.0],
+    }
+
+
+def test_a_candidate_has_its_settings_and_its_own_seeds():
+    found = Space(
+        recipe_from_document(
+            {"models": {"base_file": "b", "merge_files": ["math", {"file": "code", "seed": 7}]}}, ""
+        ),
+        dict(map(parse_over, ["drop_rate=0.5,0.9"])),
+    )
+    first, second = found.candidate({"drop_rate": 0.5}), found.candidate({"drop_rate": 0.5}, 1000)
+    assert (first.seeds(), second.seeds()) == ((42, 7), (1042, 1007))
+    assert first.output is None
+    assert first.stages == {"dare": {"drop_rate": 0.5}}
+
+
+def test_another_method_leaves_out_what_it_has_no_use_for():
+    document = {
+        "method": "dare+linear",
+        "embedding_drop_rate": 0.3,
+        "models": {
+            "base_file": "b",
+            "merge_files": ["math", {"file": "code", "drop_rate": 0.5, "weight": 0.7}],
+        },
+        "dare": {"drop_rate": 0.9},
+        "tensors": [{"match": "*.mlp.*", "drop_rate": 0.1, "weight": 0.3}],
+    }
+    given = recipe_from_document(document, "")
+    changed = with_settings(given, {"method": "slerp"})
+    assert (changed.stages, changed.embedding_drop_rate) == ({}, None)
+    assert (changed.models[1].settings, changed.models[1].weight) == ({}, None)
+    assert (changed.tensors[0].settings, changed.tensors[0].weight) == ({}, None)
+    kept = with_settings(given, {"method": "dare+sum"})
+    assert (kept.stages, kept.models) == (given.stages, given.models)
+
+
+@given(st.integers(0, 1000), st.integers(0, 100))
+def test_a_setting_by_chance_depends_on_its_number_and_keeps_to_the_space(number, seed):
+    found = space(
+        "method=dare+sum,sum",
+        "drop_rate=0.1:0.9",
+        "scale=0.5:2:log",
+        "weight.math=0:1:layers=3",
+        "weight.code=0:1:step=0.25",
+    )
+    drawn = found.draw(number, seed)
+    assert drawn == found.draw(number, seed)
+    assert ("drop_rate" in drawn) == (drawn["method"] == "dare+sum")
+    assert 0.5 <= drawn["scale"] <= 2
+    assert drawn["weight.code"] in (0, 0.25, 0.5, 0.75, 1)
+    assert len(drawn["weight.math"]) == 3
+    found.candidate(drawn)
+
+
+def test_the_table_of_a_recipe_survives_being_written(tmp_path: Path):
+    given = recipe(
+        search={
+            "over": {"drop_rate": [0.8, 0.9], "scale": {"from": 0.5, "to": 2.0, "log": True}},
+            "guards": ["english:max:1.25"],
+            "seeds": 5,
+        }
+    )
+    (tmp_path / "recipe.toml").write_text(given.to_toml())
+    again = load_recipe(tmp_path / "recipe.toml")
+    assert again == given
+    assert again.search == Search(
+        over={"drop_rate": (0.8, 0.9), "scale": Range(start=0.5, to=2.0, log=True)},
+        guards=("english:max:1.25",),
+        seeds=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"sampelr": "grid"}, r"\[search\] sampelr: not known .did you mean 'sampler'"),
+        ({"over": {"scale": []}}, r"\[search\] over scale = \[\]: there must be a value"),
+        ({"over": {"scale": [1, 1]}}, "a value stands there twice"),
+        ({"over": {"scale": {"from": 1.0}}}, "over scale = to is missing"),
+        ({"race": True, "items": 5}, "race and items do not go together"),
+        ({"trials": 0}, "trials = 0"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(table, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(search=table)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dare.errors import InputError
+from dare.recipe.schema import Recipe
+from dare.studies.results import Scored, State
+from dare.studies.space import Space, parse_over
+from dare.studies.study import BASELINE, Charter, Planned, Study  # noqa: F401
+
+SPACE = Space(
+    Recipe(base="base", models=["math", "code"]),
+    dict(map(parse_over, ["drop_rate=0.1:0.9", "scale=0.5:2"])),
+)
+CHARTER = Charter(
+    recipe={"models": {"base_file": "base", "merge_files": ["math", "code"]}},
+    space={"drop_rate": {"from": 0.1, "to": 0.9}, "scale": {"from": 0.5, "to": 2.0}},
+    sampler="tpe",
+    seeds=1,
+    evaluator="score.py:score",
+    objective="mean",
+    guards=(),
+    race=False,
+    items=None,
+    seed=0,
+)
+
+
+def leave_to_sampler(_place, _found):
+    return None
+
+
+def finish(claim, value: float) -> None:
+    claim.finish(Scored({"score": value}, {"score/a": value}), value, slacks={})
+
+
+def quality(settings) -> float:
+    return -((settings["drop_rate"] - 0.3) ** 2) - (settings["scale"] - 1) ** 2
+
+
+def run(study: Study, planned: int, *, stop_after: int = 1000) -> list[dict]:
+    """Do what there is to do, like a search with one job."""
+    done = []
+    while len(done) < stop_after:
+        claim = study.take_next(SPACE, planned, leave_to_sampler)
+        if claim is None:
+            break
+        done.append(dict(claim.settings))
+        finish(claim, quality(claim.settings))
+    return done
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
+def test_a_study_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, sampler):
+    charter = replace(CHARTER, sampler=sampler)
+    with closing(Study(tmp_path / "whole.db", charter)) as study:
+        whole = run(study, 12)
+    parts = []
+    for count in (4, 7, 100):
+        with closing(Study(tmp_path / "parts.db", charter)) as study:
+            parts += run(study, 12, stop_after=count)
+    assert parts == whole
+    assert len({str(settings) for settings in whole}) == 12
+    with closing(Study(tmp_path / "parts.db")) as study:
+        trials = [placed.trial for placed in study.trials()]
+    assert [trial.number for trial in trials] == list(range(12))
+    assert all(trial.state is State.DONE for trial in trials)
+    assert trials[3].scored == Scored({"score": quality(whole[3])}, {"score/a": quality(whole[3])})
+
+
+def test_what_a_process_died_over_is_taken_up_with_the_same_settings(tmp_path: Path):
+    path = tmp_path / "study.db"
+    dead = textwrap.dedent(f"""
+        import os, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_study import *
+        study = Study(Path({str(path)!r}), CHARTER)
+        claim = study.take_next(SPACE, 3, leave_to_sampler)
+        baseline = study.take_beside(BASELINE, "base")
+        print(dict(claim.settings), flush=True)
+        os._exit(1)
+    """)
+    command = [sys.executable, "-c", dead]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False)
+        [sys.executable, "-c", dead], capture_output=True, text=True, check=False
+    )
+    with closing(Study(path, CHARTER)) as study:
+        claim = study.take_next(SPACE, 3, leave_to_sampler)
+        assert str(dict(claim.settings)) == printed.stdout.strip()
+        assert claim.number == 0
+        again = study.take_beside(BASELINE, "base")
+        assert again is not None
+        assert study.take_beside(BASELINE, "base") is None
+        finish(again, 1.0)
+        finish(claim, 1.0)
+        assert len(run(study, 3)) == 2
+        assert not study.is_busy()
+
+
+def test_two_processes_share_the_work_and_do_nothing_twice(tmp_path: Path):
+    path = tmp_path / "study.db"
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_study import *
+        def grid(place, _found): return Planned({{"drop_rate": 0.1 + place / 50, "scale": 1.0}})
+        study = Study(Path({str(path)!r}), CHARTER)
+        while (claim := study.take_next(SPACE, 10, grid)) is not None:
+            finish(claim, 1.0)
+            print(claim.number)
+    """)
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    numbers = [sorted(map(int, worker.communicate()[0].split())) for worker in workers]
+    assert all(worker.returncode == 0 for worker in workers)
+    assert sorted(numbers[0] + numbers[1]) == list(range(10))
+    with closing(Study(path)) as study:
+        rates = [placed.trial.settings["drop_rate"] for placed in study.trials()]
+    assert sorted(rates) == pytest.approx([0.1 + place / 50 for place in range(10)])
+
+
+def test_failed_trials_are_tried_again_only_if_asked(tmp_path: Path):
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        claim = study.take_next(SPACE, 1, leave_to_sampler)
+        claim.fail("it crashed", output="Traceback", seconds=1.5)
+        assert study.take_next(SPACE, 1, leave_to_sampler) is None
+        (placed,) = study.trials()
+        assert (placed.trial.state, placed.trial.message) == (State.FAILED, "it crashed")
+        assert (placed.trial.output, placed.trial.objective) == ("Traceback", None)
+        again = study.take_next(SPACE, 1, leave_to_sampler, retry_before=1)
+        assert again.number == 1
+        again.fail("it crashed again", output="")
+        assert study.take_next(SPACE, 1, leave_to_sampler, retry_before=1) is None
+
+
+def test_a_baseline_that_failed_is_tried_again_by_the_next_process(tmp_path: Path):
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        study.take_beside(BASELINE, "base").fail("it crashed")
+        assert study.take_beside(BASELINE, "base") is None
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        finish(study.take_beside(BASELINE, "base"), 0.5)
+        assert study.take_beside(BASELINE, "base") is None
+        (found,) = study.beside(BASELINE)
+        assert found.objective == 0.5
+
+
+def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
+    with closing(Study(tmp_path / "study.db", replace(CHARTER, race=True))) as study:
+        stopped = []
+        for place in range(9):
+            claim = study.take_next(SPACE, 9, leave_to_sampler)
+            value = (0.9, 0.1, 0.2, 0.95, 0.3, 0.4, 0.96, 0.5, 0.97)[place]
+            if claim.report(value, 0):
+                stopped.append(value)
+                claim.stop(Scored({"score": value}), value, "stopped")
+            else:
+                finish(claim, value)
+        assert stopped == [0.1, 0.2, 0.3, 0.4, 0.5]
+        states = [placed.trial.state for placed in study.trials()]
+        assert states.count(State.STOPPED) == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"evaluator": "other.py:score"}, "its evaluator was score.py:score, and is other.py"),
+        ({"seeds": 5}, "its number of seeds was 1, and is 5 now"),
+        ({"recipe": {"models": {}}}, "its recipe was"),
+        ({"space": {"scale": [1.0]}}, "its settings that are searched over was"),
+    ],
+)
+def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, message):
+    Study(tmp_path / "study.db", CHARTER).close()
+    with pytest.raises(InputError, match=message):
+        Study(tmp_path / "study.db", replace(CHARTER, **changed))
+    Study(tmp_path / "study.db", CHARTER).close()
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="there is no study"):
+        Study(tmp_path / "none.db")
+    (tmp_path / "text.db").write_text("not a database, but long enough to be taken for one" * 9)
+    with pytest.raises(InputError, match="is not a study that can be read"):
+        Study(tmp_path / "text.db", CHARTER)
+    if os.geteuid():
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(InputError):
+            Study(tmp_path / "closed" / "study.db", CHARTER)
