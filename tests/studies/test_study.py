@@ -90,8 +90,6 @@ def test_what_a_process_died_over_is_taken_up_with_the_same_settings(tmp_path: P
     """)
     command = [sys.executable, "-c", dead]
     printed = subprocess.run(command, capture_output=True, text=True, check=False)
-        [sys.executable, "-c", dead], capture_output=True, text=True, check=False
-    )
     with closing(Study(path, CHARTER)) as study:
         claim = study.take_next(SPACE, 3, leave_to_sampler)
         assert str(dict(claim.settings)) == printed.stdout.strip()
