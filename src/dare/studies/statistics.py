@@ -1,0 +1,342 @@
+"""How far chance goes: intervals over items and seeds, what settings explain, fronts of scores.
+
+Two things make a score differ when nothing is better: which items there are, and the seed of a
+random merge. Items are drawn anew with replacement, within each group and for all contenders
+alike, so that what is hard for all cancels in differences (a paired bootstrap). Few seeds cannot be
+drawn from like that: the mean over S seeds varies as Student's t with S - 1 degrees of freedom,
+scaled by the seeds' own spread, for each contender by itself. Both go through the objective for
+every draw, so that it need not be linear.
+
+All numbers come from PCG64 with fixed seeds: the same study gives the same intervals.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dare.errors import InputError
+from dare.studies.items import groups_of, groups_of_scores
+from dare.studies.objective import Objective
+from dare.studies.results import Estimate, Scored, Settings
+
+BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
+_TAILS = (0.025, 0.975)
+_MOST_NUMBERS = 8_000_000
+"""How many numbers a step of the resampling may hold at once."""
+_FEW = 6
+"""Up to so many distinct numbers are taken as kinds, not as a scale."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to be compared: what was scored of it, once for each seed."""
+
+    scored: tuple[Scored, ...]
+    is_random: bool = True
+    """Whether another seed would give other weights; if not, one trial is all there is."""
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """The objectives of contenders, as they are and as chance might have made them."""
+
+    values: np.ndarray
+    """By contender: the mean over its seeds of the objective."""
+    paired: np.ndarray
+    """The same, on the items that all have."""
+    draws: np.ndarray
+    """Contenders × resamples."""
+    seeds: tuple[int, ...]
+    is_random: tuple[bool, ...]
+    items: int
+    """How many items all have, in the groups that count; 0: chance in items is not known."""
+    left_out: int
+    """How many items some have and others lack."""
+    without_items: tuple[str, ...]
+    """Scores of the objective that are not made of items, and held as they are."""
+
+    def estimate(self, place: int) -> Estimate:
+        """A contender's objective, with the interval that holds for it alone."""
+        value = float(self.values[place])
+        if not self.items and self.seeds[place] < 2:
+            return Estimate(value)
+        low, high = np.quantile(self.draws[place], _TAILS) + value - self.paired[place]
+        return Estimate(value, float(low), float(high))
+
+    def difference(self, place: int, other: int, among: Sequence[int] = ()) -> Estimate:
+        """A contender's objective minus another's, on the same items.
+
+        If it was chosen as the best `among` some, the interval is wide enough to hold for the
+        differences of all of them from the other at once; hence also for the one that was chosen.
+        """
+        value = float(self.paired[place] - self.paired[other])
+        if not self._tells_chance(place, other):
+            return Estimate(value)
+        rivals = [place, *(rival for rival in among if rival not in (place, other))]
+        deviations = self.draws[rivals] - self.draws[other]
+        deviations -= (self.paired[rivals] - self.paired[other])[:, None]
+        low, high = np.quantile(deviations, _TAILS, axis=1)
+        if len(rivals) == 1:
+            return Estimate(value, value + float(low[0]), value + float(high[0]))
+        halves = (high - low) / 2
+        moves = halves > 0
+        if not moves[0]:
+            return Estimate(value, value, value)
+        largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
+        half = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
+        return Estimate(value, value - half, value + half)
+
+    def _tells_chance(self, *places: int) -> bool:
+        if self.items:
+            return True
+        unknown = any(self.is_random[place] and self.seeds[place] < 2 for place in places)
+        return not unknown and any(self.seeds[place] > 1 for place in places)
+
+
+def verdict(difference: Estimate) -> str:
+    """What a difference shows: 0 in its interval shows nothing."""
+    if difference.low is None or difference.high is None:
+        return NOT_KNOWN
+    if difference.low > 0:
+        return BETTER
+    return WORSE if difference.high < 0 else NO_DIFFERENCE
+
+
+def resample(
+    contenders: Sequence[Contender],
+    objective: Objective,
+    *,
+    weights: Mapping[str, float] | None = None,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Resampled:
+    """Draw items and seeds anew, many times; `weights` are those of a subset of items."""
+    trials = [scored for contender in contenders for scored in contender.scored]
+    if not trials or not all(contender.scored for contender in contenders):
+        raise InputError("nothing to compare: each contender needs a scored trial")
+    names = [n for n in trials[0].scores if all(n in scored.scores for scored in trials)]
+    objective.check(names)
+    used = [name for name in names if objective.names is None or name in objective.names]
+    own = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
+    groups, left_out = _common_groups(trials, used, weights)
+    columns = {name: _Group.of(trials, ids, weights) for name, ids in groups.items()}
+    sizes = [len(contender.scored) for contender in contenders]
+    starts = np.cumsum([0, *sizes[:-1]])
+    of_trials = _drawn(objective, own, columns, resamples, seed)
+    paired = objective.values(own | {name: group.means for name, group in columns.items()})
+    return Resampled(
+        values=np.add.reduceat(objective.values(own), starts) / sizes,
+        paired=np.add.reduceat(paired, starts) / sizes,
+        draws=_over_seeds(of_trials, paired, starts, sizes, seed),
+        seeds=tuple(sizes),
+        is_random=tuple(contender.is_random for contender in contenders),
+        items=sum(len(group.values) for group in columns.values()),
+        left_out=left_out,
+        without_items=tuple(name for name in used if name not in columns),
+    )
+
+
+def _common_groups(
+    trials: Sequence[Scored], used: Sequence[str], weights: Mapping[str, float] | None
+) -> tuple[dict[str, list[str]], int]:
+    """For each score that is made of items in all trials: those that all have, two or more."""
+    made = [groups_of_scores(scored, _weights_for(scored, weights)) for scored in trials]
+    if not all(made):
+        return {}, 0
+    common = functools.reduce(lambda kept, ids: kept & ids, (s.items.keys() for s in trials))
+    largest = max(len(scored.items) for scored in trials)
+    if weights is not None and weights.keys() <= common:
+        common, largest = weights.keys() & common, len(weights)
+    members = groups_of(sorted(common))
+    groups = {
+        name: members[group]
+        for name, group in made[0].items()
+        if name in used
+        and all(other.get(name) == group for other in made)
+        and len(members.get(group, ())) > 1
+    }
+    return groups, largest - len(common)
+
+
+def _weights_for(
+    scored: Scored, weights: Mapping[str, float] | None
+) -> Mapping[str, float] | None:
+    """A subset's weights, if it is what was scored; baselines may have been scored on all items."""
+    return weights if weights is not None and scored.items.keys() <= weights.keys() else None
+
+
+@dataclass(frozen=True)
+class _Group:
+    values: np.ndarray
+    """Items × trials."""
+    weights: np.ndarray
+    """By item; they add up to one."""
+    means: np.ndarray
+    """By trial."""
+
+    @classmethod
+    def of(
+        cls, trials: Sequence[Scored], ids: Sequence[str], weights: Mapping[str, float] | None
+    ) -> _Group:
+        values = np.array([[scored.items[i] for scored in trials] for i in ids])
+        shares = np.array([1.0 if weights is None else weights[i] for i in ids])
+        shares /= shares.sum()
+        return cls(values, shares, shares @ values)
+
+    def drawn(self, random: np.random.Generator, resamples: int) -> np.ndarray:
+        """The means of trials on items drawn anew: trials × resamples."""
+        count = len(self.values)
+        places = random.integers(count, size=(resamples, count))
+        places += np.arange(resamples)[:, None] * count
+        counts = np.bincount(places.ravel(), minlength=resamples * count)
+        shares = counts.reshape(resamples, count) * self.weights
+        means = (shares @ self.values) / shares.sum(axis=1, keepdims=True)
+        # Drawing from n items varies by n - 1 parts in n of what n new items would.
+        return self.means[:, None] + (means.T - self.means[:, None]) * math.sqrt(count / (count - 1))
+
+
+def _drawn(
+    objective: Objective,
+    own: Mapping[str, np.ndarray],
+    columns: Mapping[str, _Group],
+    resamples: int,
+    seed: int,
+) -> np.ndarray:
+    """The objectives of the trials on items drawn anew: trials × resamples."""
+    # Each group has a stream of its own, which does not depend on how many draws make a step.
+    random = {name: _stream(seed, 0, place) for place, name in enumerate(columns)}
+    trials = len(next(iter(own.values())))
+    widest = max([len(own) * trials, *(len(group.values) for group in columns.values())])
+    step = max(1, _MOST_NUMBERS // widest)
+    parts = []
+    for start in range(0, resamples, step):
+        number = min(step, resamples - start)
+        scores = {name: np.broadcast_to(column[:, None], (trials, number)) for name, column in own.items()}
+        drawn = {name: group.drawn(random[name], number) for name, group in columns.items()}
+        parts.append(objective.values(scores | drawn))
+    return np.concatenate(parts, axis=1)
+
+
+def _over_seeds(
+    of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int], seed: int
+) -> np.ndarray:
+    """Means over contenders' seeds, as other seeds might have given: contenders × resamples."""
+    draws = np.empty((len(sizes), of_trials.shape[1]))
+    for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        trials = slice(start, start + size)
+        draws[place] = of_trials[trials].mean(axis=0)
+        if size > 1:
+            # That seeds differ in which items they get right is in the draws of items already.
+            by_items = (of_trials[trials] - draws[place]).var(axis=1).sum() / (size - 1)
+            variance = max(0.0, paired[trials].var(ddof=1) - by_items)
+            student = _stream(seed, 1, place).permutation(_student(size - 1, of_trials.shape[1]))
+            draws[place] += student * math.sqrt(variance / size)
+    return draws
+
+
+@functools.lru_cache(maxsize=16)
+def _student(freedom: int, count: int) -> np.ndarray:
+    """Evenly spaced quantiles of Student's t: few plain draws would miss its tails by chance."""
+    draws = np.sort(_stream(2, freedom).standard_t(freedom, size=count * 100 + 50))
+    quantiles = draws[50::100][:count]
+    return np.asarray((quantiles - quantiles[::-1]) / 2)
+
+
+def _stream(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
+# ------------------------------------------------------------------------------------- importance
+
+
+def importance(settings: Sequence[Settings], objectives: Sequence[float]) -> dict[str, float]:
+    """For each setting, the share of the objective's variance over the trials that goes with it.
+
+    Each is taken alone: texts and few distinct numbers as kinds (η²), other numbers by a parabola
+    in their ranks (R²), lists by the ranks of their entries; both adjusted for the degrees of
+    freedom, so that noise has about 0. A setting that only some trials have counts by their part
+    of the variance. What two settings do only together is not seen, and where a sampler went to
+    good places with two settings at once, each gets the credit.
+
+    >>> over = [{"rate": rate, "kind": kind} for rate in (1, 2, 3) for kind in "ab"]
+    >>> importance(over, [1.0, 2.0, 1.0, 2.0, 1.0, 2.0])
+    {'rate': 0.0, 'kind': 1.0}
+    """
+    objective = np.array(objectives, dtype=np.float64)
+    total = float(np.square(objective - objective.mean()).sum()) if len(objective) else 0.0
+    shares = {}
+    for name in dict.fromkeys(name for trial in settings for name in trial):
+        places = [place for place, trial in enumerate(settings) if name in trial]
+        mine = objective[places]
+        columns = _columns([settings[place][name] for place in places])
+        about_mean = float(np.square(mine - mine.mean()).sum())
+        known = total > 0 and about_mean > 0
+        part = about_mean / total if known else 0.0
+        shares[name] = min(1.0, part) * _adjusted_share(columns, mine) if known else 0.0
+    return shares
+
+
+def _adjusted_share(columns: np.ndarray, values: np.ndarray) -> float:
+    design = np.column_stack([np.ones(len(values)), columns])
+    rank = int(np.linalg.matrix_rank(design))
+    freedom = len(values) - rank
+    if freedom < 1 or rank < 2:
+        return 0.0
+    fitted = design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    left = float(np.square(values - fitted).sum() / freedom)
+    return float(np.clip(1 - left / np.var(values, ddof=1), 0.0, 1.0))
+
+
+def _columns(values: Sequence[Any]) -> np.ndarray:
+    """What stands for the values of a setting in a regression: trials × columns."""
+    lengths = {len(value) if isinstance(value, list | tuple) else 0 for value in values}
+    keys = [repr(value) for value in values]
+    kinds = sorted(set(keys))
+    if len(kinds) > _FEW and lengths == {0} and all(map(_is_number, values)):
+        ranks = _ranks(values)
+        return np.column_stack([ranks, ranks**2])
+    if len(kinds) > _FEW and len(lengths) == 1 and lengths != {0}:
+        entries = list(zip(*values, strict=True))
+        if all(_is_number(entry) for column in entries for entry in column):
+            return np.column_stack([_ranks(column) for column in entries])
+    return np.array([[key == kind for kind in kinds[1:]] for key in keys], dtype=np.float64)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    """From -1 to 1; equal values have the mean of their ranks."""
+    _, inverse, counts = np.unique(np.array(values), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+    return np.asarray(2 * ranks / max(1, len(values) - 1) - 1)
+
+
+# ------------------------------------------------------------------------------------- fronts
+
+
+def pareto_front(
+    points: Sequence[Mapping[str, float]], directions: Mapping[str, int]
+) -> list[int]:
+    """The places of points that no other beats: as good in every score, and better in one.
+
+    >>> points = [{"a": 1, "loss": 2}, {"a": 2, "loss": 3}, {"a": 1, "loss": 3}]
+    >>> pareto_front(points, {"a": 1, "loss": -1})
+    [0, 1]
+    """
+    if not points or not directions:
+        return []
+    table = np.array([[sign * point[name] for name, sign in directions.items()] for point in points])
+    front = []
+    for place, row in enumerate(table):
+        beaten = (table >= row).all(axis=1) & (table > row).any(axis=1)
+        if not beaten.any():
+            front.append(place)
+    return front
