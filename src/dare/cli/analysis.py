@@ -119,6 +119,10 @@ def advise(
         Path,
         Parameter(name=["--output", "-o"], help="The merge's output, as it stands in the recipe."),
     ] = Path("merged.safetensors"),
+    study: Annotated[
+        Path | None,
+        Parameter(help="What a search has found out about the models, in place of rules."),
+    ] = None,
     steps: Steps = None,
     options: Options | None = None,
     quiet: Quiet = False,
@@ -126,12 +130,29 @@ def advise(
     debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
+    if study is not None:
+        if inputs:
+            raise UsageError("models and --study given; a study knows its models: leave one out")
+        return _advise_by_study(study, output, json=json)
     _, _, advice = judge(inputs, options, steps, verbose=not quiet)
     if json:
         show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
     else:
         print(advised_toml(advice, output), end="")
     return DONE if advice.recipe else FAILED
+
+
+def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
+    """Say what a study showed: the simplest recipe that is as good as the best."""
+    from dare.studies.best import best_toml
+    from dare.studies.searching import read_result
+
+    result = read_result(path)
+    if json:
+        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        print(best_toml(result, simplest=True, output=output), end="")
+    return DONE
 
 
 def report(

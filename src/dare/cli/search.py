@@ -30,10 +30,9 @@ from dare.errors import OutputError
 from dare.recipe.search import Search
 from dare.studies.asking import ask
 from dare.studies.best import best_toml
-from dare.studies.searching import SearchResult, result_of, study_place
+from dare.studies.searching import SearchResult, read_result, study_place
 from dare.studies.searching import search as run_search
 from dare.studies.space import parse_over
-from dare.studies.study import Study
 from dare.studies.terminal import show_study
 from dare.tensors.sizes import times
 
@@ -237,7 +236,7 @@ def show_command(
     """Show a study, also while it runs."""
     console = show.console(json=json, quiet=quiet)
     while True:
-        result = _read(study)
+        result = read_result(study)
         if watch and console.is_terminal:
             console.clear()
         show_study(console, result.data, result.conclusion, rows=rows, failed=failed)
@@ -265,21 +264,13 @@ def best_command(
     debug: Debug = False,
 ) -> int:
     """Write the recipe of the best."""
-    result = _read(study)
+    result = read_result(study)
     if str(write) == "-":
         print(best_toml(result, simplest=simplest), end="")
     else:
         _write_text(write, best_toml(result, simplest=simplest), overwrite=overwrite)
         show.console().print(f"{write} is written")
     return DONE
-
-
-def _read(path: Path) -> SearchResult:
-    study = Study(path)
-    try:
-        return result_of(study)
-    finally:
-        study.close()
 
 
 def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:

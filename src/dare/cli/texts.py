@@ -74,11 +74,13 @@ cost. The exit status is 1 if they are not ready.
     "advise": """Print a recipe that suits the models, with reasons.
 
 Drop rates, method and weights follow from what `dare analyze` measures; each
-has its reason, its source and how well that is founded, as a comment.
+has its reason, its source and how well that is founded, as a comment. With
+--study: what a search has shown instead of what rules say.
 
 [bold]Examples[/bold]
 
   dare advise base.safetensors math.safetensors code.safetensors > recipe.toml
+  dare advise --study study.db > recipe.toml
   dare advise analysis.json --json""",
     "report": """Make a page of an analysis, with figures.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dare.errors import InputError, printable
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 OUTPUT = "merged.safetensors"
 
 
-def best_toml(result: SearchResult, *, simplest: bool = False) -> str:
+def best_toml(result: SearchResult, *, simplest: bool = False, output: Path | None = None) -> str:
     """The best recipe, or the simplest that cannot be told apart from it, as TOML."""
     recipe = result.simplest if simplest else result.best
     if recipe is None:
         raise InputError(f"{result.study}: no candidate could be scored, so there is no best")
     which = "simplest within noise" if simplest else "best"
     document = recipe.to_document()
-    document["models"].setdefault("output_file", OUTPUT)
+    document["models"]["output_file"] = str(output or recipe.output or OUTPUT)
     lines = [f"# The {which} of {result.study.name}, found by `dare search`."]
     for sentence in grounds(result.conclusion):
         wrapped = textwrap.wrap(printable(sentence), 96, initial_indent="", subsequent_indent="  ")

@@ -122,6 +122,15 @@ def search(
         opened.close()
 
 
+def read_result(path: Path) -> SearchResult:
+    """What a study shows by now, also while others work on it."""
+    study = Study(path)
+    try:
+        return result_of(study)
+    finally:
+        study.close()
+
+
 def result_of(study: Study) -> SearchResult:
     """What an open study shows by now."""
     data, conclusion = read_study(study)

@@ -164,9 +164,7 @@ def _common_groups(
     return groups, largest - len(common)
 
 
-def _weights_for(
-    scored: Scored, weights: Mapping[str, float] | None
-) -> Mapping[str, float] | None:
+def _weights_for(scored: Scored, weights: Mapping[str, float] | None) -> Mapping[str, float] | None:
     """A subset's weights, if it is what was scored; baselines may have been scored on all items."""
     return weights if weights is not None and scored.items.keys() <= weights.keys() else None
 
@@ -198,7 +196,9 @@ class _Group:
         shares = counts.reshape(resamples, count) * self.weights
         means = (shares @ self.values) / shares.sum(axis=1, keepdims=True)
         # Drawing from n items varies by n - 1 parts in n of what n new items would.
-        return self.means[:, None] + (means.T - self.means[:, None]) * math.sqrt(count / (count - 1))
+        return self.means[:, None] + (means.T - self.means[:, None]) * math.sqrt(
+            count / (count - 1)
+        )
 
 
 def _drawn(
@@ -217,7 +217,9 @@ def _drawn(
     parts = []
     for start in range(0, resamples, step):
         number = min(step, resamples - start)
-        scores = {name: np.broadcast_to(column[:, None], (trials, number)) for name, column in own.items()}
+        scores = {
+            name: np.broadcast_to(column[:, None], (trials, number)) for name, column in own.items()
+        }
         drawn = {name: group.drawn(random[name], number) for name, group in columns.items()}
         parts.append(objective.values(scores | drawn))
     return np.concatenate(parts, axis=1)
@@ -322,9 +324,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 # ------------------------------------------------------------------------------------- fronts
 
 
-def pareto_front(
-    points: Sequence[Mapping[str, float]], directions: Mapping[str, int]
-) -> list[int]:
+def pareto_front(points: Sequence[Mapping[str, float]], directions: Mapping[str, int]) -> list[int]:
     """The places of points that no other beats: as good in every score, and better in one.
 
     >>> points = [{"a": 1, "loss": 2}, {"a": 2, "loss": 3}, {"a": 1, "loss": 3}]
@@ -333,7 +333,9 @@ def pareto_front(
     """
     if not points or not directions:
         return []
-    table = np.array([[sign * point[name] for name, sign in directions.items()] for point in points])
+    table = np.array(
+        [[sign * point[name] for name, sign in directions.items()] for point in points]
+    )
     front = []
     for place, row in enumerate(table):
         beaten = (table >= row).all(axis=1) & (table > row).any(axis=1)
