@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dare
+from dare.errors import InputError, RecipeError
+from dare.recipe.schema import Recipe
+from dare.studies.results import State
+from helpers import save
+
+SIZE = 64
+GRID = {"scale": (0.5, 1.0, 1.5), "method": ("sum", "dare+sum")}
+BASELINES = [
+    "base",
+    "math alone",
+    "code alone",
+    "average",
+    "sum",
+    "sum × 0.4",
+    "advice",
+    "average again",
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """Two fine-tunes, each of which is right about its own half of the weights."""
+    chance = np.random.default_rng(0)
+    base = chance.normal(size=SIZE).astype(np.float32)
+    halves = np.repeat([1, 0], SIZE // 2), np.repeat([0, 1], SIZE // 2)
+    files = [save(tmp_path / "base.safetensors", {"layers.0.w": base})]
+    for name, half in zip(("math", "code"), halves, strict=True):
+        tuned = (base + 0.01 * half).astype(np.float32)
+        files.append(save(tmp_path / f"{name}.safetensors", {"layers.0.w": tuned}))
+    return Recipe(base=files[0], models=files[1:], method="sum", verbose=False)
+
+
+class Evaluator:
+    """Counts what it scores: how far each weight is from where its fine-tune wants it."""
+
+    def __init__(self, recipe: Recipe, spoil: Callable[[dict, int], Any] | None = None) -> None:
+        base = dare.Candidates(recipe).make({"scale": 0.0}).arrays["layers.0.w"]
+        self.target = base + np.float32(0.01)
+        self.calls = 0
+        self.spoil = spoil
+
+    def __call__(self, tensors, items=None):
+        self.calls += 1
+        off = np.abs(tensors["layers.0.w"] - self.target) / 0.01
+        right = {
+            f"{'math' if place < SIZE // 2 else 'code'}/{place}": float(max(0.0, 1 - value))
+            for place, value in enumerate(off.tolist())
+        }
+        if items is not None:
+            right = {name: right[name] for name in items}
+        scores = {
+            group: float(np.mean([v for n, v in right.items() if n.startswith(group)]))
+            for group in ("math", "code")
+        }
+        found = {**scores, "items": right}
+        return found if self.spoil is None else self.spoil(found, self.calls)
+
+
+def table(result: dare.SearchResult) -> list[tuple[str, int, float | None]]:
+    return [(json.dumps(t.settings), t.seed, t.objective) for t in result.data.trials]
+
+
+def run(recipe: Recipe, evaluator: Any, study: Path, **more: Any) -> dare.SearchResult:
+    asked = {"over": GRID, "seeds": 2, "verbose": False} | more
+    return dare.search(recipe, evaluate=evaluator, study=study, **asked)
+
+
+def test_a_sweep_scores_baselines_and_every_setting_with_every_seed(recipe, tmp_path):
+    evaluator = Evaluator(recipe)
+    result = run(recipe, evaluator, tmp_path / "study.db")
+    assert [trial.name for trial in result.data.baselines] == BASELINES
+    by_name = {trial.name: trial.objective for trial in result.data.baselines}
+    assert by_name["base"] == pytest.approx(0.0, abs=1e-4)
+    assert by_name["math alone"] == pytest.approx(0.5, abs=1e-4)
+    assert by_name["sum"] == pytest.approx(1.0, abs=1e-4)
+    trials = result.data.trials
+    assert len(trials) == 9  # without dropping, another seed changes nothing
+    assert [t.seed for t in trials if t.settings["method"] == "dare+sum"] == [42] * 3 + [1042] * 3
+    best = result.conclusion.best
+    assert best.settings == {"scale": 1.0, "method": "sum"}
+    assert (result.best.method, result.best.scale) == ("sum", 1.0)
+    again = Evaluator(recipe)
+    assert table(run(recipe, again, tmp_path / "study.db")) == table(result)
+    assert again.calls == 0
+
+
+def test_the_same_weights_are_scored_once(recipe, tmp_path):
+    evaluator = Evaluator(recipe)
+    over = {"weight.math": (0.5, 1.0), "scale": (1.0, 2.0)}
+    result = run(recipe, evaluator, tmp_path / "study.db", over=over)
+    digests = {trial.digest for trial in (*result.data.baselines, *result.data.trials)}
+    assert evaluator.calls == len(digests) + 1  # the average is scored twice on purpose
+    same = {
+        t.message for t in result.data.trials if t.settings == {"weight.math": 1.0, "scale": 1.0}
+    }
+    assert same == {"the same weights as sum"}
+
+
+def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path):
+    whole = run(recipe, Evaluator(recipe), tmp_path / "whole.db")
+
+    def interrupt(found, calls):
+        if calls == 10:
+            raise KeyboardInterrupt
+        return found
+
+    first = Evaluator(recipe, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, first, tmp_path / "study.db")
+    second = Evaluator(recipe)
+    result = run(recipe, second, tmp_path / "study.db")
+    assert table(result) == table(whole)
+    assert result.conclusion == whole.conclusion
+    assert [trial.number for trial in result.data.trials] == list(range(9))
+    scored = {t.digest for t in (*whole.data.baselines, *whole.data.trials)}
+    assert first.calls - 1 + second.calls == len(scored) + 1
+
+
+def test_a_crash_costs_one_trial_and_can_be_tried_again(recipe, tmp_path):
+    def crash(found, _calls):
+        if found["math"] > 0.99:
+            raise ValueError("no such luck")
+        return found
+
+    over = {"scale": (0.5, 0.7, 1.0)}
+    result = run(recipe, Evaluator(recipe, crash), tmp_path / "study.db", over=over, advice=False)
+    failed = [trial for trial in result.data.trials if trial.state is State.FAILED]
+    assert [trial.settings for trial in failed] == [{"scale": 1.0}]
+    assert "no such luck" in failed[0].message
+    assert failed[0].objective is None
+    assert result.conclusion.best.settings == {"scale": 0.7}
+    unchanged = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over, advice=False)
+    assert unchanged.conclusion.best.settings == {"scale": 0.7}
+    again = run(
+        recipe, Evaluator(recipe), tmp_path / "study.db", over=over, advice=False, retry=True
+    )
+    assert again.conclusion.best.settings == {"scale": 1.0}
+    assert len(again.data.trials) == 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda found, _calls: {}, "no baseline could be scored"),
+        (lambda found, _calls: {"math": float("nan")}, "no baseline could be scored.*nan"),
+        (lambda found, _calls: None, "no baseline could be scored"),
+    ],
+)
+def test_an_evaluator_that_never_works_is_told_at_once(recipe, tmp_path, spoil, message):
+    with pytest.raises(InputError, match=message):
+        run(recipe, Evaluator(recipe, spoil), tmp_path / "study.db")
+    # and the study is of use when it is mended
+    assert run(recipe, Evaluator(recipe), tmp_path / "study.db").conclusion.best is not None
+
+
+def test_other_items_each_time_are_noticed(recipe, tmp_path):
+    def rename(found, calls):
+        return found | {"items": {f"{name}-{calls}": v for name, v in found["items"].items()}}
+
+    result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db", race=True)
+    assert any("gives other items each time" in remark for remark in result.data.remarks)
+    assert result.conclusion.best is not None
+    assert all(trial.is_done for trial in result.data.trials)
+
+
+def test_other_scores_in_a_trial_cost_that_trial(recipe, tmp_path):
+    def rename(found, calls):
+        return found if calls != 9 else {"maths": 0.5, "code": 0.5, "items": found["items"]}
+
+    result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db")
+    assert [t.state for t in result.data.trials].count(State.FAILED) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"objective": "mean(math, cod)"}, "cod.*did you mean 'code'"),
+        ({"guards": ("cod:min:0.5",)}, "cod"),
+        ({"objective": "mean("}, "objective"),
+        ({"over": {"scale": ()}}, "there must be a value"),
+        ({"over": None}, "nothing to search over"),
+        ({"jobs": 2}, "give it by name"),
+        ({"sampler": "grid", "over": {"scale": {"from": 0.5, "to": 1.0}}}, "a grid needs lists"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(recipe, tmp_path, more, message):
+    with pytest.raises(RecipeError, match=message):
+        run(recipe, Evaluator(recipe), tmp_path / "study.db", **more)
+
+
+def test_guards_decide_before_scores(recipe, tmp_path):
+    over = {"weight.math": (0.2, 0.6, 1.0), "weight.code": (1.0,)}
+    guards = ("code:keep:0.95", "math:max:0.7")
+    result = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over, guards=guards)
+    assert result.conclusion.best.settings["weight.math"] == 0.6
+    broken = [t for t in result.data.trials if t.broken]
+    assert [t.settings["weight.math"] for t in broken] == [1.0]
+
+
+def test_racing_scores_bad_candidates_on_fewer_items(recipe, tmp_path):
+    evaluator = Evaluator(recipe)
+    over = {"scale": tuple(np.linspace(0.1, 2.0, 20).round(3).tolist())}
+    result = run(recipe, evaluator, tmp_path / "study.db", over=over, race=True)
+    states = [trial.state for trial in result.data.trials]
+    assert states.count(State.STOPPED) > 5
+    assert result.conclusion.best.settings["scale"] in (1.0, 1.1, 0.9)
+    stopped = [t for t in result.data.trials if t.state is State.STOPPED]
+    assert all(0 < len(trial.scored.items) < SIZE for trial in stopped)
+
+
+def test_a_chosen_subset_is_scored_first_and_the_best_on_all(recipe, tmp_path):
+    over = {"scale": tuple(np.linspace(0.1, 2.0, 12).round(3).tolist())}
+    result = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over, items=12)
+    full = [t for t in result.data.trials if t.is_done]
+    assert all(len(trial.scored.items) == SIZE for trial in full)
+    assert len(full) == 5
+    rest = [t for t in result.data.trials if not t.is_done]
+    assert {len(trial.scored.items) for trial in rest} == {12}
+    assert result.conclusion.subset_error is not None
+
+
+def test_the_holdout_is_run_once_on_winner_runner_up_and_baselines(recipe, tmp_path):
+    holdout = Evaluator(recipe)
+    result = run(recipe, Evaluator(recipe), tmp_path / "study.db", holdout=holdout)
+    names = [trial.name for trial in result.data.holdout]
+    assert names[:2] == ["winner", "runner-up"]
+    assert set(names[2:]) == set(BASELINES) - {"average again"}
+    assert result.conclusion.holdout.objective.value == pytest.approx(1.0, abs=1e-4)
+    assert result.conclusion.holdout.looks == 1
+    calls = holdout.calls
+    run(recipe, Evaluator(recipe), tmp_path / "study.db", holdout=holdout)
+    assert holdout.calls == calls
+
+
+def test_models_that_have_changed_are_noticed(recipe, tmp_path):
+    evaluator = Evaluator(recipe)
+    run(recipe, evaluator, tmp_path / "study.db")
+    save(tmp_path / "math.safetensors", {"layers.0.w": np.zeros(SIZE, np.float32)})
+    with pytest.raises(InputError, match="has changed since the study was begun"):
+        run(recipe, evaluator, tmp_path / "study.db")
+
+
+def test_a_sampler_starts_with_the_advice_and_the_recipe_and_learns(recipe, tmp_path):
+    over = {"scale": {"from": 0.0, "to": 2.0}, "method": ("sum", "dare+sum", "linear")}
+    more = {"over": over, "sampler": "tpe", "trials": 14, "seeds": 1}
+    result = run(recipe, Evaluator(recipe), tmp_path / "study.db", **more)
+    assert len(result.data.trials) == 14
+    assert result.data.trials[0].settings["scale"] == 1.0
+    assert result.conclusion.best.objective.value > 0.9
+    longer = run(recipe, Evaluator(recipe), tmp_path / "study.db", **more | {"trials": 16})
+    assert table(longer)[:14] == table(result)
+    assert len(longer.data.trials) == 16
+
+
+def test_an_evaluator_without_items_is_said_to_have_none(recipe, tmp_path):
+    def bare(found, _calls):
+        return {name: value for name, value in found.items() if name != "items"}
+
+    result = run(recipe, Evaluator(recipe, bare), tmp_path / "study.db")
+    assert any("gives no items" in remark for remark in result.conclusion.remarks)
+    assert result.conclusion.best is not None
