@@ -29,6 +29,10 @@ from dare.studies.watched import TimeUpError, Watched, describe_status
 if TYPE_CHECKING:
     from dare.recipe.schema import Recipe
 
+READY_SECONDS = 600.0
+"""Where there is a time limit for scoring: what importing an evaluator, and loading a model for it,
+may take at least."""
+
 # ---------------------------------------------------------------- the side that asks
 
 
@@ -58,7 +62,8 @@ class ProcessScorer:
     def _start(self) -> Asked:
         self._asked = asked = Asked(self._evaluator, self._threads)
         try:
-            found = asked.ask({"find": self._evaluator}, self._time_limit)
+            limit = None if self._time_limit is None else max(self._time_limit, READY_SECONDS)
+            found = asked.ask({"find": self._evaluator}, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
                 self._folder = temporary_folder(self._work)
@@ -67,7 +72,7 @@ class ProcessScorer:
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 "threads": self._threads,
             }
-            asked.ask({"open": request}, self._time_limit)
+            asked.ask({"open": request}, limit)
         except BaseException:
             self._end()
             raise
