@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -616,6 +617,13 @@ def test_whatever_a_function_does_costs_one_candidate(process, how, message, out
     assert printed.startswith(output)
     scored = process.score("print('after')")
     assert (scored.scores, scored.output) == ({"score": 1.0}, "before\nafter")
+
+
+def test_a_process_that_is_killed_between_requests_is_noticed(process):
+    for action in (process.scorer.score, lambda: process.scorer.make(process.recipe)):
+        os.kill(int(process.score("returned = os.getpid()").scores["score"]), signal.SIGKILL)
+        assert "its process was ended by SIGKILL, which the system" in str(raised(action))
+    assert process.score("").scores == {"score": 1.0}
 
 
 def test_errors_of_a_function_point_at_its_lines(process):

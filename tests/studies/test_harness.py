@@ -158,7 +158,7 @@ def test_documents_that_are_not_there_are_told(scorer, recipe):
     scorer.make(recipe)
     with pytest.raises(EvaluationError, match="total examples"):
         scorer.score([f"dare_add/{COUNT}"])
-    with pytest.raises(EvaluationError, match="the evaluator returned other items; .* missing"):
+    with pytest.raises(EvaluationError, match=r"returned other items; .* missing"):
         scorer.score(["dare_add/0", "dare_sort/0"])
     assert len(scorer.score().items) == 2 * COUNT
 
@@ -174,7 +174,7 @@ def test_tasks_that_cannot_be_scored_are_refused(tasks, recipe):
     pytest.importorskip("lm_eval")
     for name, message in (
         ("dare_loss", r"measures \(bits_per_byte\), less is better"),
-        ("dare_ad", r"there is no task 'dare_ad' \(did you mean 'dare_add'\?\), neither in"),
+        ("dare_ad", r"no task 'dare_ad', neither in .* harness \(did you mean 'dare_add'\?\)"),
     ):
         with pytest.raises(RecipeError, match=message):
             open_scorer(f"lm_eval:{name}@{tasks}", recipe)

@@ -155,10 +155,11 @@ class Asked:
         except BaseException:
             self.close()
             raise
-        if not self._received.endswith(b"\n"):
+        if status is not None and not self._received.endswith(b"\n"):
             self.close()
-            how = "left its protocol" if status is None else describe_status(status)
-            raise EvaluationError(f"{self._evaluator}: its process {how}", self.printed)
+            raise EvaluationError(
+                f"{self._evaluator}: its process {describe_status(status)}", self.printed
+            )
         reply = json.loads(self._received)
         if reply.get("is_last"):
             self.close()
@@ -167,7 +168,7 @@ class Asked:
         return reply["value"]
 
     def _raised(self, reply: dict[str, Any]) -> DareError:
-        kind = getattr(errors, reply["error"])
+        kind: type[DareError] = getattr(errors, reply["error"])
         if kind is not EvaluationError:
             return kind(*reply["args"])
         output = "\n".join(filter(None, (self.printed, reply["output"])))
