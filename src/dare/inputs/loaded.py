@@ -314,14 +314,14 @@ def load_live(folder: Path) -> Any:
             "pip install transformers torch"
         ) from None
     architecture = architecture_of(read_config(folder))
-    build = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    build: Any = getattr(transformers, architecture, None) if architecture.isidentifier() else None
     if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
         raise InputError(
             f"{folder}: its config.json names {architecture!a} under architectures, which "
             "transformers does not have; define load_model(base) beside the evaluator"
         )
     try:
-        model = build.from_pretrained(
+        model = getattr(build, "from_pretrained")(  # noqa: B009
             folder, dtype="float32", trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # whatever a configuration can do to a model's code

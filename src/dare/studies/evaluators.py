@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
-from dare.recipe.schema import Recipe
 from dare.studies import harness
 from dare.studies.forms import OnDisk
 from dare.studies.functions import FunctionScorer, check_asked, look_at, split_name
@@ -33,6 +32,9 @@ from dare.studies.results import Scored
 from dare.studies.scores import check_items, checked, read_scores
 from dare.studies.scoring_process import Asked, ProcessScorer
 from dare.studies.watched import SHELL, TimeUpError, Watched, describe_status
+
+if TYPE_CHECKING:
+    from dare.recipe.schema import Recipe
 
 __all__ = [
     "EvaluationError",

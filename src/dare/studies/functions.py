@@ -126,7 +126,7 @@ def _described(error: BaseException) -> str:
     """An error with the place that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{traceback.format_exception_only(error)[-1].strip()}{where}"
+    return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 
 class FunctionScorer:

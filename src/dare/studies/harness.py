@@ -8,7 +8,9 @@ a task has those, documents are scored all together only.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -60,17 +62,7 @@ class Harness:
     """Tasks that are loaded once, and score one model after the other."""
 
     def __init__(self, names: Sequence[str], folder: Path | None) -> None:
-        from lm_eval.tasks import TaskManager
-
-        manager = TaskManager(include_path=None if folder is None else str(folder))
-        known = manager.all_tasks
-        for name in names:
-            if name not in known:
-                raise RecipeError(
-                    f"lm_eval: there is no task {name!r}{did_you_mean(name, known)}"
-                    + (f", neither in {folder} nor in the harness" if folder else "")
-                )
-        self._tasks: dict[str, Any] = manager.load(list(names))["tasks"]
+        self._tasks = _load(names, folder)
         self._metrics = {name: _metric_of(name, task) for name, task in self._tasks.items()}
         for task in self._tasks.values():
             if task.get_config("num_fewshot") is None:
@@ -92,8 +84,7 @@ class Harness:
 
         chosen = None if items is None else _by_task(items)
         tasks = {n: t for n, t in self._tasks.items() if chosen is None or n in chosen}
-        for task in tasks.values():
-            task.set_fewshot_seed(seed=SEED)
+        _seed(tasks.values())
         results = evaluate(
             lm=self._wrap(model),
             task_dict={"tasks": tasks, "groups": {}},
@@ -122,8 +113,49 @@ class Harness:
         known, wrapped = self._wrapped
         if known is not model:
             wrapped = HFLM(pretrained=model, tokenizer=self._base, batch_size=BATCH_SIZE)
+            _complete(wrapped.tokenizer, model.config.eos_token_id)
             self._wrapped = model, wrapped
         return wrapped
+
+
+def _seed(tasks: Iterable[Any]) -> None:
+    """What `lm_eval.simple_evaluate` does, which also takes a second to describe the machine."""
+    import numpy as np
+
+    random.seed(SEED)
+    np.random.seed(SEED)
+    sys.modules["torch"].manual_seed(SEED)
+    for task in tasks:
+        task.set_fewshot_seed(seed=SEED)
+
+
+def _complete(tokenizer: Any, end: int | list[int] | None) -> None:
+    """Give a tokenizer that names no end of text the model's own, which also pads.
+
+    The harness needs one, and would pad with a new token that the model has no embedding for.
+    """
+    if tokenizer.eos_token_id is None and end is not None:
+        number = end[0] if isinstance(end, list) else end
+        tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(number)
+
+
+def _load(names: Sequence[str], folder: Path | None) -> dict[str, Any]:
+    """Tasks by name, from a folder or, where it lacks one, from those of the harness."""
+    from lm_eval.tasks import TaskManager
+
+    own = {} if folder is None else {"include_path": str(folder)}
+    manager = TaskManager(include_defaults=False, **own)
+    if not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(**own)  # which reads thousands of files
+    known = manager.all_tasks
+    for name in names:
+        if name not in known:
+            where = f"neither in {folder} nor in the harness" if folder else "in the harness"
+            raise RecipeError(
+                f"lm_eval: there is no task {name!r}, {where}{did_you_mean(name, known)}"
+            )
+    loaded: dict[str, Any] = manager.load(list(names))["tasks"]
+    return loaded
 
 
 def _metric_of(name: str, task: Any) -> str:

@@ -29,6 +29,10 @@ from dare.studies.watched import TimeUpError, Watched, describe_status
 if TYPE_CHECKING:
     from dare.recipe.schema import Recipe
 
+READY_SECONDS = 600.0
+"""Where there is a time limit for scoring: what importing an evaluator, and loading a model for it,
+may take at least."""
+
 # ---------------------------------------------------------------- the side that asks
 
 
@@ -58,7 +62,8 @@ class ProcessScorer:
     def _start(self) -> Asked:
         self._asked = asked = Asked(self._evaluator, self._threads)
         try:
-            found = asked.ask({"find": self._evaluator}, self._time_limit)
+            limit = None if self._time_limit is None else max(self._time_limit, READY_SECONDS)
+            found = asked.ask({"find": self._evaluator}, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
                 self._folder = temporary_folder(self._work)
@@ -67,7 +72,7 @@ class ProcessScorer:
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 "threads": self._threads,
             }
-            asked.ask({"open": request}, self._time_limit)
+            asked.ask({"open": request}, limit)
         except BaseException:
             self._end()
             raise
@@ -150,10 +155,11 @@ class Asked:
         except BaseException:
             self.close()
             raise
-        if not self._received.endswith(b"\n"):
+        if status is not None and not self._received.endswith(b"\n"):
             self.close()
-            how = "left its protocol" if status is None else describe_status(status)
-            raise EvaluationError(f"{self._evaluator}: its process {how}", self.printed)
+            raise EvaluationError(
+                f"{self._evaluator}: its process {describe_status(status)}", self.printed
+            )
         reply = json.loads(self._received)
         if reply.get("is_last"):
             self.close()
@@ -162,7 +168,7 @@ class Asked:
         return reply["value"]
 
     def _raised(self, reply: dict[str, Any]) -> DareError:
-        kind = getattr(errors, reply["error"])
+        kind: type[DareError] = getattr(errors, reply["error"])
         if kind is not EvaluationError:
             return kind(*reply["args"])
         output = "\n".join(filter(None, (self.printed, reply["output"])))

@@ -137,7 +137,10 @@ class Watched:
             return False
         ready = self._selector.select(seconds)
         for key, _ in ready:
-            piece = os.read(key.fd, AT_A_TIME)
+            try:
+                piece = os.read(key.fd, AT_A_TIME)
+            except ConnectionResetError:  # a socket whose other end left something unread
+                piece = b""
             if piece:
                 key.data(piece)
             else:
@@ -154,8 +157,7 @@ class Watched:
         if self._lifeline < 0:
             return
         _kill_group(self._process)
-        with contextlib.suppress(BlockingIOError):
-            self._drain()
+        self._drain()
         self._guard.kill()
         self._guard.wait()
         os.close(self._lifeline)
@@ -190,10 +192,12 @@ def _guard(group: int) -> tuple[subprocess.Popen[bytes], int]:
     reading, writing = os.pipe()
     try:
         script = 'read -r _; kill -s KILL -- "-$0"'
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        command = [SHELL, "-c", script, str(group)]
         guard = subprocess.Popen(  # noqa: S603
-            command, stdin=reading, start_new_session=True, **quiet
+            [SHELL, "-c", script, str(group)],
+            stdin=reading,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except BaseException:
         os.close(writing)

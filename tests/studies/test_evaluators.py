@@ -1,0 +1,835 @@
+"""Evaluators of all kinds: what they are given, what they return, and every way to fail."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dare
+from dare.errors import EvaluationError, InputError, OutputError, RecipeError
+from dare.recipe.settings import with_settings
+from dare.studies.evaluators import check_evaluator, check_items, open_scorer, read_scores
+from dare.studies.functions import find_function
+from dare.studies.results import Scored
+from dare.studies.watched import MOST_SHOWN, Tail
+from helpers import listing, write_recipe
+
+PYTHON = shlex.quote(sys.executable)
+BASE = {"a": np.zeros(4, np.float32), "b": np.ones((2, 1), ml_dtypes.bfloat16)}
+TUNED = {"a": np.array([1, 2, 3, 4], np.float32), "b": np.full((2, 1), 2, ml_dtypes.bfloat16)}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return write_recipe(tmp_path / "models", BASE, [TUNED], method="sum")
+
+
+@pytest.fixture
+def scorer_of(recipe):
+    """Opens scorers, and closes them."""
+    opened = []
+
+    def open_one(evaluator, **settings):
+        opened.append(open_scorer(evaluator, recipe, **settings))
+        return opened[-1]
+
+    yield open_one
+    for scorer in opened:
+        scorer.close()
+
+
+def write_module(text, name="own.py"):
+    path = Path(name)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended and was not asked how, does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def raised(action):
+    with pytest.raises(EvaluationError) as caught:
+        action()
+    return caught.value
+
+
+# ---------------------------------------------------------------- what is returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "scores"),
+    [
+        (1, {"score": 1.0}),
+        (0.5, {"score": 0.5}),
+        (Fraction(1, 4), {"score": 0.25}),
+        (np.float32(0.5), {"score": 0.5}),
+        (np.array([[3]]), {"score": 3.0}),
+        (ml_dtypes.bfloat16(0.5), {"score": 0.5}),
+        ({"add": 1, "sort": np.int64(2)}, {"add": 1.0, "sort": 2.0}),
+        ({"add": 1, "items": None}, {"add": 1.0}),
+        ({"add": 1, "items": {}}, {"add": 1.0}),
+        ({"items": {"a": 1, "b": 0, "/c": 1, "d/e/f": 3}}, {"score": 2 / 3, "d": 3.0}),
+        ({"add": 9, "items": {"add/1": 1}}, {"add": 9.0}),
+    ],
+)
+def test_numbers_become_scores(returned, scores):
+    scored = read_scores(returned)
+    assert scored.scores == scores
+    assert all(type(value) is float for value in scored.scores.values())
+    assert list(scored.scores) == list(scores)
+
+
+def test_items_are_kept_in_their_order():
+    assert list(read_scores({"items": {"z": 1, "a": 2}}).items.items()) == [("z", 1.0), ("a", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "score must be a number, and is None"),
+        ("0.5", "score must be a number, and is '0.5'"),
+        (True, "score is True; return 1 or 0 if that is meant"),
+        (np.bool_(False), "score is False; return 1 or 0 if that is meant"),
+        ([1, 2], "score must be a number, and is [1, 2]"),
+        (np.zeros(2), "score must be one number, and is array([0., 0.])"),
+        (1j, "score must be a number, and is 1j"),
+        (math.nan, "score is nan, and must be a finite number"),
+        (10**400, "and must be a finite number"),
+        ({"add": -math.inf}, "add is -inf, and must be a finite number"),
+        ({}, "there are no scores: return a number, or numbers by name"),
+        ({"items": {}}, "there are no scores"),
+        ({"": 1}, "the name of a score must be text, and is ''"),
+        ({3: 1}, "the name of a score must be text, and is 3"),
+        ({"a": 1, "items": {7: 1}}, "the id of an item must be text, and is 7"),
+        ({"a": 1, "items": {"x/1": math.nan}}, "item x/1 is nan, and must be a finite number"),
+        ({"a": 1, "items": {"x/1": False}}, "item x/1 is False; return 1 or 0 if that is meant"),
+        ({"a": 1, "items": [1, 2]}, "items must be a table of numbers by id"),
+        ({"a": "x" * 99}, f"a must be a number, and is '{'x' * 59}…"),
+    ],
+)
+def test_what_is_no_number_is_refused(returned, message):
+    assert message in str(raised(lambda: read_scores(returned)))
+
+
+@given(st.dictionaries(st.text("ab/", min_size=1), st.floats(-1e6, 1e6), min_size=1, max_size=8))
+def test_means_of_groups_lie_among_their_items(items):
+    scored = read_scores({"items": items})
+    assert scored.items == items
+    groups = [n.partition("/")[0] if "/" in n and n[0] != "/" else "score" for n in items]
+    assert set(scored.scores) == set(groups)
+    for group, score in scored.scores.items():
+        own = [value for g, value in zip(groups, items.values(), strict=True) if g == group]
+        assert min(own) <= score <= max(own)
+
+
+FIRST = Scored({"add": 0.5}, {"add/1": 1.0, "add/2": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("now", "asked", "said"),
+    [
+        (FIRST, None, None),
+        (Scored({"add": 1.0}, {"add/2": 1.0, "add/1": 1.0}), None, None),
+        (Scored({"add": 1.0}, {"add/1": 1.0}), ["add/1"], None),
+        (Scored({"sort": 1.0}, {"sort/1": 1.0}), ["sort/1", "sort/1"], None),
+        (
+            Scored({"add": 1.0}, {"add/1": 1.0}),
+            None,
+            "they are not those of the first candidate: 1 item of 2 missing (add/2)",
+        ),
+        (
+            Scored({"sum": 1.0}, {"add/1": 1.0, "add/2": 1.0, "add/3": 1.0}),
+            None,
+            "they are not those of the first candidate: 1 item new (add/3); "
+            "1 score of 1 missing (add); 1 score new (sum)",
+        ),
+        (
+            Scored({"add": 1.0}),
+            ["add/1", "add/2", "add/3", "add/4"],
+            "they are not those asked for: 4 items of 4 missing (add/1, add/2, add/3 and 1 more)",
+        ),
+        (
+            Scored({"add": 1.0}, {"add/2": 1.0}),
+            ["add/1"],
+            "1 item of 1 missing (add/1); 1 item new",
+        ),
+    ],
+)
+def test_other_items_are_told(now, asked, said):
+    found = check_items(FIRST, now, asked)
+    assert found == said or (said is not None and said in found)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=40))
+def test_the_end_of_what_is_printed_is_kept(pieces):
+    tail = Tail(100)
+    for piece in pieces:
+        tail.add(piece)
+        assert len(tail._bytes) <= 200 + len(piece)
+    whole = b"".join(pieces)
+    assert whole.endswith(bytes(tail._bytes))
+    assert len(tail._bytes) >= min(100, len(whole))
+
+
+def test_lines_are_shown_as_a_terminal_would():
+    tail = Tail(MOST_SHOWN)
+    tail.add(b"first\r\n 10 %\r 99 %\rdone\n\xff\x1b[2J\n\n")
+    assert tail.shown() == "first\ndone\n\ufffd\\x1b[2J"
+    assert tail.last_line() == "\ufffd\x1b[2J"
+
+
+# ---------------------------------------------------------------- commands
+
+
+SCORE = """
+import json, sys
+from safetensors import safe_open
+print("scoring", sys.argv[1])
+total = float(safe_open(sys.argv[1], "np").get_tensor("a").sum())
+print(json.dumps({"total": total}), end="\\n\\n \\n")
+"""
+
+
+def test_a_command_is_given_a_file_and_its_last_line_is_read(scorer_of, recipe, tmp_path):
+    write_module(SCORE, "score.py")
+    scorer = scorer_of(f"{PYTHON} score.py {{model}}", work=tmp_path / "a 'folder")
+    assert not scorer.takes_items
+    digest = scorer.make(recipe)
+    assert digest == dare.merge(recipe).digests.output
+    scored = scorer.score()
+    assert (scored.scores, scored.items) == ({"total": 10.0}, {})
+    assert scored.output.startswith("scoring /")
+    assert 0 < scored.seconds < 60
+    assert scorer.make(with_settings(recipe, {"scale": 0.0})) != digest
+    assert scorer.score().scores == {"total": 0.0}
+    assert len(listing(tmp_path / "a 'folder")) == 1, "the first is gone"
+    scorer.close()
+    assert listing(tmp_path / "a 'folder") == []
+
+
+def test_a_command_is_given_a_directory_if_the_base_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, weights in (("base", BASE), ("tuned", TUNED)):
+        folder = tmp_path / name
+        write_recipe(folder, weights, [weights])
+        (folder / "base.safetensors").rename(folder / "model.safetensors")
+        (folder / "model0.safetensors").unlink()
+        (folder / "config.json").write_text('{"model_type": "own"}')
+    recipe = dare.Recipe(base="base", models=["tuned"], method="sum")
+    scorer = open_scorer("ls {model}; echo '{\"x\": 1}'", recipe)
+    scorer.make(recipe)
+    output = scorer.score().output.splitlines()
+    scorer.close()
+    assert {"config.json", "model.safetensors"} <= set(output)
+
+
+def test_a_command_is_given_items(scorer_of, recipe):
+    write_module(
+        """
+        import json, sys
+        ids = ["a/1", "a/2", "b/1"] if sys.argv[2] == "all" else json.load(open(sys.argv[2]))
+        print(json.dumps({"items": {name: len(name) + int(name[-1]) for name in ids}}))
+        """,
+        "score.py",
+    )
+    scorer = scorer_of(f"{PYTHON} score.py {{model}} {{items}}")
+    assert scorer.takes_items
+    scorer.make(recipe)
+    assert scorer.score().scores == {"a": 4.5, "b": 4.0}
+    assert scorer.score(["b/1"]).items == {"b/1": 4.0}
+    assert scorer.score(["a/2", "b/1"]).scores == {"a": 5.0, "b": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "output"),
+    [
+        ("echo {model} >/dev/null; exit 3", "ended with status 3", ""),
+        ("kill -SEGV $$ # {model}", "was ended by SIGSEGV", ""),
+        (
+            "sh -c 'kill -KILL $$'; exit $? # {model}",
+            "ended with status 137 (SIGKILL, which",
+            "Killed",
+        ),
+        ("true {model}", "printed nothing; its last line must be a JSON object of numbers", ""),
+        ("echo '{\"x\": 1}' >&2; true {model}", "printed nothing", '{"x": 1}'),
+        ("echo '{\"x\": NaN}'; true {model}", "x is nan, and must be a finite", '{"x": NaN}'),
+        ("echo '{\"x\": 1e999}'; true {model}", "x is inf, and must be a finite", '{"x": 1e999}'),
+        ("echo '{\"x\": true}'; true {model}", "x is True; return 1 or 0", '{"x": true}'),
+        ("echo '{}'; true {model}", "there are no scores", "{}"),
+        ("echo 0.5; true {model}", "must be a JSON object of numbers, and is '0.5'", "0.5"),
+        ("printf '[%.0s' $(seq 9999); true {model}", "its last line must be a JSON object", None),
+        ("echo '{\"x\": 1}'; echo bye {model}", "and is 'bye ", None),
+        ("echo why >&2; exit 1 {model}", "ended with status 1", "why"),
+    ],
+)
+def test_a_command_that_fails_says_how(scorer_of, recipe, command, message, output):
+    scorer = scorer_of(command)
+    scorer.make(recipe)
+    error = raised(scorer.score)
+    assert str(error).startswith(f"{command!r}: ")
+    assert message in str(error)
+    assert output is None or error.output == output
+    scorer.make(recipe)
+    assert "there is no candidate" not in str(raised(scorer.score))
+
+
+def test_items_that_nobody_asked_for_are_refused(scorer_of, recipe):
+    scorer = scorer_of("echo '{\"items\": {\"a/1\": 1}}' {model} {items} | cut -d' ' -f1-3")
+    scorer.make(recipe)
+    assert scorer.score(["a/1"]).items == {"a/1": 1.0}
+    error = raised(lambda: scorer.score(["a/1", "a/2"]))
+    assert "returned other items; they are not those asked for: 1 item of 2 missing" in str(error)
+    assert error.output == '{"items": {"a/1": 1}}'
+
+
+def test_ten_megabytes_are_no_trouble(scorer_of, recipe):
+    scorer = scorer_of("yes 0123456789abcde | head -c 10000000; echo; echo '{\"x\": 1}' # {model}")
+    scorer.make(recipe)
+    scored = scorer.score()
+    assert scored.scores == {"x": 1.0}
+    assert scored.output.splitlines() == ["0123456789abcde"] * 38 + ["", '{"x": 1}']
+    scorer = scorer_of("head -c 10000000 /dev/zero | tr '\\0' x; true {model}")
+    scorer.make(recipe)
+    error = raised(scorer.score)
+    assert len(str(error)) < 500
+    assert error.output == "x" * 1000 + "…"
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(scorer_of, recipe):
+    scorer = scorer_of("sleep 60 & echo $!; echo $$; sleep 60 # {model}", time_limit=0.3)
+    scorer.make(recipe)
+    started = time.monotonic()
+    error = raised(scorer.score)
+    assert time.monotonic() - started < 5
+    assert "took longer than 0.3 s and was ended" in str(error)
+    pids = error.output.split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_child_that_a_command_leaves_behind_does_not_hold_it_up(scorer_of, recipe):
+    scorer = scorer_of('sleep 60 & echo "{\\"pid\\": $!}" # {model}')
+    scorer.make(recipe)
+    started = time.monotonic()
+    pid = int(scorer.score().scores["pid"])
+    assert time.monotonic() - started < 5
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_command_has_so_many_threads(scorer_of, recipe):
+    scorer = scorer_of('echo "{\\"threads\\": $OMP_NUM_THREADS}" # {model}', threads=3)
+    scorer.make(recipe)
+    assert scorer.score().scores == {"threads": 3.0}
+
+
+def test_a_folder_that_cannot_be_written_is_named(scorer_of, recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    scorer = scorer_of("true {model}", work=tmp_path / "file")
+    with pytest.raises(OutputError, match="file: candidates cannot be written there: File exists"):
+        scorer.make(recipe)
+
+
+# ---------------------------------------------------------------- what cannot work
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "message"),
+    [
+        ("python score.py", "is no evaluator. Write module:function or"),
+        ("", "is no evaluator"),
+        ("own:", "is no evaluator"),
+        (":f", "is no evaluator"),
+        ("own:2", "is no evaluator"),
+        ("true ${model}", "${model} is the shell's; write {model}"),
+        (
+            "true {model} {item}",
+            "{item} is not known (did you mean 'items'?); there are",
+        ),
+        ("nosuchprogram_ {model}", "there is no program 'nosuchprogram_'"),
+        ("A=1 B=x nosuchprogram_ {model}", "there is no program 'nosuchprogram_'"),
+        ("./score.sh {model}", "there is no program './score.sh'"),
+        ("echo 'x {model}", "the shell cannot read it: "),
+        ("nosuch:f", "nosuch: there is no module 'nosuch', neither in "),
+        ("lm_eval:", "names no task"),
+        ("lm_eval:x@nowhere", "there is no folder 'nowhere'"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(recipe, evaluator, message):
+    for attempt in (check_evaluator, lambda text: open_scorer(text, recipe)):
+        with pytest.raises(RecipeError) as caught:
+            attempt(evaluator)
+        assert message in str(caught.value)
+
+
+@pytest.fixture
+def modules(monkeypatch, tmp_path):
+    """Modules that are imported here, and forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    write_module(
+        """
+        number = 1
+        def tensors(tensors, items=None, *more, rate=3, **others): ...
+        def nothing(): ...
+        def other(tensor): ...
+        def more(tensors, rate): ...
+        class Own:
+            def score(self, path): ...
+            def __call__(self, model, items): ...
+        own = Own()
+        def load_model(base): ...
+        """
+    )
+    write_module("1 / 0", "broken.py")
+    write_module("def f(:", "broken_syntax.py")
+    write_module("import nosuch", "needing.py")
+    write_module("raise SystemExit(5)", "leaving.py")
+    write_module("def f(path): ...", "json.py")
+    yield
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "message"),
+    [
+        ("own.sub:f", "own.sub: there is no module 'own.sub'"),
+        ("nosuch.py:f", "nosuch.py: there is no such file"),
+        ("own:tensor", "own: has no function 'tensor' (did you mean 'tensors'?)"),
+        ("own:own.scores", "own: has no function 'own.scores'"),
+        ("own:number", "own:number: is not a function"),
+        ("own:nothing", "own:nothing: takes no parameters; its first must be tensors, model or"),
+        ("own:other", "its first parameter is 'tensor' (did you mean 'tensors'?), not tensors,"),
+        ("own:more", "nothing would be given for its parameter 'rate'"),
+        ("broken:f", "broken: cannot be imported: ZeroDivisionError: division by zero (/"),
+        ("broken_syntax:f", "broken_syntax: cannot be imported: SyntaxError: "),
+        ("needing:f", "needing: cannot be imported: ModuleNotFoundError: No module named 'nosuch'"),
+        ("leaving:f", "leaving: cannot be imported: SystemExit: 5"),
+        ("json.py:f", "json.py: another module is called 'json' (/"),
+    ],
+)
+def test_what_is_no_function_that_scores_is_refused(modules, evaluator, message):
+    with pytest.raises(RecipeError) as caught:
+        find_function(evaluator)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "form", "takes_items"),
+    [
+        ("own:tensors", "tensors", True),
+        ("own.py:tensors", "tensors", True),
+        ("./own.py:own.score", "path", False),
+        ("own:own", "model", True),
+    ],
+)
+def test_parameters_say_what_a_function_takes(modules, evaluator, form, takes_items):
+    found = find_function(evaluator)
+    assert (found.form, found.takes_items) == (form, takes_items)
+    assert found.load_model.__name__ == "load_model"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cd . && A=$(ls) true {model}",
+        "if true; then true {model}; fi",
+        "(true {model})",
+        "OMP_NUM_THREADS=1 env true {model}",
+        "awk '{ print }' {model}",
+        "test -e ${HOME} {model}",
+    ],
+)
+def test_what_a_shell_can_do_is_allowed(command):
+    check_evaluator(command)
+
+
+def test_a_crash_at_import_is_told(recipe):
+    write_module("import os; print('bye'); os._exit(7)")
+    error = raised(lambda: check_evaluator("own:f"))
+    assert (str(error), error.output) == ("own:f: its process ended with status 7", "bye")
+
+
+def test_a_hang_at_import_ends(recipe, monkeypatch):
+    monkeypatch.setattr("dare.studies.scoring_process.READY_SECONDS", 0.5)
+    write_module("import time; time.sleep(60)")
+    error = raised(lambda: open_scorer("own:f", recipe, time_limit=0.1))
+    assert str(error) == "own:f: took longer than 0.5 s and was ended"
+
+
+# ---------------------------------------------------------------- functions
+
+
+DOING = """
+    import ctypes, os, subprocess, sys, time
+    from itertools import count
+    from pathlib import Path
+
+    number = count()
+    exec(Path(__file__).with_name("first").read_text())
+
+    def score(tensors, items=None):
+        print("before")
+        known = globals() | {"tensors": tensors, "items": items}
+        exec(Path(__file__).with_name("how").read_text(), known)
+        return known.get("returned", 1)
+"""
+"""An evaluator that does what a file says: many tests share the process that it runs in."""
+
+WITHOUT_MODELS = """
+    from types import SimpleNamespace
+
+    class Candidates:
+        def __init__(self, recipe, threads): ...
+        def make(self, recipe, into): return SimpleNamespace(arrays={}, digest="0")
+
+    sys.modules["dare.studies.candidates"] = SimpleNamespace(Candidates=Candidates)
+"""
+"""What is put in place of candidates where only the process matters: it starts three times as
+fast."""
+
+
+class Doing:
+    """A scorer whose evaluator does what it is told."""
+
+    def __init__(self, folder, first, **settings):
+        self.folder = folder
+        (folder / "doing.py").write_text(textwrap.dedent(DOING))
+        (folder / "first").write_text(textwrap.dedent(first))
+        self.recipe = write_recipe(folder / "models", BASE, [TUNED], method="sum")
+        self.scorer = open_scorer(f"{folder}/doing.py:score", self.recipe, **settings)
+        self.name = f"{folder}/doing.py:score: "
+
+    def score(self, how, items=None, **settings):
+        (self.folder / "how").write_text(textwrap.dedent(how))
+        self.digest = self.scorer.make(with_settings(self.recipe, settings))
+        return self.scorer.score(items)
+
+    def error(self, how, items=None):
+        error = raised(lambda: self.score(how, items))
+        assert str(error).startswith(self.name)
+        return str(error).removeprefix(self.name), error.output
+
+
+@pytest.fixture(scope="module")
+def doing(tmp_path_factory):
+    shared = Doing(tmp_path_factory.mktemp("doing"), "")
+    yield shared
+    shared.scorer.close()
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    shared = Doing(tmp_path_factory.mktemp("process"), WITHOUT_MODELS, time_limit=1, threads=3)
+    yield shared
+    shared.scorer.close()
+
+
+def test_a_function_is_given_arrays(doing):
+    how = """
+        shapes = {name: (value.dtype.name, value.shape) for name, value in tensors.items()}
+        assert shapes == {"a": ("float32", (4,)), "b": ("bfloat16", (2, 1))}, shapes
+        assert not any(value.flags.writeable for value in tensors.values())
+        print("scoring", items)
+        ids = ["a/1", "b/1"] if items is None else items
+        returned = {"items": {name: tensors[name[0]].astype(float).sum() for name in ids}}
+    """
+    assert doing.scorer.takes_items
+    scored = doing.score(how)
+    assert doing.digest == dare.merge(doing.recipe).digests.output
+    assert scored.items == {"a/1": 10.0, "b/1": 4.0}
+    assert scored.scores == {"a": 10.0, "b": 4.0}
+    assert (scored.output, scored.seconds > 0) == ("before\nscoring None", True)
+    assert doing.score(how, ["b/1"], scale=0.0).items == {"b/1": 2.0}
+    assert doing.score(how, ("a/1",), scale=0.5).items == {"a/1": 5.0}
+    half = doing.recipe.model_copy(update={"dtype": "F16"})
+    doing.scorer.make(half)
+    (doing.folder / "how").write_text("returned = tensors['a'].itemsize")
+    assert doing.scorer.score().scores == {"score": 2.0}
+    assert doing.score(how).items == {"a/1": 10.0, "b/1": 4.0}
+
+
+def test_errors_of_a_merge_are_what_they_are(doing):
+    other = doing.recipe.model_copy(update={"models": ("nowhere.safetensors",)})
+    with pytest.raises(InputError, match=r"nowhere\.safetensors"):
+        doing.scorer.make(other)
+    assert "there is no candidate to score; make one first" in str(raised(doing.scorer.score))
+    assert doing.score("").scores == {"score": 1.0}
+
+
+def test_after_a_crash_the_models_are_read_again(doing):
+    assert doing.error("os._exit(3)") == ("its process ended with status 3", "before")
+    assert "there is no candidate to score; make one first" in str(raised(doing.scorer.score))
+    assert doing.score("returned = tensors['a'].sum()").scores == {"score": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "output"),
+    [
+        (
+            "raise ValueError('no\\nno')",
+            "the evaluator failed: ValueError: no\\nno (<str",
+            "before",
+        ),
+        ("sys.exit('no')", "the evaluator failed: SystemExit: no", "before\nTraceback"),
+        ("raise KeyboardInterrupt", "it failed: KeyboardInterrupt", "before\nTraceback"),
+        ("raise MemoryError", "the evaluator failed: MemoryError", "before\nTraceback"),
+        ("os._exit(0)", "its process ended with status 0", "before"),
+        ("ctypes.string_at(0)", "its process was ended by SIGSEGV", "before\nFatal Python error"),
+        ("time.sleep(60)", "took longer than 1 s and was ended", "before"),
+        ("returned = float('nan')", "score is nan, and must be a finite number", "before"),
+        ("returned = None", "score must be a number, and is None", "before"),
+    ],
+)
+def test_whatever_a_function_does_costs_one_candidate(process, how, message, output):
+    found, printed = process.error(how)
+    assert message in found
+    assert printed.startswith(output)
+    scored = process.score("print('after')")
+    assert (scored.scores, scored.output) == ({"score": 1.0}, "before\nafter")
+
+
+def test_a_process_that_is_killed_between_requests_is_noticed(process):
+    for action in (process.scorer.score, lambda: process.scorer.make(process.recipe)):
+        os.kill(int(process.score("returned = os.getpid()").scores["score"]), signal.SIGKILL)
+        assert "its process was ended by SIGKILL, which the system" in str(raised(action))
+    assert process.score("").scores == {"score": 1.0}
+
+
+def test_errors_of_a_function_point_at_its_lines(process):
+    message, output = process.error("returned = 1 / 0")
+    assert message.endswith("ZeroDivisionError: division by zero (<string>, line 1)")
+    assert "functions.py" not in output
+    assert "doing.py" in output
+
+
+def test_a_function_may_print_what_it_likes(process):
+    scored = process.score(
+        """
+        os.write(1, b'{"value": 3}\\n' * 1000)
+        print("x" * 10_000_000)
+        subprocess.run(["echo", '{"value": 4}'])
+        os.write(2, b"the end")
+        """
+    )
+    assert scored.scores == {"score": 1.0}
+    assert scored.output.splitlines()[-2:] == ['{"value": 4}', "the end"]
+
+
+def test_children_that_a_function_starts_end_with_it(process):
+    how = """
+        child = subprocess.Popen(["sleep", "60"])
+        forked = os.fork()
+        if not forked:
+            time.sleep(60)
+            os._exit(0)
+        print(child.pid, forked, os.getpid(), flush=True)
+        os._exit(5)
+    """
+    message, output = process.error(how)
+    assert message == "its process ended with status 5"
+    pids = output.split()[1:]
+    assert len(pids) == 3
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_other_items_than_those_asked_for_are_refused(process):
+    how = "returned = {'items': {f'a/{next(number)}': 1}}"
+    first, second = process.score(how), process.score(how)
+    (one,), (two,) = first.items, second.items
+    assert one != two
+    assert check_items(first, second) == (
+        f"they are not those of the first candidate: 1 item of 1 missing ({one}); "
+        f"1 item new ({two})"
+    )
+    message, _ = process.error(how, [one])
+    assert message.startswith("the evaluator returned other items; they are not those asked for:")
+    next_one = f"a/{int(two[2:]) + 2}"
+    assert process.score(how, [next_one]).items == {next_one: 1.0}
+
+
+def test_a_process_has_so_many_threads(process):
+    assert process.score("returned = int(os.environ['OPENBLAS_NUM_THREADS'])").scores == {
+        "score": 3.0
+    }
+
+
+def test_a_file_for_a_function_goes_away_even_if_that_crashes(scorer_of, recipe, tmp_path):
+    Path("deeper").mkdir()
+    write_module("from safetensors import safe_open", "deeper/beside.py")
+    Path("dare").mkdir()
+    Path("dare/__init__.py").write_text("1 / 0  # is not what is imported")
+    write_module(
+        """
+        import os, beside
+        def score(path):
+            print(path, flush=True)
+            total = beside.safe_open(path, "np").get_tensor("a").sum()
+            return os._exit(4) if total == 20 else total
+        """,
+        "deeper/own_scores.py",
+    )
+    work = tmp_path / "work"
+    scorer = scorer_of("deeper/own_scores.py:score", work=work)
+    scorer.make(recipe)
+    first = scorer.score()
+    assert first.scores == {"score": 10.0}
+    scorer.make(with_settings(recipe, {"scale": 2.0}))
+    assert not Path(first.output).exists()
+    assert len(listing(work)) == 1
+    assert raised(scorer.score).output.startswith(str(work))
+    assert listing(work) == []
+
+
+HANGING = """
+    import os
+    from pathlib import Path
+    Path("p").write_text(str(os.getpid()))
+    os.rename("p", "pid")
+    while True: pass
+"""
+LOOKING = "from dare.studies.evaluators import check_evaluator; check_evaluator('own:score')"
+RUNNING = (
+    "from dare.studies.watched import Watched; Watched(['sh', '-c', "
+    "'echo $$ >p; mv p pid; sleep 60; true']).pump(lambda: False, None)"
+)
+
+
+@pytest.mark.parametrize("code", [LOOKING, RUNNING])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_evaluators_end_with_us(tmp_path, monkeypatch, code, ending):
+    monkeypatch.chdir(tmp_path)
+    write_module(HANGING)
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as searching:
+        try:
+            wait_until(Path("pid").exists, 30)
+            pid = Path("pid").read_text().strip()
+            assert is_alive(pid)
+            searching.send_signal(ending)
+            _, printed = searching.communicate(timeout=10)
+        finally:
+            searching.kill()
+    assert (ending == signal.SIGKILL) != (b"KeyboardInterrupt" in printed)
+    wait_until(lambda: not is_alive(pid))
+
+
+# ---------------------------------------------------------------- functions in this process
+
+
+def test_a_callable_runs_here(scorer_of, recipe):
+    seen = []
+
+    def own(tensors, items=None):
+        seen.append(items)
+        return {"items": {"a/1": tensors["a"].sum()}}
+
+    scorer = scorer_of(own)
+    assert scorer.takes_items
+    assert scorer.make(recipe) == dare.merge(recipe).digests.output
+    assert scorer.score().scores == {"a": 10.0}
+    assert scorer.score(["a/1"]).items == {"a/1": 10.0}
+    assert seen == [None, ["a/1"]]
+    assert "returned other items" in str(raised(lambda: scorer.score(["a/2"])))
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), MemoryError("no")])
+def test_errors_of_a_callable_are_caught(scorer_of, recipe, error):
+    def own(path):
+        raise error
+
+    scorer = scorer_of(own)
+    scorer.make(recipe)
+    caught = raised(scorer.score)
+    assert f"the evaluator failed: {type(error).__name__}: no (" in str(caught)
+    assert "raise error" in caught.output
+
+
+def test_a_callable_has_no_time_limit(recipe):
+    with pytest.raises(RecipeError, match='as "module:function", and it runs in a process of its'):
+        open_scorer(lambda path: 1, recipe, time_limit=1)
+    with pytest.raises(RecipeError, match="the time limit is 0 s, and must be more than 0"):
+        open_scorer("own:score", recipe, time_limit=0)
+    with pytest.raises(RecipeError, match="lambda>: its first parameter is 'weights'"):
+        open_scorer(lambda weights: 1, recipe)
+
+
+def test_items_are_refused_where_they_cannot_be_asked_for(scorer_of, recipe):
+    scorer = scorer_of(lambda tensors: 1)
+    scorer.make(recipe)
+    assert "cannot score some of the items" in str(raised(lambda: scorer.score(["a"])))
+
+
+LOADED = []
+
+
+def load_model(base):
+    """What an evaluator's module may define."""
+    LOADED.append(base.name)
+    if not base.name.startswith("base"):
+        raise KeyError(base.name)
+    return {"a": np.zeros(4, np.float32), "b": np.zeros((2, 1), np.float32)}
+
+
+def test_candidates_are_written_into_a_live_model(scorer_of, recipe):
+    models = []
+
+    def own(model):
+        models.append(model)
+        return {name: value.sum() for name, value in model.items()}
+
+    LOADED.clear()
+    scorer = scorer_of(own)
+    assert scorer.make(recipe) == dare.merge(recipe).digests.output
+    assert scorer.score().scores == {"a": 10.0, "b": 4.0}
+    scorer.make(with_settings(recipe, {"scale": 0.0}))
+    assert scorer.score().scores == {"a": 0.0, "b": 2.0}
+    assert (LOADED, models[0]) == (["base.safetensors"], models[1])
+
+
+def test_a_model_that_cannot_be_loaded_is_told(recipe):
+    other = recipe.model_copy(update={"base": recipe.models[0].file})
+    error = raised(lambda: open_scorer(lambda model: 1, other))
+    assert "the model to score could not be made: KeyError: 'model0.safetensors'" in str(error)
+    assert "raise KeyError(base.name)" in error.output
+
+
+def test_a_base_without_a_configuration_cannot_be_built(recipe, monkeypatch):
+    monkeypatch.delattr(sys.modules[__name__], "load_model")
+    with pytest.raises(RecipeError, match="is a file, and transformers builds a model from a dir"):
+        open_scorer(lambda model: 1, recipe)
+
+
+def test_evaluation_errors_are_errors_of_ours():
+    assert issubclass(EvaluationError, dare.DareError)
+    assert str(EvaluationError("a\x1b")) == "a\\x1b"
