@@ -149,10 +149,8 @@ def _common_groups(
     made = [groups_of_scores(scored, _weights_for(scored, weights)) for scored in trials]
     if not all(made):
         return {}, 0
-    common = functools.reduce(lambda kept, ids: kept & ids, (s.items.keys() for s in trials))
-    largest = max(len(scored.items) for scored in trials)
-    if weights is not None and weights.keys() <= common:
-        common, largest = weights.keys() & common, len(weights)
+    ids = [set(s.items) if weights is None else s.items.keys() & weights.keys() for s in trials]
+    common = set.intersection(*ids)
     members = groups_of(sorted(common))
     groups = {
         name: members[group]
@@ -161,12 +159,10 @@ def _common_groups(
         and all(other.get(name) == group for other in made)
         and len(members.get(group, ())) > 1
     }
-    return groups, largest - len(common)
+    return groups, len(set.union(*ids)) - len(common)
 
 
-def _weights_for(
-    scored: Scored, weights: Mapping[str, float] | None
-) -> Mapping[str, float] | None:
+def _weights_for(scored: Scored, weights: Mapping[str, float] | None) -> Mapping[str, float] | None:
     """A subset's weights, if it is what was scored; baselines may have been scored on all items."""
     return weights if weights is not None and scored.items.keys() <= weights.keys() else None
 
@@ -197,8 +193,9 @@ class _Group:
         counts = np.bincount(places.ravel(), minlength=resamples * count)
         shares = counts.reshape(resamples, count) * self.weights
         means = (shares @ self.values) / shares.sum(axis=1, keepdims=True)
+        own = self.means[:, None]
         # Drawing from n items varies by n - 1 parts in n of what n new items would.
-        return self.means[:, None] + (means.T - self.means[:, None]) * math.sqrt(count / (count - 1))
+        return np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
 
 
 def _drawn(
@@ -217,7 +214,9 @@ def _drawn(
     parts = []
     for start in range(0, resamples, step):
         number = min(step, resamples - start)
-        scores = {name: np.broadcast_to(column[:, None], (trials, number)) for name, column in own.items()}
+        scores = {
+            name: np.broadcast_to(column[:, None], (trials, number)) for name, column in own.items()
+        }
         drawn = {name: group.drawn(random[name], number) for name, group in columns.items()}
         parts.append(objective.values(scores | drawn))
     return np.concatenate(parts, axis=1)
@@ -322,9 +321,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 # ------------------------------------------------------------------------------------- fronts
 
 
-def pareto_front(
-    points: Sequence[Mapping[str, float]], directions: Mapping[str, int]
-) -> list[int]:
+def pareto_front(points: Sequence[Mapping[str, float]], directions: Mapping[str, int]) -> list[int]:
     """The places of points that no other beats: as good in every score, and better in one.
 
     >>> points = [{"a": 1, "loss": 2}, {"a": 2, "loss": 3}, {"a": 1, "loss": 3}]
@@ -333,7 +330,9 @@ def pareto_front(
     """
     if not points or not directions:
         return []
-    table = np.array([[sign * point[name] for name, sign in directions.items()] for point in points])
+    table = np.array(
+        [[sign * point[name] for name, sign in directions.items()] for point in points]
+    )
     front = []
     for place, row in enumerate(table):
         beaten = (table >= row).all(axis=1) & (table > row).any(axis=1)
