@@ -238,7 +238,17 @@ def _complexity(ranked: Ranked, judge: _Judge) -> tuple[int, int, bool, int]:
 
 
 def _is_random(recipe: Recipe) -> bool:
-    return any(stage.is_random(settings) for stage, settings in recipe.chain)
+    """Whether a stage draws, for any model and in any layer."""
+    overrides = [{}, *(entry.settings for entry in recipe.models)]
+    return any(
+        stage.is_random({name: _most(own.get(name, value)) for name, value in settings.items()})
+        for stage, settings in recipe.chain
+        for own in overrides
+    )
+
+
+def _most(value: Any) -> Any:
+    return max(value) if isinstance(value, list | tuple) else value
 
 
 def _changes(settings: Settings, judge: _Judge) -> int:

@@ -29,6 +29,7 @@ BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference show
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000
 """How many numbers a step of the resampling may hold at once."""
+_ROUNDING = 1e-12
 _FEW = 6
 """Up to so many distinct numbers are taken as kinds, not as a scale."""
 
@@ -81,16 +82,18 @@ class Resampled:
         rivals = [place, *(rival for rival in among if rival not in (place, other))]
         deviations = self.draws[rivals] - self.draws[other]
         deviations -= (self.paired[rivals] - self.paired[other])[:, None]
-        low, high = np.quantile(deviations, _TAILS, axis=1)
-        if len(rivals) == 1:
-            return Estimate(value, value + float(low[0]), value + float(high[0]))
-        halves = (high - low) / 2
-        moves = halves > 0
-        if not moves[0]:
-            return Estimate(value, value, value)
-        largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
-        half = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
-        return Estimate(value, value - half, value + half)
+        lows, highs = np.quantile(deviations, _TAILS, axis=1)
+        low, high = float(lows[0]), float(highs[0])
+        halves = (highs - lows) / 2
+        # The same weights twice must not differ by what rounding leaves.
+        rounding = _ROUNDING * max(1e-300, *np.abs(self.paired[[place, other]]))
+        moves = halves > rounding
+        if len(rivals) > 1 and moves[0]:
+            largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
+            high = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
+            low = -high
+        ends = (value, value + low, value + high)
+        return Estimate(*(0.0 if abs(end) <= rounding else end for end in ends))
 
     def _tells_chance(self, *places: int) -> bool:
         if self.items:
