@@ -29,6 +29,7 @@ BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference show
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000
 """How many numbers a step of the resampling may hold at once."""
+_ROUNDING = 1e-12
 _FEW = 6
 """Up to so many distinct numbers are taken as kinds, not as a scale."""
 
@@ -81,16 +82,18 @@ class Resampled:
         rivals = [place, *(rival for rival in among if rival not in (place, other))]
         deviations = self.draws[rivals] - self.draws[other]
         deviations -= (self.paired[rivals] - self.paired[other])[:, None]
-        low, high = np.quantile(deviations, _TAILS, axis=1)
-        if len(rivals) == 1:
-            return Estimate(value, value + float(low[0]), value + float(high[0]))
-        halves = (high - low) / 2
-        moves = halves > 0
-        if not moves[0]:
-            return Estimate(value, value, value)
-        largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
-        half = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
-        return Estimate(value, value - half, value + half)
+        lows, highs = np.quantile(deviations, _TAILS, axis=1)
+        low, high = float(lows[0]), float(highs[0])
+        halves = (highs - lows) / 2
+        # The same weights twice must not differ by what rounding leaves.
+        rounding = _ROUNDING * max(1e-300, *np.abs(self.paired[[place, other]]))
+        moves = halves > rounding
+        if len(rivals) > 1 and moves[0]:
+            largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
+            high = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
+            low = -high
+        ends = (value, value + low, value + high)
+        return Estimate(*(0.0 if abs(end) <= rounding else end for end in ends))
 
     def _tells_chance(self, *places: int) -> bool:
         if self.items:
@@ -149,10 +152,8 @@ def _common_groups(
     made = [groups_of_scores(scored, _weights_for(scored, weights)) for scored in trials]
     if not all(made):
         return {}, 0
-    common = functools.reduce(lambda kept, ids: kept & ids, (s.items.keys() for s in trials))
-    largest = max(len(scored.items) for scored in trials)
-    if weights is not None and weights.keys() <= common:
-        common, largest = weights.keys() & common, len(weights)
+    ids = [set(s.items) if weights is None else s.items.keys() & weights.keys() for s in trials]
+    common = set.intersection(*ids)
     members = groups_of(sorted(common))
     groups = {
         name: members[group]
@@ -161,7 +162,7 @@ def _common_groups(
         and all(other.get(name) == group for other in made)
         and len(members.get(group, ())) > 1
     }
-    return groups, largest - len(common)
+    return groups, len(set.union(*ids)) - len(common)
 
 
 def _weights_for(scored: Scored, weights: Mapping[str, float] | None) -> Mapping[str, float] | None:
@@ -195,10 +196,9 @@ class _Group:
         counts = np.bincount(places.ravel(), minlength=resamples * count)
         shares = counts.reshape(resamples, count) * self.weights
         means = (shares @ self.values) / shares.sum(axis=1, keepdims=True)
+        own = self.means[:, None]
         # Drawing from n items varies by n - 1 parts in n of what n new items would.
-        return self.means[:, None] + (means.T - self.means[:, None]) * math.sqrt(
-            count / (count - 1)
-        )
+        return np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
 
 
 def _drawn(

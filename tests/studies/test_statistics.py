@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dare.errors import InputError, RecipeError
+from dare.studies.items import scores_of
+from dare.studies.objective import Objective
+from dare.studies.results import Estimate, Scored
+from dare.studies.statistics import Contender, importance, pareto_front, resample, verdict
+
+MEAN = Objective.parse("mean")
+
+
+def of_items(items, **more) -> Scored:
+    return Scored(scores_of(items) | more, items)
+
+
+def right_or_wrong(random, count: int, chance=0.5, groups: str = "ab") -> dict[str, float]:
+    right = random.random(count) < chance
+    return {f"{groups[n % len(groups)]}/{n}": float(v) for n, v in enumerate(right)}
+
+
+def alone(*scored: Scored) -> list[Contender]:
+    return [Contender((one,)) for one in scored]
+
+
+# ------------------------------------------------------------------------------------- intervals
+
+
+def test_the_interval_of_a_mean_is_the_one_of_the_textbook():
+    random = np.random.default_rng(0)
+    items = {f"a/{n}": float(v) for n, v in enumerate(random.normal(size=400))}
+    found = resample(alone(of_items(items)), MEAN, resamples=20_000).estimate(0)
+    values = np.array([*items.values()])
+    half = 1.96 * values.std(ddof=1) / 20
+    assert found.value == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - half, abs=0.03 * half)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.03 * half)
+
+
+def test_each_group_keeps_its_size_and_its_say():
+    # Group a never varies; group b alone makes the interval, with half a say.
+    items = {f"a/{n}": 1.0 for n in range(500)} | {f"b/{n}": float(n % 2) for n in range(100)}
+    found = resample(alone(of_items(items)), MEAN, resamples=20_000).estimate(0)
+    half = 1.96 * 0.5 / math.sqrt(99) / 2
+    assert found.value == 0.75
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.04)
+
+
+def test_differences_are_paired():
+    random = np.random.default_rng(1)
+    easy = {f"a/{n}": float(v) for n, v in enumerate(random.normal(scale=10, size=200))}
+    better = {i: v + 0.25 for i, v in easy.items()}
+    table = resample(alone(of_items(better), of_items(easy)), MEAN)
+    found = table.difference(0, 1)
+    assert (found.value, found.low, found.high) == (pytest.approx(0.25),) * 3
+    assert table.estimate(0).high - table.estimate(0).low > 2
+    assert verdict(found) == "better"
+    assert verdict(table.difference(1, 0)) == "worse"
+
+
+def test_one_more_right_item_shows_nothing_and_twenty_do():
+    worse = {f"a/{n}": float(n < 50) for n in range(100)}
+    one, twenty = ({f"a/{n}": float(n < 50 + k) for n in range(100)} for k in (1, 20))
+    table = resample(alone(of_items(worse), of_items(one), of_items(twenty)), MEAN)
+    assert table.difference(1, 0).value == pytest.approx(0.01)
+    assert verdict(table.difference(1, 0)) == "no difference shown"
+    assert verdict(table.difference(2, 0)) == "better"
+    assert table.difference(0, 0) == Estimate(0.0, 0.0, 0.0)
+
+
+def test_an_objective_that_is_not_linear_is_taken_of_each_draw():
+    random = np.random.default_rng(2)
+    items = right_or_wrong(random, 400)
+    scored = of_items(items)
+    table = resample(alone(scored), Objective.parse("min"), resamples=4000)
+    assert table.values[0] == min(scored.scores.values())
+    assert table.draws.mean() < table.values[0]  # the least of two that vary
+    assert (table.draws <= resample(alone(scored), MEAN, resamples=4000).draws + 1e-12).all()
+
+
+def test_without_items_seeds_give_students_interval():
+    values = [0.5, 0.6, 0.9]
+    seeds = Contender(tuple(Scored({"x": v}) for v in values))
+    fixed = Contender((Scored({"x": 0.1}),), is_random=False)
+    table = resample([seeds, fixed], MEAN)
+    low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
+    found = table.estimate(0)
+    assert found.value == pytest.approx(np.mean(values))
+    assert found.low == pytest.approx(low, rel=0.02, abs=0.01)
+    assert found.high == pytest.approx(high, rel=0.02)
+    assert table.estimate(1) == Estimate(0.1)
+    assert table.difference(0, 1).low == pytest.approx(low - 0.1, abs=0.02)
+    assert table.items == 0
+
+
+def test_one_seed_of_something_random_and_no_items_is_not_known():
+    several = Contender((Scored({"x": 0.5}), Scored({"x": 0.6})))
+    one = Contender((Scored({"x": 0.1}),))
+    sure, sure_too = (Contender((Scored({"x": v}),), is_random=False) for v in (0.1, 0.2))
+    table = resample([several, one, sure, sure_too], MEAN)
+    assert verdict(table.difference(0, 1)) == "not known"
+    assert verdict(table.difference(2, 3)) == "not known"
+    assert table.difference(0, 2).low is not None
+
+
+def test_seeds_that_make_no_difference_do_not_widen_the_interval():
+    items = right_or_wrong(np.random.default_rng(3), 200)
+    one, five = (Contender((of_items(items),) * count) for count in (1, 5))
+    table = resample([one, five], MEAN)
+    for low_or_high in ("low", "high"):
+        one_end, other_end = (getattr(table.estimate(n), low_or_high) for n in (0, 1))
+        assert one_end == pytest.approx(other_end, rel=1e-12)
+    assert table.difference(0, 1) == Estimate(0.0, 0.0, 0.0)
+
+
+def test_seeds_that_differ_widen_it():
+    random = np.random.default_rng(4)
+    items = {f"a/{n}": float(v) for n, v in enumerate(random.normal(size=400))}
+    shifts = (-0.4, -0.2, 0.0, 0.2, 0.4)
+    trials = [of_items({i: v + shift for i, v in items.items()}) for shift in shifts]
+    found = resample([Contender(tuple(trials))], MEAN).estimate(0)
+    by_seeds = np.std(shifts, ddof=1) / math.sqrt(5)
+    assert found.high - found.low > 2 * stats.t.ppf(0.975, 4) * by_seeds
+
+
+def test_scores_without_items_are_held_as_they_are():
+    items = {f"a/{n}": float(n % 2) for n in range(50)}
+    with_other, without = of_items(items, english=1.5), of_items(items)
+    table = resample(alone(with_other), Objective.parse("a - english"))
+    plain = resample(alone(without), MEAN)
+    assert table.without_items == ("english",)
+    assert table.estimate(0).low == pytest.approx(plain.estimate(0).low - 1.5)
+    only = resample(alone(with_other), Objective.parse("english"))
+    assert (only.items, only.estimate(0)) == (0, Estimate(1.5))
+
+
+def test_other_items_each_time_are_compared_on_those_that_all_have():
+    random = np.random.default_rng(5)
+    items = right_or_wrong(random, 60, groups="a")
+    less = {i: 1.0 - items[i] for i in list(items)[:40]}
+    table = resample(alone(of_items(items), of_items(less)), MEAN)
+    assert (table.items, table.left_out) == (40, 20)
+    common = scores_of({i: items[i] for i in less})["a"]
+    assert table.difference(0, 1).value == pytest.approx(common - (1 - common))
+    own = table.estimate(0)
+    assert own.value == scores_of(items)["a"]
+    assert own.low < own.value < own.high
+    apart = resample(alone(of_items(items), of_items({"a/x": 1.0, "a/y": 0.0})), MEAN)
+    assert (apart.items, apart.left_out) == (0, 62)
+    assert verdict(apart.difference(0, 1)) == "not known"
+
+
+def test_a_subset_counts_by_its_weights_beside_baselines_on_all_items():
+    everything = {f"a/{n}": float(n < 30) for n in range(100)}
+    weights = {f"a/{n}": (0.3 if n < 10 else 0.7) / 10 for n in range(20, 40)}
+    weights = {i: (0.03 if int(i[2:]) < 30 else 0.07) for i in weights}
+    part = {i: everything[i] for i in weights}
+    trial = Scored(scores_of(part, weights), part)
+    table = resample(alone(trial, of_items(everything)), MEAN, weights=weights)
+    assert trial.scores["a"] == pytest.approx(0.3)
+    assert (table.items, table.left_out) == (20, 0)
+    assert table.difference(0, 1).value == pytest.approx(0.0)
+
+
+def test_groups_of_one_item_tell_nothing():
+    table = resample(alone(of_items({"a/1": 1.0})), MEAN)
+    assert (table.items, table.estimate(0)) == (0, Estimate(1.0))
+
+
+def test_nothing_to_compare_is_refused():
+    with pytest.raises(InputError, match="nothing to compare"):
+        resample([], MEAN)
+    with pytest.raises(InputError, match="nothing to compare"):
+        resample([Contender(())], MEAN)
+    with pytest.raises(RecipeError, match="no score 'x'"):
+        resample(alone(Scored({"a": 1.0}), Scored({"x": 1.0, "a": 0.0})), Objective.parse("x"))
+
+
+def test_the_same_study_gives_the_same_numbers_in_any_steps(monkeypatch):
+    random = np.random.default_rng(6)
+    trials = [of_items(right_or_wrong(random, 90)) for _ in range(6)]
+    contenders = [Contender(tuple(trials[:3])), Contender(tuple(trials[3:]))]
+    first = resample(contenders, MEAN, resamples=300)
+    assert np.array_equal(resample(contenders, MEAN, resamples=300).draws, first.draws)
+    assert not np.array_equal(resample(contenders, MEAN, resamples=300, seed=1).draws, first.draws)
+    monkeypatch.setattr("dare.studies.statistics._MOST_NUMBERS", 700)
+    again = resample(contenders, MEAN, resamples=300)
+    np.testing.assert_allclose(again.draws, first.draws, rtol=0, atol=1e-12)
+
+
+def test_a_large_study_takes_seconds():
+    random = np.random.default_rng(7)
+    trials = [of_items(right_or_wrong(random, 1000, groups="abcd")) for _ in range(500)]
+    contenders = [Contender(tuple(trials[n : n + 5])) for n in range(0, 500, 5)]
+    start = time.process_time()
+    table = resample(contenders, Objective.parse("min"))
+    for other in range(1, 100):
+        table.difference(0, other, range(100))
+    assert time.process_time() - start < 12
+
+
+# ------------------------------------------------------------------------------------- simulations
+
+
+def test_intervals_hold_as_often_as_they_say():
+    held = {1: 0, 5: 0}
+    for run in range(200):
+        random = np.random.default_rng(run)
+        chance = random.random(150)  # items are drawn from all that might be, 0.5 on average
+        for seeds in held:
+            shifts = 0.05 * random.normal(size=seeds) * (seeds > 1)
+            trials = [
+                of_items(right_or_wrong(random, 150, np.clip(chance + s, 0, 1))) for s in shifts
+            ]
+            found = resample([Contender(tuple(trials))], MEAN, resamples=400).estimate(0)
+            held[seeds] += found.low <= 0.5 <= found.high
+    assert all(0.90 <= count / 200 <= 0.99 for count in held.values()), held
+
+
+def test_the_best_of_many_equal_settings_is_rarely_called_better():
+    better = {"runner-up": 0, "baseline": 0, "baseline, as if not chosen": 0}
+    runs, among = 100, list(range(20))
+    for run in range(runs):
+        random = np.random.default_rng([1, run])
+        chance = random.random(100)
+        trials = [of_items(right_or_wrong(random, 100, chance)) for _ in range(21)]
+        table = resample(alone(*trials), MEAN, resamples=400)
+        best, runner_up = np.argsort(-table.values[:20])[:2]
+        better["runner-up"] += verdict(table.difference(best, runner_up, among)) == "better"
+        better["baseline"] += verdict(table.difference(best, 20, among)) == "better"
+        better["baseline, as if not chosen"] += verdict(table.difference(best, 20)) == "better"
+    assert better["runner-up"] < 0.1 * runs
+    assert better["baseline"] < 0.1 * runs
+    assert better["baseline, as if not chosen"] > 0.1 * runs  # hence `among`
+
+
+def test_a_setting_that_is_better_is_found_among_many():
+    random = np.random.default_rng(8)
+    chance = random.random(400)
+    trials = [of_items(right_or_wrong(random, 400, chance)) for _ in range(10)]
+    good = of_items(right_or_wrong(random, 400, chance + 0.25))
+    table = resample(alone(good, *trials), MEAN)
+    assert {verdict(table.difference(0, n, range(11))) for n in range(1, 11)} == {"better"}
+
+
+# ------------------------------------------------------------------------------------- importance
+
+
+def test_importance_of_kinds_is_an_adjusted_share_of_variance():
+    settings = [{"method": m} for m in "aabbcc"]
+    values = [1.0, 2.0, 3.0, 4.0, 8.0, 9.0]
+    within, total = 3 * 0.5, float(np.square(np.array(values) - 4.5).sum())
+    expected = 1 - (within / 3) / (total / 5)
+    assert importance(settings, values) == {"method": pytest.approx(expected)}
+
+
+def test_importance_of_numbers_is_found_on_any_monotone_scale_and_at_a_peak():
+    rates = np.linspace(0.1, 0.9, 30)
+    settings = [{"rate": float(rate)} for rate in rates]
+    assert importance(settings, list(range(30)))["rate"] == pytest.approx(1.0)
+    scaled = [{"rate": math.exp(40 * trial["rate"])} for trial in settings]
+    peak = [-((r - 0.5) ** 2) for r in rates]
+    assert importance(scaled, peak)["rate"] == pytest.approx(1.0)
+
+
+def test_noise_has_little_importance():
+    random = np.random.default_rng(9)
+    shares = [
+        importance(
+            [{"a": float(random.random()), "b": "xyz"[random.integers(3)]} for _ in range(40)],
+            random.normal(size=40).tolist(),
+        )
+        for _ in range(50)
+    ]
+    assert np.mean([[share["a"], share["b"]] for share in shares]) < 0.04
+
+
+def test_importance_of_a_setting_that_only_some_have_is_their_part():
+    settings = [{"m": "x"}] * 4 + [{"m": "y", "k": k} for k in (0, 0, 1, 1)]
+    values = [10.0, 10.0, 10.0, 10.0, 0.0, 0.0, 2.0, 2.0]
+    total = float(np.var(values) * 8)
+    assert importance(settings, values)["k"] == pytest.approx(4 / total)
+
+
+def test_importance_of_odd_cases():
+    assert importance([], []) == {}
+    assert importance([{"a": 1}], [2.0]) == {"a": 0.0}
+    assert importance([{"a": 1}, {"a": 2}], [1.0, 2.0]) == {"a": 0.0}  # as many kinds as trials
+    assert importance([{"a": 1}, {"a": 1}, {"a": 1}], [1.0, 2.0, 3.0]) == {"a": 0.0}
+    assert importance([{"a": n % 2} for n in range(6)], [1.0] * 6) == {"a": 0.0}
+    assert importance([{"a": bool(n % 2)} for n in range(6)], [0.0, 1.0] * 3) == {"a": 1.0}
+    lists = [{"rate": [0.1 * n, float((7 * n) % 11)]} for n in range(11)]
+    assert importance(lists, [float(n) for n in range(11)])["rate"] == pytest.approx(1.0)
+    mixed = [{"a": value} for value in ([1], [1, 2], 3, "x", [1], [1, 2], 3, "x")]
+    assert importance(mixed, [1.0, 2.0, 3.0, 4.0] * 2)["a"] == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------------------------------- fronts
+
+
+def test_a_front_has_what_nothing_beats():
+    points = [
+        {"a": 1, "b": 3},
+        {"a": 2, "b": 2},
+        {"a": 2, "b": 1},
+        {"a": 2, "b": 2},
+        {"a": 0, "b": 9},
+    ]
+    assert pareto_front(points, {"a": 1, "b": 1}) == [0, 1, 3, 4]
+    assert pareto_front(points, {"a": 1, "b": -1}) == [2]
+    assert pareto_front(points, {"a": -1}) == [4]
+    assert pareto_front(points, {}) == []
+    assert pareto_front([], {"a": 1}) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20))
+def test_what_is_not_on_the_front_is_beaten_from_it(pairs):
+    points = [{"a": a, "b": b} for a, b in pairs]
+    front = pareto_front(points, {"a": 1, "b": -1})
+    assert front
+    for place, (a, b) in enumerate(pairs):
+        beaten = [f for f in front if pairs[f][0] >= a and pairs[f][1] <= b and pairs[f] != (a, b)]
+        assert bool(beaten) == (place not in front)
