@@ -23,7 +23,7 @@ class Theme:
     opposites: list[str]
 
 
-_FILE = files("dare.analysis.page").joinpath("themes.toml").read_text("utf-8")
+_FILE = files("dare.output.page").joinpath("themes.toml").read_text("utf-8")
 THEMES = {name: Theme(**colours) for name, colours in tomllib.loads(_FILE).items()}
 
 
