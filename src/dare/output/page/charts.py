@@ -66,6 +66,12 @@ def tooltip_of(*fields: str | tuple[str, ...]) -> list[Any]:
     ]
 
 
+def haloed_text(chart: Any, **looks: Any) -> Any:
+    """Text that can be read on top of lines: a wide copy in the ground's colour lies below."""
+    below = chart.mark_text(style="halo", aria=False, **looks)
+    return alt.layer(below, chart.mark_text(aria=False, **looks))
+
+
 def level_line(value: float, data: Any = ...) -> Any:
     """A dashed line across the chart."""
     chart = alt.Chart() if data is ... else alt.Chart(data)
