@@ -115,7 +115,7 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(wheel_names: list[str]
     }
     found = {name for name in wheel_names if ".dist-info/" not in name}
     assert found == expected
-    assert {"dare/py.typed", "dare/analysis/page/templates/page.html.jinja"} <= found
+    assert {"dare/py.typed", "dare/output/page/templates/page.html.jinja"} <= found
 
 
 def test_the_wheel_has_the_licence(wheel_names: list[str]) -> None:
@@ -141,8 +141,8 @@ def test_the_sdist_has_what_is_needed_to_test_and_build(sdist_names: list[str]) 
         "docs/mask.md",
         "mkdocs.yml",
         "pyproject.toml",
-        "src/dare/analysis/page/templates/page.css",
-        "src/dare/analysis/page/templates/page.html.jinja",
+        "src/dare/output/page/templates/page.css",
+        "src/dare/output/page/templates/page.html.jinja",
         "src/dare/py.typed",
         "tests/helpers.py",
     }

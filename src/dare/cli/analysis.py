@@ -95,7 +95,7 @@ def analyze(
     judged = judge(inputs, options, steps, verbose=not quiet)
     from dare.analysis.page import write_page
     from dare.analysis.page.terminal import show_analysis
-    from dare.analysis.page.writing import write_file
+    from dare.output.page.writing import write_file
 
     show_analysis(console, *judged)
     if output is not None:

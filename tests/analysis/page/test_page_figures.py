@@ -8,9 +8,10 @@ import pytest
 import sample
 
 from dare.analysis.page import figures, series
-from dare.analysis.page.themes import THEMES, vega_config
-from dare.analysis.page.words import cosine, number, share
+from dare.analysis.page.words import cosine
 from dare.analysis.results import Histogram
+from dare.output.page.themes import THEMES, vega_config
+from dare.output.page.words import number, share
 
 
 @pytest.fixture(scope="module")

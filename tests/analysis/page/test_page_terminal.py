@@ -9,7 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dare.analysis.page.terminal import show_analysis
-from dare.analysis.page.words import amount, cosine, share
+from dare.analysis.page.words import cosine
+from dare.output.page.words import amount, share
 
 
 def shown(subject, width, encoding="utf-8", **changes):

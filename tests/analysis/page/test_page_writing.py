@@ -11,9 +11,11 @@ import pytest
 import sample
 
 from dare.analysis.judge.judgement import Readiness, Verdict
-from dare.analysis.page import assembly, figures, write_figures, write_page, writing
-from dare.analysis.page.words import number, share
+from dare.analysis.page import assembly, figures, write_figures, write_page
 from dare.errors import InputError, OutputError
+from dare.output.page import writing
+from dare.output.page.themes import THEMES
+from dare.output.page.words import number, share
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")
 
@@ -78,7 +80,7 @@ def test_the_real_page_is_one_file_with_its_library(page):
     text = page.read_text("utf-8")
     assert 800_000 < len(text) < 1_500_000
     assert "window.vegaEmbed=" in text
-    assert text.count("</script>") == 5
+    assert text.count("</script>") == 6
 
 
 def test_names_cannot_become_elements():
@@ -86,7 +88,7 @@ def test_names_cannot_become_elements():
         sample.make_analysis(HOSTILE), sample.make_readiness(HOSTILE), sample.make_advice(HOSTILE)
     )
     outline = Outline(text)
-    assert [tag for tag, _ in outline.elements].count("script") == 5
+    assert [tag for tag, _ in outline.elements].count("script") == 6
     assert "img" not in {tag for tag, _ in outline.elements}
     assert not any(name.startswith("on") for _, a in outline.elements for name in a)
     values = [a.get("value") for tag, a in outline.elements if tag == "option"]
@@ -222,7 +224,7 @@ def test_a_figure_can_be_a_dark_png(subject, tmp_path):
 
     figure = figures.cancelled(subject.analysis)
     path = tmp_path / "dark.png"
-    path.write_bytes(writing.draw_file(figure, writing.THEMES["dark"], "png"))
+    path.write_bytes(writing.draw_file(figure, THEMES["dark"], "png"))
     with Image.open(path) as picture:
         assert picture.width == writing.WIDTH * writing.SCALE
         assert picture.convert("RGB").getpixel((1, 1)) == (0x1A, 0x1D, 0x21)

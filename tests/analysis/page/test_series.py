@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.analysis.judge.judgement import Evidence, Suggestion
-from dare.analysis.page import series, words
+from dare.analysis.page import series
 from dare.analysis.results import Histogram, Kind
+from dare.output.page import words
 
 
 def test_octaves_hold_the_shares_of_a_hand_made_histogram(subject):

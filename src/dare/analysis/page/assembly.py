@@ -1,34 +1,26 @@
-"""The page: plain values for the templates, which make one HTML text of them.
-
-The only module that imports Jinja, which escapes every value. Each section of the page has a
-template of its own; `parts` has what several of them share.
-"""
+"""The report's page: plain values for the templates, one of which each section has."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tomli_w
 
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity
 from dare.analysis.page import series, words
 from dare.analysis.page.outcome import Outcome
-from dare.analysis.page.series import Columns, Table, listing
-from dare.analysis.page.themes import THEMES, vega_config
-from dare.analysis.page.words import NOTHING, amount, cosine, listed, number, share
+from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis
+from dare.output.page.shell import Section, render_page
+from dare.output.page.tables import Columns, Table, bar_lengths, listing
+from dare.output.page.words import NOTHING, amount, listed, number, setting, share
 from dare.output.places import short_name
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
-    from dare.analysis.page.figures import Figure
+    from dare.output.page.figures import Figure
 
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""
@@ -65,16 +57,6 @@ MERGED_COLUMNS: Columns = {
 }
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the page with a heading."""
-
-    name: str
-    title: str
-    template: str
-    figures: tuple[Figure, ...] = ()
-
-
 def assemble_page(
     analysis: Analysis,
     readiness: Readiness,
@@ -84,21 +66,18 @@ def assemble_page(
     library: str,
 ) -> str:
     """Put everything into one text; `library` is the JavaScript that draws."""
-    start, script = _resource("start.js"), _resource("page.js")
     names = analysis.names
     many = times(len(names), "model") if len(names) > MOST_NAMES else ""
     headline = words.HEADLINES[readiness.verdict]
     inputs = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
-    return _render(
-        policy=_policy([start, library, script]),
-        title=f"{headline}: {many or listed(names)} – dare",
-        colours={name: theme.colours for name, theme in THEMES.items()},
-        style=_resource("page.css"),
-        start=start,
+    return render_page(
+        "dare.analysis.page",
+        "report.html.jinja",
+        figures=figures,
         library=library,
-        script=script,
-        drawings=[{"name": figure.name, "spec": _spec(figure)} for figure in figures],
-        themes={name: vega_config(theme) for name, theme in THEMES.items()},
+        script="report.js",
+        filters={"listed": listed, "setting": setting, "short_name": short_name},
+        title=f"{headline}: {many or listed(names)} – dare",
         sections=list(_sections(figures, outcome)),
         names=names,
         many=many,
@@ -108,7 +87,7 @@ def assemble_page(
         counted=_counted(readiness.findings),
         tiles=list(_tiles(analysis, advice)),
         models=listing(analysis.models, MODEL_COLUMNS),
-        bars=_bars([model.total.relative_norm for model in analysis.models]),
+        bars=bar_lengths([model.total.relative_norm for model in analysis.models]),
         outcome=outcome,
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
@@ -118,52 +97,6 @@ def assemble_page(
         size_read=show_size(analysis.bytes_read),
         seconds=number(analysis.seconds),
     )
-
-
-def _render(**values: Any) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("dare.analysis.page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "listed": listed,
-        "number": number,
-        "setting": words.setting,
-        "short_name": short_name,
-    }
-    environment.policies["json.dumps_kwargs"] = {
-        "ensure_ascii": False,
-        "allow_nan": False,
-        "separators": (",", ":"),
-    }
-    return environment.get_template("page.html.jinja").render(values)
-
-
-def _resource(name: str) -> str:
-    return files("dare.analysis.page").joinpath("templates", name).read_text("utf-8")
-
-
-def _policy(scripts: Iterable[str]) -> str:
-    """Nothing is fetched, and only the page's own scripts run (Vega compiles its expressions)."""
-    digests = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for text in scripts
-    )
-    return (
-        f"default-src 'none'; script-src {digests} 'unsafe-eval'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _spec(figure: Figure) -> dict[str, Any]:
-    """What is drawn, with its description and without the address of a schema."""
-    bare = {key: value for key, value in figure.spec.items() if key != "$schema"}
-    return {**bare, "description": figure.description}
 
 
 def _sections(figures: Sequence[Figure], outcome: Outcome | None) -> Iterator[Section]:
@@ -209,10 +142,3 @@ def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]
         yield "Advised drop rate", f"{rates[0]:g}", "for all"
     elif rates:
         yield "Advised drop rate", f"{rates[0]:g} to {rates[-1]:g}", "by model"
-
-
-def _bars(values: Sequence[float]) -> list[str]:
-    """Lengths in per cent of the longest; what is not finite has none."""
-    drawable = [value if math.isfinite(value) else 0.0 for value in values]
-    longest = max(drawable) or 1.0
-    return [f"{100 * value / longest:.1f}" for value in drawable]

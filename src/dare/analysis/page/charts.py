@@ -1,34 +1,18 @@
-"""What the figures share: axes, lines, bars, tooltips.
-
-The only module that imports Altair, which writes Vega-Lite.
-"""
+"""What the figures of models share: lines, bars, layers, and the model that is brought out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from dare.analysis.page.series import Row
-from dare.analysis.page.themes import DASHES, SHAPES
+from dare.output.page.charts import Spec, alt, bright_if, by_name, finish_chart, repeated, zoom
+from dare.output.page.tables import Row
+from dare.output.page.themes import DASHES, SHAPES
 
-Spec = dict[str, Any]
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = "!model || datum.model === model || datum.other === model"
-FAINT = 0.12
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
 """The colour of text on a cell of a matrix."""
-
-
-class _OnDemand:
-    """Altair, imported when the first figure is drawn."""
-
-    def __getattr__(self, name: str) -> Any:
-        import altair
-
-        return getattr(altair, name)
-
-
-alt: Any = _OnDemand()
 
 
 def lines(
@@ -48,7 +32,7 @@ def lines(
     )
     looks = {"interpolate": "monotone"} if of_models else {}
     # Dashes by number: by name they would get into the legend, as dashed outlines.
-    dashes = alt.Scale(domain=list(range(len(names))), range=_repeated(DASHES, len(names)))
+    dashes = alt.Scale(domain=list(range(len(names))), range=repeated(DASHES, len(names)))
     curves = chart.mark_line(aria=False, clip=True, **looks)
     curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
     marks = chart.mark_point(filled=True, size=55 if points else 220, aria=False, clip=True)
@@ -67,54 +51,9 @@ def model_bars(names: Sequence[str], *, text: Any, **places: Any) -> Any:
     return alt.layer(bars, chart.mark_text(align="left", dx=5, aria=False).encode(text=text))
 
 
-def by_name(
-    channel: Any,
-    names: Sequence[str],
-    values: Sequence[Any] = (),
-    *,
-    field: str = "model",
-    legend: Any = ...,
-) -> Any:
-    """Tell names apart, by the theme's values or by these; the legend uses the room there is."""
-    chosen = {"range": _repeated(values, len(names))} if values else {}
-    coded = channel(f"{field}:N", title=None, sort=list(names)).scale(domain=list(names), **chosen)
-    return coded.legend(alt.Legend(columns=room_for(names)) if legend is ... else legend)
-
-
-def room_for(names: Sequence[str]) -> Any:
-    """As many columns of a legend as there is room for."""
-    pixels = min(190, 50 + 8 * max(map(len, names), default=0))  # labels are cut at 150
-    return alt.expr(f"max(1, floor(width / {pixels}))")
-
-
 def dashed(rows: Sequence[Row], names: Sequence[str], field: str = "model") -> list[Row]:
     """The rows with the number of their dashes."""
     return [{**row, "dash": names.index(row[field])} for row in rows]
-
-
-def _repeated(values: Sequence[Any], count: int) -> list[Any]:
-    return [values[place % len(values)] for place in range(count)]
-
-
-def bright_if(test: str) -> Any:
-    """Opacity: full where the test holds, faint elsewhere."""
-    return alt.when(test).then(alt.value(1)).otherwise(alt.value(FAINT))
-
-
-def tooltip_of(*fields: str | tuple[str, ...]) -> list[Any]:
-    """Fields, with a title and a format where they need them."""
-    pairs = [(field,) if isinstance(field, str) else field for field in fields]
-    keys = ("shorthand", "title", "format")
-    return [
-        alt.Tooltip(**{key: text for key, text in zip(keys, texts, strict=False) if text})
-        for texts in pairs
-    ]
-
-
-def level_line(value: float, data: Any = ...) -> Any:
-    """A dashed line across the chart."""
-    chart = alt.Chart() if data is ... else alt.Chart(data)
-    return chart.mark_rule(strokeDash=[4, 3], size=1.5, aria=False).encode(y=alt.datum(value))
 
 
 def layer_numbers() -> Any:
@@ -130,37 +69,6 @@ def layer_names() -> Any:
     return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
 
 
-def logarithmic(scale: str, *, percent: bool = False) -> Any:
-    """A logarithmic axis with labels at powers of ten; also at 2 and 5 if it is short."""
-    mantissa = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))"
-    short = f"domain('{scale}')[1] < 1001 * domain('{scale}')[0]"
-    plain = "datum.value > 0.0009 && datum.value < 90000"
-    shape = "'~%'" if percent else f"{plain} ? '~g' : '~e'"
-    labelled = f"indexof({short} ? [1, 2, 5] : [1], round({mantissa})) >= 0"
-    power = f"round({mantissa}) === 1"
-    return alt.Axis(
-        labelExpr=f"{labelled} ? format(datum.value, {shape}) : ''",
-        labelOverlap=False,
-        grid=True,
-        gridOpacity=alt.when(power).then(alt.value(1)).otherwise(alt.value(0.3)),
-        ticks=False,
-        labelPadding=6,
-    )
-
-
-def zoom() -> Any:
-    """Zoom with shift and the wheel, so that scrolling the page stays what it is."""
-    return alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.shiftKey]")
-
-
 def finish(chart: Any, rows: Sequence[Row], height: int = 280) -> Spec:
-    """The chart as Vega-Lite, as wide as its place, with the parameter `model`."""
-    whole = chart.properties(
-        data={"values": rows},
-        width="container",
-        height=height,
-        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
-    ).add_params(alt.param(name="model", value=""))
-    spec: Spec = whole.to_dict()
-    del spec["config"]
-    return spec
+    """The chart as Vega-Lite, with the parameter `model`."""
+    return finish_chart(chart.add_params(alt.param(name="model", value="")), rows, height)

@@ -8,20 +8,31 @@ A function returns None if there is nothing to draw. What is said about a figure
 from __future__ import annotations
 
 import math
-import tomllib
-from dataclasses import dataclass, replace
-from importlib.resources import files
-from typing import Any
+from dataclasses import replace
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.limits import limit
 from dare.analysis.page import charts, series
-from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST, FAINT, Spec, alt
+from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
 from dare.analysis.page.outcome import Outcome
-from dare.analysis.page.series import Columns, Row, Table, finite
-from dare.analysis.page.themes import DASHES, SHAPES
-from dare.analysis.page.words import cosine, layer_name, listed, number, share
+from dare.analysis.page.words import cosine, layer_name
 from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis
+from dare.output.page.charts import (
+    FAINT,
+    Spec,
+    alt,
+    bright_if,
+    by_name,
+    level_line,
+    logarithmic,
+    room_for,
+    tooltip_of,
+    zoom,
+)
+from dare.output.page.figures import Figure, make_figure, read_texts
+from dare.output.page.tables import Columns, Row, Table, finite, listing
+from dare.output.page.themes import DASHES, SHAPES
+from dare.output.page.words import listed, number, share
 from dare.tensors.sizes import times
 
 LEAST_SHARE = 0.0005
@@ -30,30 +41,7 @@ MOST_LAYERS_BESIDE = 48
 """Heat maps with more layers need the whole width."""
 WIDE_RANGE = 5
 """Largest over smallest change from which colours follow the logarithm."""
-TEXTS: dict[str, Any] = tomllib.loads(
-    files("dare.analysis.page").joinpath("figures.toml").read_text("utf-8")
-)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart with what has to be said about it."""
-
-    name: str
-    """Of files and anchors: `magnitudes`."""
-    title: str
-    caption: str
-    """What is seen, and how to read it."""
-    description: str
-    """For those who do not see it: what is drawn, and the most telling numbers."""
-    spec: Spec
-    """Vega-Lite, without colours."""
-    table: Table
-    models: tuple[str, ...] = ()
-    """Whose figure it is, if it is not everybody's."""
-    width: float = 1.0
-    """The share of the page's width that it needs."""
-    zooms: bool = False
+TEXTS = read_texts("dare.analysis.page")
 
 
 def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[Figure]:
@@ -71,12 +59,7 @@ def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) ->
 
 def _figure(name: str, spec: Spec, table: Table, **known: str) -> Figure:
     """A figure with its texts, in which the known values are filled in."""
-    entry = TEXTS[name]
-    title, caption, description = (
-        entry[part].format_map(known) for part in ("title", "caption", "description")
-    )
-    looks = {"width": entry.get("width", 1.0), "zooms": entry.get("zooms", False)}
-    return Figure(name, title, caption, description, spec, table, **looks)
+    return make_figure(TEXTS[name], name, spec, table, known)
 
 
 # ---------------------------------------------------------------- one model
@@ -96,9 +79,9 @@ def magnitudes(analysis: Analysis) -> Figure | None:
         names,
         x=alt.X("middle:Q", title="magnitude of a change, |δ|")
         .scale(type="log", domain=domain, nice=False)
-        .axis(charts.logarithmic("x")),
+        .axis(logarithmic("x")),
         y=alt.Y("share:Q", title="share of all elements").axis(format="~%", tickCount=5),
-        tooltip=charts.tooltip_of(
+        tooltip=tooltip_of(
             "model:N",
             ("from:Q", "|δ| from", ".3~g"),
             ("to:Q", "below", ".3~g"),
@@ -140,7 +123,7 @@ def relative_change(analysis: Analysis, model: ModelAnalysis) -> Figure | None:
     place = alt.Chart().encode(
         x=charts.layer_names(),
         y=alt.Y("kind:N", title=None, sort=[str(kind) for kind in kinds]),
-        tooltip=charts.tooltip_of(
+        tooltip=tooltip_of(
             "layer:N",
             "kind:N",
             ("change:Q", "‖δ‖ / ‖base‖", ".3~%"),
@@ -187,25 +170,25 @@ def spectra(analysis: Analysis) -> Figure | None:
     near = alt.selection_point(
         name="near", fields=["line"], on="pointerover", nearest=True, empty=False
     )
-    legend = alt.Legend(columns=charts.room_for(names), symbolType="stroke", symbolSize=300)
+    legend = alt.Legend(columns=room_for(names), symbolType="stroke", symbolSize=300)
     opacity = alt.when(near).then(alt.value(1)).when(CHOSEN).then(alt.value(0.45))
     chart = alt.Chart().encode(
         x=alt.X("rank:Q", title="direction, the strongest first")
         .scale(type="log", nice=False)
-        .axis(charts.logarithmic("x")),
+        .axis(logarithmic("x")),
         y=alt.Y("value:Q", title="singular value beside the largest")
         .scale(type="log")
-        .axis(charts.logarithmic("y")),
-        color=charts.by_name(alt.Color, names, legend=legend),
+        .axis(logarithmic("y")),
+        color=by_name(alt.Color, names, legend=legend),
         detail="line:N",
     )
     lines = chart.mark_line(strokeWidth=1.5, aria=False).encode(
-        strokeDash=charts.by_name(alt.StrokeDash, names, DASHES, legend=legend),
+        strokeDash=by_name(alt.StrokeDash, names, DASHES, legend=legend),
         opacity=opacity.otherwise(alt.value(FAINT / 2)),
     )
     points = chart.mark_point(size=30, opacity=0, aria=False).encode(
         opacity=alt.value(0),
-        tooltip=charts.tooltip_of(
+        tooltip=tooltip_of(
             "model:N",
             "tensor:N",
             ("rank:Q", "direction"),
@@ -218,8 +201,8 @@ def spectra(analysis: Analysis) -> Figure | None:
     layers = alt.layer(lines, points.add_params(near)).transform_flatten(["rank", "value"])
     return _figure(
         "spectra",
-        charts.finish(layers.add_params(charts.zoom()), rows, height=300),
-        series.listing(
+        charts.finish(layers.add_params(zoom()), rows, height=300),
+        listing(
             [(name, tensor.name, tensor.spectrum) for name, tensor in series.spectra(analysis)],
             {
                 "matrix": lambda row: row[1],
@@ -283,8 +266,8 @@ def _matrix(
             orient="top", labelAngle=0 if len(names) <= 4 else -40, labelLimit=100
         ),
         y=alt.Y("model:N", title=None, sort=names).axis(labelLimit=100),
-        opacity=charts.bright_if(CHOSEN_PAIR),
-        tooltip=charts.tooltip_of(
+        opacity=bright_if(CHOSEN_PAIR),
+        tooltip=tooltip_of(
             ("model:N", "model"),
             ("other:N", "and"),
             ("cosine:Q", "", "+.4f"),
@@ -305,7 +288,7 @@ def _matrix(
     return _figure(
         name,
         charts.finish(alt.layer(cells, texts), rows, height=max(140, 52 * len(names))),
-        series.listing(analysis.pairs, columns),
+        listing(analysis.pairs, columns),
         largest=shown(largest),
         first=largest.first,
         second=largest.second,
@@ -335,7 +318,7 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
         names,
         x=charts.layer_numbers(),
         y=alt.Y("cosine:Q", title="cosine").axis(format="+.2~g", tickCount=5),
-        tooltip=charts.tooltip_of(
+        tooltip=tooltip_of(
             ("pair:N", "models"),
             "layer:Q",
             ("cosine:Q", "", "+.4f"),
@@ -371,9 +354,9 @@ def cancelled(analysis: Analysis) -> Figure | None:
     chart = chart.encode(
         x=charts.layer_names(),
         y=alt.Y("cancelled:Q", title="cancelled").axis(format="~%", tickCount=5),
-        tooltip=charts.tooltip_of("layer:N", ("cancelled:Q", "", ".2%")),
+        tooltip=tooltip_of("layer:N", ("cancelled:Q", "", ".2%")),
     )
-    chart = alt.layer(chart, charts.level_line(analysis.together.cancelled))
+    chart = alt.layer(chart, level_line(analysis.together.cancelled))
     total = share(analysis.together.cancelled)
     cells = (("all", total), *((row["layer"], share(row["cancelled"])) for row in rows))
     table = Table(("layer", "cancelled"), cells)
@@ -395,8 +378,8 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
         "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
         "y": alt.Y("error:Q", title="expected error of a layer's outputs")
         .scale(type="log", nice=False)
-        .axis(charts.logarithmic("y", percent=True)),
-        "tooltip": charts.tooltip_of(
+        .axis(logarithmic("y", percent=True)),
+        "tooltip": tooltip_of(
             "model:N",
             ("rate:Q", "drop rate"),
             ("error:Q", "error of outputs", ".3~%"),
@@ -406,10 +389,10 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     marks = []
     for turn, dy in enumerate((-17, 19)):  # above and below: curves lie close to each other
         if rows := [row for row in points if row["dash"] % 2 == turn]:
-            chart = alt.Chart({"values": rows}).encode(**place, opacity=charts.bright_if(CHOSEN))
+            chart = alt.Chart({"values": rows}).encode(**place, opacity=bright_if(CHOSEN))
             mark = chart.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
-                color=charts.by_name(alt.Color, names),
-                shape=charts.by_name(alt.Shape, names, SHAPES),
+                color=by_name(alt.Color, names),
+                shape=by_name(alt.Shape, names, SHAPES),
             )
             label = chart.mark_text(fontWeight=600, dy=dy, aria=False)
             marks += [mark, label.encode(text=alt.Text("rate:Q", format=".2~f"))]
@@ -418,11 +401,11 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     note = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
     note = note.encode(x=alt.datum(0), y=alt.datum(bound), text="label:N")
     chart = alt.layer(
-        charts.level_line(bound, data), note, charts.lines(names, **place, points=False), *marks
+        level_line(bound, data), note, charts.lines(names, **place, points=False), *marks
     )
     rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
     steps = sorted({*series.TABLE_RATES, *advised.values()})
-    table = series.listing(
+    table = listing(
         [series.prediction_row(model, rate) for model in analysis.models for rate in steps],
         {
             "drop rate": lambda row: f"{row['rate']:g}",
@@ -468,7 +451,7 @@ def kept(outcome: Outcome) -> Figure | None:
         .axis(format="~%", values=[0, 0.2, 0.4, 0.6, 0.8, 1]),
         yOffset=alt.YOffset("stage:N", sort=stages),
         text="label:N",
-        tooltip=charts.tooltip_of("model:N", ("stage:N", "after"), ("kept:Q", "left", ".3%")),
+        tooltip=tooltip_of("model:N", ("stage:N", "after"), ("kept:Q", "left", ".3%")),
     )
     columns: Columns = {
         "model": lambda row: row["model"],
@@ -478,7 +461,7 @@ def kept(outcome: Outcome) -> Figure | None:
     return _figure(
         "kept",
         charts.finish(chart, rows, height=max(100, 30 * len(rows))),
-        series.listing(rows, columns),
+        listing(rows, columns),
         shares="; ".join(f"{row['model']} after {row['label']}" for row in rows),
     )
 
@@ -498,7 +481,7 @@ def kept_by_layer(outcome: Outcome) -> Figure | None:
         names,
         x=charts.layer_numbers(),
         y=alt.Y("kept:Q", title="elements left").axis(format="~%", tickCount=5),
-        tooltip=charts.tooltip_of("model:N", "layer:Q", ("kept:Q", "left", ".3%")),
+        tooltip=tooltip_of("model:N", "layer:Q", ("kept:Q", "left", ".3%")),
     )
     spec = charts.finish(chart, charts.dashed(rows, names), height=220)
     table = series.layer_table({model.name: model.kept_by_layer for model in outcome.models}, share)
@@ -520,7 +503,7 @@ def survival(outcome: Outcome) -> Figure | None:
         .scale(domain=[min(0.0, *ratios), 1.3 * max(0.01, *ratios)])
         .axis(format="~%", tickCount=5),
         text=alt.Text("ratio:Q", format=".1%"),
-        tooltip=charts.tooltip_of(
+        tooltip=tooltip_of(
             "model:N",
             ("ratio:Q", "share of its delta", ".2%"),
             ("cosine:Q", "cosine with the merged delta", "+.3f"),
@@ -534,6 +517,6 @@ def survival(outcome: Outcome) -> Figure | None:
     return _figure(
         "survival",
         charts.finish(chart, rows, height=max(90, 44 * len(rows))),
-        series.listing(rows, columns),
+        listing(rows, columns),
         shares="; ".join(f"{row['model']} {share(row['ratio'])}" for row in rows),
     )

@@ -6,13 +6,11 @@ A value that is not finite becomes None, which JSON can hold and figures leave o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.prediction import predict
-from dare.analysis.page.words import NOTHING, layer_name
+from dare.analysis.page.words import layer_name
 from dare.analysis.results import (
     Analysis,
     Kind,
@@ -21,8 +19,8 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
-
-Row = dict[str, Any]
+from dare.output.page.tables import Row, Table, finite
+from dare.output.page.words import NOTHING
 
 ALL_KINDS = "all"
 MOST_SPECTRA = 96
@@ -36,11 +34,6 @@ RATES = tuple(percent / 100 for percent in range(1, 100))
 """Drop rates of the curves."""
 TABLE_RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Drop rates of the tables."""
-
-
-def finite(value: float) -> float | None:
-    """The value, to five digits, if it is a number."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def kinds_of(analysis: Analysis) -> tuple[Kind, ...]:
@@ -209,24 +202,6 @@ def prediction_rows(analysis: Analysis) -> list[Row]:
 
 
 # ---------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers as text; the first of every row says whose they are."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-Columns = Mapping[str, Callable[[Any], str]]
-"""Columns by name, each with what it says of an item."""
-
-
-def listing(items: Iterable[Any], columns: Columns) -> Table:
-    """A row for each item, a column for each thing that is said of it."""
-    cells = columns.values()
-    return Table(tuple(columns), tuple(tuple(cell(item) for cell in cells) for item in items))
 
 
 def layer_table(columns: Mapping[str, Mapping[int, float]], shown: Callable[[float], str]) -> Table:

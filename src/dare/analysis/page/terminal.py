@@ -13,19 +13,10 @@ from rich.text import Text
 from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import predict
 from dare.analysis.page.series import TABLE_RATES, kinds_of, suggested_rates
-from dare.analysis.page.words import (
-    HEADLINES,
-    NOTHING,
-    amount,
-    cosine,
-    listed,
-    number,
-    origin,
-    setting,
-    share,
-)
+from dare.analysis.page.words import HEADLINES, cosine, origin
 from dare.analysis.results import Analysis, ModelAnalysis, Overlap
 from dare.errors import printable
+from dare.output.page.words import NOTHING, amount, listed, number, setting, share
 from dare.output.places import short_name
 from dare.output.terminal import (
     EIGHTHS,

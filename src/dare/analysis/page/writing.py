@@ -1,34 +1,21 @@
-"""Files: the page, and every figure on its own as SVG or PNG.
-
-The only module that imports vl-convert, which holds the JavaScript of Vega and draws without a
-browser.
-"""
+"""Files: the page, and every figure on its own as SVG or PNG."""
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from html import escape
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.page.assembly import assemble_page
 from dare.analysis.page.outcome import Outcome
-from dare.analysis.page.themes import THEMES, Theme, vega_config
 from dare.analysis.results import Analysis
-from dare.errors import InputError, OutputError
+from dare.errors import InputError
+from dare.output.page.themes import THEMES
+from dare.output.page.writing import Format, check_installed, draw_file, library_for, write_file
 
 if TYPE_CHECKING:
-    from dare.analysis.page.figures import Figure
+    from dare.output.page.figures import Figure
 
-NEEDED = ("altair", "jinja2", "vl_convert")
-WIDTH, SCALE = 760, 2
-"""Of a figure that is a file: pixels, and pixels of PNG for each of those."""
-EXPOSE = "window.vegaEmbed = vegaEmbed;"
-
-Format = Literal["svg", "png"]
 ThemeName = Literal["light", "dark"]
 
 
@@ -41,8 +28,7 @@ def write_page(
 ) -> None:
     """Write one HTML page that needs nothing else; `outcome` is what a finished merge did."""
     figures = _draw(analysis, advice, outcome)
-    library = _library(_version(figures[0].spec)) if figures else ""
-    page = assemble_page(analysis, readiness, advice, outcome, figures, library)
+    page = assemble_page(analysis, readiness, advice, outcome, figures, library_for(figures))
     write_file(path, page.encode())
 
 
@@ -64,64 +50,10 @@ def write_figures(
     return written
 
 
-def draw_file(figure: Figure, theme: Theme, format: Format) -> bytes:  # noqa: A002
-    """Draw one figure, with its title, on the theme's background."""
-    import vl_convert
-
-    spec = {**figure.spec, "width": WIDTH, "title": figure.title}
-    config = {**vega_config(theme), "background": theme.colours["panel"], "padding": 16}
-    version = _version(spec)
-    if format == "png":
-        return vl_convert.vegalite_to_png(spec, vl_version=version, config=config, scale=SCALE)
-    return _described(
-        vl_convert.vegalite_to_svg(spec, vl_version=version, config=config), figure
-    ).encode()
-
-
-def _described(drawing: str, figure: Figure) -> str:
-    """A drawing that says what it shows to those who do not see it."""
-    first, bracket, rest = drawing.partition(">")
-    title, description = escape(figure.title), escape(figure.description)
-    words = f"<title>{title}</title><desc>{description}</desc>"
-    return f'{first} role="img"{bracket}{words}{rest}'
-
-
-@cache
-def _library(version: str) -> str:
-    """The JavaScript that draws, for figures of a version of Vega-Lite."""
-    import vl_convert
-
-    library = vl_convert.javascript_bundle(EXPOSE, vl_version=version)
-    return re.sub(r"</(?=script)", r"<\\/", library, flags=re.IGNORECASE)
-
-
-def _version(spec: dict[str, Any]) -> str:
-    """The version of Vega-Lite that a specification names.
-
-    >>> _version({"$schema": "https://vega.github.io/schema/vega-lite/v6.4.1.json"})
-    '6.4'
-    """
-    major, minor, *_ = spec["$schema"].rpartition("/v")[2].split(".")
-    return f"{major}.{minor}"
-
-
 def _draw(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[Figure]:
-    if not all(find_spec(name) for name in NEEDED):
-        raise OutputError(
-            "a report needs altair, jinja2 and vl-convert-python, and not all of them are "
-            "installed: pip install 'dare-merge[report]'"
-        )
+    check_installed()
     if not analysis.models:
         raise InputError("the analysis has no models: there is nothing to show")
     from dare.analysis.page.figures import draw_figures
 
     return draw_figures(analysis, advice, outcome)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, and the folders that it lies in."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None

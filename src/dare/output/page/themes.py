@@ -9,6 +9,8 @@ from typing import Any
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FONTS = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+HALO = {"strokeWidth": 4, "strokeJoin": "round"}
+"""Of what is drawn below a text, so that it can be read on top of lines."""
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "stroke")
 DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3])
 
@@ -23,7 +25,7 @@ class Theme:
     opposites: list[str]
 
 
-_FILE = files("dare.analysis.page").joinpath("themes.toml").read_text("utf-8")
+_FILE = files("dare.output.page").joinpath("themes.toml").read_text("utf-8")
 THEMES = {name: Theme(**colours) for name, colours in tomllib.loads(_FILE).items()}
 
 
@@ -56,6 +58,7 @@ def vega_config(theme: Theme) -> dict[str, Any]:
         "title": {"color": colours["ink"], "fontSize": 15, "anchor": "start", "offset": 12},
         "text": {"color": colours["ink"], "fontSize": 12},
         "rule": {"color": colours["muted"]},
+        "style": {"halo": {"fill": colours["panel"], "stroke": colours["panel"], **HALO}},
         "bar": {"color": theme.models[0]},
         "line": {"color": theme.models[0], "strokeWidth": 2},
         "range": {

@@ -1,39 +1,46 @@
-// Draws the figures in the page's colours and brings out the model that is picked.
+// Draws the figures in the page's colours. A page's own script, which comes next, uses `darePage`.
 "use strict";
-(() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  const themes = JSON.parse(document.getElementById("themes").textContent);
-  const picker = document.getElementById("model");
+const darePage = (() => {
+  const read = (name) => JSON.parse(document.getElementById(name).textContent);
+  const figures = read("figures");
+  const themes = read("themes");
   const theme = document.getElementById("theme");
   const status = document.getElementById("status");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const root = document.documentElement;
   const views = new Map();
-  const kinds = new Map();
+  const chosen = new Map();  // by figure: what was picked in its own lists, for the next drawing
+  const shared = new Map();  // signals that all figures have
 
   const shownTheme = () => {
-    const chosen = root.dataset.theme;
-    return chosen === "auto" ? (system.matches ? "dark" : "light") : chosen;
+    const picked = root.dataset.theme;
+    return picked === "auto" ? (system.matches ? "dark" : "light") : picked;
   };
+
+  function keepChoices(figure, view) {
+    const picked = chosen.get(figure.name) ?? new Map();
+    chosen.set(figure.name, picked);
+    for (const [name, value] of picked) view.signal(name, value);
+    for (const { name, bind } of figure.spec.params ?? []) {
+      if (bind?.input) view.addSignalListener(name, (_, value) => picked.set(name, value));
+    }
+  }
 
   async function draw(figure, name) {
     const place = document.getElementById(`chart-${figure.name}`);
     views.get(figure.name)?.finalize();
-    const shown = await vegaEmbed(place, figure.spec, {
+    const { view } = await vegaEmbed(place, figure.spec, {
       mode: "vega-lite",
       renderer: "svg",
       actions: false,
       config: themes[name],
       tooltip: { theme: name },
     });
-    views.set(figure.name, shown.view);
-    const kind = kinds.get(figure.name);
-    if (kind) shown.view.signal("kind", kind);
-    if (figure.spec.params.some((param) => param.name === "kind")) {
-      shown.view.addSignalListener("kind", (_, value) => kinds.set(figure.name, value));
-    }
-    await shown.view.signal("model", picker.value).runAsync();
-    await shown.view.resize().runAsync();  // a legend of several rows needs a second look
+    views.set(figure.name, view);
+    keepChoices(figure, view);
+    for (const [signal, value] of shared) view.signal(signal, value);
+    await view.runAsync();
+    await view.resize().runAsync();  // a legend of several rows needs a second look
     place.dataset.drawn = name;
   }
 
@@ -45,19 +52,10 @@
     root.dataset.drawn = name;
   }
 
-  async function pick() {
-    for (const element of document.querySelectorAll("[data-models]")) {
-      const names = JSON.parse(element.dataset.models);
-      element.hidden = Boolean(picker.value) && !names.includes(picker.value);
-    }
-    for (const row of document.querySelectorAll("tr[data-model]")) {
-      row.classList.toggle("chosen", row.dataset.model === picker.value);
-    }
-    for (const view of views.values()) await view.signal("model", picker.value).runAsync();
+  async function setSignal(name, value) {
+    shared.set(name, value);
+    for (const view of views.values()) await view.signal(name, value).runAsync();
     window.dispatchEvent(new Event("resize"));
-    status.textContent = picker.value
-      ? `The figures show ${picker.value}.`
-      : "The figures show all models.";
   }
 
   function remember(value) {
@@ -121,7 +119,6 @@
       for (const view of views.values()) view.resize().runAsync();
     }, 150);
   });
-  picker.addEventListener("change", pick);
   theme.value = root.dataset.theme;
   theme.addEventListener("change", () => {
     root.dataset.theme = theme.value;
@@ -129,5 +126,5 @@
     drawAll();
   });
   system.addEventListener("change", drawAll);
-  drawAll().then(pick);
+  return { read, drawAll, setSignal, say: (text) => { status.textContent = text; } };
 })();

@@ -1,0 +1,464 @@
+"""What the figures and the table of trials are made from: rows of finite values.
+
+Names of settings and scores come from outside: they are values here, never part of an expression.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dare.output.page.tables import Row, finite
+from dare.output.page.words import NOTHING
+from dare.studies.page.words import settings_text, state_text, value_text
+from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial
+
+MOST_LINES = 600
+"""Trials that are drawn as lines over all settings; the best of more."""
+MOST_GROUPS = 7
+"""Lines in one figure that colours can tell apart."""
+MOST_CATEGORIES = 12
+NOT_USED = -0.14
+"""Where a line passes an axis that its trial has no value on."""
+MOST_ITEM_VALUES = 1_500_000
+"""Scores of items that a page holds, of all trials together."""
+
+
+def setting_names(data: StudyData) -> tuple[str, ...]:
+    """The names of all settings: those of the space in its order, then others that trials have."""
+    used = {name: None for trial in data.trials for name in trial.settings}
+    of_space = [name for name in data.space if name in used]
+    return (*of_space, *(name for name in used if name not in data.space))
+
+
+def score_names(data: StudyData) -> tuple[str, ...]:
+    """The names of all scores, in the order they first occur."""
+    scored = (trial.scored for trial in (*data.baselines, *data.trials))
+    return tuple({name: None for item in scored if item for name in item.scores})
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting's value has a place on an axis."""
+    is_a_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_a_number and math.isfinite(value)
+
+
+def numeric_settings(data: StudyData) -> tuple[str, ...]:
+    """Settings whose values are numbers, of which there is more than one."""
+    return tuple(name for name in setting_names(data) if _numbers(data, name))
+
+
+def _numbers(data: StudyData, name: str) -> list[float]:
+    """The distinct values of a setting, if all are numbers and there are several."""
+    values = [trial.settings[name] for trial in data.trials if name in trial.settings]
+    distinct = sorted(set(values)) if values and all(map(is_number, values)) else []
+    return distinct if len(distinct) > 1 else []
+
+
+def objective_of(trial: Trial) -> float | None:
+    """The objective, if it is there and can be drawn."""
+    return None if trial.objective is None else finite(trial.objective)
+
+
+def smaller_is_better(data: StudyData, names: Iterable[str]) -> set[str]:
+    """Scores that count against: with a minus in the objective, or with an upper guard."""
+    guarded = {guard.partition(":max:")[0] for guard in data.guards if ":max:" in guard}
+    return {
+        name
+        for name in names
+        if name in guarded
+        or re.search(rf"-\s*(?:[\d.]+\s*\*\s*)?['\"]?{re.escape(name)}\b", data.objective)
+    }
+
+
+# ---------------------------------------------------------------- ranking
+
+
+def shown_baselines(conclusion: Conclusion) -> list[Ranked]:
+    """Baselines that figures show: not those that were scored again, to see the noise."""
+    return [ranked for ranked in conclusion.baselines if not ranked.baseline.endswith(" again")]
+
+
+def ranking_rows(conclusion: Conclusion, most: int) -> tuple[list[Row], list[str]]:
+    """The best settings and the baselines with their intervals, the best first.
+
+    Baselines that lie so far away that intervals could no longer be seen are only named.
+    """
+    tied = {ranked.label for ranked in conclusion.tied}
+    settings = [_ranking_row(ranked, conclusion, tied) for ranked in conclusion.ranking[:most]]
+    others = [_ranking_row(ranked, conclusion, tied) for ranked in shown_baselines(conclusion)]
+    settings = [row for row in settings if row["objective"] is not None]
+    others = [row for row in others if row["objective"] is not None]
+    near = others
+    if settings:
+        low, high = min(row["low"] for row in settings), max(row["high"] for row in settings)
+        near = [row for row in others if _is_near(row["objective"], low, high)]
+    rows = sorted([*settings, *near], key=lambda row: -row["objective"])
+    far = [f"{row['label']} {row['objective']:.3g}" for row in others if row not in near]
+    return [{**row, "place": place} for place, row in enumerate(rows)], far
+
+
+def _ranking_row(ranked: Ranked, conclusion: Conclusion, tied: set[str]) -> Row:
+    return {
+        "label": ranked.label,
+        "kind": _kind(ranked, conclusion, tied),
+        "objective": finite(ranked.objective.value),
+        **bounds(ranked),
+        "seeds": len(ranked.trials),
+    }
+
+
+def _is_near(value: float, low: float, high: float) -> bool:
+    """Whether a value can be drawn together with others without squeezing them."""
+    span = (high - low) or abs(high) or 1.0
+    return low - span / 2 <= value <= high + span / 2
+
+
+KINDS = ("best", "not told apart", "other setting", "baseline")
+
+
+def _kind(ranked: Ranked, conclusion: Conclusion, tied: set[str]) -> str:
+    if ranked.baseline:
+        return "baseline"
+    if ranked == conclusion.best:
+        return "best"
+    return "not told apart" if ranked.label in tied else "other setting"
+
+
+def bounds(ranked: Ranked) -> Row:
+    """The interval of a setting; both ends are its value where it has none."""
+    low, high = ranked.objective.low, ranked.objective.high
+    value = finite(ranked.objective.value)
+    if low is None or high is None:
+        return {"low": value, "high": value}
+    return {
+        "low": finite(low) if math.isfinite(low) else value,
+        "high": finite(high) if math.isfinite(high) else value,
+    }
+
+
+# ---------------------------------------------------------------- curves
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The objective over one setting: a point for each trial, and lines where they make sense."""
+
+    points: list[Row]
+    means: list[Row]
+    """One for each value of each line; empty if every trial stands alone."""
+    groups: tuple[str, ...]
+    """What tells the lines, or else the points, apart."""
+    by: str
+    """The settings that tell them apart; empty if nothing does."""
+
+
+def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
+    """The objective over a setting that is a number."""
+    lines: dict[str, list[Ranked]] = {}
+    for ranked in conclusion.ranking:
+        if is_number(ranked.settings.get(name)) and math.isfinite(ranked.objective.value):
+            lines.setdefault(settings_text(_without(ranked.settings, name)), []).append(ranked)
+    is_sweep = 0 < len(lines) <= MOST_GROUPS and any(len(line) > 1 for line in lines.values())
+    others = [other for other in setting_names(data) if other != name]
+    means: list[Row] = []
+    if is_sweep:
+        means = [
+            {
+                "x": finite(ranked.settings[name]),
+                "objective": finite(ranked.objective.value),
+                **bounds(ranked),
+                "group": group,
+                "seeds": len(ranked.trials),
+            }
+            for group, line in lines.items()
+            for ranked in sorted(line, key=lambda ranked: ranked.settings[name])
+        ]
+    else:
+        others = _telling(data, others)
+    points = [_point(trial, name, others) for trial in data.trials]
+    points = [
+        point for point in points if point["x"] is not None and point["objective"] is not None
+    ]
+    groups = tuple({row["group"]: None for row in (*means, *points)})
+    return Curves(points, means, groups, ", ".join(others) if len(groups) > 1 else "")
+
+
+def _point(trial: Trial, name: str, others: Sequence[str]) -> Row:
+    kept = {other: trial.settings[other] for other in others if other in trial.settings}
+    value = trial.settings.get(name)
+    is_drawn = trial.is_done and is_number(value)
+    return {
+        "x": finite(value) if is_drawn and value is not None else None,
+        "objective": objective_of(trial),
+        "group": settings_text(kept),
+        "trial": trial.number,
+        "seed": trial.seed,
+        "settings": settings_text(trial.settings),
+    }
+
+
+def _without(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in settings.items() if other != name}
+
+
+def _telling(data: StudyData, names: Sequence[str]) -> list[str]:
+    """The first setting with few values, which colours can show."""
+    for name in names:
+        values = {value_text(t.settings[name]) for t in data.trials if name in t.settings}
+        if 1 < len(values) < MOST_GROUPS:
+            return [name]
+    return []
+
+
+# ---------------------------------------------------------------- all settings at once
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One of the parallel axes, with the labels that stand on it."""
+
+    name: str
+    places: dict[str, float]
+    """By value, as text: from 0 to 1."""
+    ticks: dict[str, float]
+
+
+def axes_of(data: StudyData) -> list[Axis]:
+    """An axis for each setting that has several values, and the objective's."""
+    axes = []
+    for name in setting_names(data):
+        values = [trial.settings[name] for trial in data.trials if name in trial.settings]
+        if numbers := _numbers(data, name):
+            axes.append(_number_axis(name, numbers))
+        elif 1 < len(texts := sorted({value_text(value) for value in values})) <= MOST_CATEGORIES:
+            places = {text: place / (len(texts) - 1) for place, text in enumerate(texts)}
+            axes.append(Axis(name, places, places))
+    objectives = [value for t in data.trials if (value := objective_of(t)) is not None]
+    return [*axes, _number_axis("objective", sorted(set(objectives)))] if objectives else []
+
+
+def _number_axis(name: str, values: Sequence[float]) -> Axis:
+    low, high = values[0], values[-1]
+    span = (high - low) or 1.0
+    ticks = {value_text(float(low + part * span)): part for part in (0.0, 0.5, 1.0)}
+    return Axis(name, {repr(v): (v - low) / span for v in values}, ticks if high > low else {})
+
+
+def line_rows(data: StudyData, axes: Sequence[Axis]) -> list[Row]:
+    """A row for each trial, with its place on each axis; the best if there are too many."""
+    chosen = sorted(data.trials, key=_worst_last)[:MOST_LINES]
+    return [_line(trial, axes) for trial in reversed(chosen)]  # the best are drawn on top
+
+
+def _worst_last(trial: Trial) -> tuple[bool, float, int]:
+    objective = objective_of(trial)
+    return (not trial.is_done, math.inf if objective is None else -objective, trial.number)
+
+
+def _line(trial: Trial, axes: Sequence[Axis]) -> Row:
+    row: Row = {
+        "trial": trial.number,
+        "state": state_text(trial),
+        "objective": objective_of(trial),
+        "faint": not trial.is_done,
+        "settings": settings_text(trial.settings),
+    }
+    *of_settings, of_objective = axes
+    for place, axis in enumerate(of_settings):
+        value = trial.settings.get(axis.name)
+        known = axis.places.get(repr(value), axis.places.get(value_text(value)))
+        row[f"p{place}"] = NOT_USED if known is None else round(known, 4)
+    height = of_objective.places.get(repr(row["objective"]))
+    row[f"p{len(of_settings)}"] = NOT_USED if height is None else round(height, 4)
+    return row
+
+
+# ---------------------------------------------------------------- scores and history
+
+
+def score_rows(conclusion: Conclusion) -> list[Row]:
+    """A row for each setting and baseline, with its scores by name."""
+    front = set(conclusion.front)
+    rows = []
+    for place, ranked in enumerate([*conclusion.ranking, *shown_baselines(conclusion)]):
+        scores = {name: finite(value) for name, value in ranked.scores.items()}
+        rows.append(
+            {
+                "label": ranked.label,
+                "baseline": ranked.baseline,
+                "kind": "baseline" if ranked.baseline else "setting",
+                "scores": {name: value for name, value in scores.items() if value is not None},
+                "objective": finite(ranked.objective.value),
+                "front": not ranked.baseline and place in front,
+                "turn": place % 3,
+            }
+        )
+    return rows
+
+
+BREAKS = "breaks a guard"
+STATES = (str(State.DONE), BREAKS, str(State.STOPPED))
+"""What became of the trials that have an objective."""
+
+
+def history_rows(data: StudyData) -> list[Row]:
+    """Every scored trial in its order, with the best until then."""
+    rows: list[Row] = []
+    best: float | None = None
+    for trial in data.trials:
+        objective = objective_of(trial)
+        if objective is None:
+            continue
+        if trial.is_done and not trial.broken and (best is None or objective > best):
+            best = objective
+        rows.append(
+            {
+                "trial": trial.number,
+                "objective": objective,
+                "best": best,
+                "state": BREAKS if trial.is_done and trial.broken else str(trial.state),
+                "seed": trial.seed,
+                "settings": settings_text(trial.settings),
+            }
+        )
+    return rows
+
+
+def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Row], list[str]]:
+    """Baselines that lie near the values from low to high, and the names of those that do not.
+
+    Labels have places of their own: lines that lie close together would hide each other's.
+    """
+    near: list[Row] = []
+    far: list[str] = []
+    for ranked in shown_baselines(conclusion):
+        value = finite(ranked.objective.value)
+        if value is not None and _is_near(value, low, high):
+            near.append({"label": ranked.baseline, "level": value})
+        elif value is not None:
+            far.append(f"{ranked.baseline} {value:.3g}")
+    near.sort(key=lambda row: row["level"])
+    top = max([high, *(row["level"] for row in near)])
+    bottom = min([low, *(row["level"] for row in near)])
+    room = (top - bottom) / 15
+    last = -math.inf
+    for row in near:
+        last = row["at"] = max(row["level"], last + room)
+    return near, far
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of trials."""
+
+    name: str
+    kind: str
+    """`trial`, `state`, `setting`, `objective`, `score` or `other`."""
+
+
+@dataclass(frozen=True)
+class TrialTable:
+    """All baselines and trials: what is shown, what it is sorted by, and the scores of items."""
+
+    columns: tuple[Column, ...]
+    texts: tuple[tuple[str, ...], ...]
+    values: tuple[tuple[float | str | None, ...], ...]
+    comparable: tuple[bool, ...]
+    """Whether a row has scores to compare."""
+    items: dict[str, Any]
+    """The ids of all items, and for rows by number a text of digits or a list of scores."""
+    items_cut: int
+    """How many rows have items that the page has no room for."""
+
+
+def trial_table(data: StudyData) -> TrialTable:
+    """A row for each baseline and trial."""
+    settings, scores = setting_names(data), score_names(data)
+    columns = (
+        Column("trial", "trial"),
+        Column("objective", "objective"),
+        *(Column(name, "score") for name in scores),
+        *(Column(name, "setting") for name in settings),
+        Column("seed", "other"),
+        Column("state", "state"),
+        Column("guards broken", "other"),
+        Column("seconds", "other"),
+    )
+    rows = (*data.baselines, *data.trials)
+    values = [_values(trial, settings, scores) for trial in rows]
+    items, cut = _packed_items(rows)
+    return TrialTable(
+        columns,
+        tuple(tuple(map(_cell, row)) for row in values),
+        tuple(values),
+        tuple(trial.scored is not None for trial in rows),
+        items,
+        cut,
+    )
+
+
+def _values(
+    trial: Trial, settings: Sequence[str], scores: Sequence[str]
+) -> tuple[float | str | None, ...]:
+    given = trial.scored.scores if trial.scored else {}
+    return (
+        trial.name or trial.number,
+        objective_of(trial),
+        *(finite(given[name]) if name in given else None for name in scores),
+        *(_sortable(trial.settings.get(name)) for name in settings),
+        trial.seed,
+        state_text(trial),
+        "; ".join(trial.broken) or None,
+        finite(trial.seconds),
+    )
+
+
+def _sortable(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    return finite(value) if is_number(value) else value_text(value)
+
+
+def _cell(value: float | str | None) -> str:
+    return NOTHING if value is None else value_text(value)
+
+
+def _packed_items(rows: Sequence[Trial]) -> tuple[dict[str, Any], int]:
+    """Scores of items in as few characters as they take; the best trials' where all are too many.
+
+    Each row has a text of 0, 1 and - (no score) where all its items are right or wrong.
+    """
+    having = [place for place, trial in enumerate(rows) if trial.scored and trial.scored.items]
+    having.sort(key=lambda place: (not rows[place].name, *_worst_last(rows[place])))
+    ids: dict[str, None] = {}
+    chosen: list[int] = []
+    for place in having:
+        ids |= dict.fromkeys(_items(rows[place]))
+        if len(ids) * (len(chosen) + 1) > MOST_ITEM_VALUES:
+            break
+        chosen.append(place)
+    known = dict.fromkeys(name for place in chosen for name in _items(rows[place]))
+    packed = {str(place): _packed(_items(rows[place]), list(known)) for place in sorted(chosen)}
+    return {"ids": list(known), "of": packed}, len(having) - len(chosen)
+
+
+def _items(trial: Trial) -> dict[str, float]:
+    return trial.scored.items if trial.scored else {}
+
+
+def _packed(items: Mapping[str, float], ids: Sequence[str]) -> str | list[float | None]:
+    if all(value in (0, 1) for value in items.values()):
+        return "".join(str(int(items[name])) if name in items else "-" for name in ids)
+    return [finite(items[name]) if name in items else None for name in ids]
+
+
+def failed_trials(data: StudyData) -> list[Trial]:
+    """Trials and baselines that failed."""
+    return [t for t in (*data.baselines, *data.trials) if t.state is State.FAILED]

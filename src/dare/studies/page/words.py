@@ -1,0 +1,200 @@
+"""What a study shows in words, the same in the page and in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dare.output.page.words import NOTHING, number
+from dare.studies.results import (
+    Conclusion,
+    Difference,
+    Estimate,
+    Holdout,
+    Ranked,
+    State,
+    StudyData,
+    Trial,
+)
+from dare.tensors.sizes import times
+
+Tone = Literal["ready", "change", "stop", "note"]
+"""How good the news is; the names are those of the page's colours."""
+MOST_NAMED = 3
+"""Settings that are named in a sentence; more are counted."""
+VERDICTS: dict[str, Tone] = {
+    "better": "ready",
+    "worse": "stop",
+    "no difference shown": "change",
+    "not known": "note",
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What decides, in a headline and a few facts."""
+
+    headline: str
+    tone: Tone
+    facts: tuple[tuple[str, str], ...]
+    """Label and sentence."""
+
+
+def summarize(data: StudyData, conclusion: Conclusion) -> Summary:
+    """Say what was found, and how sure it is."""
+    headline, tone = _headline(data, conclusion)
+    return Summary(headline, tone, tuple(_facts(conclusion)))
+
+
+def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
+    baselines = {ranked.baseline for ranked in conclusion.baselines}
+    of_baselines = {item.verdict for item in conclusion.against if item.other in baselines}
+    verdicts = {item.verdict for item in conclusion.against}
+    if not data.trials:
+        return "No trials yet", "note"
+    if conclusion.best is None:
+        broken = bool(conclusion.ranking)
+        return ("Every setting breaks a guard" if broken else "No setting is scored yet"), "stop"
+    if "worse" in of_baselines:
+        return "A baseline is better than every setting", "stop"
+    if conclusion.tied:
+        return f"The best is not told apart from {times(len(conclusion.tied), 'other')}", "change"
+    if verdicts == {"better"}:
+        return "The best stands out", "ready"
+    return "There is a best, but how sure it is remains unknown", "note"
+
+
+def _facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
+    best, simplest = conclusion.best, conclusion.simplest
+    if best is None:
+        return
+    yield "Best", ranked_text(best)
+    if conclusion.tied:
+        yield "Not told apart from", _named(conclusion.tied)
+    if simplest is not None:
+        same = simplest == best
+        yield "Simplest within noise", "the best itself" if same else ranked_text(simplest)
+    if conclusion.holdout is not None:
+        yield "Holdout", holdout_text(conclusion.holdout)
+
+
+def _named(tied: tuple[Ranked, ...]) -> str:
+    labels = "; ".join(ranked.label for ranked in tied[:MOST_NAMED])
+    more = len(tied) - MOST_NAMED
+    return f"{labels}; and {more} more" if more > 0 else labels
+
+
+def ranked_text(ranked: Ranked) -> str:
+    """A setting with its objective and interval."""
+    return f"{ranked.label}: {ranked.objective}"
+
+
+def holdout_text(holdout: Holdout) -> str:
+    """The winner on held-out data, and by how much choosing has flattered it."""
+    where_chosen = f"{number(holdout.validation)} where it was chosen."
+    said = f"{holdout.objective} on held-out data, {where_chosen}"
+    if holdout.loss > 0:
+        said += f" Choosing has flattered it by {number(holdout.loss)} (winner's curse)."
+    else:
+        said += " Choosing has not flattered it (no winner's curse is seen)."
+    if holdout.looks > 1:
+        said += f" {holdout.looks} winners were scored on it: it is no longer held out."
+    return said
+
+
+def difference_text(difference: Difference) -> str:
+    """How far the best is ahead, with its sign.
+
+    >>> difference_text(Difference("base", Estimate(0.25, 0.125, 0.375), "better"))
+    '+0.25 (+0.125 … +0.375)'
+    """
+    value, low, high = signed(difference.estimate)
+    return value if low is None else f"{value} ({low} … {high})"
+
+
+def signed(estimate: Estimate) -> tuple[str, str | None, str | None]:
+    """Value and bounds, each with its sign."""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:+.4g}", None, None
+    return f"{estimate.value:+.4g}", f"{estimate.low:+.4g}", f"{estimate.high:+.4g}"
+
+
+def interval_text(estimate: Estimate) -> str:
+    """The bounds alone.
+
+    >>> interval_text(Estimate(0.5, 0.4, 0.6)), interval_text(Estimate(0.5))
+    ('0.4 … 0.6', '–')
+    """
+    if estimate.low is None or estimate.high is None:
+        return NOTHING
+    return f"{estimate.low:.4g} … {estimate.high:.4g}"
+
+
+def value_text(value: Any) -> str:
+    """The value of a setting, short.
+
+    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(3)
+    ('0.6123', 'dare+ties', '[0, 1]', '3')
+    """
+    match value:
+        case list() | tuple():
+            return f"[{', '.join(map(value_text, value))}]"
+        case float():
+            return f"{value:.4g}"
+        case _:
+            return str(value)
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings in a line.
+
+    >>> settings_text({"method": "sum", "scale": 0.5})
+    'method=sum scale=0.5'
+    """
+    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
+def trial_name(trial: Trial) -> str:
+    """What a trial or a baseline is called."""
+    return trial.name or f"trial {trial.number}"
+
+
+def state_text(trial: Trial) -> str:
+    """What became of a trial."""
+    again = "" if trial.same_as is None else f", same weights as trial {trial.same_as}"
+    return f"{trial.state}{again}"
+
+
+def counted(data: StudyData) -> str:
+    """How many trials there are, and what became of them.
+
+    The trials that are done are counted against those that are planned.
+    """
+    counts = Counter(trial.state for trial in data.trials)
+    others = [
+        f"{counts[state]} {state}"
+        for state in (State.STOPPED, State.FAILED, State.RUNNING)
+        if counts[state]
+    ]
+    return ", ".join([f"{counts[State.DONE]} of {times(data.planned, 'trial')} done", *others])
+
+
+def time_text(seconds: float) -> str:
+    """A time as people say it.
+
+    >>> [time_text(seconds) for seconds in (0.4, 59, 90, 3599, 5000, 90_000)]
+    ['1 s', '59 s', '2 min', '60 min', '1 h 23 min', '25 h']
+    """
+    if not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 60:
+        return f"{max(1, math.ceil(seconds))} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes <= 60:
+        return f"{minutes} min"
+    if minutes >= 24 * 60:
+        return f"{minutes // 60} h"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,194 @@
+"""Studies with made-up numbers, and conclusions that fit them; nothing here is random."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from dare.studies.results import (
+    Conclusion,
+    Difference,
+    Estimate,
+    Holdout,
+    Ranked,
+    Scored,
+    State,
+    StudyData,
+    Trial,
+)
+
+SCORES = ("add", "sort", "english")
+RECIPE = {
+    "method": "dare+sum",
+    "models": {"base_file": "base", "merge_files": ["add", "sort"]},
+}
+
+
+def make_scored(quality: float, *, items: bool = True) -> Scored:
+    """Scores for a quality from 0 to 1: of ten items a task, so many are right."""
+    right = {task: round(10 * (quality if task == "add" else quality**2)) for task in SCORES[:2]}
+    return Scored(
+        {task: count / 10 for task, count in right.items()} | {"english": 1.5 - quality / 4},
+        {
+            f"{task}/{n}+{n}": float(n < count)
+            for task, count in right.items()
+            for n in range(10 if items else 0)
+        },
+        seconds=1.5,
+        output=f"quality {quality:.2f}",
+    )
+
+
+def make_trial(number: int, settings: dict[str, Any], quality: float, **known: Any) -> Trial:
+    scored = make_scored(quality, items=known.pop("items", True))
+    objective = statistics.mean(scored.scores[task] for task in SCORES[:2])
+    return Trial(
+        **{
+            "number": number,
+            "settings": settings,
+            "seed": 0,
+            "state": State.DONE,
+            "scored": scored,
+            "objective": objective,
+            "seconds": 2.0,
+            **known,
+        }
+    )
+
+
+def make_baselines(items: bool = True) -> tuple[Trial, ...]:
+    qualities = {"base": 0.1, "add alone": 0.5, "sort alone": 0.45, "average": 0.7, "sum": 0.8}
+    return tuple(
+        make_trial(place, {}, quality, name=name, items=items)
+        for place, (name, quality) in enumerate(qualities.items())
+    )
+
+
+def make_search(count: int = 24, *, items: bool = True, **known: Any) -> StudyData:
+    """Over method, drop rate and scale; some failed, some were stopped, some break a guard."""
+    methods = ("dare+sum", "dare+ties", "sum")
+    made = []
+    for number in range(count):
+        method = methods[number % 3]
+        settings: dict[str, Any] = {"method": method, "scale": 0.5 + (number * 7 % 24) / 16}
+        if method != "sum":
+            settings["drop_rate"] = 0.1 + (number * 5 % 17) / 20
+        quality = 0.9 - abs(settings["scale"] - 1.1) / 2 - settings.get("drop_rate", 0.4) / 5
+        trial = make_trial(number, settings, quality, items=items)
+        if number % 8 == 5:
+            message = "the command ended with status 1"
+            failure = Scored({}, output="Traceback …\nMemoryError")
+            trial = Trial(number, settings, 0, State.FAILED, failure, message=message, seconds=0.5)
+        elif number % 8 == 6:
+            trial = make_trial(
+                number, settings, quality, items=items, state=State.STOPPED, message="after 4 items"
+            )
+        elif number % 8 == 7:
+            trial = make_trial(
+                number, settings, quality, items=items, broken=("english is 1.31, above 1.25",)
+            )
+        made.append(trial)
+    return StudyData(
+        **{
+            "recipe": RECIPE,
+            "space": {"method": list(methods), "scale": [0.5, 2.0], "drop_rate": [0.1, 0.9]},
+            "sampler": "tpe",
+            "planned": count,
+            "seeds": (0,),
+            "evaluator": "python score.py {model}",
+            "objective": "mean(add, sort)",
+            "guards": ("english:max:1.25",),
+            "baselines": make_baselines(items),
+            "trials": tuple(made),
+            "remarks": ("There is no advice: the models were not analysed.",),
+            **known,
+        }
+    )
+
+
+def make_sweep(rates: tuple[float, ...] = (0.5, 0.7, 0.9, 0.95), seeds: int = 5) -> StudyData:
+    """Over the drop rate, with several seeds."""
+    trials = [
+        make_trial(
+            place * seeds + seed,
+            {"drop_rate": rate},
+            0.95 - rate**6 / 2 + (seed - seeds // 2) * 0.03,
+            seed=seed,
+        )
+        for place, rate in enumerate(rates)
+        for seed in range(seeds)
+    ]
+    return make_search(
+        0,
+        trials=tuple(trials),
+        planned=len(trials),
+        space={"drop_rate": list(rates)},
+        sampler="grid",
+        seeds=tuple(range(seeds)),
+        guards=(),
+    )
+
+
+def make_ranked(trials: list[Trial], *, baseline: str = "") -> Ranked:
+    value = statistics.mean(trial.objective or 0.0 for trial in trials)
+    names = [name for name in SCORES if trials[0].scored and name in trials[0].scored.scores]
+    return Ranked(
+        trials[0].settings,
+        tuple(trial.number for trial in trials),
+        Estimate(value, value - 0.04, value + 0.03),
+        {
+            name: statistics.mean(trial.scored.scores[name] for trial in trials if trial.scored)
+            for name in names
+        },
+        trials[0].broken,
+        baseline,
+    )
+
+
+def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
+    """What could be concluded: the first is the best, those within 0.03 are tied with it."""
+    by_setting: dict[str, list[Trial]] = {}
+    for trial in data.trials:
+        if trial.is_done:
+            by_setting.setdefault(repr(trial.settings), []).append(trial)
+    ranking = sorted(
+        map(make_ranked, by_setting.values()), key=lambda r: (bool(r.broken), -r.objective.value)
+    )
+    baselines = [make_ranked([trial], baseline=trial.name) for trial in data.baselines]
+    best = ranking[0] if ranking and not ranking[0].broken else None
+    gap = {r.label: best.objective.value - r.objective.value if best else 0.0 for r in baselines}
+    tied = [r for r in ranking[1:] if best and best.objective.value - r.objective.value < 0.03]
+    return Conclusion(
+        **{
+            "ranking": tuple(ranking),
+            "baselines": tuple(baselines),
+            "best": best,
+            "against": tuple(
+                Difference(
+                    name,
+                    Estimate(value, value - 0.05, value + 0.05),
+                    "better" if value > 0.05 else "no difference shown",
+                )
+                for name, value in gap.items()
+            )
+            if best
+            else (),
+            "tied": tuple(tied),
+            "simplest": tied[-1] if tied else best,
+            "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},
+            "front": (0, 1) if len(ranking) > 1 else (),
+            "noise": 0.002,
+            "subset_error": None,
+            "holdout": Holdout(
+                Estimate(0.78, 0.7, 0.85),
+                (Difference("sum", Estimate(0.02, -0.04, 0.08), "no difference shown"),),
+                validation=0.85,
+                loss=0.06,
+                looks=1,
+            )
+            if best
+            else None,
+            "remarks": ("40 settings were compared, so the best one was lucky too.",),
+            **known,
+        }
+    )
