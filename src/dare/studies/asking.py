@@ -34,6 +34,8 @@ class Asked:
     guards: tuple[Guard, ...]
     study: Path
     seed: int
+    output: Path | None
+    """Where the merge of the best will go; candidates are not written there."""
 
     @property
     def recipe(self) -> Recipe:
@@ -49,12 +51,10 @@ class Asked:
     def charter(self) -> Charter:
         """What the study is about."""
         document = self.recipe.to_document()
-        files = {name: document.pop(name, None) for name in ("search", "models", "max_memory")}
-        for name in ("threads", "verbose"):
+        for name in ("threads", "verbose", "max_memory"):  # which change no candidate
             document.pop(name, None)
-        paths = {key: value for key, value in files["models"].items() if key != "output_file"}
         return Charter(
-            recipe={"models": paths, **document},
+            recipe={"models": document.pop("models"), **document},
             space=self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)["over"],
             sampler=self.sampler,
             seeds=self.table.seeds,
@@ -101,7 +101,8 @@ def ask(
     fields |= {name: value for name, value in settings.items() if value is not None}
     fields["over"] = {**table.over, **(over or {})}
     table = Search(**fields)
-    space = Space(recipe.model_copy(update={"search": None}), table.over)
+    bare = recipe.model_copy(update={"search": None, "output": None})
+    space = Space(bare, table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
     planned = table.trials or USUAL_TRIALS
@@ -129,6 +130,7 @@ def ask(
         tuple(Guard.parse(text, objective) for text in table.guards),
         study,
         seed,
+        recipe.output,
     )
 
 

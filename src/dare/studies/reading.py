@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,11 +23,14 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
     """All that a study holds, and what is concluded from it."""
     data = study_data(study)
     conclusion = conclude(data, resamples=resamples)
+    if study.subset is not None and data.subset is None:
+        conclusion = replace(conclusion, subset_error=_subset_error(study))
     scored = study.beside(HOLDOUT)
     if not scored or conclusion.best is None:
         return data, conclusion
     data = replace(data, holdout=tuple(_by_role(scored, conclusion)))
-    return data, conclude(data, resamples=resamples)
+    error = conclusion.subset_error
+    return data, replace(conclude(data, resamples=resamples), subset_error=error)
 
 
 def study_data(study: Study) -> StudyData:
@@ -36,8 +40,9 @@ def study_data(study: Study) -> StudyData:
     remarks = study.note("remarks") or []
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
     trials = sorted(latest.values(), key=lambda trial: trial.number)
-    if study.subset is not None:
-        trials = list(_with_finals(trials, study.beside(FINAL), len(study.subset.ids)))
+    subset = study.subset
+    if subset is not None and (finals := study.beside(FINAL)):
+        trials, subset = _with_finals(trials, finals, len(subset.ids)), None
     return StudyData(
         recipe=charter.recipe,
         space=charter.space,
@@ -49,7 +54,7 @@ def study_data(study: Study) -> StudyData:
         guards=charter.guards,
         baselines=tuple(study.beside(BASELINE)),
         trials=tuple(trials),
-        subset=study.subset,
+        subset=subset,
         holdout_evaluator=study.note("holdout"),
         remarks=tuple(remarks),
     )
@@ -62,13 +67,14 @@ def study_space(study: Study) -> Space:
 
 
 def recipe_of(study: Study, ranked: Ranked) -> Recipe:
-    """The recipe of a setting with its first seed, or of a baseline."""
+    """The recipe of a setting with its first seed, or of a baseline; with the study's output."""
     space = study_space(study)
+    output = {"output": study.note("output")}
     if not ranked.baseline:
-        return space.candidate(ranked.settings)
+        return space.candidate(ranked.settings).model_copy(update=output)
     advised = study.note("advice")
     advice = None if advised is None else recipe_from_document(advised, "advice")
-    return baseline_recipes(space.recipe, advice)[ranked.baseline]
+    return baseline_recipes(space.recipe, advice)[ranked.baseline].model_copy(update=output)
 
 
 def settings_key(settings: Settings) -> str:
@@ -101,6 +107,14 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
         elif trial.name.startswith(WINNER):
             named.append(replace(trial, name=f"{WINNER} before"))
     return named
+
+
+def _subset_error(study: Study) -> float:
+    """How far scores on the subset were from those on all items, over what has both."""
+    full = {final.name: final.objective for final in study.beside(FINAL) if final.is_done}
+    estimated = {str(placed.trial.number): placed.trial.objective for placed in study.trials()}
+    gaps = [(estimated[name] or 0.0) - (full[name] or 0.0) for name in full]
+    return math.sqrt(sum(gap * gap for gap in gaps) / max(len(gaps), 1))
 
 
 def _with_finals(trials: Sequence[Trial], finals: Sequence[Trial], count: int) -> list[Trial]:

@@ -187,6 +187,8 @@ class _Story:
 
     def _prepare(self, *, advice: bool) -> None:
         """Find the advice, once, and where the search starts."""
+        output = self.asked.output
+        self.study.keep("output", None if output is None else str(output))
         if self.study.note("starts") is not None:
             return
         recipe, remark = None, ""

@@ -105,16 +105,15 @@ class Space:
                 raise RecipeError(f"over {name}: {error}") from None
 
     def candidate(self, settings: Settings, shift: int = 0) -> Recipe:
-        """The recipe of a setting, with all its seeds shifted; it has no output."""
+        """The recipe of a setting, with all its seeds shifted."""
         recipe = with_settings(self.recipe, settings)
         if not shift:
-            return recipe.model_copy(update={"output": None})
+            return recipe
         entries = tuple(
             entry if entry.seed is None else entry.model_copy(update={"seed": entry.seed + shift})
             for entry in recipe.models
         )
-        moved = {"models": entries, "seed": recipe.seed + shift, "output": None}
-        return recipe.model_copy(update=moved)
+        return recipe.model_copy(update={"models": entries, "seed": recipe.seed + shift})
 
     def is_random(self, settings: Settings) -> bool:
         """Whether another seed gives other weights."""
