@@ -30,6 +30,9 @@ _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000
 """How many numbers a step of the resampling may hold at once."""
 _ROUNDING = 1e-12
+_SIGNS = 6
+"""The fewest items that, if all differ one way, show a difference: 2 · 0.5⁶ < 5 %. Drawing from
+fewer would show one with four."""
 _FEW = 6
 """Up to so many distinct numbers are taken as kinds, not as a scale."""
 
@@ -53,6 +56,8 @@ class Resampled:
     """The same, on the items that all have."""
     draws: np.ndarray
     """Contenders × resamples."""
+    by_item: np.ndarray
+    """Contenders × items that all have: means over the seeds."""
     seeds: tuple[int, ...]
     is_random: tuple[bool, ...]
     items: int
@@ -93,7 +98,14 @@ class Resampled:
             high = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
             low = -high
         ends = (value, value + low, value + high)
+        if self._differ_in_few(place, other):
+            ends = (value, min(0.0, value + low), max(0.0, value + high))
         return Estimate(*(0.0 if abs(end) <= rounding else end for end in ends))
+
+    def _differ_in_few(self, place: int, other: int) -> bool:
+        """Whether so few items differ that all might do so one way by chance: a sign test."""
+        differ = np.abs(self.by_item[place] - self.by_item[other]) > _ROUNDING
+        return bool(self.items and not self.without_items and differ.sum() < _SIGNS)
 
     def _tells_chance(self, *places: int) -> bool:
         if self.items:
@@ -137,6 +149,7 @@ def resample(
         values=np.add.reduceat(objective.values(own), starts) / sizes,
         paired=np.add.reduceat(paired, starts) / sizes,
         draws=_over_seeds(of_trials, paired, starts, sizes, seed),
+        by_item=_by_item(columns, starts, sizes),
         seeds=tuple(sizes),
         is_random=tuple(contender.is_random for contender in contenders),
         items=sum(len(group.values) for group in columns.values()),
@@ -199,6 +212,12 @@ class _Group:
         own = self.means[:, None]
         # Drawing from n items varies by n - 1 parts in n of what n new items would.
         return np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
+
+
+def _by_item(columns: Mapping[str, _Group], starts: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    values = [group.values for group in columns.values()]
+    together = np.concatenate(values) if values else np.empty((0, sum(sizes)))
+    return np.asarray((np.add.reduceat(together, starts, axis=1) / sizes).T)
 
 
 def _drawn(
