@@ -60,14 +60,11 @@ def scores_of(
     {'add': 0.5, 'sort': 1.0}
     """
     return {
-        group: math.fsum(_weight(weights, i) * items[i] for i in ids)
-        / math.fsum(_weight(weights, i) for i in ids)
+        group: math.fsum(items[i] for i in ids) / len(ids)
+        if weights is None
+        else math.fsum(weights[i] * items[i] for i in ids) / math.fsum(weights[i] for i in ids)
         for group, ids in groups_of(items).items()
     }
-
-
-def _weight(weights: Mapping[str, float] | None, item_id: str) -> float:
-    return 1.0 if weights is None else weights[item_id]
 
 
 def groups_of_scores(scored: Scored, weights: Mapping[str, float] | None = None) -> dict[str, str]:
