@@ -208,6 +208,15 @@ def test_the_simplest_of_those_that_are_tied(better, simpler):
     assert found.simplest.settings == simpler
 
 
+def test_a_rule_for_some_tensors_can_make_a_merge_random():
+    trials = [trial(0, {"drop_rate": 0.0, "scale": 2.0}, right(50))]
+    plain = conclude(study(trials, seeds=(0, 1)))
+    assert not any("seed" in remark for remark in plain.remarks)
+    rule = {"match": "*mlp*", "drop_rate": 0.5}
+    ruled = conclude(study(trials, seeds=(0, 1), recipe={**RECIPE, "tensors": [rule]}))
+    assert "The best setting has been scored with 1 of 2 seeds." in ruled.remarks
+
+
 def test_of_equally_simple_ones_the_better_is_taken_and_plain_merges_go_first():
     equal = conclude(study(rates(50, 51)))
     assert equal.simplest == equal.best
@@ -358,6 +367,14 @@ def test_the_holdout_says_by_how_much_the_winner_was_flattered():
         ("base", "better"),
     ]
     assert found.looks == 1
+
+
+def test_a_winner_is_held_against_the_same_seeds():
+    trials = [trial(s, {"scale": 1.0}, right(k), s) for s, k in enumerate((60, 70, 80))]
+    winner = trial(0, {"scale": 1.0}, right(65), 2, name="winner")
+    found = conclude(study(trials, seeds=(0, 1, 2), holdout=(winner,))).holdout
+    assert found.validation == 0.8
+    assert found.loss == pytest.approx(0.15)
 
 
 def test_harder_data_is_not_taken_for_flattery():

@@ -142,6 +142,17 @@ def test_seeds_that_differ_widen_it():
     assert found.high - found.low > 2 * stats.t.ppf(0.975, 4) * by_seeds
 
 
+def test_seeds_that_differ_only_in_which_items_are_right_hardly_widen_it():
+    random = np.random.default_rng(10)
+    widths = []
+    for _ in range(20):
+        trials = tuple(of_items(right_or_wrong(random, 200)) for _ in range(5))
+        found = resample([Contender(trials)], MEAN, resamples=500).estimate(0)
+        widths.append(found.high - found.low)
+    textbook = 2 * 1.96 * math.sqrt(0.25 / 1000)
+    assert textbook < np.mean(widths) < 1.5 * textbook
+
+
 def test_scores_without_items_are_held_as_they_are():
     items = {f"a/{n}": float(n % 2) for n in range(50)}
     with_other, without = of_items(items, english=1.5), of_items(items)
@@ -161,9 +172,11 @@ def test_other_items_each_time_are_compared_on_those_that_all_have():
     assert (table.items, table.left_out) == (40, 20)
     common = scores_of({i: items[i] for i in less})["a"]
     assert table.difference(0, 1).value == pytest.approx(common - (1 - common))
+    of_common = resample(alone(of_items({i: items[i] for i in less})), MEAN).estimate(0)
     own = table.estimate(0)
-    assert own.value == scores_of(items)["a"]
-    assert own.low < own.value < own.high
+    assert own.value == scores_of(items)["a"] != common
+    assert own.low - own.value == pytest.approx(of_common.low - common)
+    assert own.high - own.value == pytest.approx(of_common.high - common)
     apart = resample(alone(of_items(items), of_items({"a/x": 1.0, "a/y": 0.0})), MEAN)
     assert (apart.items, apart.left_out) == (0, 62)
     assert verdict(apart.difference(0, 1)) == "not known"

@@ -30,7 +30,7 @@ _DRAWN_OF_EACH = 5
 leaves nothing to choose, and there is no telling how much a stratum varies."""
 _LOWEST_SPREAD = 0.7
 """The least spread that a stratum is given, as a share of its group's: agreement of the baselines
-does not mean that candidates agree with them. In simulations 0.25 gave away most of the gain."""
+does not mean that candidates agree with them. In simulations 0.25 lost a quarter of the gain."""
 
 
 def group_of(item_id: str) -> str:
