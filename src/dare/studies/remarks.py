@@ -14,8 +14,6 @@ from dare.tensors.sizes import times
 
 _NEAR = 0.02
 """A value is at the end of a range if it is nearer to it than this share of the range."""
-_ENDS = (("low", "high"), ("min", "max"), ("from", "to"))
-"""What the ends of a range may be called in the document of a space."""
 
 
 def of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) -> Iterator[str]:
@@ -161,13 +159,12 @@ def _ranges(
     """The ends of each numeric range, and whether it is searched by its logarithm."""
     for key, over in space.items():
         name = before + key
-        if isinstance(over, list):
+        if isinstance(over, list | tuple):
             numbers = [v for v in over if isinstance(v, int | float) and not isinstance(v, bool)]
             if numbers and len(numbers) == len(over):
                 yield name, (min(numbers), max(numbers), False)
         elif isinstance(over, Mapping):
-            ends = next(((over[a], over[b]) for a, b in _ENDS if a in over and b in over), None)
-            if ends is None:
-                yield from _ranges(over, f"{name}.")
+            if "from" in over and "to" in over:
+                yield name, (over["from"], over["to"], bool(over.get("log")))
             else:
-                yield name, (*ends, bool(over.get("log")))
+                yield from _ranges(over, f"{name}.")
