@@ -1,0 +1,449 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dare.errors import RecipeError
+from dare.studies.conclusions import conclude
+from dare.studies.items import choose_subset, estimate, scores_of
+from dare.studies.results import Estimate, Scored, State, StudyData, Trial
+
+RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
+
+
+def of_items(items, **more) -> Scored:
+    return Scored(scores_of(items) | more, items)
+
+
+def right(count: int, of: int = 100, **more) -> Scored:
+    """So many right items of a group `add`; those that are right with fewer are right with more."""
+    return of_items({f"add/{n:03}": float(n < count) for n in range(of)}, **more)
+
+
+def trial(number: int, settings, scored, seed: int = 0, **more) -> Trial:
+    state = State.DONE if scored else State.FAILED
+    return Trial(number, settings, seed, **{"state": state, "scored": scored, **more})
+
+
+def baseline(name: str, scored, **more) -> Trial:
+    return trial(0, {}, scored, name=name, **more)
+
+
+def study(trials, baselines=(), **more) -> StudyData:
+    return StudyData(
+        **{
+            "recipe": RECIPE,
+            "space": {},
+            "sampler": "grid",
+            "planned": len(trials),
+            "seeds": (0,),
+            "evaluator": "score.py",
+            "objective": "mean",
+            "guards": (),
+            "baselines": tuple(baselines),
+            "trials": tuple(trials),
+            **more,
+        }
+    )
+
+
+def rates(*counts: int) -> list[Trial]:
+    return [trial(n, {"drop_rate": 0.1 * (n + 1)}, right(k)) for n, k in enumerate(counts)]
+
+
+# ------------------------------------------------------------------------------------- ranking
+
+
+def test_settings_are_ranked_by_their_mean_over_seeds():
+    trials = [
+        trial(0, {"scale": 1.0}, right(50), 0),
+        trial(1, {"scale": 2.0}, right(80), 0),
+        trial(2, {"scale": 1.0}, right(70), 1),
+        trial(3, {"scale": 2.0}, right(30), 1),
+        trial(4, {"scale": 2.0}, None, 2),
+        trial(5, {"scale": 3.0}, right(99), 0, state=State.STOPPED),
+        trial(6, {"scale": 4.0}, None, 0, state=State.WAITING),
+    ]
+    found = conclude(study(trials, seeds=(0, 1)))
+    assert [r.settings for r in found.ranking] == [{"scale": 1.0}, {"scale": 2.0}]
+    assert [r.trials for r in found.ranking] == [(0, 2), (1, 3)]
+    assert [r.objective.value for r in found.ranking] == [pytest.approx(0.6), pytest.approx(0.55)]
+    assert found.best is found.ranking[0]
+    assert found.best.scores == {"add": pytest.approx(0.6)}
+    assert "1 of 6 trials failed." in found.remarks
+
+
+def test_the_best_is_compared_with_the_runner_up_and_each_baseline():
+    baselines = [
+        baseline("base", right(10)),
+        baseline("math alone", right(95)),
+        baseline("average", right(69)),
+        baseline("average again", right(68)),
+        baseline("advice", None, message="no rule fits"),
+    ]
+    found = conclude(study(rates(40, 70, 68), baselines))
+    assert [(d.other, d.verdict) for d in found.against] == [
+        ("drop_rate=0.3", "no difference shown"),
+        ("base", "better"),
+        ("math alone", "worse"),
+        ("average", "no difference shown"),
+    ]
+    assert found.against[0].estimate.value == pytest.approx(0.02)
+    assert found.against[1].estimate.low > 0.4
+    assert [r.label for r in found.tied] == ["drop_rate=0.3", "average"]
+    assert [r.baseline for r in found.baselines] == ["base", "math alone", "average"]
+    assert found.noise == pytest.approx(0.01)
+    assert found.simplest.baseline == "average"
+    assert "The baseline advice failed: no rule fits." in found.remarks
+    assert (
+        "The baseline math alone has a larger objective than the best setting, beyond chance."
+        in found.remarks
+    )
+    assert any(r.startswith("The best was chosen from 3 settings") for r in found.remarks)
+
+
+def test_guards_come_before_the_objective():
+    guards = ("english:max:1.25", "add:keep:0.9")
+    trials = [
+        trial(0, {"scale": 1.0}, right(90, english=1.5)),
+        trial(1, {"scale": 2.0}, right(70, english=1.0)),
+        trial(2, {"scale": 3.0}, right(60, english=1.0)),
+    ]
+    baselines = [
+        baseline("math alone", right(72, english=1.1)),
+        baseline("sum", right(71, english=2.0)),
+    ]
+    data = study(trials, baselines, objective="add", guards=guards)
+    found = conclude(data)
+    assert [r.settings["scale"] for r in found.ranking] == [2.0, 1.0, 3.0]
+    assert found.ranking[1].broken == ("english is 1.5, above 1.25",)
+    assert found.ranking[2].broken == (
+        "add is 0.6, below 0.648 (the best single model has 0.72, to keep 0.9 of it)",
+    )
+    assert [d.other for d in found.against] == ["math alone", "sum"]  # no feasible runner-up
+    assert [r.label for r in found.tied] == ["math alone"]  # sum breaks a guard
+    assert found.simplest == found.best
+    none = conclude(replace(data, guards=("english:max:0.5",)))
+    assert (none.best, none.simplest, none.against, none.tied) == (None, None, (), ())
+    assert "All of 3 settings break guards, so there is no best one." in none.remarks
+    assert len(none.ranking) == 3
+
+
+def test_a_share_to_keep_is_not_judged_without_single_models():
+    found = conclude(study(rates(50), guards=("add:keep:0.9",)))
+    assert found.best is not None
+    assert any("add:keep:0.9 is not judged" in remark for remark in found.remarks)
+
+
+def test_what_nothing_is_known_of():
+    trials = [trial(n, {"scale": float(n)}, Scored({"x": 0.1 * n})) for n in range(3)]
+    found = conclude(study(trials, [baseline("average", Scored({"x": 0.05}))]))
+    assert found.best.objective == Estimate(0.2)
+    assert {d.verdict for d in found.against} == {"not known"}
+    assert found.tied == ()
+    assert found.simplest == found.best
+    assert found.remarks[0] == (
+        "The evaluator gives no items, so nothing tells whether a difference is chance."
+    )
+
+
+def test_seeds_alone_tell_chance():
+    trials = [
+        trial(5 * k + s, {"scale": float(k)}, Scored({"x": k + 0.01 * s}), s)
+        for k in range(2)
+        for s in range(5)
+    ]
+    found = conclude(study(trials, [baseline("average", Scored({"x": 1.02}))], seeds=range(5)))
+    assert [d.verdict for d in found.against] == ["better", "no difference shown"]
+    assert found.best.objective.low < 1.02 < found.best.objective.high
+    assert found.remarks[0] == (
+        "The evaluator gives no items, so intervals tell the chance of seeds only, "
+        "not of the items."
+    )
+
+
+def test_before_anything_is_scored():
+    found = conclude(study([trial(0, {"scale": 1.0}, None)], [baseline("base", None)]))
+    assert (found.ranking, found.best, found.baselines) == ((), None, ())
+    assert found.remarks == (
+        "Nothing is scored yet.",
+        "1 of 1 trial failed.",
+        "The baseline base failed.",
+    )
+    only = conclude(study([], [baseline("base", right(10))]))
+    assert only.baselines[0].objective.value == 0.1
+    assert "No setting is scored yet." in only.remarks
+
+
+def test_an_objective_that_the_evaluator_does_not_give_is_refused():
+    with pytest.raises(RecipeError, match="no score 'ad'"):
+        conclude(study(rates(5), objective="ad"))
+
+
+# ------------------------------------------------------------------------------------- simplicity
+
+
+@pytest.mark.parametrize(
+    ("better", "simpler"),
+    [
+        ({"method": "dare+ties"}, {"method": "linear"}),  # fewer stages
+        ({"method": "dare+linear"}, {"method": "trim+linear"}),  # nothing random
+        ({"scale": 2.0, "drop_rate": 0.5}, {"scale": 2.0, "drop_rate": 0.9}),  # the default
+        ({"weight.math": 0.6, "weight.code": 0.6}, {"weight.math": 0.6, "weight.code": 0.5}),
+        ({"drop_rate": [0.5, 0.6, 0.7]}, {"drop_rate": 0.5, "scale": 2.0}),  # layers count each
+        ({"drop_rate": 0.5}, {"drop_rate": 0.0}),  # which drops nothing
+        ({"drop_rate": [0.0, 0.5]}, {"drop_rate": [0.0, 0.0]}),
+        ({"drop_rate": 0.0, "drop_rate.math": 0.5}, {"drop_rate": 0.0, "scale": 2.0}),
+        ({"drop_rate": 0.0, "embedding_drop_rate": 0.5}, {"drop_rate": 0.0, "scale": 2.0}),
+    ],
+)
+def test_the_simplest_of_those_that_are_tied(better, simpler):
+    found = conclude(study([trial(0, better, right(51)), trial(1, simpler, right(50))]))
+    assert [r.settings for r in found.tied] == [simpler]
+    assert found.best.settings == better
+    assert found.simplest.settings == simpler
+
+
+def test_a_rule_for_some_tensors_can_make_a_merge_random():
+    trials = [trial(0, {"drop_rate": 0.0, "scale": 2.0}, right(50))]
+    plain = conclude(study(trials, seeds=(0, 1)))
+    assert not any("seed" in remark for remark in plain.remarks)
+    rule = {"match": "*mlp*", "drop_rate": 0.5}
+    ruled = conclude(study(trials, seeds=(0, 1), recipe={**RECIPE, "tensors": [rule]}))
+    assert "The best setting has been scored with 1 of 2 seeds." in ruled.remarks
+
+
+def test_of_equally_simple_ones_the_better_is_taken_and_plain_merges_go_first():
+    equal = conclude(study(rates(50, 51)))
+    assert equal.simplest == equal.best
+    baselines = [baseline("average", right(50)), baseline("sum", right(51))]
+    plain = conclude(study(rates(52), [*baselines, baseline("base", right(52))]))
+    assert plain.simplest.baseline == "sum"
+    assert {r.baseline for r in plain.tied} == {"average", "sum", "base"}
+
+
+def test_a_recipe_that_cannot_be_read_here_is_no_hindrance():
+    trials = [trial(0, {"method": "own+ties"}, right(51)), trial(1, {"method": "own"}, right(50))]
+    found = conclude(study(trials, recipe={"method": "own"}))
+    assert found.simplest.settings == {"method": "own"}
+
+
+# ------------------------------------------------------------------------------------- remarks
+
+
+def ends(data: StudyData) -> list[str]:
+    return [remark for remark in conclude(data).remarks if "value searched" in remark]
+
+
+@pytest.mark.parametrize(
+    ("space", "settings", "remarks"),
+    [
+        ({"scale": [0.5, 1.0]}, {"scale": 1.0}, ["scale is at the largest value searched (1)"]),
+        ({"scale": [0.5, 1.0]}, {"scale": 0.5}, ["scale is at the smallest value searched (0.5)"]),
+        ({"scale": [0.5, 1.0, 2.0]}, {"scale": 1.0}, []),
+        ({"scale": [1.0]}, {"scale": 1.0}, []),
+        ({"scale": {"from": 0.5, "to": 2.5}}, {"scale": 2.47}, ["scale is at the largest"]),
+        ({"scale": {"from": 0.5, "to": 2.5}}, {"scale": 2.4}, []),
+        ({"scale": {"from": 1e-4, "to": 1, "log": True}}, {"scale": 1.1e-4}, ["scale is at the"]),
+        ({"scale": {"from": 1e-4, "to": 1, "log": True}}, {"scale": 1e-3}, []),
+        ({"weight": {"math": [0.5, 1.0]}}, {"weight.math": 1.0}, ["weight.math is at the largest"]),
+        ({"drop_rate": [0.0, 0.9]}, {"drop_rate": 0.0}, []),  # there is nothing below
+        ({"drop_rate": [0.1, 0.9]}, {"drop_rate": 0.9}, ["drop_rate is at the largest"]),
+        ({"method": ["dare+ties", "linear"]}, {"method": "linear"}, []),
+        ({"drop_rate": [[0.1, 0.2], 0.5]}, {"drop_rate": 0.5}, []),
+        ({"seed": [1, 2]}, {"seed": 2}, ["seed is at the largest"]),
+    ],
+)
+def test_a_best_at_the_end_of_a_range_asks_for_more(space, settings, remarks):
+    found = ends(study([trial(0, settings, right(50))], space=space))
+    assert len(found) == len(remarks)
+    for sentence, start in zip(found, remarks, strict=True):
+        assert sentence.startswith(start)
+        assert sentence.endswith(": search further.")
+
+
+def test_noise_beyond_the_gap_is_said():
+    again = [baseline("average", right(50)), baseline("average again", right(55))]
+    sentence = (
+        "Scoring the same weights twice differs by 0.05, "
+        "more than the best and the runner-up (0.01)."
+    )
+    assert sentence in conclude(study(rates(70, 69), again)).remarks
+    assert not any("twice" in r for r in conclude(study(rates(70, 60), again)).remarks)
+    assert conclude(study(rates(70, 60), again[:1])).noise is None
+
+
+def test_seeds_that_are_missing_or_few_are_said():
+    few = conclude(study([trial(0, {"scale": 1.0}, right(50))], seeds=(0, 1, 2)))
+    assert "The best setting has been scored with 1 of 3 seeds." in few.remarks
+    assert any("has one seed" in remark for remark in few.remarks)
+    exact = conclude(study([trial(0, {"method": "linear"}, right(50))], seeds=(0, 1, 2)))
+    assert not any("seed" in remark for remark in exact.remarks)
+
+
+def test_scores_that_are_not_made_of_items_and_items_that_differ_are_said():
+    trials = [
+        trial(0, {"scale": 1.0}, right(50, 100, loss=1.0)),
+        trial(1, {"scale": 2.0}, right(40, 90, loss=2.0)),
+    ]
+    remarks = conclude(study(trials)).remarks
+    assert remarks[0] == (
+        "Intervals leave out the chance in loss: not made of items that all have."
+    )
+    assert remarks[1] == (
+        "Not all were scored on the same items: 90 that all have are compared, 10 are left out."
+    )
+    assert any("takes a larger loss for better" in remark for remark in remarks)
+    rounded = [trial(0, {"scale": 1.0}, Scored({"add": 0.1}, right(50).items))]
+    assert conclude(study(rounded)).remarks[0].startswith("No score of the objective is the mean")
+
+
+def test_importance_and_front():
+    scores = [(0.1, 1.0), (0.9, 1.5), (0.5, 2.0), (0.2, 0.9)]
+    trials = [
+        trial(n, {"scale": float(n)}, Scored({"a": a, "e": e, "other": -n}))
+        for n, (a, e) in enumerate(scores)
+    ]
+    found = conclude(study(trials, objective="a", guards=("e:max:9",)))
+    assert [r.settings["scale"] for r in found.ranking] == [1.0, 2.0, 3.0, 0.0]
+    assert found.front == (0, 2)  # the second and the last are beaten in both
+    assert set(found.importance) == {"scale"}
+
+
+# ------------------------------------------------------------------------------------- subsets
+
+
+def test_the_error_of_a_subset_is_that_of_its_estimate():
+    random = np.random.default_rng(0)
+    chance = random.random(200)
+    runs = [
+        {f"{'ab'[n % 2]}/{n}": float(v) for n, v in enumerate(random.random(200) < chance)}
+        for _ in range(4)
+    ]
+    subset = choose_subset({str(n): items for n, items in enumerate(runs[:3])}, 50, seed=0)
+    part = {i: runs[3][i] for i in subset.ids}
+    scores, errors = estimate(subset, part)
+    data = study(
+        [trial(0, {"scale": 1.0}, Scored(scores, part))],
+        [baseline("average", of_items(runs[0]))],
+        subset=subset,
+    )
+    found = conclude(data)
+    expected = math.hypot(errors["a"], errors["b"]) / 2
+    assert found.subset_error == pytest.approx(expected, rel=0.03)
+    assert found.against[0].estimate.low is not None
+    assert not any("same items" in remark for remark in found.remarks)
+    assert conclude(replace(data, subset=None, trials=())).subset_error is None
+
+
+# ------------------------------------------------------------------------------------- holdout
+
+
+def held_out(*trials: Trial, **more) -> StudyData:
+    baselines = [baseline("average", right(60)), baseline("base", right(30))]
+    return study(rates(70, 65), baselines, holdout=trials, **more)
+
+
+def test_the_holdout_says_by_how_much_the_winner_was_flattered():
+    found = conclude(
+        held_out(
+            trial(0, {"drop_rate": 0.1}, right(60), name="winner"),
+            trial(1, {"drop_rate": 0.2}, right(64), name="runner-up"),
+            baseline("average", right(58)),
+            baseline("base", right(32)),
+        )
+    ).holdout
+    assert found.objective.value == 0.6
+    assert found.objective.low < 0.6 < found.objective.high
+    assert found.validation == 0.7
+    assert found.loss == pytest.approx(0.1 - (0.02 - 0.02) / 2)
+    assert [(d.other, d.verdict) for d in found.against] == [
+        ("runner-up", "no difference shown"),
+        ("average", "no difference shown"),
+        ("base", "better"),
+    ]
+    assert found.looks == 1
+
+
+def test_a_winner_is_held_against_the_same_seeds():
+    trials = [trial(s, {"scale": 1.0}, right(k), s) for s, k in enumerate((60, 70, 80))]
+    winner = trial(0, {"scale": 1.0}, right(65), 2, name="winner")
+    found = conclude(study(trials, seeds=(0, 1, 2), holdout=(winner,))).holdout
+    assert found.validation == 0.8
+    assert found.loss == pytest.approx(0.15)
+
+
+def test_harder_data_is_not_taken_for_flattery():
+    found = conclude(
+        held_out(
+            trial(0, {"drop_rate": 0.1}, right(50), name="winner"), baseline("average", right(40))
+        )
+    )
+    assert found.holdout.loss == pytest.approx(0.0)
+    assert not any("held out" in remark for remark in found.remarks)
+
+
+def test_a_second_winner_is_a_second_look():
+    first = trial(0, {"drop_rate": 0.2}, right(60), name="winner")
+    second = trial(1, {"drop_rate": 0.1}, right(55), name="winner 2")
+    found = conclude(held_out(first, second))
+    assert (found.holdout.looks, found.holdout.objective.value) == (2, 0.55)
+    assert any(remark.startswith("2 winners have been scored") for remark in found.remarks)
+    stale = conclude(held_out(first))
+    assert (stale.holdout.looks, stale.holdout.validation) == (1, 0.65)
+    assert any("earlier winner" in remark for remark in stale.remarks)
+    seeds = [replace(first, seed=seed, settings={"drop_rate": 0.1}) for seed in range(3)]
+    assert conclude(held_out(*seeds)).holdout.looks == 1
+
+
+def test_a_holdout_that_failed_or_does_not_fit_is_said():
+    failed = trial(0, {"drop_rate": 0.1}, None, name="winner", message="exit status 1")
+    found = conclude(held_out(failed))
+    assert found.holdout is None
+    assert "The winner has no score on the holdout: exit status 1." in found.remarks
+    other = trial(0, {"drop_rate": 0.1}, Scored({"sort": 0.5}), name="winner")
+    misfit = conclude(held_out(other, objective="add"))
+    assert misfit.holdout is None
+    assert any("The holdout cannot be compared" in remark for remark in misfit.remarks)
+    broken = conclude(
+        held_out(trial(0, {"drop_rate": 0.1}, right(5), name="winner"), guards=("add:min:0.2",))
+    )
+    assert "On the holdout the winner breaks a guard: add is 0.05, below 0.2." in broken.remarks
+    assert conclude(held_out()).holdout is None
+
+
+# ------------------------------------------------------------------------------------- as a whole
+
+
+def noisy(settings: int, seeds: int, items: int, seed: int = 0) -> list[Trial]:
+    random = np.random.default_rng(seed)
+    chance = random.random(items)
+    return [
+        trial(
+            seeds * k + s,
+            {"drop_rate": (k + 1) / (settings + 2)},
+            of_items({f"a/{n}": float(v) for n, v in enumerate(random.random(items) < chance)}),
+            s,
+        )
+        for k in range(settings)
+        for s in range(seeds)
+    ]
+
+
+def test_the_same_study_has_the_same_conclusion_ready_for_json():
+    data = study(noisy(6, 3, 40), [baseline("average", noisy(1, 1, 40)[0].scored)], seeds=(0, 1, 2))
+    found = conclude(data, resamples=300)
+    assert conclude(data, resamples=300) == found
+    assert json.loads(json.dumps(found.to_dict()))["best"]["settings"] == found.best.settings
+
+
+def test_of_equal_settings_the_best_is_rarely_called_better_than_the_runner_up():
+    called = 0
+    for seed in range(40):
+        found = conclude(study(noisy(20, 1, 60, seed)), resamples=300)
+        called += found.against[0].verdict == "better"
+    assert called < 4
