@@ -96,8 +96,7 @@ class Candidates:
     ) -> Candidate:
         """Merge by the recipe with some settings changed, or by one that has some of its models.
 
-        The arrays of an earlier candidate can be given to be filled again, which saves the time
-        that fresh memory takes.
+        The arrays of an earlier candidate can be given to be filled again.
         """
         recipe = self._recipe(settings)
         plan = self._plan(recipe)
@@ -247,7 +246,8 @@ class _Home(NamedTuple):
             wide = self.memory.read(start, raw.size) if is_flat else np.empty(raw.size, np.float32)
             kernels.load("cpu").decode(raw, wide)
         else:
-            values = raw.view(self.merged.numpy_type).astype(self.kind.numpy_type)
+            with np.errstate(invalid="ignore"):  # NaN stays NaN
+                values = raw.view(self.merged.numpy_type).astype(self.kind.numpy_type)
             wide = values.view(self.kind.carrier)
         self.memory.write(start, wide)
 

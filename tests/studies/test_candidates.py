@@ -1,0 +1,578 @@
+"""Candidates in memory have the bytes that a merge writes, in arrays and in live models."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+import dare
+from dare.deltas.memory import OnDevice
+from dare.errors import InputError, RecipeError
+from dare.recipe.schema import Recipe
+from dare.stages import STAGES
+from dare.studies import candidates as under_test
+from dare.tensors.chunks import CHUNK
+from dare.tensors.digest import bytes_digest
+from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
+from helpers import save, write_recipe
+
+BF16 = ml_dtypes.bfloat16
+SHAPES = {
+    "model.embed_tokens.weight": (37, 8),
+    "model.layers.0.mlp.weight": (24, 8),
+    "model.layers.1.mlp.weight": (24, 8),
+    "model.layers.2.mlp.weight": (24, 8),
+    "model.norm.weight": (9,),
+    "none": (0, 3),
+    "scale": (),
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def numbers(shape, seed, dtype=BF16, base=0.0):
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return np.asarray(np.asarray(base, np.float32) + values).astype(dtype)
+
+
+def moved(base, seed):
+    """A fine-tune: other weights, and whole numbers as they are."""
+    return {
+        name: array if array.dtype == np.int64 else numbers(array.shape, seed, array.dtype, array)
+        for name, array in base.items()
+    }
+
+
+def small_models(dtype=BF16, count=3):
+    base = {name: numbers(shape, 1, dtype) for name, shape in SHAPES.items()}
+    base["steps"] = np.arange(5)
+    return base, [moved(base, seed) for seed in range(2, 2 + count)]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("three"), *small_models())
+
+
+@pytest.fixture(scope="module")
+def held(three):
+    return dare.Candidates(three)
+
+
+def contents(arrays):
+    return {name: (a.dtype, a.shape, a.tobytes()) for name, a in arrays.items()}
+
+
+def check_like_merge(candidates, settings):
+    """The digest and every byte are those of a merge to a file."""
+    candidate = candidates.make(settings)
+    report = dare.merge(candidate.recipe, overwrite=True, resume=False)
+    assert candidate.digest == report.digests.output
+    assert contents(candidate.arrays) == contents(load_file(report.output))
+    return candidate
+
+
+# ---------------------------------------------------------------- the bytes of a merge
+
+SETTINGS = [
+    {},
+    {"drop_rate": 0.3, "scale": 0.7, "seed": 5},
+    {"method": "dare+ties", "drop_rate": 0.5},
+    {"method": "trim+ties", "trim.keep_ratio": 0.3},
+    {"method": "trim+linear", "trim.keep_ratio": 0.3, "trim.scope": "model"},
+    {"method": "tsv"},
+    {"method": "darex+linear", "drop_rate": 0.5, "q": 0.7},
+    {"drop_rate.model0": 0.1, "drop_rate.model2": 0.9, "weight.model1": 0.5, "seed.model1": 3},
+    {"drop_rate": [0.1, 0.9], "weight.model0": [0.0, 1.0, 0.5]},
+    {"embedding_drop_rate": 0.2},
+    {"scale": 0.0},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_candidate_is_what_a_merge_writes(held, settings):
+    check_like_merge(held, settings)
+
+
+def test_scale_zero_is_the_base(held, three):
+    assert contents(held.make({"scale": 0.0}).arrays) == contents(load_file(three.base))
+
+
+@given(
+    method=st.sampled_from(["dare+linear", "dare+ties", "dare+sum"]),
+    rate=st.floats(0, 0.99),
+    scale=st.floats(-2, 2),
+    weight=st.floats(0, 3),
+    seed=st.integers(0, 1 << 40),
+)
+def test_any_settings_give_the_digest_of_a_merge(held, method, rate, scale, weight, seed):
+    settings = {"method": method, "drop_rate": rate, "scale": scale, "seed": seed}
+    recipe = held.recipe_for({**settings, "weight.model1": weight})
+    merged = dare.merge(recipe, overwrite=True, resume=False)
+    assert held.make(recipe).digest == merged.digests.output
+
+
+def test_two_models_by_slerp_with_a_large_tensor_and_two_threads(tmp_path):
+    base = {"w": numbers(CHUNK + 9, 1), "b": numbers(3, 1)}
+    recipe = write_recipe(tmp_path, base, [moved(base, 2), moved(base, 3)], threads=2)
+    candidates = dare.Candidates(recipe)
+    for settings in ({"method": "dare+slerp", "t": 0.3}, {"drop_rate": 0.7}):
+        check_like_merge(candidates, settings)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_another_type_of_output(held, dtype):
+    candidate = check_like_merge(held, held.recipe.model_copy(update={"dtype": dtype}))
+    assert candidate.arrays["scale"].dtype == STORAGE_TYPES[dtype].numpy_type
+    assert candidate.arrays["steps"].dtype == np.int64
+
+
+def test_rules_for_tensors_and_policies(tmp_path):
+    base, tuned = small_models()
+    del tuned[0]["scale"]
+    tuned[1]["model.norm.weight"] = numbers(5, 7)
+    tuned[2]["more"] = numbers(4, 7)
+    rule = dare.TensorRule(match="*.mlp.*", model="model1", weight=2.0, settings={"drop_rate": 0.2})
+    policies = {"on_missing": "base", "on_mismatch": "base", "on_extra": "drop"}
+    recipe = write_recipe(tmp_path, base, tuned, tensors=(rule,), **policies)
+    check_like_merge(dare.Candidates(recipe), {"scale": 0.5})
+
+
+def tied_files(folder, **settings):
+    """Embedding and head hold the same in the base and in the first model, not in the second."""
+    base, tuned = small_models(count=2)
+    for model in (base, tuned[0]):
+        model[HEAD] = model[EMBEDDING].copy()
+    tuned[1][HEAD] = numbers(SHAPES[EMBEDDING], 9)
+    return write_recipe(folder, base, tuned, **settings)
+
+
+def test_a_tied_tensor_is_held_once_and_merged_as_one(tmp_path):
+    recipe = tied_files(tmp_path)
+    alone = recipe.model_copy(update={"models": recipe.models[:1]})
+    candidates = dare.Candidates(alone)
+    candidate = check_like_merge(candidates, {"drop_rate": 0.5})
+    assert candidate.arrays[HEAD].tobytes() == candidate.arrays[EMBEDDING].tobytes()
+    stored = sum(np.prod(shape, dtype=int) for shape in SHAPES.values())
+    assert candidates.memory_bytes == 2 * (2 * stored + 5 * 8)
+
+
+def test_a_model_alone_is_what_it_is_without_the_others(tmp_path):
+    """With the second, embedding and head are two tensors; without it they are one."""
+    recipe = tied_files(tmp_path)
+    candidates = dare.Candidates(recipe)
+    both = check_like_merge(candidates, {"drop_rate": 0.5})
+    assert both.arrays[HEAD].tobytes() != both.arrays[EMBEDDING].tobytes()
+    alone = candidates.recipe.model_copy(update={"models": recipe.models[:1]})
+    one = check_like_merge(candidates, alone)
+    assert one.arrays[HEAD].tobytes() == one.arrays[EMBEDDING].tobytes()
+
+
+@pytest.mark.parametrize("places", [(0,), (2,), (2, 0), (1, 2, 0)])
+def test_some_of_the_models_in_any_order(held, three, places):
+    models = tuple(three.models[place] for place in places)
+    check_like_merge(held, three.model_copy(update={"models": models, "method": "dare+ties"}))
+
+
+def write_adapter(folder, seed):
+    """A LoRA of a layer and of the embedding."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["mlp"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    factors = {
+        "model.layers.1.mlp.lora_A.weight": numbers((2, 8), seed, np.float32),
+        "model.layers.1.mlp.lora_B.weight": numbers((24, 2), seed, np.float32),
+    }
+    tensors = {f"base_model.model.{name}": array for name, array in factors.items()}
+    save(folder / "adapter_model.safetensors", tensors)
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "dare+ties"}, {"weight.adapter": 0.0}])
+def test_an_adapter_among_the_models(tmp_path, settings):
+    recipe = write_recipe(tmp_path, *small_models(count=1))
+    adapter = dare.ModelEntry(file=write_adapter(tmp_path / "adapter", 4))
+    candidates = dare.Candidates(recipe.model_copy(update={"models": (*recipe.models, adapter)}))
+    check_like_merge(candidates, settings)
+
+
+def write_delta(recipe, number, **scheme):
+    file = recipe.base.with_name("tuned.delta.safetensors")
+    dare.compress(recipe.base, recipe.models[number].file, file, verbose=False, **scheme)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings"),
+    [
+        ({"drop_rate": 0.8}, {}),
+        ({"drop_rate": 0.8}, {"method": "linear"}),
+        ({"drop_rate": 0.8}, {"method": "trim+ties", "scale": 0.5}),
+        ({"drop_rate": 0.5, "bits": 4}, {"method": "sum"}),
+        ({"keep": "magnitude", "drop_rate": 0.5}, {"method": "sum"}),
+        ({"lossless": True}, {"method": "dare+ties"}),
+    ],
+)
+def test_a_delta_file_among_the_models(tmp_path, scheme, settings):
+    recipe = write_recipe(tmp_path, *small_models(count=2))
+    delta = dare.ModelEntry(file=write_delta(recipe, 0, **scheme))
+    candidates = dare.Candidates(recipe.model_copy(update={"models": (recipe.models[1], delta)}))
+    check_like_merge(candidates, settings)
+
+
+def test_a_delta_file_of_another_base_is_refused(tmp_path):
+    base = {"w": numbers(1 << 16, 1)}
+    recipe = write_recipe(tmp_path, base, [moved(base, 2)])
+    delta = dare.ModelEntry(file=write_delta(recipe, 0))
+    base["w"][31111] += 1  # which no sample sees
+    save(recipe.base, base)
+    with pytest.raises(InputError, match="is a delta file for another base: w differs"):
+        dare.Candidates(recipe.model_copy(update={"models": (delta,)})).make()
+
+
+def test_inputs_must_have_the_digests_that_the_recipe_names(held, three):
+    digests = dare.merge(three, overwrite=True, resume=False).digests
+    right = (digests.base, *digests.models)
+    assert held.make(three.model_copy(update={"input_digests": right})).digest == digests.output
+    wrong = (digests.base, *digests.models[::-1])
+    with pytest.raises(InputError, match=r"model0\.safetensors: is not what it was"):
+        held.make(three.model_copy(update={"input_digests": wrong}))
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def write_model_folder(folder, words, values):
+    """An embedding of two columns, and a tokenizer whose last words were added."""
+    vocabulary = {word: number for number, word in enumerate(words) if len(word) == 1}
+    added = [
+        {"id": number, "content": word, "special": False, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for number, word in enumerate(words)
+        if len(word) > 1
+    ]
+    document = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"},
+    }
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    matrix = np.array([[value, -value] for value in values], np.float32)
+    save(folder / "model.safetensors", {EMBEDDING: matrix})
+    return folder
+
+
+def vocabulary_recipe(folder, policy):
+    return Recipe(
+        base=write_model_folder(folder / "base", "abc", (1, 2, 3)),
+        models=[
+            write_model_folder(folder / "math", ["a", "b", "c", "<x>", "<y>"], (2, 3, 4, 10, 20)),
+            write_model_folder(folder / "code", ["a", "b", "c", "<y>"], (1, 1, 1, 40)),
+        ],
+        output=folder / "out.safetensors",
+        method="linear",
+        vocabulary=policy,
+        verbose=False,
+    )
+
+
+@pytest.mark.parametrize("policy", ["union", "base"])
+def test_rows_of_other_vocabularies(tmp_path, policy):
+    recipe = vocabulary_recipe(tmp_path, policy)
+    candidates = dare.Candidates(recipe)
+    for settings in ({}, {"weight.math": 3.0}, {"scale": 0.5}):
+        check_like_merge(candidates, settings)
+    for models in (recipe.models[1:], recipe.models[::-1]):
+        check_like_merge(candidates, recipe.model_copy(update={"models": models}))
+
+
+def test_new_rows_follow_the_weights(tmp_path):
+    candidates = dare.Candidates(vocabulary_recipe(tmp_path, "union"))
+    rows = candidates.make({"weight.math": 0.75, "weight.code": 0.25}).arrays[EMBEDDING]
+    np.testing.assert_array_equal(rows[3:], [[10, -10], [25, -25]])
+
+
+# ---------------------------------------------------------------- one after the other
+
+
+def test_candidates_do_not_disturb_each_other(held):
+    first = held.make({"drop_rate": 0.3})
+    before = contents(first.arrays)
+    second = held.make({"drop_rate": 0.6})
+    assert contents(first.arrays) == before != contents(second.arrays)
+    assert held.make({"drop_rate": 0.3}).digest == first.digest != second.digest
+
+
+def test_no_method_changes_what_is_held(tmp_path):
+    base, tuned = small_models(count=2)
+    base["w"], tuned[0]["w"], tuned[1]["w"] = (numbers((16, 16), seed) for seed in (1, 2, 3))
+    for model in (base, *tuned):
+        model["w"][0, 0] = np.inf  # which takes ways of its own
+    candidates = dare.Candidates(write_recipe(tmp_path, base, tuned))
+    deltas = [stage.name for stage in STAGES.values() if stage.kind == "delta"]
+    combines = [stage.name for stage in STAGES.values() if stage.kind == "combine"]
+    methods = [f"{name}+linear" for name in deltas] + [f"trim+{name}" for name in combines]
+    for method in methods:
+        candidates.make({"method": method})
+    for kept in candidates._kept.values():
+        for name, raw in kept.held.elements.items():
+            assert kept.held.digests[name] == ([bytes_digest(raw.data)] if raw.size else [])
+
+
+def test_files_are_needed_no_more(tmp_path):
+    recipe = write_recipe(tmp_path, *small_models())
+    candidates = dare.Candidates(recipe)
+    digest = dare.merge(recipe).digests.output
+    recipe.models[0].file.unlink()
+    assert candidates.make().digest == digest
+
+
+def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
+    base, tuned = small_models()
+    recipe = write_recipe(tmp_path, base, tuned)
+    candidates = dare.Candidates(recipe)
+    save(recipe.models[1].file, {**tuned[1], "scale": numbers((), 77)})
+    alone = recipe.model_copy(update={"models": recipe.models[1:2]})
+    with pytest.raises(InputError, match=r"model1\.safetensors: changed since it was read"):
+        candidates.make(alone)
+
+
+def test_a_model_that_is_not_held_is_refused(held, three, tmp_path):
+    for other in ({"models": ("other.safetensors",)}, {"base": "other.safetensors"}):
+        with pytest.raises(InputError, match=r"^other\.safetensors: is not among the models of"):
+            held.make(three.model_copy(update=other))
+
+
+def test_settings_without_effect_are_refused(held):
+    with pytest.raises(RecipeError, match="drop_rate would have no effect"):
+        held.make({"method": "linear", "drop_rate": 0.5})
+
+
+def test_a_recipe_can_be_a_file(three, tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text(three.to_toml())
+    candidates = dare.Candidates(file, threads=2)
+    assert candidates.recipe == three
+    assert candidates.make().recipe == three
+    assert candidates._plan(three).cost.threads == 2
+
+
+# ---------------------------------------------------------------- arrays that are there
+
+
+def test_arrays_are_filled_again(held):
+    first = held.make({"drop_rate": 0.3})
+    second = held.make({"drop_rate": 0.6}, into=first.arrays)
+    assert all(second.arrays[name] is array for name, array in first.arrays.items())
+    assert contents(second.arrays) == contents(held.make({"drop_rate": 0.6}).arrays)
+
+
+def test_arrays_need_not_follow_each_other_in_memory(held):
+    expected = held.make().arrays
+    wide = {name: np.zeros((*a.shape, 2), a.dtype) for name, a in expected.items()}
+    held.make(into={name: array[..., 1] for name, array in wide.items()})
+    assert contents({n: a[..., 1].copy() for n, a in wide.items()}) == contents(expected)
+    assert not any(array[..., 0].any() for array in wide.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"scale": None}, r"scale: the array to fill must be bfloat16 \[\], and is absent"),
+        ({"more": np.zeros(3)}, r"more: the array to fill must be absent, and is float64 \[3\]"),
+        ({"scale": np.zeros(1, BF16)}, r"must be bfloat16 \[\], and is bfloat16 \[1\]"),
+        ({"scale": np.zeros((), np.float32)}, r"must be bfloat16 \[\], and is float32 \[\]"),
+    ],
+)
+def test_arrays_of_another_kind_are_refused(held, wrong, match):
+    arrays = {n: a for n, a in {**held.make().arrays, **wrong}.items() if a is not None}
+    with pytest.raises(InputError, match=match):
+        held.make(into=arrays)
+
+
+def test_a_read_only_array_is_refused(held):
+    arrays = held.make().arrays
+    arrays["scale"].flags.writeable = False
+    with pytest.raises(InputError, match="scale: the array is read-only"):
+        held.make(into=arrays)
+
+
+# ---------------------------------------------------------------- live models
+
+
+def module_of(arrays, dtype=None):
+    """A module with these parameters; whole numbers are buffers."""
+    root = torch.nn.Module()
+    for name, array in arrays.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        if array.dtype == np.int64:
+            module.register_buffer(last, torch.zeros(array.shape, dtype=torch.int64))
+        else:
+            kind = dtype or getattr(torch, array.dtype.name)
+            module.register_parameter(
+                last, torch.nn.Parameter(torch.zeros(array.shape, dtype=kind))
+            )
+    return root
+
+
+def values(model):
+    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    return {name: tensor.double().numpy() for name, tensor in state.items()}
+
+
+def assert_is(model, candidate):
+    found = values(model)
+    assert found.keys() == candidate.arrays.keys()
+    for name, array in candidate.arrays.items():
+        np.testing.assert_array_equal(found[name], array.astype(np.float64), name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+def test_a_module_of_the_same_or_a_wider_type(held, dtype):
+    candidate = held.make({"drop_rate": 0.4})
+    module = module_of(candidate.arrays, dtype)
+    for settings in ({"drop_rate": 0.8}, {"drop_rate": 0.4}):
+        assert held.write_into(module, settings) == held.make(settings).digest
+    assert_is(module, candidate)
+
+
+@pytest.mark.parametrize("merged", WEIGHT_TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
+def test_what_a_type_can_hold_of_another(kind, merged):
+    """Every value of the narrower type must come back; of the large ones, some that tell."""
+    if merged.itemsize <= 2:
+        every = np.arange(1 << 8 * merged.itemsize, dtype=f"u{merged.itemsize}")
+    else:
+        telling = np.array([1 + 2.0**-23, 1e-40, 3e38, 1.0], np.float64)
+        every = telling.astype(merged.numpy_type)
+        every = np.append(every, merged.numpy_type.type(1 + 2.0**-52))
+    every = every.view(merged.numpy_type)
+    with np.errstate(over="ignore", invalid="ignore"):
+        every = every[np.isfinite(every.astype(np.float64))]
+        there = every.astype(kind.numpy_type)
+    comes_back = bool((there.astype(np.float64) == every.astype(np.float64)).all())
+    assert under_test._holds_all(kind, merged) == comes_back
+
+
+def test_a_narrower_module_is_refused_and_left_alone(held):
+    module = module_of(held.make().arrays, torch.float16)
+    with pytest.raises(InputError, match=r"is F16 \[37, 8\] in the model, and BF16 \[37, 8\] in"):
+        held.write_into(module)
+    assert not any(value.any() for value in values(module).values())
+
+
+def test_other_shapes_and_missing_tensors_are_refused(held):
+    arrays = held.make().arrays
+    with pytest.raises(InputError, match=r"scale: is BF16 \[1\] in the model, and BF16 \[\]"):
+        held.write_into(module_of({**arrays, "scale": np.zeros(1, BF16)}))
+    del arrays["scale"], arrays["none"]
+    with pytest.raises(InputError, match="the model has no none and 1 more, which the base has"):
+        held.write_into(module_of(arrays))
+
+
+def test_what_the_base_lacks_is_left_alone(held):
+    candidate = held.make()
+    module = module_of(candidate.arrays)
+    module.register_buffer("inv_freq", torch.full((4,), 7.0))
+    held.write_into(module)
+    assert (module.inv_freq == 7).all()
+    del module.inv_freq
+    assert_is(module, candidate)
+
+
+def test_a_prefix_of_names_is_seen_through(held):
+    candidate = held.make()
+    inner, outer = module_of(candidate.arrays), torch.nn.Module()
+    outer.add_module("wrapped", inner)
+    assert held.write_into(outer) == candidate.digest
+    assert_is(inner, candidate)
+
+
+def test_a_dict_of_tensors_that_do_not_follow_each_other(held):
+    candidate = held.make()
+    kinds = {n: torch.int64 if n == "steps" else torch.float32 for n in candidate.arrays}
+    wide = {n: torch.zeros(*a.shape, 2, dtype=kinds[n]) for n, a in candidate.arrays.items()}
+    held.write_into({name: tensor[..., 1] for name, tensor in wide.items()})
+    assert_is({name: tensor[..., 1] for name, tensor in wide.items()}, candidate)
+    assert not any(tensor[..., 0].any() for tensor in wide.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensors_on_a_device(tmp_path, dtype, monkeypatch):
+    base = {"w": numbers(CHUNK + 9, 1)}
+    candidates = dare.Candidates(write_recipe(tmp_path, base, [moved(base, 2)]))
+    kind = STORAGE_TYPES["BF16" if dtype is torch.bfloat16 else "F32"]
+    model = {"w": torch.zeros(CHUNK + 9, dtype=dtype)}
+
+    class Elsewhere(OnDevice):
+        def read(self, start, count):
+            raise AssertionError("nothing needs to come back from the device")
+
+    def memory(array, _name):
+        whole = array.view(torch.int16 if kind.itemsize == 2 else torch.int32)
+        return kind, tuple(array.shape), Elsewhere(whole, kind.carrier)
+
+    monkeypatch.setattr(under_test, "memory_of", memory)
+    candidates.write_into(model, {"drop_rate": 0.5})
+    monkeypatch.undo()
+    assert_is(model, candidates.make({"drop_rate": 0.5}))
+
+
+def tied_module(arrays):
+    module = module_of(arrays, torch.float32)
+    module.lm_head.weight = module.model.embed_tokens.weight
+    return module
+
+
+def test_tied_parameters(tmp_path):
+    recipe = tied_files(tmp_path)
+    candidates = dare.Candidates(recipe.model_copy(update={"models": recipe.models[:1]}))
+    candidate = candidates.make()
+    module = tied_module(candidate.arrays)
+    assert candidates.write_into(module) == candidate.digest
+    assert_is(module, candidate)
+
+
+def test_a_module_that_ties_what_the_base_does_not(tmp_path):
+    candidates = dare.Candidates(tied_files(tmp_path))
+    module = tied_module(candidates.make().arrays)
+    with pytest.raises(InputError, match=r"lm_head.* are one tensor in the model, and two in the"):
+        candidates.write_into(module)
+
+
+def test_no_model_at_all(held):
+    with pytest.raises(InputError, match="expected a torch module or a dict of arrays"):
+        held.write_into([1, 2])
+    with pytest.raises(InputError, match="has no memory"):
+        held.write_into(module_of(held.make().arrays).to("meta"))
+
+
+def test_the_next_call_mends_what_a_failure_left(held, monkeypatch):
+    candidate = held.make()
+    module = module_of(candidate.arrays, torch.float32)
+    calls = []
+
+    def failing(self, start, raw):
+        calls.append(self)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        put(self, start, raw)
+
+    put = under_test._Home.put
+    monkeypatch.setattr(under_test._Home, "put", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        held.write_into(module)
+    monkeypatch.undo()
+    assert held.write_into(module) == candidate.digest
+    assert_is(module, candidate)
