@@ -3,7 +3,8 @@
 A page's blocks run from top to bottom in one folder, as a reader would run them, and share one
 Python namespace. How a block is run depends on its language:
 
-- `python` is executed; with `>>>` in it, it is a doctest.
+- `python` is executed; with `>>>` in it, it is a doctest. If its first line is a comment that names
+  a file (`# score.py`) it is written there instead, before anything on the page is run.
 - `bash` is run as a script that stops at the first failure.
 - `console` is commands after `$ ` and what they print (stdout and stderr); both are compared.
   In both, a plain call of `dare` is made in this process, which is many times faster; whatever
@@ -110,7 +111,8 @@ class Session:
 
     def write_files(self, blocks: list[Block]) -> None:
         for block in blocks:
-            if block.language == "toml" and block.file_name and not block.is_left_alone:
+            is_file = block.language in ("toml", "python") and block.file_name
+            if is_file and not block.is_left_alone:
                 (self.folder / block.file_name).write_text(block.text, "utf-8")
 
     def run(self, block: Block) -> None:
@@ -127,6 +129,8 @@ class Session:
         raise AssertionError(f"{block.where}: {language}: not run, and nothing says why")
 
     def _run_python(self, block: Block) -> None:
+        if block.file_name:
+            return
         with self._capturing():
             if ">>>" in block.text:
                 self._run_doctest(block)

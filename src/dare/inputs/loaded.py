@@ -279,13 +279,7 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
         for key, value in table.items():
             if isinstance(value, int) and value > MOST_LAYERS and "layers" in key:
                 raise InputError(f"{where}: {key} is {value}; at most {MOST_LAYERS} can be built")
-    architecture = architecture_of(config)
-    build = getattr(transformers, architecture, None) if architecture.isidentifier() else None
-    if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-        raise InputError(
-            f"{where}: architectures names {architecture!a}, which transformers does not have, so "
-            f"its modules are not known; {remedy}"
-        )
+    build = _class_of(where, config, f"so its modules are not known; {remedy}")
     try:
         with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
             warnings.simplefilter("ignore")
@@ -296,9 +290,23 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(
-            f"{where}: transformers cannot build a {architecture} by it ({reason}), so its modules "
-            f"are not known; {remedy}"
+            f"{where}: transformers cannot build a {build.__name__} by it ({reason}), so its "
+            f"modules are not known; {remedy}"
         ) from error
+
+
+def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
+    """The class of transformers that a configuration names."""
+    import transformers
+
+    name = architecture_of(config)
+    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model:
+        raise InputError(
+            f"{where}: architectures names {name!a}, which transformers does not have, {so}"
+        )
+    return found
 
 
 def load_live(folder: Path) -> Any:
@@ -313,20 +321,15 @@ def load_live(folder: Path) -> Any:
             f"{folder}: building the model needs transformers 5 or newer and torch: "
             "pip install transformers torch"
         ) from None
-    architecture = architecture_of(read_config(folder))
-    build: Any = getattr(transformers, architecture, None) if architecture.isidentifier() else None
-    if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-        raise InputError(
-            f"{folder}: its config.json names {architecture!a} under architectures, which "
-            "transformers does not have; define load_model(base) beside the evaluator"
-        )
+    remedy = "so it cannot be built; define load_model(base) beside the evaluator"
+    build = _class_of(folder / "config.json", read_config(folder), remedy)
+    known_only = {"trust_remote_code": False, "local_files_only": True}
     try:
-        model = getattr(build, "from_pretrained")(  # noqa: B009
-            folder, dtype="float32", trust_remote_code=False, local_files_only=True
-        )
+        model = build.from_pretrained(folder, dtype="float32", **known_only)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InputError(f"{folder}: transformers cannot load it: {reason}") from error
+        version = transformers.__version__
+        raise InputError(f"{folder}: transformers {version} cannot load it: {reason}") from error
     has_gpu = sys.modules["torch"].cuda.is_available()
     return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
 

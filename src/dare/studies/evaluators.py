@@ -30,7 +30,7 @@ from dare.studies.forms import OnDisk
 from dare.studies.functions import FunctionScorer, check_asked, look_at, split_name
 from dare.studies.results import Scored
 from dare.studies.scores import check_items, checked, read_scores
-from dare.studies.scoring_process import Asked, ProcessScorer
+from dare.studies.scoring_process import READY_SECONDS, Asked, ProcessScorer
 from dare.studies.watched import SHELL, TimeUpError, Watched, describe_status
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def open_scorer(
 # ---------------------------------------------------------------- what cannot work
 
 
-def check_evaluator(evaluator: str, *, time_limit: float | None = None) -> None:
+def check_evaluator(evaluator: str, *, time_limit: float | None = READY_SECONDS) -> None:
     """Refuse an evaluator that cannot work, before any model is read.
 
     A function is imported, in a process of its own; a command is not run.

@@ -100,7 +100,7 @@ class Harness:
             filtered = samples[0]["filter"]
             scores[name] = results["results"][name][f"{metric},{filtered}"]
             values |= {
-                f"{name}/{sample['doc_id']}": sample[metric]
+                f"{name}/{sample['doc_id']}": float(sample[metric])
                 for sample in samples
                 if sample["filter"] == filtered and isinstance(sample[metric], Real)
             }
@@ -162,10 +162,7 @@ def _metric_of(name: str, task: Any) -> str:
     """The metric that is a task's score."""
     better: Mapping[str, bool] = task.higher_is_better()
     upward = [metric for metric, is_better in better.items() if is_better]
-    found = next((metric for metric in METRICS if metric in upward), None) or next(
-        iter(upward), None
-    )
-    if found is None:
+    if not upward:
         raise RecipeError(
             f"lm_eval: of what the task {name!r} measures ({', '.join(better)}), less is better; "
             "of scores, more is better. Write a function that returns its negative"

@@ -235,7 +235,8 @@ def _reply(answering: _Answering, request: dict[str, Any]) -> dict[str, Any]:
     except DareError as error:
         # After these nobody knows what is left of the process.
         is_last = isinstance(error.__cause__, MemoryError | SystemExit)
-        shown = {"error": type(error).__name__, "args": [str(arg) for arg in error.args]}
+        kind = next(kind for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+        shown = {"error": kind.__name__, "args": [str(arg) for arg in error.args]}
         return {**shown, "output": getattr(error, "output", ""), "is_last": is_last}
     except BaseException as error:
         found = failed("it failed", error)

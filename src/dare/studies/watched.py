@@ -75,6 +75,7 @@ class Watched:
         threads: int | None = None,
         channel: int | None = None,
     ) -> None:
+        """Start a command; with a `channel`, a socket that it is given, stdout is only shown."""
         self.stdout = Tail(MOST_KEPT)
         self.printed = Tail(MOST_SHOWN)
         self._process = subprocess.Popen(  # noqa: S603 (it is what the user asked for)
@@ -95,7 +96,7 @@ class Watched:
         except BaseException:
             _kill_group(self._process)
             raise
-        self.listen(self._pipes[0].fileno(), self._take)
+        self.listen(self._pipes[0].fileno(), self.printed.add if channel else self._take)
         self.listen(self._pipes[1].fileno(), self.printed.add)
 
     def _take(self, piece: bytes) -> None:
