@@ -398,7 +398,7 @@ def trial_table(data: StudyData) -> TrialTable:
         columns,
         tuple(tuple(map(_cell, row)) for row in values),
         tuple(values),
-        tuple(trial.scored is not None for trial in rows),
+        tuple(bool(trial.scored and trial.scored.scores) for trial in rows),
         items,
         cut,
     )
