@@ -119,7 +119,7 @@ def finish_chart(
         height=height,
         autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
     )
-    spec: Spec = whole.to_dict(validate=False)  # the tests do that
+    spec: Spec = whole.to_dict(validate=False)  # which takes long; tests draw every figure
     del spec["config"]
     spec["datasets"] = {**spec.get("datasets", {}), "rows": list(rows), **others}
     return spec
