@@ -23,7 +23,7 @@ help:
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
-	@echo "make test-browser  the report's page in chromium, which must be installed"
+	@echo "make test-browser  the pages in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
@@ -81,7 +81,8 @@ test-attack: $(VENV)/dev-ready
 		--attack-size $(ATTACK_SIZE) --attack-seed $(ATTACK_SEED)
 
 test-browser: $(VENV)/tools-ready
-	$(BIN)/python -m pytest --quiet tests/analysis/page/test_browser.py
+	$(BIN)/python -m pytest --quiet tests/analysis/page/test_browser.py \
+		tests/studies/test_study_browser.py
 
 test-real: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet tests/real

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dare.errors import printable
-from dare.output.page.words import NOTHING, share
+from dare.output.page.words import NOTHING, number, share
 from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled, shown
 from dare.studies.page import series
 from dare.studies.page.words import (
@@ -35,11 +35,13 @@ from dare.tensors.sizes import times
 
 TONES = {"ready": "green", "change": "yellow", "stop": "red", "note": "bold"}
 LEAST_LABEL = 12
-MOST_LABEL = 26
+MOST_LABEL = 20
 """Columns that labels get before scores do, if they are long."""
-OF_A_NUMBER = 10
-"""Columns of a number and the space beside it."""
-OF_AN_INTERVAL = 20
+OF_A_SCORE = 10
+"""Columns of a score and the space beside it."""
+OF_A_COUNT = 8
+OF_AN_INTERVAL = 32
+"""Columns of the objective and of its interval."""
 OF_A_VERDICT = 62
 """Columns of a difference with its interval and of what is said of it."""
 LONGEST_BAR = 24
@@ -196,22 +198,22 @@ def _show_ranked(console: Console, data: StudyData, ranked: Sequence[Ranked], ti
     if not ranked:
         return
     columns: dict[str, Callable[[Ranked], str | Text]] = {}
-    if not ranked[0].baseline:
+    longest = max(len(item.label) for item in ranked)
+    if longest > MOST_LABEL:  # which is cut: the number tells which one it is
         columns["trial"] = lambda item: str(item.trials[0])
     if any(len(item.trials) > 1 for item in ranked):
         columns["seeds"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards"] = lambda item: Text("broken", "red") if item.broken else Text("kept")
-    longest = max(len(item.label) for item in ranked)
-    room = console.width - OF_AN_INTERVAL - OF_A_NUMBER * (1 + len(columns))
+    room = console.width - OF_AN_INTERVAL - OF_A_COUNT * len(columns)
     names = series.score_names(data)
-    names_shown = names[: max(0, (room - min(longest, MOST_LABEL)) // OF_A_NUMBER)]
-    room -= OF_A_NUMBER * len(names_shown)
+    names_shown = names[: max(0, (room - min(longest, MOST_LABEL)) // OF_A_SCORE)]
+    room -= OF_A_SCORE * len(names_shown)
     table = make_table(
         _label_column("setting", max_width=max(LEAST_LABEL, room - 2)),
         "objective >",
         Column("95% interval", justify="right", no_wrap=True),
-        *(_label_column(name, justify="right", max_width=OF_A_NUMBER - 3) for name in names_shown),
+        *(_label_column(name, justify="right", max_width=OF_A_SCORE - 3) for name in names_shown),
         *(f"{name} >" for name in columns),
     )
     for item in ranked:
@@ -228,7 +230,7 @@ def _show_ranked(console: Console, data: StudyData, ranked: Sequence[Ranked], ti
 
 
 def _score(item: Ranked, name: str) -> str:
-    return value_text(item.scores[name]) if name in item.scores else NOTHING
+    return number(item.scores.get(name))
 
 
 def _label_column(name: str, **looks: Any) -> Column:

@@ -101,14 +101,25 @@ def zoom() -> Any:
     return alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.shiftKey]")
 
 
-def finish_chart(chart: Any, rows: Sequence[Row], height: int = 280) -> Spec:
-    """The chart as Vega-Lite, as wide as its place."""
+def rows_named(name: str) -> Any:
+    """Data that `finish_chart` is given by this name."""
+    return alt.NamedData(name=name)
+
+
+def finish_chart(
+    chart: Any, rows: Sequence[Row], height: int = 280, **others: Sequence[Row]
+) -> Spec:
+    """The chart as Vega-Lite, as wide as its place.
+
+    Rows are added at the end: Altair would copy them with every step, and check each of them.
+    """
     whole = chart.properties(
-        data={"values": rows},
+        data=rows_named("rows"),
         width="container",
         height=height,
         autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
     )
-    spec: Spec = whole.to_dict()
+    spec: Spec = whole.to_dict(validate=False)  # which takes long; tests draw every figure
     del spec["config"]
+    spec["datasets"] = {**spec.get("datasets", {}), "rows": list(rows), **others}
     return spec

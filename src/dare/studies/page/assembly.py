@@ -156,7 +156,7 @@ def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str
     """Title, name and TOML of the best setting and of the simplest."""
     best, simplest = conclusion.best, conclusion.simplest
     if best is not None and (text := recipe_text(data, best)):
-        yield "The best", "recipe", text
+        yield "The best", "best-recipe", text
     if simplest is not None and simplest != best and (text := recipe_text(data, simplest)):
         yield "The simplest within noise", "simplest-recipe", text
 

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dare.output.page.charts import Spec, alt, by_name, finish_chart, haloed_text, tooltip_of, zoom
+from dare.output.page.charts import (
+    Spec,
+    alt,
+    by_name,
+    finish_chart,
+    haloed_text,
+    rows_named,
+    tooltip_of,
+    zoom,
+)
 from dare.output.page.figures import Figure, make_figure, read_texts
 from dare.output.page.tables import Columns, Row, Table, listing
 from dare.output.page.themes import SHAPES
@@ -140,7 +149,7 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     y = _objective_axis([*heights, *(row[key] for row in levels for key in ("level", "at"))])
     groups, many = found.groups, len(found.groups) > 1
     colour = {"color": by_name(alt.Color, groups, field="group")} if many else {}
-    points = alt.Chart({"values": found.points}).mark_point(
+    points = alt.Chart().mark_point(
         filled=True, size=40, opacity=0.5 if found.means else 0.85, aria=False, clip=True
     )
     points = points.encode(
@@ -151,10 +160,12 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
         ),
         **colour,
     )
-    layers = [*_level_lines(levels), points.add_params(zoom())]
+    layers = [*_level_lines(), points.add_params(zoom())]
     if found.means:
-        layers += _mean_lines(found.means, x, y, colour, name)
-    spec = finish_chart(alt.layer(*layers), [], height=300 if many else 280)
+        layers += _mean_lines(x, y, colour, name)
+    spec = finish_chart(
+        alt.layer(*layers), found.points, 300 if many else 280, means=found.means, levels=levels
+    )
     best = max(every, key=lambda row: row["objective"])
     return _figure(
         "curve",
@@ -168,9 +179,9 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
     )
 
 
-def _mean_lines(rows: list[Row], x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
+def _mean_lines(x: Any, y: Any, colour: dict[str, Any], name: str) -> list[Any]:
     """Lines through the means, with a band and a bar for each interval."""
-    chart = alt.Chart({"values": rows}).encode(x=x, **colour)
+    chart = alt.Chart(rows_named("means")).encode(x=x, **colour)
     low, high = alt.Y("low:Q", title="objective"), "high:Q"
     tooltip = tooltip_of(
         ("x:Q", name, ".4~g"),
@@ -208,11 +219,9 @@ def _by_objective() -> Any:
     return colour.legend(gradientLength=180, gradientThickness=10, format=".3~g", tickCount=4)
 
 
-def _level_lines(rows: list[Row]) -> list[Any]:
-    """Baselines as dashed lines, their names on the right."""
-    if not rows:
-        return []
-    chart = alt.Chart({"values": rows})
+def _level_lines() -> list[Any]:
+    """Baselines as dashed lines, their names on the right; their rows are called `levels`."""
+    chart = alt.Chart(rows_named("levels"))
     line = chart.mark_rule(strokeDash=[4, 3], size=1.2, aria=False, clip=True)
     label = chart.encode(y="at:Q", x=alt.value(alt.expr("width")), text="label:N")
     tooltip = tooltip_of(("label:N", "baseline"), ("level:Q", "objective", ".4~g"))
@@ -314,7 +323,7 @@ def parallel(data: StudyData) -> Figure | None:
         clear="pointerout",
     )
     opacity = alt.when(near).then(alt.value(1)).when("datum.faint").then(alt.value(0.13))
-    chart = alt.Chart({"values": rows}).encode(
+    chart = alt.Chart().encode(
         x=x,
         y=y("place:Q"),
         detail="trial:N",
@@ -331,8 +340,19 @@ def parallel(data: StudyData) -> Figure | None:
         opacity=alt.value(0),
         tooltip=tooltip_of("trial:Q", ("objective:Q", "", ".4~g"), "state:N", "settings:N"),
     )
-    rules, labels = _axis_marks(axes, x, y)
-    spec = finish_chart(alt.layer(rules, lines, labels, hover.add_params(near)), [], height=340)
+    rules, labels = _axis_marks(x, y)
+    ticks = [
+        {"axis": axis.name, "place": place, "label": label}
+        for axis in axes
+        for label, place in axis.ticks.items()
+    ]
+    spec = finish_chart(
+        alt.layer(rules, lines, labels, hover.add_params(near)),
+        rows,
+        340,
+        ticks=ticks,
+        bars=[{"axis": axis.name, "low": 0.0, "high": 1.0} for axis in axes],
+    )
     columns: Columns = {
         "trial": lambda row: str(row["trial"]),
         "objective": lambda row: NOTHING if row["objective"] is None else number(row["objective"]),
@@ -350,16 +370,10 @@ def parallel(data: StudyData) -> Figure | None:
     )
 
 
-def _axis_marks(axes: Sequence[series.Axis], x: Any, y: Any) -> list[Any]:
-    """The axes themselves, and the labels on them."""
-    ticks = [
-        {"axis": axis.name, "place": place, "label": label}
-        for axis in axes
-        for label, place in axis.ticks.items()
-    ]
-    bars = [{"axis": axis.name, "low": 0.0, "high": 1.0} for axis in axes]
-    labels = alt.Chart({"values": ticks}).encode(x=x, y=y("place:Q"), text="label:N")
-    rules = alt.Chart({"values": bars}).mark_rule(size=1, opacity=0.5, aria=False)
+def _axis_marks(x: Any, y: Any) -> list[Any]:
+    """The axes themselves, and the labels on them; their rows are called `bars` and `ticks`."""
+    labels = alt.Chart(rows_named("ticks")).encode(x=x, y=y("place:Q"), text="label:N")
+    rules = alt.Chart(rows_named("bars")).mark_rule(size=1, opacity=0.5, aria=False)
     return [
         rules.encode(x=x, y=y("low:Q"), y2="high:Q"),
         haloed_text(labels, align="left", dx=6, fontSize=11),
@@ -431,7 +445,7 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     count = sum(row["kind"] == "setting" for row in rows)
     return _figure(
         "pareto",
-        finish_chart(chart, rows, height=360),
+        finish_chart(chart, rows, 360, corner=[{}]),
         listing(rows, columns),
         directions=f", where less of {listed(tuple(down))} is better" if down else "",
         settings=times(count, "setting"),
@@ -457,7 +471,7 @@ def _score_cell(name: str) -> Any:
 
 def _corner_labels() -> list[Any]:
     """Which score goes which way; titles of axes cannot change with the choice."""
-    corner = alt.Chart({"values": [{}]})
+    corner = alt.Chart(rows_named("corner"))
     looks = {"fontWeight": 600, "aria": False, "opacity": 0.8}
     across = corner.mark_text(align="right", text=alt.expr("across + ' →'"), dx=-4, dy=-8, **looks)
     up = corner.mark_text(align="left", text=alt.expr("'↑ ' + up"), dx=6, dy=10, **looks)
@@ -480,9 +494,8 @@ def history(data: StudyData, conclusion: Conclusion) -> Figure | None:
     x = alt.X("trial:Q", title="trial").scale(nice=False, zero=False, padding=10)
     x = x.axis(tickMinStep=1, format="d", tickCount=8)
     y = _objective_axis(heights)
-    best = alt.Chart({"values": [row for row in rows if row["best"] is not None]})
     legend: Any = ... if len(states) > 1 else None
-    points = alt.Chart({"values": rows}).mark_point(filled=True, size=45, opacity=0.8, aria=False)
+    points = alt.Chart().mark_point(filled=True, size=45, opacity=0.8, aria=False)
     points = points.encode(
         x=x,
         y=y,
@@ -492,9 +505,10 @@ def history(data: StudyData, conclusion: Conclusion) -> Figure | None:
             "trial:Q", ("objective:Q", "", ".4~g"), "state:N", "seed:Q", "settings:N"
         ),
     )
+    best = alt.Chart().transform_filter("isValid(datum.best)")
     line = best.mark_line(interpolate="step-after", aria=False, clip=True)
     layers = [
-        *_level_lines(levels),
+        *_level_lines(),
         line.encode(x=x, y=alt.Y("best:Q", title="objective")),
         points.add_params(zoom()),
     ]
@@ -507,7 +521,7 @@ def history(data: StudyData, conclusion: Conclusion) -> Figure | None:
     last = rows[-1]["best"]
     return _figure(
         "history",
-        finish_chart(alt.layer(*layers), [], height=300),
+        finish_chart(alt.layer(*layers), rows, 300, levels=levels),
         listing(rows, columns),
         levels=_level_words(levels, far),
         trials=times(len(rows), "trial"),

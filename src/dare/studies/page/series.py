@@ -42,8 +42,11 @@ def score_names(data: StudyData) -> tuple[str, ...]:
 
 def is_number(value: Any) -> bool:
     """Whether a setting's value has a place on an axis."""
-    is_a_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_a_number and math.isfinite(value)
+    return _is_numeric(value) and math.isfinite(value)
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def numeric_settings(data: StudyData) -> tuple[str, ...]:
@@ -52,9 +55,11 @@ def numeric_settings(data: StudyData) -> tuple[str, ...]:
 
 
 def _numbers(data: StudyData, name: str) -> list[float]:
-    """The distinct values of a setting, if all are numbers and there are several."""
+    """The distinct values of a setting that can be drawn, if all are numbers; at least two."""
     values = [trial.settings[name] for trial in data.trials if name in trial.settings]
-    distinct = sorted(set(values)) if values and all(map(is_number, values)) else []
+    if not all(map(_is_numeric, values)):
+        return []
+    distinct = sorted(set(filter(is_number, values)))
     return distinct if len(distinct) > 1 else []
 
 
@@ -398,7 +403,7 @@ def trial_table(data: StudyData) -> TrialTable:
         columns,
         tuple(tuple(map(_cell, row)) for row in values),
         tuple(values),
-        tuple(trial.scored is not None for trial in rows),
+        tuple(bool(trial.scored and trial.scored.scores) for trial in rows),
         items,
         cut,
     )

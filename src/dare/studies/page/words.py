@@ -186,7 +186,7 @@ def time_text(seconds: float) -> str:
     """A time as people say it.
 
     >>> [time_text(seconds) for seconds in (0.4, 59, 90, 3599, 5000, 90_000)]
-    ['1 s', '59 s', '2 min', '60 min', '1 h 23 min', '25 h']
+    ['1 s', '59 s', '2 min', '60 min', '1 h 24 min', '25 h']
     """
     if not math.isfinite(seconds):
         return NOTHING

@@ -1,0 +1,176 @@
+"""A study's page in a real browser: Debian's chromium, offline, driven by playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import study_sample as sample
+
+from dare.studies.page import write_study_page
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+DESKTOP = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("study") / "study.html"
+    data = sample.make_search()
+    write_study_page(path, data, sample.make_conclusion(data))
+    return path
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def tab(browser, path, said) -> sync_api.Page:
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light", offline=True)
+    context.set_default_timeout(30_000)
+    page = context.new_page()
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: said.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=light]")
+    return page
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said_or_asked_for(tab, said, path) -> Iterator[None]:
+    yield
+    assert [line for line in said if line != path.as_uri() and not line.startswith("data:")] == []
+
+
+def names(page) -> list[str]:
+    return page.locator("#trial-table tbody tr:visible th").all_text_contents()
+
+
+def test_every_figure_is_drawn_and_described(tab):
+    charts = tab.eval_on_selector_all(
+        ".chart",
+        """all => all.map(chart => {
+            const marks = ".mark-rect path, .mark-line path, .mark-symbol path, .mark-rule line";
+            return [chart.getAttribute("aria-label"), chart.querySelectorAll(marks).length];
+        })""",
+    )
+    assert len(charts) == 7
+    for label, marks in charts:
+        assert label.endswith(".")
+        assert marks >= 3
+
+
+def test_headings_sort_by_keyboard_and_say_so(tab):
+    heading = tab.locator("#trial-table th button", has_text="objective")
+    heading.focus()
+    tab.keyboard.press("Enter")
+    values = tab.locator("#trial-table tbody tr td:nth-child(3)").all_text_contents()
+    numbers = [float(value) for value in values if value != "–"]
+    assert numbers == sorted(numbers, reverse=True)
+    assert values[len(numbers) :] == ["–"] * 3  # failed, and last either way
+    assert tab.get_attribute("#trial-table th:nth-child(3)", "aria-sort") == "descending"
+    assert tab.inner_text("#status") == "Sorted by objective, descending."
+    tab.keyboard.press("Enter")
+    values = tab.locator("#trial-table tbody tr td:nth-child(3)").all_text_contents()
+    assert values[0] == "0.05"
+    assert values[-3:] == ["–"] * 3
+    assert tab.get_attribute("#trial-table th:nth-child(3)", "aria-sort") == "ascending"
+    tab.locator("#trial-table th button", has_text="trial").click()
+    tab.locator("#trial-table th button", has_text="trial").click()
+    assert names(tab)[:3] == ["0", "1", "2"]
+
+
+def test_words_and_conditions_filter(tab):
+    tab.fill("#filter", "dare+ties objective>=0.5")
+    wanted = [
+        str(trial.number)
+        for trial in sample.make_search().trials
+        if trial.settings["method"] == "dare+ties" and (trial.objective or 0.0) >= 0.5
+    ]
+    assert names(tab) == wanted
+    assert tab.inner_text("#matches") == f"{len(wanted)} of 29 rows"
+    assert 0 < len(wanted) < 8
+    tab.fill("#filter", "state=failed")
+    assert names(tab) == ["5", "13", "21"]
+    tab.fill("#filter", "")
+    assert len(names(tab)) == 29
+
+
+def test_two_rows_are_compared_with_their_items(tab):
+    tab.get_by_label("Compare average", exact=True).check()
+    assert "average is chosen; choose another." in tab.inner_text("#comparison")
+    tab.get_by_label("Compare 2", exact=True).check()
+    assert tab.inner_text("#comparison-hint") == "average and trial 2."
+    values, items = tab.locator("#comparison table").all()
+    rows = [row.split("\t") for row in values.locator("tr").all_inner_texts()]
+    assert rows[0] == ["", "average", "trial 2", "difference"]
+    by_name = {row[0]: row[1:] for row in rows[1:]}
+    assert by_name["objective"] == ["0.6", "0.6", ""]
+    assert by_name["method"] == ["–", "sum", ""]
+    assert by_name["english"] == ["1.325", "1.329", "-0.0044"]
+    counts = [row.split("\t") for row in items.locator("tr").all_inner_texts()]
+    assert counts[0] == [
+        "items",
+        "only average right",
+        "only trial 2 right",
+        "both right",
+        "both wrong",
+    ]
+    assert counts[1:] == [["add", "0", "0", "7", "3"], ["sort", "0", "0", "5", "5"]]
+    tab.get_by_label("Compare base", exact=True).check()  # the third takes the first one's place
+    assert tab.inner_text("#comparison-hint") == "trial 2 and base."
+    assert not tab.get_by_label("Compare average", exact=True).is_checked()
+    tab.locator("#comparison summary").click()
+    assert "add/1+1, add/2+2" in tab.inner_text("#comparison details")
+
+
+def test_other_scores_can_be_plotted(tab):
+    before = tab.inner_html("#chart-pareto svg")
+    tab.select_option("#chart-pareto select >> nth=1", "english")
+    tab.wait_for_timeout(300)
+    assert tab.inner_html("#chart-pareto svg") != before
+    tab.select_option("#theme", "dark")
+    tab.wait_for_selector("html[data-drawn=dark]")
+    assert tab.locator("#chart-pareto select").nth(1).input_value() == "english"
+    tab.select_option("#theme", "light")
+    tab.wait_for_selector("html[data-drawn=light]")
+
+
+def test_hovering_shows_a_trial(tab):
+    tab.locator("#chart-history .mark-symbol path").nth(2).hover()
+    tab.wait_for_selector("#vg-tooltip-element.visible")
+    assert tab.inner_text("#vg-tooltip-element").split()[:3] == ["trial", "2", "objective"]
+    tab.mouse.move(0, 0)
+
+
+@pytest.mark.parametrize("width", [360, 400, 768, 1600])
+def test_no_width_needs_sideways_scrolling(tab, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.wait_for_timeout(400)
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    tab.set_viewport_size(DESKTOP)
+
+
+def test_without_scripts_the_table_is_still_there(browser, path):
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    assert page.locator("#trial-table tbody tr").count() == 29
+    assert page.locator("noscript").first.is_visible()
+    context.close()

@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import study_sample as sample
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dare.output.page.themes import THEMES
+from dare.output.page.writing import draw_file
+from dare.studies.page import assembly, figures, series, write_study_page
+from dare.studies.results import Estimate, Scored, State, Trial
+
+HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>${x}")
+
+
+class Outline(HTMLParser):
+    """The elements of a page, the text of its tables' cells, and its visible texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self._rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "table":
+            label = next(a["aria-label"] for t, a in reversed(self.elements) if "aria-label" in a)
+            self._rows = self.tables[label] = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+
+    def handle_data(self, data):
+        if self._rows and self._rows[-1]:
+            self._rows[-1][-1] += data.strip()
+
+    def ids(self) -> list[str]:
+        return [a["id"] for _, a in self.elements if "id" in a]
+
+
+def assemble(data, conclusion=None, drawn=()):
+    """The page; without figures, which take most of the time, unless they are given."""
+    conclusion = conclusion or sample.make_conclusion(data)
+    return assembly.assemble_study_page(data, conclusion, list(drawn), "/* library */")
+
+
+def embedded(text, name):
+    (found,) = re.findall(rf'id="{name}">(.*?)</script>', text, re.DOTALL)
+    assert "<" not in found
+    return json.loads(found)
+
+
+def drawn_figures(data, conclusion=None):
+    drawn = figures.draw_figures(data, conclusion or sample.make_conclusion(data))
+    return {figure.name: figure for figure in drawn}
+
+
+MADE = {"search": sample.make_search, "sweep": sample.make_sweep}
+
+
+@pytest.fixture(scope="module")
+def all_drawn():
+    return {name: drawn_figures(make()) for name, make in MADE.items()}
+
+
+@pytest.fixture(params=MADE)
+def drawn(request, all_drawn):
+    return all_drawn[request.param]
+
+
+@pytest.fixture(scope="module")
+def text(all_drawn):
+    return assemble(sample.make_search(), drawn=all_drawn["search"].values())
+
+
+@pytest.fixture(scope="module")
+def outline(text):
+    return Outline(text)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_sections_are_there_in_their_order(outline):
+    sections = [a["id"] for tag, a in outline.elements if tag == "section" and "id" in a]
+    assert sections == ["against", "settings", "scores", "trials", "failed", "recipe", "study"]
+    assert len(outline.ids()) == len(set(outline.ids()))
+
+
+def test_nothing_is_fetched_and_nothing_runs_but_scripts_with_a_digest(outline, text):
+    for tag, attributes in outline.elements:
+        for name in ("src", "href", "action", "data"):
+            address = attributes.get(name)
+            assert address is None or address.startswith(("#", "data:")), (tag, address)
+        assert not any(name.startswith("on") for name in attributes)
+    (policy,) = (a["content"] for _, a in outline.elements if "http-equiv" in a)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    scripts = [a for tag, a in outline.elements if tag == "script" and "type" not in a]
+    assert policy.count("sha256-") == len(scripts) == 4
+
+
+def test_the_verdict_names_the_best_the_simplest_and_the_holdout(text):
+    top = text[text.index('<section class="verdict change"') : text.index("</section>")]
+    assert "The best is not told apart from 1 other" in top
+    assert "method=sum scale=1: 0.7 (0.66 … 0.73)" in top
+    assert "0.78 (0.7 … 0.85) on held-out data, 0.85 where it was chosen." in top
+    assert "Choosing has flattered it by 0.06" in top
+
+
+def test_the_table_has_every_baseline_and_trial(outline):
+    data = sample.make_search()
+    head, *rows = outline.tables["Baselines and trials"]
+    columns = ["trial", "objective", *sample.SCORES, "method", "scale", "drop_rate", "seed"]
+    assert head[1:] == [*columns, "state", "guards broken", "seconds"]
+    assert len(rows) == len(data.baselines) + len(data.trials)
+    assert rows[0][1:6] == ["base", "0.05", "0.1", "0", "1.475"]
+    assert rows[5][1:] == [
+        *("0", "0.45", "0.6", "0.3", "1.355", "dare+sum", "0.5", "0.1"),
+        *("0", "done", "–", "2"),
+    ]
+    assert rows[5 + 5][2] == "–"
+    assert rows[5 + 7][-2] == "english is 1.31, above 1.25"
+
+
+def test_headings_are_buttons_that_say_how_the_table_is_sorted(outline):
+    buttons = [a["data-column"] for tag, a in outline.elements if "data-column" in a]
+    sorted_by = [a["aria-sort"] for tag, a in outline.elements if "aria-sort" in a]
+    assert buttons == [str(place) for place in range(12)]
+    assert sorted_by == ["none"] * 12
+
+
+def test_rows_without_scores_cannot_be_compared(outline):
+    boxes = [a["aria-label"] for tag, a in outline.elements if a.get("type") == "checkbox"]
+    assert len(boxes) == 5 + 24 - 3
+    assert "Compare 5" not in boxes
+
+
+def test_failures_have_their_message_and_output(text):
+    failed = text[text.index('<section id="failed"') :]
+    assert failed.count('<details class="failure">') == 3
+    assert "trial 5: the command ended with status 1" in failed
+    assert "Traceback …\nMemoryError" in failed
+
+
+def test_the_recipe_of_the_best_can_be_used(text):
+    import tomllib
+    from html import unescape
+
+    (best,) = re.findall(r'<code id="best-recipe">(.*?)</code>', text, re.DOTALL)
+    assert tomllib.loads(unescape(best)) == {
+        "method": "sum",
+        "seed": 0,
+        "models": {"base_file": "base", "merge_files": ["add", "sort"]},
+    }  # a scale of 1 is the default
+    assert 'data-copies="best-recipe"' in text
+
+
+def test_a_recipe_that_cannot_be_made_is_left_out():
+    assert 'id="best-recipe"' not in assemble(sample.make_search(recipe={}))
+
+
+def test_names_and_messages_cannot_become_elements():
+    script, image, other = HOSTILE
+    settings = {script: image, other: 0.5}
+    failed = Trial(1, settings, 0, State.FAILED, Scored({}, output=script), message=image)
+    trials = (
+        sample.make_trial(0, {script: "a", other: 0.1}, 0.5, broken=(script,)),
+        failed,
+        sample.make_trial(2, settings, 0.9),
+    )
+    baseline = replace(sample.make_baselines()[0], name=script)
+    data = sample.make_search(
+        0,
+        trials=trials,
+        baselines=(baseline,),
+        evaluator=image,
+        objective=script,
+        guards=(image,),
+        space={script: [image], other: [0, 1]},
+        remarks=(other,),
+    )
+    conclusion = replace(sample.make_conclusion(data), importance={script: 0.5, other: 0.1})
+    text = assemble(data, conclusion, figures.draw_figures(data, conclusion))
+    outline = Outline(text)
+    tags = [tag for tag, _ in outline.elements]
+    assert tags.count("script") == 7
+    assert "img" not in tags
+    assert not any(name.startswith("on") for _, a in outline.elements for name in a)
+    assert embedded(text, "study-data")["columns"][5]["name"] == script
+
+
+def test_names_are_data_and_never_code():
+    hostile = "');alert(1)//"
+    data = sample.make_search(0, trials=tuple(
+        sample.make_trial(n, {hostile: n / 10, f"{hostile}2": f"{hostile}{n % 2}"}, n / 10)
+        for n in range(1, 9)
+    ))  # fmt: skip
+    conclusion = replace(sample.make_conclusion(data), importance={hostile: 0.5})
+    for figure in drawn_figures(data, conclusion).values():
+        spec = json.dumps(figure.spec)
+        code = re.findall(
+            r'"(?:expr|signal|test|filter|calculate|labelExpr)": "((?:[^"\\]|\\.)*)"', spec
+        )
+        assert not any("alert" in text for text in code)
+
+
+def test_the_same_study_makes_the_same_page(text):
+    again = drawn_figures(sample.make_search())
+    assert assemble(sample.make_search(), drawn=again.values()) == text
+
+
+# ---------------------------------------------------------------- few, none, many
+
+
+def test_without_trials_the_baselines_are_shown():
+    text = assemble(sample.make_search(0, planned=8))
+    assert "No trials yet" in text
+    assert "5 baselines, 0 of 8 trials so far." in text
+    assert list(drawn_figures(sample.make_search(0))) == ["ranking", "pareto"]
+
+
+def test_one_trial_makes_a_page():
+    data = sample.make_search(1)
+    assert list(drawn_figures(data)) == ["ranking", "importance", "pareto", "history"]
+    assert "The best stands out" in assemble(
+        data,
+        replace(
+            sample.make_conclusion(data),
+            against=(replace(sample.make_conclusion(data).against[0], verdict="better"),),
+        ),
+    )
+
+
+def test_a_study_with_nothing_at_all_makes_a_page():
+    data = sample.make_search(0, baselines=())
+    assert drawn_figures(data) == {}
+    assert "No trials yet" in assemble(data)
+
+
+def test_without_items_there_are_none_to_compare():
+    study = embedded(assemble(sample.make_search(items=False)), "study-data")
+    assert study["items"] == {"ids": [], "of": {}}
+
+
+def test_items_are_digits_where_all_are_right_or_wrong():
+    data = sample.make_search(3)
+    items = series.trial_table(data).items
+    assert items["ids"][:2] == ["add/0+0", "add/1+1"]
+    assert items["of"]["0"] == "1000000000" + "0000000000"
+    assert items["of"]["3"] == "1111111000" + "1111100000"
+    shares = replace(data.trials[0].scored, items={"add/0+0": 0.25, "add/1+1": 1.0})
+    data = replace(data, trials=(replace(data.trials[0], scored=shares),))
+    assert series.trial_table(data).items["of"]["5"][:3] == [0.25, 1.0, None]
+
+
+def test_items_are_cut_to_those_of_baselines_and_the_best(monkeypatch):
+    monkeypatch.setattr(series, "MOST_ITEM_VALUES", 20 * 7)
+    table = series.trial_table(sample.make_search())
+    assert list(table.items["of"])[:5] == ["0", "1", "2", "3", "4"]
+    kept = [table.values[int(place)][1] for place in list(table.items["of"])[5:]]
+    done = [row[1] for row in table.values[5:] if row[-3] == "done"]
+    assert sorted(kept) == sorted(done)[-2:]
+    assert table.items_cut == 5 + 24 - 3 - 7
+
+
+def test_two_thousand_trials_fit_in_a_page():
+    data = sample.make_search(2000)
+    items = {f"task/{n}": float(n % 2) for n in range(1000)}
+    trials = tuple(
+        replace(t, scored=replace(t.scored, items=items)) if t.is_done else t for t in data.trials
+    )
+    data = replace(data, trials=trials)
+    text = assemble(data, drawn=drawn_figures(data).values())
+    assert len(text.encode()) < 5_000_000  # and 0.9 MB of library
+    assert "The page has no room for the items of" in text
+
+
+def test_what_is_not_finite_is_never_drawn():
+    broken = [
+        sample.make_trial(n, {"scale": scale}, 0.5, objective=objective)
+        for n, (scale, objective) in enumerate(
+            [(math.inf, 0.5), (1.0, math.nan), (2.0, math.inf), (0.5, 0.4), (0.7, 0.6)]
+        )
+    ]
+    data = sample.make_search(0, trials=tuple(broken))
+    conclusion = sample.make_conclusion(data)
+    odd = replace(conclusion.ranking[0], objective=Estimate(math.nan, -math.inf, math.inf))
+    conclusion = replace(
+        conclusion, ranking=(odd, *conclusion.ranking[1:]), importance={"scale": math.nan}
+    )
+    found = drawn_figures(data, conclusion)
+    assemble(data, conclusion, found.values())  # whose JSON must not have NaN
+    assert "curve-1" in found
+    for figure in found.values():
+        assert "nan" not in str(figure.table.rows).lower()
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_a_search_and_a_sweep_have_their_figures(all_drawn):
+    others = ["importance", "parallel", "pareto", "history"]
+    assert list(all_drawn["search"]) == ["ranking", "curve-1", "curve-2", *others]
+    assert list(all_drawn["sweep"]) == ["ranking", "curve-1", *others]
+
+
+def test_every_figure_can_be_drawn(drawn):
+    for figure in drawn.values():
+        drawing = draw_file(figure, THEMES["light"], "svg").decode()
+        assert drawing.startswith("<svg")
+        assert "NaN" not in drawing
+        assert "undefined" not in drawing
+        assert figure.title in drawing
+
+
+def test_every_figure_says_what_it_shows(drawn):
+    for figure in drawn.values():
+        assert figure.caption.endswith(".")
+        assert figure.description.endswith(".")
+        assert figure.table.rows
+        assert {len(row) for row in figure.table.rows} == {len(figure.table.columns)}
+        assert "{" not in figure.title + figure.caption
+
+
+def leaves(spec, data):
+    """Every chart within a chart, with the name of its data."""
+    data = spec.get("data", data)
+    if "layer" in spec:
+        for inner in spec["layer"]:
+            yield from leaves(inner, data)
+    else:
+        yield spec, data
+
+
+def test_tooltips_name_fields_that_the_data_have(drawn):
+    seen = 0
+    for figure in drawn.values():
+        made = {"x", "y", "axis", "place"} if figure.name in ("pareto", "parallel") else set()
+        for chart, data in leaves(figure.spec, None):
+            rows = figure.spec["datasets"][data["name"]]
+            for tooltip in chart["encoding"].get("tooltip", []):
+                seen += 1
+                assert all(tooltip["field"] in {*row, *made} for row in rows), tooltip
+    assert seen > 20
+
+
+def test_a_sweep_has_a_line_through_its_means_with_bands(all_drawn):
+    figure = all_drawn["sweep"]["curve-1"]
+    means = figure.spec["datasets"]["means"]
+    assert [row["x"] for row in means] == [0.5, 0.7, 0.9, 0.95]
+    assert {row["seeds"] for row in means} == {5}
+    assert all(row["low"] < row["objective"] < row["high"] for row in means)
+    assert len(figure.spec["datasets"]["rows"]) == 20
+    assert figure.width == 1.0
+    assert "Far away, and not drawn: base 0.05." in figure.caption
+
+
+def test_points_of_a_search_are_told_apart_by_their_method(all_drawn):
+    figure = all_drawn["search"]["curve-1"]
+    assert figure.title == "The objective over drop_rate"
+    points = figure.spec["datasets"]["rows"]
+    assert {row["group"] for row in points} == {"method=dare+sum", "method=dare+ties"}
+    assert "Colours tell method apart." in figure.caption
+
+
+def test_history_keeps_the_best_that_breaks_no_guard():
+    rows = series.history_rows(sample.make_search())
+    assert len(rows) == 21
+    bests = [row["best"] for row in rows]
+    assert bests == sorted(bests)
+    kept = [row["objective"] for row in rows if row["state"] == "done"]
+    assert bests[-1] == max(kept)
+    assert {row["state"] for row in rows} == set(series.STATES)
+
+
+def test_less_of_what_is_guarded_or_subtracted_is_better(all_drawn):
+    data = sample.make_search(objective="add - 0.5 * loss", guards=("english:max:1.25",))
+    assert series.smaller_is_better(data, ("add", "loss", "english", "lo")) == {"loss", "english"}
+    figure = all_drawn["search"]["pareto"]
+    (signs,) = (p["value"] for p in figure.spec["params"] if p["name"] == "signs")
+    assert signs == {"add": 1, "sort": 1, "english": -1}
+    assert "where less of english is better" in figure.caption
+
+
+def test_lines_pass_below_axes_that_do_not_apply():
+    data = sample.make_search(6)
+    axes = series.axes_of(data)
+    assert [axis.name for axis in axes] == ["method", "scale", "drop_rate", "objective"]
+    by_trial = {row["trial"]: row for row in series.line_rows(data, axes)}
+    assert by_trial[2]["p2"] == series.NOT_USED  # a sum has no drop rate
+    assert by_trial[5]["p3"] == series.NOT_USED  # it failed
+    assert by_trial[5]["faint"]
+    assert by_trial[0]["p0"] == 0.0
+    assert {by_trial[n]["p0"] for n in range(6)} == {0.0, 0.5, 1.0}
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=9), st.floats(-5, 5), st.floats(-5, 5))
+def test_labels_of_levels_keep_apart_and_no_baseline_is_lost(values, one, other):
+    low, high = sorted((one, other))
+    data = sample.make_search(0)
+    conclusion = sample.make_conclusion(data)
+    ranked = [
+        replace(conclusion.baselines[0], baseline=f"b{n}", objective=Estimate(value))
+        for n, value in enumerate(values)
+    ]
+    near, far = series.level_rows(replace(conclusion, baselines=tuple(ranked)), low, high)
+    assert len(near) + len(far) == len(values)
+    places = [row["at"] for row in near]
+    assert places == sorted(places)
+    assert all(row["at"] >= row["level"] for row in near)
+
+
+def test_the_page_is_written_with_its_library(tmp_path):
+    data = sample.make_sweep()
+    path = tmp_path / "folder" / "study.html"
+    write_study_page(path, data, sample.make_conclusion(data))
+    text = path.read_text("utf-8")
+    assert "window.vegaEmbed=" in text
+    assert 800_000 < len(text) < 1_500_000

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+import study_sample as sample
+from rich.cells import cell_len
+from rich.console import Console
+
+from dare.studies.results import Difference, Estimate, Scored, State, Trial
+from dare.studies.terminal import live_line, show_study
+
+HOSTILE = "[red]x[/red]\x1b[2J\nline"
+
+
+def shown(data, conclusion=None, width=100, encoding="utf-8", **options):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")
+    console = Console(
+        width=width, file=file, highlight=False, markup=False, emoji=False, legacy_windows=False
+    )
+    show_study(console, data, conclusion or sample.make_conclusion(data), **options)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("make", [sample.make_search, sample.make_sweep])
+def test_no_line_is_longer_than_the_terminal(make, width):
+    lines = shown(make(), width=width).splitlines()
+    assert max(map(cell_len, lines)) <= width
+
+
+def test_what_decides_comes_first():
+    lines = shown(sample.make_search()).splitlines()
+    assert lines[0].startswith("The best is not told apart from 1 other  18 of 24 trials done")
+    assert lines[0].endswith("3 stopped early, 3 failed")
+    facts = [line.split("  ")[1] for line in lines[1:5]]
+    assert facts == ["Best", "Not told apart from", "Simplest within noise", "Holdout"]
+    assert "method=sum scale=1: 0.7 (0.66 … 0.73)" in lines[1]
+
+
+def test_each_baseline_has_a_difference_an_interval_and_a_verdict():
+    lines = [line.split() for line in shown(sample.make_search()).splitlines()]
+    assert ["base", "+0.65", "(+0.6", "…", "+0.7)", "better"] in lines
+    assert ["sum", "+0", "(-0.05", "…", "+0.05)", "no", "difference", "shown"] in lines
+
+
+def test_importance_has_bars_beside_the_largest():
+    lines = shown(sample.make_search()).splitlines()
+    bars = {line.split()[0]: line.count("█") for line in lines if "█" in line}
+    assert bars == {"drop_rate": 24, "method": 7, "scale": 1}
+
+
+def test_a_sweep_has_a_chart_with_its_baselines():
+    lines = shown(sample.make_sweep()).splitlines()
+    (start,) = (n for n, line in enumerate(lines) if line.startswith("Objective over drop_rate"))
+    chart = [line for line in lines[start : start + 12] if "●" in line]
+    places = {line.split()[0]: line.index("●") for line in chart[:4]}
+    assert list(places) == ["0.5", "0.7", "0.9", "0.95"]
+    assert sorted(places.values(), reverse=True) == list(places.values())
+    assert all("─" in line for line in chart[:4])
+    assert [line.split()[-1] for line in chart[4:]] == ["sum", "average", "alone", "alone"]
+
+
+def test_a_search_over_several_numbers_has_no_chart():
+    assert "Objective over" not in shown(sample.make_search())
+
+
+def test_the_table_holds_the_scores_and_says_what_is_left_out():
+    data = sample.make_search()
+    wide = shown(data, width=160, rows=3)
+    assert "The best 3 of 18 settings\n" in wide
+    heads = [line.split() for line in wide.splitlines() if line.startswith(" setting ")]
+    scores = ["setting", "objective", "95%", "interval", *sample.SCORES]
+    assert heads[1:] == [scores, [*scores, "trial"]]
+    assert "The best 3 of 18 settings (1 more score)\n" in shown(data, width=80, rows=3)
+
+
+def test_names_are_cut_and_guards_are_told():
+    text = shown(sample.make_search(), width=80, rows=30)
+    assert "…  " in text
+    assert text.count("broken") == 3
+
+
+def test_failures_are_counted_and_shown_with_their_output_if_asked():
+    data = sample.make_search()
+    text = shown(data)
+    assert "3 trials failed\n  3 trials: the command ended with status 1\n" in text
+    assert "MemoryError" not in text
+    full = shown(data, failed=True)
+    assert full.count("MemoryError") == 3
+    assert "trial 5 method=sum" in full
+
+
+def test_nothing_from_outside_is_acted_on():
+    data = sample.make_search(4)
+    trial = Trial(
+        9, {HOSTILE: HOSTILE}, 0, State.FAILED, Scored({}, output=HOSTILE), message=HOSTILE
+    )
+    data = replace(data, trials=(*data.trials, trial), remarks=(HOSTILE,))
+    conclusion = sample.make_conclusion(data)
+    conclusion = replace(
+        conclusion,
+        against=(Difference(HOSTILE, Estimate(0.0), "not known"),),
+        importance={HOSTILE: 0.5},
+    )
+    text = shown(data, conclusion, width=160, failed=True) + live_line(data, conclusion, 5.0)
+    assert "\x1b" not in text
+    assert text.count("[red]x[/red]\\x1b[2J\\n") >= 5
+
+
+def test_letters_that_cannot_be_written_are_replaced():
+    text = shown(sample.make_sweep(), encoding="latin-1")
+    assert "#" * 24 in text
+    assert "-o-" in text
+
+
+def test_without_trials_there_are_the_baselines():
+    text = shown(sample.make_search(0))
+    assert text.startswith("No trials yet  0 of 0 trials done\n")
+    assert "average" in text
+
+
+def test_when_all_settings_break_guards_that_is_the_headline():
+    data = sample.make_search(8)
+    data = replace(data, trials=(data.trials[7],))
+    assert shown(data).startswith("Every setting breaks a guard  1 of 8 trials done")
+
+
+def test_a_better_baseline_is_the_headline():
+    data = sample.make_sweep()
+    worse = (Difference("sum", Estimate(-0.1, -0.2, -0.05), "worse"),)
+    text = shown(data, replace(sample.make_conclusion(data), against=worse))
+    assert text.startswith("A baseline is better than every setting")
+
+
+def test_the_live_line_says_what_is_known():
+    data = sample.make_search()
+    conclusion = sample.make_conclusion(data)
+    assert live_line(data, conclusion, 125.0) == (
+        "18 of 24 trials done, 3 stopped early, 3 failed"
+        " · best 0.7 (0.66 … 0.73) method=sum scale=1"
+        " · matters: drop_rate 62.0%, method 20.0% · 3 min left"
+    )
+    empty = sample.make_search(0, planned=5)
+    line = live_line(empty, sample.make_conclusion(empty), None)
+    assert line == "0 of 5 trials done"
+    assert live_line(empty, sample.make_conclusion(empty), math.inf) == line
