@@ -113,7 +113,10 @@ class Options:
         bool, Parameter(group=RUN, help="Analyse the models first, and start with the advice.")
     ] = True
     write: Annotated[
-        Path, Parameter(group=RUN, help="The recipe of the best; - leaves it out.")
+        Path,
+        Parameter(
+            group=RUN, allow_leading_hyphen=True, help="The recipe of the best; - leaves it out."
+        ),
     ] = Path("best.toml")
     html: Annotated[Path | None, Parameter(group=RUN, help="Also a page: dare search show.")] = None
     dry_run: Annotated[
@@ -256,7 +259,9 @@ def show_command(
 def best_command(
     study: StudyFile,
     *,
-    write: Annotated[Path, Parameter(help="Where the recipe goes; - is stdout.")] = Path("-"),
+    write: Annotated[
+        Path, Parameter(allow_leading_hyphen=True, help="Where the recipe goes; - is stdout.")
+    ] = Path("-"),
     simplest: Annotated[
         bool, switch("The simplest that cannot be told apart from the best.")
     ] = False,

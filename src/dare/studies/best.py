@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dare.errors import InputError, printable
 from dare.recipe.toml import write_toml
 from dare.studies.results import Conclusion
+from dare.tensors.sizes import times
 
 if TYPE_CHECKING:
     from dare.studies.searching import SearchResult
@@ -36,14 +37,18 @@ def grounds(conclusion: Conclusion) -> Iterator[str]:
     """What speaks for the best, and what does not, a sentence each."""
     best = conclusion.best
     assert best is not None
-    yield f"Best: {best.label}, objective {best.objective}, of {len(conclusion.ranking)} settings."
+    for ranked in conclusion.better[:1]:
+        yield f"The baseline {ranked.label} is better than every setting: {ranked.objective}."
+    count = times(len(conclusion.ranking), "setting")
+    yield f"The best of {count}: {best.label}, objective {best.objective}."
     for difference in conclusion.against:
         yield f"Against {difference.other}: {difference.estimate}, {difference.verdict}."
     others = [ranked.label for ranked in conclusion.tied]
     if others:
         shown = "; ".join(others[:5]) + ("; …" if len(others) > 5 else "")
         yield f"Cannot be told apart from {len(others)}: {shown}."
-    if conclusion.simplest is not None and conclusion.simplest != best:
+    if conclusion.simplest not in (None, best, *conclusion.better):
+        assert conclusion.simplest is not None
         yield f"The simplest of these: {conclusion.simplest.label}."
     if conclusion.holdout is not None:
         held = conclusion.holdout

@@ -24,6 +24,7 @@ from dare.studies.objective import Objective
 from dare.studies.results import Conclusion, Difference, Holdout, Ranked, StudyData, Subset, Trial
 from dare.studies.statistics import (
     NO_DIFFERENCE,
+    WORSE,
     Contender,
     Resampled,
     importance,
@@ -39,7 +40,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     entries = [*entries_of_settings(data.trials, judge), *entries_of_names(data.baselines, judge)]
     if not entries:
         limits = ("Nothing is scored yet.", *remarks.of_failures(data))
-        return Conclusion((), (), None, (), (), None, {}, (), None, None, None, limits)
+        return Conclusion((), (), None, (), (), (), None, {}, (), None, None, None, limits)
     table = _resampled(entries, judge, data.subset, resamples)
     singles = singles_of(entries)
     standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
@@ -59,6 +60,14 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         for n, difference in differences.items()
         if difference.verdict == NO_DIFFERENCE and not standing[n].broken
     )
+    better = sorted(
+        (
+            standing[n]
+            for n, difference in differences.items()
+            if difference.verdict == WORSE and not standing[n].broken
+        ),
+        key=lambda ranked: -ranked.objective.value,
+    )
     best = standing[feasible[0]] if feasible else None
     ranking = tuple(standing[n] for n in order)
     holdout, on_holdout = _holdout(data, judge, best, resamples) if best else (None, ())
@@ -70,7 +79,8 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         best=best,
         against=tuple(differences[n] for n in shown),
         tied=tied,
-        simplest=simplest_of(best, tied, judge) if best else None,
+        better=tuple(better),
+        simplest=better[0] if better else simplest_of(best, tied, judge) if best else None,
         importance=_importance(data.trials, judge.objective),
         front=_front(ranking, judge),
         noise=noise,

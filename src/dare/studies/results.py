@@ -204,8 +204,11 @@ class Conclusion:
     """The best against the runner-up and each baseline."""
     tied: tuple[Ranked, ...]
     """Settings and baselines that the best cannot be told apart from."""
+    better: tuple[Ranked, ...]
+    """Baselines that are better than the best setting, beyond chance, the best of them first."""
     simplest: Ranked | None
-    """The simplest of the best and those: what to take if nothing else speaks for the others."""
+    """What to take: the simplest of the best and those that it cannot be told apart from, or a
+    baseline that is better."""
     importance: dict[str, float]
     """By setting: the share of the spread between trials that goes with it alone."""
     front: tuple[int, ...]

@@ -26,7 +26,6 @@ from dare.studies.asking import Asked, Evaluator, ask, told
 from dare.studies.baselines import AGAIN, AVERAGE, advised_recipe, baseline_recipes, is_single
 from dare.studies.evaluators import Scorer, open_scorer
 from dare.studies.items import choose_subset, rungs
-from dare.studies.objective import doubts
 from dare.studies.progress import Display, show_search
 from dare.studies.reading import (
     RUNNER_UP,
@@ -58,7 +57,8 @@ class SearchResult:
     data: StudyData
     conclusion: Conclusion
     best: Recipe | None
-    """The recipe of the best setting; None if no candidate could be scored."""
+    """The recipe of the best setting, or of a baseline that is shown to be better; None if no
+    candidate could be scored."""
     simplest: Recipe | None
     """The simplest recipe that cannot be told apart from the best."""
 
@@ -134,7 +134,8 @@ def read_result(path: Path) -> SearchResult:
 def result_of(study: Study) -> SearchResult:
     """What an open study shows by now."""
     data, conclusion = read_study(study)
-    best, simplest = conclusion.best, conclusion.simplest
+    best = next(iter(conclusion.better), conclusion.best)
+    simplest = conclusion.simplest
     return SearchResult(
         study.path,
         data,
@@ -254,7 +255,7 @@ class _Story:
         scores = [trial.scored for trial in done if trial.scored is not None]
         first = scores[0]
         singles = [t.scored.scores for t in done if is_single(t.name) and t.scored is not None]
-        remarks = doubts(self.asked.objective, first.scores, self.asked.guards)
+        remarks: list[str] = []
         differences = [d for d in (check_items(first, other) for other in scores[1:]) if d]
         has_items = bool(first.items) and not differences
         self.terms = replace(self.terms, singles=singles, reference=first, has_items=has_items)
