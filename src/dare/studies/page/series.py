@@ -6,13 +6,13 @@ Names of settings and scores come from outside: they are values here, never part
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dare.output.page.tables import Row, finite
 from dare.output.page.words import NOTHING
+from dare.studies.objective import Guard, Objective
 from dare.studies.page.words import settings_text, state_text, value_text
 from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial
 
@@ -69,14 +69,14 @@ def objective_of(trial: Trial) -> float | None:
 
 
 def smaller_is_better(data: StudyData, names: Iterable[str]) -> set[str]:
-    """Scores that count against: with a minus in the objective, or with an upper guard."""
-    guarded = {guard.partition(":max:")[0] for guard in data.guards if ":max:" in guard}
-    return {
-        name
-        for name in names
-        if name in guarded
-        or re.search(rf"-\s*(?:[\d.]+\s*\*\s*)?['\"]?{re.escape(name)}\b", data.objective)
-    }
+    """Scores of which less is better, by the objective or a guard."""
+    found = list(names)
+    objective = Objective.parse(data.objective)
+    directions: dict[str, int] = {}
+    for text in data.guards:
+        directions |= Guard.parse(text, objective).directions(found)
+    directions |= objective.directions(found)
+    return {name for name, sign in directions.items() if sign < 0}
 
 
 # ---------------------------------------------------------------- ranking
