@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,13 +23,22 @@ from dare.recipe.search import Choices, Range
 from dare.recipe.settings import FIELDS, applies, read_value, set_by_name, with_settings
 from dare.studies.results import Settings
 
-if TYPE_CHECKING:
-    from optuna.trial import Trial
-
 SEED_STEP = 1000
 """Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
 MOST_IN_GRID = 100_000
 METHOD = "method"
+
+
+class Suggests(Protocol):
+    """What a sampler suggests values through: a trial of Optuna."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[str]) -> Any:
+        """One of some texts."""
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, log: bool, step: float | None
+    ) -> float:
+        """A number from a range."""
 
 
 def parse_over(text: str) -> tuple[str, Choices | Range]:
@@ -159,7 +168,7 @@ class Space:
         counting = self.names_in(drawn.get(METHOD, self.methods[0]))
         return {name: value for name, value in drawn.items() if name in (METHOD, *counting)}
 
-    def suggest(self, trial: Trial) -> dict[str, Any]:
+    def suggest(self, trial: Suggests) -> dict[str, Any]:
         """A setting as a sampler of Optuna suggests it."""
         settings: dict[str, Any] = {}
         if METHOD in self.over:

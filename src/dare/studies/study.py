@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from dare.errors import InputError
 from dare.studies.locks import Presence
 from dare.studies.results import Scored, Settings, State, Subset, Trial
 from dare.studies.space import Space
-
-if TYPE_CHECKING:
-    import optuna
 
 FORMAT = 1
 TRIALS, BESIDE = "trials", "beside"
@@ -224,7 +221,7 @@ class Study:
             with _quiet():
                 return self._claim(study, study.ask(), None, taken)
 
-    def _left_behind(self, study: optuna.Study) -> Any:
+    def _left_behind(self, study: Any) -> Any:
         """The first trial that a process has taken, or was about to take, and died over."""
         states = _optuna().trial.TrialState
         for found in study.get_trials(deepcopy=False):
@@ -235,9 +232,7 @@ class Study:
                 return _again(study, found)
         return None
 
-    def _claim(
-        self, study: optuna.Study, trial: optuna.Trial, space: Space | None, taken: Any
-    ) -> Claim:
+    def _claim(self, study: Any, trial: Any, space: Space | None, taken: Any) -> Claim:
         """Write down who has a trial; `taken` is None if its taker died before that."""
         known = dict(taken or {"place": trial.number})
         if space is not None:
@@ -295,15 +290,16 @@ class Claim:
     """A trial that this process works on."""
 
     study: Study
-    _within: optuna.Study
-    _taken: optuna.Trial
+    _within: Any
+    """The Optuna study that it is in."""
+    _taken: Any
     settings: Mapping[str, Any]
     shift: int
 
     @property
     def number(self) -> int:
         """Which trial it is."""
-        return self._taken.number
+        return int(self._taken.number)
 
     def report(self, objective: float, rung: int) -> bool:
         """Say how it does on a part of the items; return whether it is among the worse."""
@@ -343,7 +339,7 @@ class Claim:
             self._within.tell(self._taken, state=state)
 
 
-def _read(found: optuna.trial.FrozenTrial) -> Trial:
+def _read(found: Any) -> Trial:
     """A trial as a plain value."""
     states = _optuna().trial.TrialState
     taken = found.user_attrs[TAKEN]
@@ -372,7 +368,7 @@ def _read(found: optuna.trial.FrozenTrial) -> Trial:
     )
 
 
-def _again(study: optuna.Study, found: optuna.trial.FrozenTrial) -> Any:
+def _again(study: Any, found: Any) -> Any:
     """A trial that another process left behind, to be gone on with."""
     return _optuna().trial.Trial(study, found._trial_id)
 

@@ -149,7 +149,7 @@ def _for_script(table: TrialTable) -> dict[str, Any]:
 
 
 def _end_of_output(trial: Trial) -> str:
-    return trial.scored.output[-MOST_OUTPUT:] if trial.scored else ""
+    return trial.output[-MOST_OUTPUT:]
 
 
 def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, str]]:
