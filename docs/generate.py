@@ -24,6 +24,7 @@ from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.limits import TABLE
 from dare.analysis.judge.readiness import RULES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
 from dare.tensors.names import EMBEDDINGS
 
@@ -168,6 +169,11 @@ def recipe() -> str:
             "## Keys of a rule for tensors",
             "A table `[[tensors]]` has these keys and any parameter of the method's stages.",
             _fields(TensorRule, {"settings": "drop_rate, …"}),
+            "## Keys of a search",
+            "The table `[search]` says what a [search](guides/search.md) around the recipe tries. "
+            "Values in `[search.over]` are lists, or ranges with the keys below.",
+            _fields(Search, {}),
+            _fields(Range, {"start": "from"}),
             "## Names that count as embeddings",
             "`embedding_drop_rate` is for tensors whose names match one of "
             + ", ".join(f"`{pattern}`" for pattern in EMBEDDINGS)
@@ -177,7 +183,7 @@ def recipe() -> str:
 
 
 def _fields(model: Any, homes: Mapping[str, str]) -> str:
-    schema = model.model_json_schema()
+    schema = model.model_json_schema(by_alias=False)
     rows = []
     for name, field in model.model_fields.items():
         described = schema["properties"][name]

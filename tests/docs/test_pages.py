@@ -100,7 +100,11 @@ def flags(text: str) -> set[str]:
 
 
 def test_the_command_line_page_has_every_flag_and_no_other(generate: ModuleType) -> None:
-    commands = [[name] for name in COMMANDS] + [[], ["lora", "merge"], ["lora", "extract"]]
+    commands = [[name] for name in COMMANDS] + [
+        [],
+        *(["lora", name] for name in ("merge", "extract")),
+        *(["search", name] for name in ("show", "best")),
+    ]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         for command in commands:
