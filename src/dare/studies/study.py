@@ -108,7 +108,7 @@ class Study:
             if charter is None:
                 raise InputError(f"{self.path}: the study was never begun; remove it")
             self.keep("format", FORMAT)
-            self.keep("charter", json.loads(charter.to_json()))
+            self.keep("charter", asdict(charter))
             told = self.note("charter")
         if self.note("format") != FORMAT:
             raise InputError(

@@ -140,6 +140,10 @@ def value_text(value: Any) -> str:
     ('0.6123', 'dare+ties', '[0, 1]', '3')
     """
     match value:
+        case {"from": start, "to": to, **more}:  # of a space
+            ways = [f", {name} {value_text(how)}" for name, how in more.items() if name != "log"]
+            scale = ", logarithmic" if more.get("log") else ""
+            return f"{value_text(start)} to {value_text(to)}{''.join(ways)}{scale}"
         case list() | tuple():
             return f"[{', '.join(map(value_text, value))}]"
         case float():
