@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dare.output.page.themes import THEMES
 from dare.output.page.writing import draw_file
 from dare.studies.page import assembly, figures, series, write_study_page
-from dare.studies.results import Estimate, Scored, State, Trial
+from dare.studies.results import Estimate, State, Trial
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>${x}")
 
@@ -171,7 +171,7 @@ def test_a_recipe_that_cannot_be_made_is_left_out():
 def test_names_and_messages_cannot_become_elements():
     script, image, other = HOSTILE
     settings = {script: image, other: 0.5}
-    failed = Trial(1, settings, 0, State.FAILED, Scored({}, output=script), message=image)
+    failed = Trial(1, settings, 0, State.FAILED, message=image, output=script)
     trials = (
         sample.make_trial(0, {script: "a", other: 0.1}, 0.5, broken=(script,)),
         failed,

@@ -9,7 +9,7 @@ import study_sample as sample
 from rich.cells import cell_len
 from rich.console import Console
 
-from dare.studies.results import Difference, Estimate, Scored, State, Trial
+from dare.studies.results import Difference, Estimate, State, Trial
 from dare.studies.terminal import live_line, show_study
 
 HOSTILE = "[red]x[/red]\x1b[2J\nline"
@@ -97,9 +97,7 @@ def test_failures_are_counted_and_shown_with_their_output_if_asked():
 
 def test_nothing_from_outside_is_acted_on():
     data = sample.make_search(4)
-    trial = Trial(
-        9, {HOSTILE: HOSTILE}, 0, State.FAILED, Scored({}, output=HOSTILE), message=HOSTILE
-    )
+    trial = Trial(9, {HOSTILE: HOSTILE}, 0, State.FAILED, message=HOSTILE, output=HOSTILE)
     data = replace(data, trials=(*data.trials, trial), remarks=(HOSTILE,))
     conclusion = sample.make_conclusion(data)
     conclusion = replace(
