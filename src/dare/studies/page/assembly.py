@@ -16,7 +16,7 @@ from dare.recipe.document import recipe_from_document
 from dare.recipe.settings import with_settings
 from dare.studies.page import series, words
 from dare.studies.page.series import TrialTable
-from dare.studies.results import Conclusion, Ranked, StudyData
+from dare.studies.results import Conclusion, Ranked, StudyData, Trial
 from dare.tensors.sizes import times
 
 MOST_FAILED = 50
