@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from dare.errors import InputError
+from dare.recipe.schema import Recipe
 from dare.studies.results import Scored
+from dare.studies.space import Space
 from dare.studies.study import BASELINE, Charter, Study
 
 CHARTER = Charter(
@@ -57,3 +59,18 @@ def test_a_study_that_somebody_works_on_is_left_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr("dare.studies.locks.Presence.is_alive", lambda _presence, _mark: True)
     with pytest.raises(InputError, match="the study of another search"):
         Study(path, MENDED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_drawn"),
+    [
+        ({"drop_rate": 0.0}, False),
+        ({"drop_rate": [0.0, 0.5]}, True),
+        ({"drop_rate": 0.0, "embedding_drop_rate": 0.5}, True),
+        ({"drop_rate": 0.0, "drop_rate.code": [0.0, 0.1]}, True),
+        ({"method": "trim+sum", "keep_ratio": 0.5}, False),
+    ],
+)
+def test_a_setting_that_drops_anywhere_is_tried_with_every_seed(settings, is_drawn):
+    recipe = Recipe(base="base", models=["math", "code"], method="dare+sum")
+    assert Space(recipe, {}).is_random(settings) is is_drawn
