@@ -77,8 +77,10 @@ def make_search(count: int = 24, *, items: bool = True, **known: Any) -> StudyDa
         trial = make_trial(number, settings, quality, items=items)
         if number % 8 == 5:
             message = "the command ended with status 1"
-            told = {"message": message, "output": "Traceback …\nMemoryError"}
-            trial = Trial(number, settings, 0, State.FAILED, seconds=0.5, **told)
+            output = "Traceback …\nMemoryError"
+            trial = Trial(
+                number, settings, 0, State.FAILED, message=message, output=output, seconds=0.5
+            )
         elif number % 8 == 6:
             trial = make_trial(
                 number, settings, quality, items=items, state=State.STOPPED, message="after 4 items"

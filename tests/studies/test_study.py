@@ -177,7 +177,8 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
     ],
 )
 def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, message):
-    Study(tmp_path / "study.db", CHARTER).close()
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        finish(study.take_beside(BASELINE, "base"), 0.5)
     with pytest.raises(InputError, match=message):
         Study(tmp_path / "study.db", replace(CHARTER, **changed))
     Study(tmp_path / "study.db", CHARTER).close()

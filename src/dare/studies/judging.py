@@ -14,6 +14,7 @@ from dare.recipe.schema import Recipe
 from dare.recipe.settings import with_settings
 from dare.studies.objective import Guard, Objective
 from dare.studies.results import Estimate, Ranked, Scored, Settings, StudyData, Trial
+from dare.studies.space import is_random
 
 _PLAIN = ("average", "sum")
 """Baselines that are merges, and need no setting."""
@@ -64,7 +65,7 @@ class Judge:
     def is_random(self, settings: Settings) -> bool:
         """Whether another seed gives other weights; taken for granted if it cannot be told."""
         recipe = self.with_settings(settings)
-        return recipe is None or _is_random(recipe)
+        return recipe is None or is_random(recipe)
 
     def ranked(self, entry: Entry, value: Estimate, singles: Sequence[Scored]) -> Ranked:
         """An entry with its objective, and the guards that its mean scores break."""
@@ -141,24 +142,7 @@ def _complexity(ranked: Ranked, judge: Judge) -> tuple[int, int, bool, int]:
     if recipe is None:
         stages = len(str(ranked.settings.get("method", "")).split("+"))
         return 1, stages, True, sum(map(_count, ranked.settings.values()))
-    return 1, len(recipe.chain), _is_random(recipe), _changes(ranked.settings, judge)
-
-
-def _is_random(recipe: Recipe) -> bool:
-    """Whether a stage draws, for any model, tensor or layer."""
-    overrides = [{}, *(entry.settings for entry in recipe.models)]
-    overrides += [rule.settings for rule in recipe.tensors]
-    if recipe.embedding_drop_rate is not None:
-        overrides.append({"drop_rate": recipe.embedding_drop_rate})
-    return any(
-        stage.is_random({name: _most(own.get(name, value)) for name, value in settings.items()})
-        for stage, settings in recipe.chain
-        for own in overrides
-    )
-
-
-def _most(value: Any) -> Any:
-    return max(value) if isinstance(value, list | tuple) else value
+    return 1, len(recipe.chain), is_random(recipe), _changes(ranked.settings, judge)
 
 
 def _changes(settings: Settings, judge: Judge) -> int:

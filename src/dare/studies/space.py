@@ -126,14 +126,7 @@ class Space:
 
     def is_random(self, settings: Settings) -> bool:
         """Whether another seed gives other weights."""
-        recipe = self.candidate(settings)
-        if recipe.tensors:
-            return any("drop_rate" in stage.parameters for stage, _ in recipe.chain)
-        return any(
-            stage.is_random(own)
-            for model in range(len(recipe.models))
-            for (stage, _), own in zip(recipe.chain, recipe.settings_for("", model), strict=False)
-        )
+        return is_random(self.candidate(settings))
 
     # ------------------------------------------------------------ ways to choose
 
@@ -215,6 +208,23 @@ class Space:
     def _distance(self, one: Settings, other: Settings) -> float:
         names = set(one) | set(other)
         return sum(_apart(self.over[n], one.get(n), other.get(n)) for n in sorted(names))
+
+
+def is_random(recipe: Recipe) -> bool:
+    """Whether a stage draws, for any model, tensor or layer."""
+    overrides = [{}, *(entry.settings for entry in recipe.models)]
+    overrides += [rule.settings for rule in recipe.tensors]
+    if recipe.embedding_drop_rate is not None:
+        overrides.append({"drop_rate": recipe.embedding_drop_rate})
+    return any(
+        stage.is_random({name: _most(own.get(name, value)) for name, value in settings.items()})
+        for stage, settings in recipe.chain
+        for own in overrides
+    )
+
+
+def _most(value: Any) -> Any:
+    return max(value) if isinstance(value, list | tuple) else value
 
 
 def seed_shifts(count: int) -> tuple[int, ...]:

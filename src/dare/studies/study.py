@@ -88,7 +88,7 @@ class Study:
         is_new = not self.path.exists()
         try:
             storage = optuna.storages.RDBStorage(
-                f"sqlite:///{self.path.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}}
+                _address(self.path), engine_kwargs={"connect_args": {"timeout": 60}}
             )
             known = {summary.study_name for summary in storage.get_all_studies()}
         except Exception as error:  # SQLAlchemy's and Alembic's are of many kinds
@@ -96,13 +96,11 @@ class Study:
             raise InputError(f"{self.path}: is not a study that can be read: {reason}") from None
         if not is_new and TRIALS not in known and known:
             raise InputError(f"{self.path}: holds studies of another program")
-        with _quiet():
-            self._studies = {
-                name: optuna.create_study(
-                    storage=storage, study_name=name, direction="maximize", load_if_exists=True
-                )
-                for name in (TRIALS, BESIDE)
-            }
+        self._begin(storage)
+        if charter is not None and self._is_fruitless(charter):
+            for name in self._studies:
+                storage.delete_study(storage.get_study_id_from_name(name))
+            self._begin(storage)
         told = self.note("charter")
         if told is None:
             if charter is None:
@@ -118,6 +116,29 @@ class Study:
         self.charter = Charter(**{**told, "guards": tuple(told["guards"])})
         if charter is not None and self.charter.to_json() != charter.to_json():
             raise InputError(self._another(charter))
+
+    def _begin(self, storage: Any) -> None:
+        with _quiet():
+            self._studies = {
+                name: _optuna().create_study(
+                    storage=storage, study_name=name, direction="maximize", load_if_exists=True
+                )
+                for name in (TRIALS, BESIDE)
+            }
+
+    def _is_fruitless(self, charter: Charter) -> bool:
+        """Whether it is of another search that has scored nothing, and that nobody works on.
+
+        So it is after a wrong name in the objective, say: who puts it right needs no other file.
+        """
+        told = self.note("charter")
+        if self.note("format") != FORMAT or told == json.loads(charter.to_json()):
+            return False
+        states = _optuna().trial.TrialState
+        found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
+        owners = {trial.user_attrs.get(TAKEN, {}).get("owner") for trial in found} - {None}
+        is_scored = any(trial.state in (states.COMPLETE, states.PRUNED) for trial in found)
+        return not is_scored and not any(map(self._presence.is_alive, owners))
 
     def _another(self, charter: Charter) -> str:
         """What makes this the study of another search."""
@@ -397,6 +418,13 @@ def _difference(one: Any, other: Any) -> str:
         changed = {key: value for key, value in one.items() if other.get(key) != value}
         one = changed or "without that"
     return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+
+
+def _address(path: Path) -> str:
+    """The URL of a file, in whose name `?` and `%` are signs like others."""
+    from sqlalchemy import URL
+
+    return URL.create("sqlite", database=str(path.resolve())).render_as_string()
 
 
 def _optuna() -> Any:

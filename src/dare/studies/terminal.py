@@ -263,6 +263,5 @@ def _show_output(console: Console, trial: Trial) -> None:
     head = f"{trial_name(trial)} {settings_text(trial.settings)} seed={trial.seed}"
     console.print(Padding(shown(head, "bold"), (0, 0, 0, 2), expand=False))
     console.print(Padding(shown(trial.message or state_text(trial)), (0, 0, 0, 4), expand=False))
-    output = trial.output
-    for line in output.splitlines():
+    for line in trial.output.splitlines():
         console.print(Padding(shown(line, "dim"), (0, 0, 0, 4), expand=False))

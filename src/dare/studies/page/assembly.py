@@ -61,7 +61,7 @@ def assemble_study_page(
         data=data,
         table=table,
         study=_for_script(table),
-        failed=[(trial, _end_of_output(trial)) for trial in failed[:MOST_FAILED]],
+        failed=[(trial, trial.output[-MOST_OUTPUT:]) for trial in failed[:MOST_FAILED]],
         more_failed=max(0, len(failed) - MOST_FAILED),
         trial_name=words.trial_name,
         settings_text=words.settings_text,
@@ -146,10 +146,6 @@ def _for_script(table: TrialTable) -> dict[str, Any]:
         "rows": table.values,
         "items": table.items,
     }
-
-
-def _end_of_output(trial: Trial) -> str:
-    return trial.output[-MOST_OUTPUT:]
 
 
 def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, str]]:
