@@ -15,7 +15,7 @@ from dare.studies.results import State
 from helpers import save
 
 SIZE = 64
-GRID = {"scale": (0.5, 1.0, 1.5), "method": ("sum", "dare+sum")}
+GRID = {"scale": (0.5, 1.0)}
 BASELINES = [
     "base",
     "math alone",
@@ -23,7 +23,6 @@ BASELINES = [
     "average",
     "sum",
     "sum × 0.4",
-    "advice",
     "average again",
 ]
 
@@ -72,26 +71,26 @@ def table(result: dare.SearchResult) -> list[tuple[str, int, float | None]]:
 
 
 def run(recipe: Recipe, evaluator: Any, study: Path, **more: Any) -> dare.SearchResult:
-    asked = {"over": GRID, "seeds": 2, "verbose": False} | more
+    asked = {"over": GRID, "advice": False, "verbose": False} | more
     return dare.search(recipe, evaluate=evaluator, study=study, **asked)
 
 
 def test_a_sweep_scores_baselines_and_every_setting_with_every_seed(recipe, tmp_path):
-    evaluator = Evaluator(recipe)
-    result = run(recipe, evaluator, tmp_path / "study.db")
+    asked = {"over": {"scale": (0.5, 1.0), "method": ("sum", "dare+sum")}, "seeds": 2}
+    result = run(recipe, Evaluator(recipe), tmp_path / "study.db", **asked)
     assert [trial.name for trial in result.data.baselines] == BASELINES
     by_name = {trial.name: trial.objective for trial in result.data.baselines}
     assert by_name["base"] == pytest.approx(0.0, abs=1e-4)
     assert by_name["math alone"] == pytest.approx(0.5, abs=1e-4)
     assert by_name["sum"] == pytest.approx(1.0, abs=1e-4)
     trials = result.data.trials
-    assert len(trials) == 9  # without dropping, another seed changes nothing
-    assert [t.seed for t in trials if t.settings["method"] == "dare+sum"] == [42] * 3 + [1042] * 3
+    assert len(trials) == 6  # without dropping, another seed changes nothing
+    assert [t.seed for t in trials if t.settings["method"] == "dare+sum"] == [42] * 2 + [1042] * 2
     best = result.conclusion.best
     assert best.settings == {"scale": 1.0, "method": "sum"}
     assert (result.best.method, result.best.scale) == ("sum", 1.0)
     again = Evaluator(recipe)
-    assert table(run(recipe, again, tmp_path / "study.db")) == table(result)
+    assert table(run(recipe, again, tmp_path / "study.db", **asked)) == table(result)
     assert again.calls == 0
 
 
@@ -108,7 +107,8 @@ def test_the_same_weights_are_scored_once(recipe, tmp_path):
 
 
 def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path):
-    whole = run(recipe, Evaluator(recipe), tmp_path / "whole.db")
+    asked = {"over": {"drop_rate": (0.1, 0.3, 0.5), "method": ("dare+sum",)}, "seeds": 2}
+    whole = run(recipe, Evaluator(recipe), tmp_path / "whole.db", **asked)
 
     def interrupt(found, calls):
         if calls == 10:
@@ -117,12 +117,12 @@ def test_an_interrupted_search_goes_on_to_the_same_table(recipe, tmp_path):
 
     first = Evaluator(recipe, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(recipe, first, tmp_path / "study.db")
+        run(recipe, first, tmp_path / "study.db", **asked)
     second = Evaluator(recipe)
-    result = run(recipe, second, tmp_path / "study.db")
+    result = run(recipe, second, tmp_path / "study.db", **asked)
     assert table(result) == table(whole)
     assert result.conclusion == whole.conclusion
-    assert [trial.number for trial in result.data.trials] == list(range(9))
+    assert [trial.number for trial in result.data.trials] == list(range(6))
     scored = {t.digest for t in (*whole.data.baselines, *whole.data.trials)}
     assert first.calls - 1 + second.calls == len(scored) + 1
 
@@ -134,32 +134,24 @@ def test_a_crash_costs_one_trial_and_can_be_tried_again(recipe, tmp_path):
         return found
 
     over = {"scale": (0.5, 0.7, 1.0)}
-    result = run(recipe, Evaluator(recipe, crash), tmp_path / "study.db", over=over, advice=False)
+    result = run(recipe, Evaluator(recipe, crash), tmp_path / "study.db", over=over)
     failed = [trial for trial in result.data.trials if trial.state is State.FAILED]
     assert [trial.settings for trial in failed] == [{"scale": 1.0}]
     assert "no such luck" in failed[0].message
     assert failed[0].objective is None
     assert result.conclusion.best.settings == {"scale": 0.7}
-    unchanged = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over, advice=False)
+    unchanged = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over)
     assert unchanged.conclusion.best.settings == {"scale": 0.7}
-    again = run(
-        recipe, Evaluator(recipe), tmp_path / "study.db", over=over, advice=False, retry=True
-    )
+    again = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over, retry=True)
     assert again.conclusion.best.settings == {"scale": 1.0}
     assert len(again.data.trials) == 3
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda found, _calls: {}, "no baseline could be scored"),
-        (lambda found, _calls: {"math": float("nan")}, "no baseline could be scored.*nan"),
-        (lambda found, _calls: None, "no baseline could be scored"),
-    ],
-)
-def test_an_evaluator_that_never_works_is_told_at_once(recipe, tmp_path, spoil, message):
-    with pytest.raises(InputError, match=message):
-        run(recipe, Evaluator(recipe, spoil), tmp_path / "study.db")
+def test_an_evaluator_that_never_works_is_told_at_once(recipe, tmp_path):
+    for returned in ({}, {"math": float("nan")}, None):
+        broken = Evaluator(recipe, lambda _found, _calls, returned=returned: returned)
+        with pytest.raises(InputError, match="no baseline could be scored"):
+            run(recipe, broken, tmp_path / "study.db")
     # and the study is of use when it is mended
     assert run(recipe, Evaluator(recipe), tmp_path / "study.db").conclusion.best is not None
 
@@ -176,7 +168,7 @@ def test_other_items_each_time_are_noticed(recipe, tmp_path):
 
 def test_other_scores_in_a_trial_cost_that_trial(recipe, tmp_path):
     def rename(found, calls):
-        return found if calls != 9 else {"maths": 0.5, "code": 0.5, "items": found["items"]}
+        return found if calls != 8 else {"maths": 0.5, "code": 0.5, "items": found["items"]}
 
     result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db")
     assert [t.state for t in result.data.trials].count(State.FAILED) == 1
@@ -210,17 +202,17 @@ def test_guards_decide_before_scores(recipe, tmp_path):
 
 def test_racing_scores_bad_candidates_on_fewer_items(recipe, tmp_path):
     evaluator = Evaluator(recipe)
-    over = {"scale": tuple(np.linspace(0.1, 2.0, 20).round(3).tolist())}
+    over = {"scale": (1.5, 0.1, 0.9, 0.2, 1.0, 0.3, 0.4, 0.5)}
     result = run(recipe, evaluator, tmp_path / "study.db", over=over, race=True)
     states = [trial.state for trial in result.data.trials]
-    assert states.count(State.STOPPED) > 5
-    assert result.conclusion.best.settings["scale"] in (1.0, 1.1, 0.9)
+    assert states.count(State.STOPPED) >= 3
+    assert result.conclusion.best.settings["scale"] == 1.0
     stopped = [t for t in result.data.trials if t.state is State.STOPPED]
     assert all(0 < len(trial.scored.items) < SIZE for trial in stopped)
 
 
 def test_a_chosen_subset_is_scored_first_and_the_best_on_all(recipe, tmp_path):
-    over = {"scale": tuple(np.linspace(0.1, 2.0, 12).round(3).tolist())}
+    over = {"scale": tuple(np.linspace(0.1, 2.0, 7).round(3).tolist())}
     result = run(recipe, Evaluator(recipe), tmp_path / "study.db", over=over, items=12)
     full = [t for t in result.data.trials if t.is_done]
     assert all(len(trial.scored.items) == SIZE for trial in full)
@@ -253,14 +245,15 @@ def test_models_that_have_changed_are_noticed(recipe, tmp_path):
 
 def test_a_sampler_starts_with_the_advice_and_the_recipe_and_learns(recipe, tmp_path):
     over = {"scale": {"from": 0.0, "to": 2.0}, "method": ("sum", "dare+sum", "linear")}
-    more = {"over": over, "sampler": "tpe", "trials": 14, "seeds": 1}
+    more = {"over": over, "sampler": "tpe", "trials": 12, "advice": True}
     result = run(recipe, Evaluator(recipe), tmp_path / "study.db", **more)
-    assert len(result.data.trials) == 14
+    assert len(result.data.trials) == 12
+    assert result.data.baselines[-2].name == "advice"
     assert result.data.trials[0].settings["scale"] == 1.0
     assert result.conclusion.best.objective.value > 0.9
-    longer = run(recipe, Evaluator(recipe), tmp_path / "study.db", **more | {"trials": 16})
-    assert table(longer)[:14] == table(result)
-    assert len(longer.data.trials) == 16
+    longer = run(recipe, Evaluator(recipe), tmp_path / "study.db", **more | {"trials": 13})
+    assert table(longer)[:12] == table(result)
+    assert len(longer.data.trials) == 13
 
 
 def test_an_evaluator_without_items_is_said_to_have_none(recipe, tmp_path):

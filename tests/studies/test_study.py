@@ -84,7 +84,7 @@ def test_what_a_process_died_over_is_taken_up_with_the_same_settings(tmp_path: P
         from test_study import *
         study = Study(Path({str(path)!r}), CHARTER)
         claim = study.take_next(SPACE, 3, leave_to_sampler)
-        baseline = study.take_beside(BASELINE, "base")
+        baseline = study.take_beside(BASELINE, {{"base": {{}}}})
         print(dict(claim.settings), flush=True)
         os._exit(1)
     """)
@@ -94,9 +94,9 @@ def test_what_a_process_died_over_is_taken_up_with_the_same_settings(tmp_path: P
         claim = study.take_next(SPACE, 3, leave_to_sampler)
         assert str(dict(claim.settings)) == printed.stdout.strip()
         assert claim.number == 0
-        again = study.take_beside(BASELINE, "base")
+        again = study.take_beside(BASELINE, {"base": {}})
         assert again is not None
-        assert study.take_beside(BASELINE, "base") is None
+        assert study.take_beside(BASELINE, {"base": {}}) is None
         finish(again, 1.0)
         finish(claim, 1.0)
         assert len(run(study, 3)) == 2
@@ -142,11 +142,11 @@ def test_failed_trials_are_tried_again_only_if_asked(tmp_path: Path):
 
 def test_a_baseline_that_failed_is_tried_again_by_the_next_process(tmp_path: Path):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
-        study.take_beside(BASELINE, "base").fail("it crashed")
-        assert study.take_beside(BASELINE, "base") is None
+        study.take_beside(BASELINE, {"base": {}}).fail("it crashed")
+        assert study.take_beside(BASELINE, {"base": {}}) is None
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
-        finish(study.take_beside(BASELINE, "base"), 0.5)
-        assert study.take_beside(BASELINE, "base") is None
+        finish(study.take_beside(BASELINE, {"base": {}}), 0.5)
+        assert study.take_beside(BASELINE, {"base": {}}) is None
         (found,) = study.beside(BASELINE)
         assert found.objective == 0.5
 
@@ -178,7 +178,7 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
 )
 def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, message):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
-        finish(study.take_beside(BASELINE, "base"), 0.5)
+        finish(study.take_beside(BASELINE, {"base": {}}), 0.5)
     with pytest.raises(InputError, match=message):
         Study(tmp_path / "study.db", replace(CHARTER, **changed))
     Study(tmp_path / "study.db", CHARTER).close()

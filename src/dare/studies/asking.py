@@ -66,6 +66,12 @@ class Asked:
             seed=self.seed,
         )
 
+    def check_names(self, scores: Mapping[str, float]) -> None:
+        """Refuse an objective or a guard that asks for scores which there are not."""
+        self.objective.check(scores)
+        for guard in self.guards:
+            guard.check(scores)
+
     def judge(self, scored: Scored, singles: Sequence[Mapping[str, float]]) -> Judged:
         """Hold scores against the objective and the guards."""
         scores = scored.scores

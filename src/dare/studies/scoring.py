@@ -41,7 +41,7 @@ class Terms:
 
 def score_candidate(
     scorer: Scorer, claim: Claim, recipe: Recipe, terms: Terms, known: Mapping[str, Trial]
-) -> None:
+) -> Trial:
     """Score a candidate and write down what came of it; `known` are scored weights by digest."""
     began = time.perf_counter()
     notes: dict[str, Any] = {"seed": recipe.seed}
@@ -61,16 +61,17 @@ def score_candidate(
         if terms.stop.is_set():
             raise Interrupted from None
         output = error.output if isinstance(error, EvaluationError) else ""
-        claim.fail(str(error), output=output, seconds=time.perf_counter() - began, **notes)
-        return
+        spent = time.perf_counter() - began
+        return claim.fail(str(error), output=output, seconds=spent, **notes)
     if not terms.has_items:
         scored = replace(scored, items={})
+    if terms.reference is None:
+        terms.asked.check_names(scored.scores)
     judged = terms.asked.judge(scored, terms.singles)
     notes |= {"broken": judged.broken, "seconds": time.perf_counter() - began}
     if stopped:
-        claim.stop(scored, judged.objective, stopped, **notes)
-    else:
-        claim.finish(scored, judged.objective, slacks=judged.slacks, **notes)
+        return claim.stop(scored, judged.objective, stopped, **notes)
+    return claim.finish(scored, judged.objective, slacks=judged.slacks, **notes)
 
 
 def _called(trial: Trial) -> str:

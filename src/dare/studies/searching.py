@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from dare.studies.reading import (
     settings_key,
     study_data,
 )
-from dare.studies.results import Conclusion, StudyData, Trial
+from dare.studies.results import Conclusion, Settings, StudyData, Trial
 from dare.studies.scores import check_items
 from dare.studies.scoring import Interrupted, Terms, score_candidate
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Claim, Placed, Planned, Study
@@ -46,7 +46,7 @@ POLL_SECONDS = 0.3
 FINALISTS = 5
 """Settings that are scored on all items, after all were scored on a subset."""
 
-Job = Callable[[Scorer], None]
+Job = Callable[[Scorer], Any]
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
+def _known(trials: Iterable[Trial]) -> dict[str, Trial]:
+    """Weights that were scored already, by digest."""
+    return {trial.digest: trial for trial in trials if trial.is_done and trial.digest}
+
+
 @dataclass
 class _Story:
     """A search under way."""
@@ -168,6 +173,7 @@ class _Story:
 
     def __post_init__(self) -> None:
         self.terms = Terms(self.asked, threading.Event())
+        self.known_baselines: dict[str, Trial] = {}
 
     def tell(self, *, retry: bool, advice: bool) -> None:
         """Do all that is left to do."""
@@ -217,28 +223,13 @@ class _Story:
         recipes = baseline_recipes(self.asked.recipe, advised)
         self._check_inputs(scorers[0], recipes[AVERAGE])
 
-        def take() -> Job | None:
-            for name, recipe in recipes.items():
-                if (claim := self.study.take_beside(BASELINE, name)) is not None:
-                    self.display.say(f"baseline {name}")
-                    return partial(self._score_baseline, claim, recipe, name)
-            return None
-
-        self._work(scorers, take, lambda: self.study.is_busy(BASELINE))
+        plain: dict[str, tuple[Recipe, Settings]] = {n: (r, {}) for n, r in recipes.items()}
+        self._score_beside(scorers, BASELINE, plain, self.terms)
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
             output = f"; it printed:\n{failed[0].output}" if failed[0].output else ""
             raise InputError(f"no baseline could be scored: {failed[0].message}{output}")
-
-    def _score_baseline(self, claim: Claim, recipe: Recipe, name: str, scorer: Scorer) -> None:
-        known = {} if name == AGAIN else self._known(self.study.beside(BASELINE))
-        score_candidate(scorer, claim, recipe, self.terms, known)
-        done = next(t for t in self.study.beside(BASELINE) if t.name == name)
-        if done.scored is not None:
-            self.asked.objective.check(done.scored.scores)
-            for guard in self.asked.guards:
-                guard.check(done.scored.scores)
 
     def _check_inputs(self, scorer: Scorer, average: Recipe) -> None:
         """Refuse to go on with models that are no longer those of the study."""
@@ -252,6 +243,7 @@ class _Story:
     def _set_terms(self, scorer: Scorer) -> None:
         """What the baselines say of the evaluator: which items there are, and what to take."""
         done = [trial for trial in self.study.beside(BASELINE) if trial.scored is not None]
+        self.known_baselines = _known(done)
         scores = [trial.scored for trial in done if trial.scored is not None]
         first = scores[0]
         singles = [t.scored.scores for t in done if is_single(t.name) and t.scored is not None]
@@ -328,12 +320,11 @@ class _Story:
         self._work(scorers, take, self.study.is_busy)
 
     def _score_trial(self, claim: Claim, scorer: Scorer) -> None:
-        known = self._known([placed.trial for placed in self.study.trials()])
+        known = _known([placed.trial for placed in self.study.trials()])
         if self.terms.subset is None:
-            known |= self._known(self.study.beside(BASELINE))
+            known |= self.known_baselines
         recipe = self.asked.space.candidate(claim.settings, claim.shift)
-        score_candidate(scorer, claim, recipe, self.terms, known)
-        ended = next(p.trial for p in self.study.trials() if p.trial.number == claim.number)
+        ended = score_candidate(scorer, claim, recipe, self.terms, known)
         self.display.scored(ended, lambda: read_study(self.study, resamples=200))
 
     def _chooser(self) -> Callable[[int, Sequence[Placed]], Planned | None]:
@@ -361,10 +352,6 @@ class _Story:
             return Planned(space.draw(number, self.asked.seed)) if drawn else None
 
         return choose
-
-    def _known(self, trials: Sequence[Trial]) -> dict[str, Trial]:
-        """Weights that were scored already, by digest."""
-        return {trial.digest: trial for trial in trials if trial.is_done and trial.digest}
 
     # ------------------------------------------------------------ after the trials
 
@@ -413,16 +400,20 @@ class _Story:
         self,
         scorers: Sequence[Scorer],
         kind: str,
-        recipes: Mapping[str, tuple[Recipe, Mapping[str, Any]]],
+        recipes: Mapping[str, tuple[Recipe, Settings]],
         terms: Terms,
     ) -> None:
+        """Score candidates that are no trials, by name; each has settings to be known by."""
+        wanted = {name: settings for name, (_, settings) in recipes.items()}
+
         def take() -> Job | None:
-            for name, (recipe, settings) in recipes.items():
-                if (claim := self.study.take_beside(kind, name, settings)) is not None:
-                    self.display.say(f"{kind}: {name.partition(' {')[0]}")
-                    known = self._known(self.study.beside(kind))
-                    return lambda s: score_candidate(s, claim, recipe, terms, known)
-            return None
+            claim = self.study.take_beside(kind, wanted)
+            if claim is None:
+                return None
+            self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
+            recipe, _ = recipes[claim.name]
+            known = {} if claim.name == AGAIN else _known(self.study.beside(kind))
+            return partial(score_candidate, claim=claim, recipe=recipe, terms=terms, known=known)
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))
 

@@ -12,9 +12,8 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,10 @@ FORMAT = 1
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, FINAL, HOLDOUT = "baseline", "final", "holdout"
 """What is beside the trials."""
+KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state", "name"}
+"""What of a trial is written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
 """What is written with a trial: by whom it was taken and for what, and what became of it."""
-NOTHING: Settings = MappingProxyType({})
 RACE = 3
 """One in so many goes on to the next part of the items, which is so many times as large."""
 ANSWERS = {
@@ -196,18 +196,21 @@ class Study:
         """
         study = self._studies[TRIALS]
         with self.turn():
-            if (left := self._left_behind(study)) is not None:
+            begun = study.get_trials(deepcopy=False)
+            if (left := self._left_behind(study, begun)) is not None:
                 return self._claim(study, left, space, left.user_attrs.get(TAKEN))
-            found = self.trials()
-            filled = {
-                placed.place
+            found = list(map(_placed, begun))
+            failed = {
+                placed.place: Planned(placed.trial.settings, placed.shift)
                 for placed in found
-                if placed.trial.state is not State.FAILED or placed.trial.number >= retry_before
+                if placed.trial.state is State.FAILED and placed.trial.number < retry_before
             }
+            filled = {placed.place for placed in found if placed.place not in failed}
+            filled |= {placed.place for placed in found if placed.trial.number >= retry_before}
             place = next((p for p in range(planned) if p not in filled), None)
             if place is None:
                 return None
-            chosen = choose(place, found)
+            chosen = failed.get(place) or choose(place, found)
             taken: dict[str, Any] = {"place": place, "owner": self._presence.mark}
             if chosen is not None:
                 taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
@@ -218,34 +221,40 @@ class Study:
                 trial = study.ask()
             return self._claim(study, trial, space, taken)
 
-    def take_beside(self, kind: str, name: str, settings: Settings = NOTHING) -> Claim | None:
-        """Take a baseline, or a candidate for the holdout; None if it is taken or done.
+    def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
+        """Take the first of some baselines, or of what goes to the holdout, by name.
 
-        One that failed is tried again, once by each process.
+        None if all are taken or done. One that failed is tried again, once by each process.
         """
         study = self._studies[BESIDE]
         states = _optuna().trial.TrialState
         with self.turn():
-            while study.get_trials(deepcopy=False, states=[states.WAITING]):
-                study.ask()  # somebody died before: now it is one that was left behind
-            for found in study.get_trials(deepcopy=False):
+            begun = study.get_trials(deepcopy=False)
+            if any(found.state == states.WAITING for found in begun):  # somebody died over it
+                study.ask()
+                begun = study.get_trials(deepcopy=False)
+            closed = set()
+            for found in begun:
                 taken = found.user_attrs[TAKEN]
-                if (taken["kind"], taken["name"]) != (kind, name):
+                if taken["kind"] != kind or taken["name"] not in wanted:
                     continue
                 if not found.state.is_finished() and not self._presence.is_alive(taken["owner"]):
                     return self._claim(study, _again(study, found), None, taken)
                 if found.state != states.FAIL or taken["owner"] == self._presence.mark:
-                    return None
-            taken = {"kind": kind, "name": name, "settings": dict(settings)}
+                    closed.add(taken["name"])
+            name = next((name for name in wanted if name not in closed), None)
+            if name is None:
+                return None
+            taken = {"kind": kind, "name": name, "settings": dict(wanted[name])}
             taken["owner"] = self._presence.mark
             study.enqueue_trial({}, user_attrs={TAKEN: taken})
             with _quiet():
                 return self._claim(study, study.ask(), None, taken)
 
-    def _left_behind(self, study: Any) -> Any:
+    def _left_behind(self, study: Any, begun: Sequence[Any]) -> Any:
         """The first trial that a process has taken, or was about to take, and died over."""
         states = _optuna().trial.TrialState
-        for found in study.get_trials(deepcopy=False):
+        for found in begun:
             if found.state == states.WAITING:
                 return study.ask()
             owner = found.user_attrs.get(TAKEN, {}).get("owner")
@@ -262,7 +271,8 @@ class Study:
             known.setdefault("settings", suggested)
         known["owner"] = self._presence.mark
         trial.set_user_attr(TAKEN, known)
-        return Claim(self, study, trial, known["settings"], known.get("shift", 0))
+        settings, shift = known["settings"], known.get("shift", 0)
+        return Claim(self, study, trial, settings, shift, known.get("name", ""))
 
     def is_busy(self, kind: str = "") -> bool:
         """Whether anybody has taken something that is not done: a trial, or of a kind beside."""
@@ -278,8 +288,7 @@ class Study:
     def trials(self) -> list[Placed]:
         """All trials that have begun, in the order of their numbers."""
         found = self._studies[TRIALS].get_trials(deepcopy=False)
-        begun = [trial for trial in found if TAKEN in trial.user_attrs]
-        return [Placed(_read(trial), trial.user_attrs[TAKEN]["place"]) for trial in begun]
+        return [_placed(trial) for trial in found if TAKEN in trial.user_attrs]
 
     def beside(self, kind: str) -> list[Trial]:
         """The baselines, or what was scored on the holdout."""
@@ -304,6 +313,8 @@ class Placed:
 
     trial: Trial
     place: int
+    shift: int
+    """Of its seeds."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +327,8 @@ class Claim:
     _taken: Any
     settings: Mapping[str, Any]
     shift: int
+    name: str
+    """Of a baseline, or of what goes to the holdout."""
 
     @property
     def number(self) -> int:
@@ -333,60 +346,60 @@ class Claim:
 
     def finish(
         self, scored: Scored, objective: float, *, slacks: Mapping[str, float], **notes: Any
-    ) -> None:
+    ) -> Trial:
         """Write down the scores; what is written last makes them count."""
-        self._note({"scored": asdict(scored), "objective": objective, **notes})
+        ended = self._note(State.DONE, scored=scored, objective=objective, **notes)
         for name, slack in slacks.items():
             self._taken.set_constraint(name, slack)
         with self.study.turn(), _quiet():
             self._within.tell(self._taken, objective)
+        return ended
 
-    def stop(self, scored: Scored, objective: float, message: str, **notes: Any) -> None:
+    def stop(self, scored: Scored, objective: float, message: str, **notes: Any) -> Trial:
         """Write down the scores on a part of the items, and that there will be no more."""
-        known = {"scored": asdict(scored), "objective": objective, "message": message}
-        self._note({**known, **notes})
-        self._end(_optuna().trial.TrialState.PRUNED)
+        known = {"scored": scored, "objective": objective, "message": message}
+        return self._end(State.STOPPED, _optuna().trial.TrialState.PRUNED, **known, **notes)
 
-    def fail(self, message: str, **notes: Any) -> None:
+    def fail(self, message: str, **notes: Any) -> Trial:
         """Write down why there are no scores."""
-        self._note({"message": message, **notes})
-        self._end(_optuna().trial.TrialState.FAIL)
+        return self._end(State.FAILED, _optuna().trial.TrialState.FAIL, message=message, **notes)
 
-    def _note(self, outcome: Mapping[str, Any]) -> None:
-        self._taken.set_user_attr(OUTCOME, dict(outcome))
+    def _note(self, state: State, **outcome: Any) -> Trial:
+        ended = Trial(self.number, dict(self.settings), outcome.pop("seed", 0), state, **outcome)
+        kept = asdict(replace(ended, name=self.name))
+        self._taken.set_user_attr(OUTCOME, {name: kept[name] for name in KEPT})
+        return ended
 
-    def _end(self, state: Any) -> None:
+    def _end(self, state: State, optunas: Any, **outcome: Any) -> Trial:
+        ended = self._note(state, **outcome)
         with self.study.turn(), _quiet():
-            self._within.tell(self._taken, state=state)
+            self._within.tell(self._taken, state=optunas)
+        return ended
 
 
 def _read(found: Any) -> Trial:
     """A trial as a plain value."""
     states = _optuna().trial.TrialState
+    state = {
+        states.COMPLETE: State.DONE,
+        states.PRUNED: State.STOPPED,
+        states.FAIL: State.FAILED,
+        states.RUNNING: State.RUNNING,
+        states.WAITING: State.WAITING,
+    }[found.state]
     taken = found.user_attrs[TAKEN]
-    notes = found.user_attrs.get(OUTCOME, {}) if found.state.is_finished() else {}
-    scored = notes.get("scored")
-    return Trial(
-        number=found.number,
-        settings=taken.get("settings", {}),
-        seed=notes.get("seed", 0),
-        state={
-            states.COMPLETE: State.DONE,
-            states.PRUNED: State.STOPPED,
-            states.FAIL: State.FAILED,
-            states.RUNNING: State.RUNNING,
-            states.WAITING: State.WAITING,
-        }[found.state],
-        scored=None if scored is None else Scored(**scored),
-        objective=notes.get("objective"),
-        broken=tuple(notes.get("broken", ())),
-        digest=notes.get("digest"),
-        same_as=notes.get("same_as"),
-        seconds=notes.get("seconds", 0.0),
-        message=notes.get("message", ""),
-        output=notes.get("output", ""),
-        name=taken.get("name", ""),
-    )
+    kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
+    if kept.get("scored") is not None:
+        kept["scored"] = Scored(**kept["scored"])
+    kept["broken"] = tuple(kept.get("broken", ()))
+    kept.setdefault("seed", 0)
+    settings, name = taken.get("settings", {}), taken.get("name", "")
+    return Trial(number=found.number, settings=settings, state=state, name=name, **kept)
+
+
+def _placed(found: Any) -> Placed:
+    taken = found.user_attrs[TAKEN]
+    return Placed(_read(found), taken["place"], taken.get("shift", 0))
 
 
 def _again(study: Any, found: Any) -> Any:
