@@ -170,7 +170,8 @@ def test_other_scores_in_a_trial_cost_that_trial(recipe, tmp_path):
     def rename(found, calls):
         return found if calls != 8 else {"maths": 0.5, "code": 0.5, "items": found["items"]}
 
-    result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db")
+    over = {"scale": (0.7, 0.8)}
+    result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db", over=over)
     assert [t.state for t in result.data.trials].count(State.FAILED) == 1
 
 
