@@ -96,7 +96,8 @@ class Candidates:
     ) -> Candidate:
         """Merge by the recipe with some settings changed, or by one that has some of its models.
 
-        The arrays of an earlier candidate can be given to be filled again.
+        The arrays of an earlier candidate can be given to be filled again, which saves the time
+        that fresh memory takes.
         """
         recipe = self._recipe(settings)
         plan = self._plan(recipe)
