@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import study_sample as sample
+from rich.console import Console
 
+import dare
 from dare.errors import InputError
 from dare.recipe.schema import Recipe
-from dare.studies.results import Scored
+from dare.studies.page.words import summarize
+from dare.studies.progress import told
+from dare.studies.results import Estimate, Scored, State, Trial
+from dare.studies.searching import read_result
 from dare.studies.space import Space
 from dare.studies.study import BASELINE, Charter, Study
+from dare.studies.terminal import show_study
+from helpers import save
 
 CHARTER = Charter(
     recipe={"models": {"base_file": "base", "merge_files": ["math", "code"]}},
@@ -74,3 +84,63 @@ def test_a_study_that_somebody_works_on_is_left_alone(tmp_path: Path, monkeypatc
 def test_a_setting_that_drops_anywhere_is_tried_with_every_seed(settings, is_drawn):
     recipe = Recipe(base="base", models=["math", "code"], method="dare+sum")
     assert Space(recipe, {}).is_random(settings) is is_drawn
+
+
+def test_no_digit_of_a_score_is_cut():
+    data = sample.make_search()
+    found = sample.make_conclusion(data)
+    small = replace(found.ranking[0], objective=Estimate(-0.003206, -0.003395, -0.003012))
+    small = replace(small, scores=dict.fromkeys(small.scores, -0.00256))
+    console = Console(width=100, file=io.StringIO(), highlight=False, markup=False, emoji=False)
+    show_study(console, data, replace(found, ranking=(small,)))
+    (row,) = (line for line in console.file.getvalue().splitlines() if "-0.00256" in line)
+    assert "-0.003206   -0.003395 … -0.003012   -0.00256   -0.00256" in row
+
+
+def test_a_baseline_that_is_better_is_not_called_the_simplest():
+    data = sample.make_search()
+    found = sample.make_conclusion(data)
+    better = replace(found, better=found.baselines[-1:], simplest=found.baselines[-1])
+    assert dict(summarize(data, better).facts)["Better than all"].startswith("sum: ")
+    assert "Simplest within noise" not in dict(summarize(data, better).facts)
+
+
+def test_lists_over_the_layers_are_short_in_the_lines_of_a_search():
+    trial = Trial(0, {"drop_rate": [0.3541289003166236, 0.5]}, 42, State.DONE, objective=0.25)
+    assert told(trial) == "drop_rate=[0.3541, 0.5] seed=42: 0.25, 0.0 s"
+
+
+def save_models(folder: Path) -> Recipe:
+    values = {"base": 0.0, "math": 1.0, "code": 2.0}
+    files = [
+        save(folder / f"{name}.safetensors", {"w": np.full(8, value, np.float32)})
+        for name, value in values.items()
+    ]
+    return Recipe(base=files[0], models=files[1:], method="sum", verbose=False)
+
+
+def test_a_study_knows_its_plan_while_baselines_are_scored(tmp_path: Path):
+    planned = []
+
+    def score(tensors):
+        planned.append(read_result(tmp_path / "s.db").data.planned)
+        return float(tensors["w"].mean())
+
+    recipe = save_models(tmp_path)
+    over = {"scale": (0.5, 1.0)}
+    dare.search(recipe, over, evaluate=score, study=tmp_path / "s.db", advice=False, verbose=False)
+    assert planned[0] == 2
+
+
+def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
+    def score(tensors):
+        raise ValueError(f"no file for {len(tensors)}")
+
+    with pytest.raises(InputError) as raised:
+        dare.search(
+            save_models(tmp_path),
+            {"scale": (0.5, 1.0)},
+            **{"evaluate": score, "study": tmp_path / "s.db", "advice": False, "verbose": False},
+        )
+    assert "\\n" not in str(raised.value)
+    assert str(raised.value).endswith("the last line that it printed: ValueError: no file for 1")

@@ -83,15 +83,12 @@ class Live(Display):
 
 def told(trial: Trial) -> str:
     """A trial in a line: what was tried, and what came of it."""
-    settings = " ".join(f"{name}={_short(value)}" for name, value in trial.settings.items())
+    from dare.studies.page.words import settings_text
+
     found = "" if trial.objective is None else f" {trial.objective:.4g}"
     message = f" ({trial.message})" if trial.message else ""
     state = "" if trial.is_done else f" {trial.state}"
-    return f"{settings} seed={trial.seed}:{state}{found}{message}, {trial.seconds:.1f} s"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{settings_text(trial.settings)} seed={trial.seed}:{state}{found}{message}, {trial.seconds:.1f} s"
 
 
 def _escaped(text: str) -> str:

@@ -195,7 +195,10 @@ class _Story:
     def _prepare(self, *, advice: bool) -> None:
         """Find the advice, once, and where the search starts."""
         output = self.asked.output
-        self.study.keep("output", None if output is None else str(output))
+        with self.study.turn():
+            self.study.keep("output", None if output is None else str(output))
+            planned = max(self.asked.planned, self.study.note("planned") or 0)
+            self.study.keep("planned", planned)
         if self.study.note("starts") is not None:
             return
         recipe, remark = None, ""
@@ -228,8 +231,9 @@ class _Story:
         found = self.study.beside(BASELINE)
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
-            output = f"; it printed:\n{failed[0].output}" if failed[0].output else ""
-            raise InputError(f"no baseline could be scored: {failed[0].message}{output}")
+            last = failed[0].output.strip().rpartition("\n")[2]
+            printed = f"; the last line that it printed: {last}" if last else ""
+            raise InputError(f"no baseline could be scored: {failed[0].message}{printed}")
 
     def _check_inputs(self, scorer: Scorer, average: Recipe) -> None:
         """Refuse to go on with models that are no longer those of the study."""
@@ -271,8 +275,6 @@ class _Story:
             self._choose_items(done)
         with self.study.turn():
             self._remark(*remarks)
-            planned = max(self.asked.planned, self.study.note("planned") or 0)
-            self.study.keep("planned", planned)
             if not has_items:
                 self.study.keep("items", "none")
 

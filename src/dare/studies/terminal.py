@@ -37,11 +37,10 @@ TONES = {"ready": "green", "change": "yellow", "stop": "red", "note": "bold"}
 LEAST_LABEL = 12
 MOST_LABEL = 20
 """Columns that labels get before scores do, if they are long."""
-OF_A_SCORE = 10
-"""Columns of a score and the space beside it."""
+BESIDE = 3
+"""Columns between two others."""
+LEAST_SCORE = 7
 OF_A_COUNT = 8
-OF_AN_INTERVAL = 32
-"""Columns of the objective and of its interval."""
 OF_A_VERDICT = 62
 """Columns of a difference with its interval and of what is said of it."""
 LONGEST_BAR = 24
@@ -205,15 +204,18 @@ def _show_ranked(console: Console, data: StudyData, ranked: Sequence[Ranked], ti
         columns["seeds"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards"] = lambda item: Text("broken", "red") if item.broken else Text("kept")
-    room = console.width - OF_AN_INTERVAL - OF_A_COUNT * len(columns)
     names = series.score_names(data)
-    names_shown = names[: max(0, (room - min(longest, MOST_LABEL)) // OF_A_SCORE)]
-    room -= OF_A_SCORE * len(names_shown)
+    of_objective = max(9, *(len(value_text(item.objective.value)) for item in ranked))
+    of_interval = max(12, *(len(interval_text(item.objective)) for item in ranked))
+    of_score = max([LEAST_SCORE, *(len(_score(item, name)) for item in ranked for name in names)])
+    room = console.width - of_objective - of_interval - 2 * BESIDE - OF_A_COUNT * len(columns)
+    names_shown = names[: max(0, (room - min(longest, MOST_LABEL)) // (of_score + BESIDE))]
+    room -= (of_score + BESIDE) * len(names_shown)
     table = make_table(
         _label_column("setting", max_width=max(LEAST_LABEL, room - 2)),
-        "objective >",
+        Column("objective", justify="right", no_wrap=True),
         Column("95% interval", justify="right", no_wrap=True),
-        *(_label_column(name, justify="right", max_width=OF_A_SCORE - 3) for name in names_shown),
+        *(_label_column(name, justify="right", max_width=of_score) for name in names_shown),
         *(f"{name} >" for name in columns),
     )
     for item in ranked:

@@ -71,10 +71,12 @@ def _facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     best, simplest = conclusion.best, conclusion.simplest
     if best is None:
         return
-    yield "Best", ranked_text(best)
+    yield "Best setting" if conclusion.better else "Best", ranked_text(best)
     if conclusion.tied:
         yield "Not told apart from", _named(conclusion.tied)
-    if simplest is not None:
+    if conclusion.better:
+        yield "Better than all", ranked_text(conclusion.better[0])
+    elif simplest is not None:
         same = simplest == best
         yield "Simplest within noise", "the best itself" if same else ranked_text(simplest)
     if conclusion.holdout is not None:
