@@ -51,12 +51,12 @@ def test_a_study_that_scored_nothing_can_be_put_right(tmp_path: Path):
     path = tmp_path / "study.db"
     with closing(Study(path, CHARTER)) as study:
         study.keep("starts", [{"scale": 0.5}])
-        study.take_beside(BASELINE, "base").fail("there is no such file")
-        study.take_beside(BASELINE, "average")
+        study.take_beside(BASELINE, {"base": {}}).fail("there is no such file")
+        study.take_beside(BASELINE, {"average": {}})
     with closing(Study(path, MENDED)) as study:
         assert study.charter == MENDED
         assert (study.note("starts"), study.beside(BASELINE)) == (None, [])
-        claim = study.take_beside(BASELINE, "base")
+        claim = study.take_beside(BASELINE, {"base": {}})
         claim.finish(Scored({"score": 1.0}), 1.0, slacks={})
     with pytest.raises(InputError, match=r"its evaluator was score\.py:score, and is scor\.py"):
         Study(path, CHARTER)
@@ -65,7 +65,7 @@ def test_a_study_that_scored_nothing_can_be_put_right(tmp_path: Path):
 def test_a_study_that_somebody_works_on_is_left_alone(tmp_path: Path, monkeypatch):
     path = tmp_path / "study.db"
     with closing(Study(path, CHARTER)) as study:
-        study.take_beside(BASELINE, "base")
+        study.take_beside(BASELINE, {"base": {}})
     monkeypatch.setattr("dare.studies.locks.Presence.is_alive", lambda _presence, _mark: True)
     with pytest.raises(InputError, match="the study of another search"):
         Study(path, MENDED)

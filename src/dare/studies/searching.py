@@ -275,8 +275,6 @@ class _Story:
             self._choose_items(done)
         with self.study.turn():
             self._remark(*remarks)
-            if not has_items:
-                self.study.keep("items", "none")
 
     def _choose_items(self, done: Sequence[Trial]) -> None:
         with self.study.turn():
