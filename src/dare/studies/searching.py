@@ -6,7 +6,6 @@ taken, until nothing is left and nobody is busy any more.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from dare.api import AnyRecipe, load_recipe, plan
 from dare.errors import InputError, RecipeError
+from dare.planning.machine import available_cores
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range
@@ -431,7 +431,7 @@ class _Story:
                         self.asked.recipe,
                         time_limit=self.asked.table.time_limit,
                         work=self.work,
-                        threads=max(1, (os.cpu_count() or 1) // self.jobs),
+                        threads=max(1, available_cores() // self.jobs),
                     )
                 )
             yield scorers
