@@ -13,13 +13,13 @@ import study_sample as sample
 from rich.console import Console
 
 import dare
-from dare.errors import InputError
+from dare.errors import InputError, OutputError
 from dare.recipe.schema import Recipe
 from dare.studies.page.words import summarize
 from dare.studies.progress import told
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.searching import read_result
-from dare.studies.space import Space
+from dare.studies.space import Space, parse_over
 from dare.studies.study import BASELINE, Charter, Study
 from dare.studies.terminal import show_study
 from helpers import save
@@ -144,3 +144,24 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
         )
     assert "\\n" not in str(raised.value)
     assert str(raised.value).endswith("the last line that it printed: ValueError: no file for 1")
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random", "tpe"])
+def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: Path, sampler):
+    over = dict([parse_over("n=1:4:step=1"), parse_over("scale=0.1:0.3:step=0.1")])
+    found = dare.search(
+        save_models(tmp_path).model_copy(update={"method": "nm+sum"}),
+        over,
+        evaluate=lambda tensors: float(tensors["w"].mean()),
+        study=tmp_path / "s.db",
+        **{"sampler": sampler, "trials": 12, "advice": False, "verbose": False},
+    )
+    settings = [trial.settings for trial in found.data.trials]
+    assert all(trial.is_done for trial in found.data.trials)
+    assert {type(setting["n"]) for setting in settings} == {int}
+    assert {setting["scale"] for setting in settings} <= {0.1, 0.2, 0.3}
+
+
+def test_a_study_without_a_folder_is_told_so(tmp_path: Path):
+    with pytest.raises(OutputError, match="nowhere/s.db: a study needs a folder that can be"):
+        Study(tmp_path / "nowhere" / "s.db", CHARTER)

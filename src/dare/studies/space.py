@@ -160,12 +160,7 @@ class Space:
         for name in self.names_in(settings.get(METHOD, self.methods[0])):
             dimension = self.over[name]
             if isinstance(dimension, Range):
-                found = [
-                    trial.suggest_float(
-                        part, dimension.start, dimension.to, log=dimension.log, step=dimension.step
-                    )
-                    for part in _parts(name, dimension)
-                ]
+                found = [_suggested(trial, part, dimension) for part in _parts(name, dimension)]
                 settings[name] = found[0] if dimension.layers is None else found
             else:
                 texts = [repr(choice) for choice in dimension]
@@ -239,7 +234,8 @@ def _ends(dimension: Choices | Range) -> Sequence[Any]:
     """The values that tell whether all are valid."""
     if isinstance(dimension, tuple):
         return dimension
-    ends = (dimension.start, dimension.to)
+    ends = dimension.values or (dimension.start, dimension.to)
+    ends = ends[0], ends[-1]
     return ends if dimension.layers is None else [[end] * dimension.layers for end in ends]
 
 
@@ -247,6 +243,11 @@ def _parts(name: str, dimension: Range) -> list[str]:
     """What each number of a setting is called."""
     count = dimension.layers
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
+
+
+def _suggested(trial: Trial, part: str, dimension: Range) -> float:
+    start, to, step = dimension.start, dimension.to, dimension.step
+    return dimension.fitted(trial.suggest_float(part, start, to, log=dimension.log, step=step))
 
 
 def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
