@@ -15,6 +15,8 @@ from rich.console import Console
 import dare
 from dare.errors import InputError, OutputError
 from dare.recipe.schema import Recipe
+from dare.studies.best import best_toml
+from dare.studies.conclusions import conclude
 from dare.studies.page.words import summarize
 from dare.studies.progress import told
 from dare.studies.results import Estimate, Scored, State, Trial
@@ -163,5 +165,42 @@ def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: 
 
 
 def test_a_study_without_a_folder_is_told_so(tmp_path: Path):
-    with pytest.raises(OutputError, match="nowhere/s.db: a study needs a folder that can be"):
+    with pytest.raises(OutputError, match=r"nowhere/s\.db: a study needs a folder that can be"):
         Study(tmp_path / "nowhere" / "s.db", CHARTER)
+
+
+def search_scales(folder: Path, **more) -> dare.SearchResult:
+    """Over three scales, by the mean of all weights; the study lies in the folder."""
+    usual = {"evaluate": lambda tensors: float(tensors["w"].mean()), "advice": False}
+    usual |= {"study": folder / "s.db", "verbose": False}
+    return dare.search(save_models(folder), {"scale": (0.5, 1.0, 1.5)}, **(usual | more))
+
+
+def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
+    found = search_scales(tmp_path, guards=("score:max:0.5",))
+    said = "scale=1.5, with the largest objective, breaks: score is 4.5, above 0.5."
+    assert (said in found.conclusion.remarks, str(found)) == (True, "every setting breaks a guard")
+    with pytest.raises(InputError, match="every setting breaks a guard, so there is no best"):
+        best_toml(found)
+
+
+def test_no_interval_is_spoken_of_where_there_is_none(tmp_path: Path):
+    remarks = " ".join(search_scales(tmp_path).conclusion.remarks)
+    assert "chosen from 3 settings" in remarks
+    assert "intervals" not in remarks
+
+
+def test_settings_that_were_stopped_early_were_to_choose_from_too():
+    data = sample.make_search(guards=())
+    stopped = {t.settings["scale"] for t in data.trials if t.state is State.STOPPED}
+    (said,) = (r for r in conclude(data, resamples=50).remarks if "was chosen from" in r)
+    assert len(stopped) == 3
+    assert "chosen from 21 settings" in said
+    assert "allow for the 18 that were scored on all items" in said
+
+
+def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
+    search_scales(tmp_path)
+    capsys.readouterr()
+    search_scales(tmp_path, verbose=True)
+    assert "trials ×" not in capsys.readouterr().err
