@@ -85,11 +85,11 @@ def told(trial: Trial) -> str:
     """A trial in a line: what was tried, and what came of it."""
     from dare.studies.page.words import settings_text
 
-    settings = settings_text(trial.settings)
     found = "" if trial.objective is None else f" {trial.objective:.4g}"
     message = f" ({trial.message})" if trial.message else ""
     state = "" if trial.is_done else f" {trial.state}"
-    return f"{settings} seed={trial.seed}:{state}{found}{message}, {trial.seconds:.1f} s"
+    tried = f"{settings_text(trial.settings)} seed={trial.seed}"
+    return f"{tried}:{state}{found}{message}, {trial.seconds:.1f} s"
 
 
 def _escaped(text: str) -> str:
