@@ -89,6 +89,9 @@ class Space:
             )
         if isinstance(self.over.get(METHOD), Range):
             raise RecipeError("over method: must be a list of methods")
+        for name, dimension in self.over.items():
+            if name in FIELDS and isinstance(dimension, Range) and dimension.layers is not None:
+                raise RecipeError(f"over {name}: has one value for all layers; leave out `layers`")
         if "seed" in self.over:
             raise RecipeError("over seed: say how many seeds each setting is tried with: seeds = 5")
         for name, dimension in self.over.items():
