@@ -14,7 +14,7 @@ from dare.studies.evaluators import check_evaluator
 from dare.studies.objective import Guard, Objective
 from dare.studies.results import Scored
 from dare.studies.space import Space, seed_shifts
-from dare.studies.study import Charter
+from dare.studies.study import Charter, check_sampler
 
 Evaluator = str | Callable[..., Any]
 USUAL_TRIALS = 40
@@ -105,6 +105,7 @@ def ask(
     space = Space(bare, table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
+    check_sampler(sampler)
     planned = table.trials or USUAL_TRIALS
     if sampler == "grid":
         planned = count_grid(space, table.seeds)
