@@ -208,7 +208,7 @@ def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
 
 def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path, monkeypatch):
     absent = {"torch", "cmaes"}
-    monkeypatch.setattr("dare.studies.study.find_spec", lambda name: name not in absent or None)
+    monkeypatch.setattr("dare.studies.asking.find_spec", lambda name: name not in absent or None)
     for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
         with pytest.raises(InputError, match=f"sampler {sampler}: needs {package}: pip install"):
             search_scales(tmp_path, sampler=sampler)

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -49,20 +48,6 @@ ANSWERS = {
     "items": "number of items",
     "seed": "seed of the search",
 }
-
-
-NEEDED = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
-"""Packages that a sampler of Optuna imports when it first has something to suggest."""
-
-
-def check_sampler(name: str) -> None:
-    """Refuse a sampler that would fail in the middle of a search."""
-    lacking = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
-    if lacking:
-        raise InputError(
-            f"sampler {name}: needs {' and '.join(lacking)}: pip install {' '.join(lacking)}, or "
-            "take tpe"
-        )
 
 
 @dataclass(frozen=True)
