@@ -97,7 +97,8 @@ def test_the_best_is_compared_with_the_runner_up_and_each_baseline():
     assert [r.label for r in found.tied] == ["drop_rate=0.3", "average"]
     assert [r.baseline for r in found.baselines] == ["base", "math alone", "average"]
     assert found.noise == pytest.approx(0.01)
-    assert found.simplest.baseline == "average"
+    assert [r.baseline for r in found.better] == ["math alone"]
+    assert found.simplest == found.better[0]
     assert "The baseline advice failed: no rule fits." in found.remarks
     assert (
         "The baseline math alone has a larger objective than the best setting, beyond chance."

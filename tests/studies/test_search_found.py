@@ -13,13 +13,15 @@ import study_sample as sample
 from rich.console import Console
 
 import dare
-from dare.errors import InputError
+from dare.errors import InputError, OutputError, RecipeError
 from dare.recipe.schema import Recipe
+from dare.studies.best import best_toml
+from dare.studies.conclusions import conclude
 from dare.studies.page.words import summarize
 from dare.studies.progress import told
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.searching import read_result
-from dare.studies.space import Space
+from dare.studies.space import Space, parse_over
 from dare.studies.study import BASELINE, Charter, Study
 from dare.studies.terminal import show_study
 from helpers import save
@@ -144,3 +146,76 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
         )
     assert "\\n" not in str(raised.value)
     assert str(raised.value).endswith("the last line that it printed: ValueError: no file for 1")
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random", "tpe"])
+def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: Path, sampler):
+    over = dict([parse_over("n=1:4:step=1"), parse_over("scale=0.1:0.3:step=0.1")])
+    found = dare.search(
+        save_models(tmp_path).model_copy(update={"method": "nm+sum"}),
+        over,
+        evaluate=lambda tensors: float(tensors["w"].mean()),
+        study=tmp_path / "s.db",
+        **{"sampler": sampler, "trials": 12, "advice": False, "verbose": False},
+    )
+    settings = [trial.settings for trial in found.data.trials]
+    assert all(trial.is_done for trial in found.data.trials)
+    assert {type(setting["n"]) for setting in settings} == {int}
+    assert {setting["scale"] for setting in settings} <= {0.1, 0.2, 0.3}
+
+
+def test_a_study_without_a_folder_is_told_so(tmp_path: Path):
+    with pytest.raises(OutputError, match=r"nowhere/s\.db: a study needs a folder that can be"):
+        Study(tmp_path / "nowhere" / "s.db", CHARTER)
+
+
+def search_scales(folder: Path, **more) -> dare.SearchResult:
+    """Over three scales, by the mean of all weights; the study lies in the folder."""
+    usual = {"evaluate": lambda tensors: float(tensors["w"].mean()), "advice": False}
+    usual |= {"study": folder / "s.db", "verbose": False}
+    return dare.search(save_models(folder), {"scale": (0.5, 1.0, 1.5)}, **(usual | more))
+
+
+def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
+    found = search_scales(tmp_path, guards=("score:max:0.5",))
+    said = "scale=1.5, with the largest objective, breaks: score is 4.5, above 0.5."
+    assert (said in found.conclusion.remarks, str(found)) == (True, "every setting breaks a guard")
+    with pytest.raises(InputError, match="every setting breaks a guard, so there is no best"):
+        best_toml(found)
+
+
+def test_no_interval_is_spoken_of_where_there_is_none(tmp_path: Path):
+    remarks = " ".join(search_scales(tmp_path).conclusion.remarks)
+    assert "chosen from 3 settings" in remarks
+    assert "intervals" not in remarks
+
+
+def test_settings_that_were_stopped_early_were_to_choose_from_too():
+    data = sample.make_search(guards=())
+    stopped = {t.settings["scale"] for t in data.trials if t.state is State.STOPPED}
+    (said,) = (r for r in conclude(data, resamples=50).remarks if "was chosen from" in r)
+    assert len(stopped) == 3
+    assert "chosen from 21 settings" in said
+    assert "allow for the 18 that were scored on all items" in said
+
+
+def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):
+    search_scales(tmp_path)
+    capsys.readouterr()
+    search_scales(tmp_path, verbose=True)
+    assert "trials ×" not in capsys.readouterr().err
+
+
+def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path, monkeypatch):
+    absent = {"torch", "cmaes"}
+    monkeypatch.setattr("dare.studies.asking.find_spec", lambda name: name not in absent or None)
+    for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
+        with pytest.raises(InputError, match=f"sampler {sampler}: needs {package}: pip install"):
+            search_scales(tmp_path, sampler=sampler)
+    assert not (tmp_path / "s.db").exists()
+
+
+def test_what_is_one_for_all_layers_takes_no_list():
+    space = Space(Recipe(base="base", models=["math"]), {"scale": parse_over("x=1:2:layers=3")[1]})
+    with pytest.raises(RecipeError, match="over scale: has one value for all layers; leave out"):
+        space.check()

@@ -103,8 +103,9 @@ the advice. A study is a file: stopped or killed, the same command goes on.
 
   dare search recipe.toml --over method=dare+linear,dare+ties,sum \
        drop_rate=0.3:0.95 scale=0.5:2 --trials 40 --eval score.py:score
-  dare search recipe.toml --over weight.math=0:1 weight.code=0:1 --sampler cmaes \
-       --eval 'python score.py {model}' --guard english:max:1.25 --time-limit 600
+  dare search recipe.toml --over weight.math=0:1 weight.code=0:1 \
+       --sampler cmaes --eval 'python score.py {model}' \
+       --guard english:max:1.25 --time-limit 600
   dare search recipe.toml --over drop_rate=0.5:0.95:layers=3 --race \
        --eval score.py:score --holdout score.py:test --html study.html
   dare search show recipe.study.db --html study.html

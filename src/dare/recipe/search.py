@@ -60,7 +60,14 @@ class Range(Strict):
         if self.step is None:
             return None
         count = math.floor((self.to - self.start) / self.step + 1e-9) + 1
-        return tuple(round(self.start + place * self.step, 12) for place in range(count))
+        return tuple(self.fitted(self.start + place * self.step) for place in range(count))
+
+    def fitted(self, value: float) -> float:
+        """A value as settings have it: whole if the start and the step are."""
+        if self.step is None:
+            return value
+        is_whole = self.start.is_integer() and self.step.is_integer()
+        return round(value) if is_whole else round(value, 12)
 
 
 Choices = tuple[Any, ...]

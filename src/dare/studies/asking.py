@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dare.errors import RecipeError
+from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.evaluators import check_evaluator
@@ -18,6 +19,8 @@ from dare.studies.study import Charter
 
 Evaluator = str | Callable[..., Any]
 USUAL_TRIALS = 40
+NEEDED = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
+"""Packages that a sampler of Optuna imports when it first has something to suggest."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def ask(
     space = Space(bare, table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
+    _check_sampler(sampler)
     planned = table.trials or USUAL_TRIALS
     if sampler == "grid":
         planned = count_grid(space, table.seeds)
@@ -138,6 +142,16 @@ def ask(
         seed,
         recipe.output,
     )
+
+
+def _check_sampler(name: str) -> None:
+    """Refuse a sampler that would fail in the middle of a search."""
+    lacking = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
+    if lacking:
+        raise InputError(
+            f"sampler {name}: needs {' and '.join(lacking)}: pip install {' '.join(lacking)}, or "
+            "take tpe"
+        )
 
 
 def count_grid(space: Space, seeds: int) -> int:

@@ -22,7 +22,7 @@ def best_toml(result: SearchResult, *, simplest: bool = False, output: Path | No
     """The best recipe, or the simplest that cannot be told apart from it, as TOML."""
     recipe = result.simplest if simplest else result.best
     if recipe is None:
-        raise InputError(f"{result.study}: no candidate could be scored, so there is no best")
+        raise InputError(f"{result.study}: {result}, so there is no best")
     which = "simplest within noise" if simplest else "best"
     document = recipe.to_document()
     document["models"]["output_file"] = str(output or recipe.output or OUTPUT)

@@ -89,7 +89,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         remarks=(
             *remarks.of_chance(table, entries),
             *(remarks.of_best(data, judge, best, entries[feasible[0]]) if best else ()),
-            *remarks.of_others(table, standing, order, feasible, noise, bool(data.holdout)),
+            *remarks.of_others(table, standing, order, feasible, noise, data),
             *remarks.of_failures(data),
             *remarks.of_scores(judge, standing, singles),
             *on_holdout,

@@ -25,7 +25,10 @@ class Presence:
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise OutputError(f"{self._path}: {error.strerror or error}") from None
+            raise OutputError(
+                f"{study}: a study needs a folder that can be written to: {self._path.name}: "
+                f"{error.strerror or error}"
+            ) from None
         self.mark = 1 + secrets.randbelow(1 << 30)
         """What this process is known by."""
         _lock(self._file, self.mark, wait=False)

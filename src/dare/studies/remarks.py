@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dare.studies.judging import Entry, Judge
+from dare.studies.judging import Entry, Judge, key_of
 from dare.studies.objective import doubts
 from dare.studies.results import Ranked, Scored, Settings, State, StudyData
 from dare.studies.statistics import WORSE, Resampled, verdict
@@ -67,15 +67,16 @@ def of_others(
     order: Sequence[int],
     feasible: Sequence[int],
     noise: float | None,
-    is_held_out: bool,
+    data: StudyData,
 ) -> Iterator[str]:
     """What the others say of the best, or why there is none."""
     if not feasible:
-        yield (
-            f"All of {times(len(order), 'setting')} break guards, so there is no best one."
-            if order
-            else "No setting is scored yet."
-        )
+        if not order:
+            yield "No setting is scored yet."
+            return
+        first = standing[order[0]]
+        yield f"All of {times(len(order), 'setting')} break guards, so there is no best one."
+        yield f"{first.label}, with the largest objective, breaks: {'; '.join(first.broken)}."
         return
     best, count = feasible[0], len(feasible)
     gap = float(table.values[best] - table.values[feasible[1]]) if count > 1 else math.inf
@@ -84,11 +85,16 @@ def of_others(
             f"Scoring the same weights twice differs by {noise:.4g}, more than the best and "
             f"the runner-up ({gap:.4g})."
         )
-    if count > 1:
+    done = {key_of(trial.settings) for trial in data.trials if trial.is_done}
+    stopped = len({key_of(t.settings) for t in data.trials if t.scored is not None} - done)
+    if count + stopped > 1:
+        is_known = count > 1 and table.difference(best, feasible[1], feasible).low is not None
+        allowed = f"the {count} that were scored on all items" if stopped else "that"
         yield (
-            f"The best was chosen from {count} settings on the same data, so its objective is "
-            "rather too high than too low; the intervals of its differences allow for that"
-            + ("." if is_held_out else ", and a holdout tells by how much.")
+            f"The best was chosen from {count + stopped} settings on the same data, so its "
+            "objective is rather too high than too low"
+            + (f"; the intervals of its differences allow for {allowed}" if is_known else "")
+            + ("." if data.holdout else ", and a holdout tells by how much.")
         )
     for place, ranked in enumerate(standing):
         if ranked.baseline and not ranked.broken and table.values[place] > table.values[best]:

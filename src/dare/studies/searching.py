@@ -80,7 +80,11 @@ class SearchResult:
     def __str__(self) -> str:
         """The best setting, with its interval."""
         best = self.conclusion.best
-        return "no candidate could be scored" if best is None else f"{best.label}: {best.objective}"
+        if best is not None:
+            return f"{best.label}: {best.objective}"
+        if self.conclusion.ranking:
+            return "every setting breaks a guard"
+        return "no setting could be scored" if self.data.trials else "no setting is scored yet"
 
 
 def search(
@@ -289,6 +293,8 @@ class _Story:
         done = [trial for trial in self.study.beside(BASELINE) if trial.is_done]
         each = sum(trial.seconds for trial in done) / len(done)
         left = self.asked.planned - len(self.study.trials())
+        if left <= 0:
+            return
         share = 1.0
         if self.terms.subset is not None and self.terms.reference is not None:
             share = len(self.terms.subset.ids) / len(self.terms.reference.items)

@@ -98,6 +98,9 @@ class Space:
             )
         if isinstance(self.over.get(METHOD), Range):
             raise RecipeError("over method: must be a list of methods")
+        for name, dimension in self.over.items():
+            if name in FIELDS and isinstance(dimension, Range) and dimension.layers is not None:
+                raise RecipeError(f"over {name}: has one value for all layers; leave out `layers`")
         if "seed" in self.over:
             raise RecipeError("over seed: say how many seeds each setting is tried with: seeds = 5")
         for name, dimension in self.over.items():
@@ -169,12 +172,7 @@ class Space:
         for name in self.names_in(settings.get(METHOD, self.methods[0])):
             dimension = self.over[name]
             if isinstance(dimension, Range):
-                found = [
-                    trial.suggest_float(
-                        part, dimension.start, dimension.to, log=dimension.log, step=dimension.step
-                    )
-                    for part in _parts(name, dimension)
-                ]
+                found = [_suggested(trial, part, dimension) for part in _parts(name, dimension)]
                 settings[name] = found[0] if dimension.layers is None else found
             else:
                 texts = [repr(choice) for choice in dimension]
@@ -248,7 +246,8 @@ def _ends(dimension: Choices | Range) -> Sequence[Any]:
     """The values that tell whether all are valid."""
     if isinstance(dimension, tuple):
         return dimension
-    ends = (dimension.start, dimension.to)
+    ends = dimension.values or (dimension.start, dimension.to)
+    ends = ends[0], ends[-1]
     return ends if dimension.layers is None else [[end] * dimension.layers for end in ends]
 
 
@@ -256,6 +255,11 @@ def _parts(name: str, dimension: Range) -> list[str]:
     """What each number of a setting is called."""
     count = dimension.layers
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
+
+
+def _suggested(trial: Trial, part: str, dimension: Range) -> float:
+    start, to, step = dimension.start, dimension.to, dimension.step
+    return dimension.fitted(trial.suggest_float(part, start, to, log=dimension.log, step=step))
 
 
 def _drawn(dimension: Choices | Range, chance: np.random.Generator) -> Any:
