@@ -60,7 +60,7 @@ def test_a_study_that_scored_nothing_can_be_put_right(tmp_path: Path):
         assert (study.note("starts"), study.beside(BASELINE)) == (None, [])
         claim = study.take_beside(BASELINE, {"base": {}})
         claim.finish(Scored({"score": 1.0}), 1.0, slacks={})
-    with pytest.raises(InputError, match=r"its evaluator was score\.py:score, and is scor\.py"):
+    with pytest.raises(InputError, match=r"evaluator: score\.py:score then, scor\.py"):
         Study(path, CHARTER)
 
 

@@ -170,10 +170,13 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"evaluator": "other.py:score"}, "its evaluator was score.py:score, and is other.py"),
-        ({"seeds": 5}, "its number of seeds was 1, and is 5 now"),
-        ({"recipe": {"models": {}}}, "its recipe was"),
-        ({"space": {"scale": [1.0]}}, "its settings that are searched over was"),
+        (
+            {"evaluator": "other.py:score"},
+            "in the evaluator: score.py:score then, other.py:score now",
+        ),
+        ({"seeds": 5}, "in the number of seeds: 1 then, 5 now"),
+        ({"recipe": {"models": {}}}, "in the recipe: "),
+        ({"space": {"scale": [1.0]}}, "in the settings that are searched over"),
     ],
 )
 def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, message):
@@ -188,8 +191,11 @@ def test_what_is_no_study_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="there is no study"):
         Study(tmp_path / "none.db")
     (tmp_path / "text.db").write_text("not a database, but long enough to be taken for one" * 9)
-    with pytest.raises(InputError, match="is not a study that can be read"):
+    with pytest.raises(InputError, match="is not a study"):
         Study(tmp_path / "text.db", CHARTER)
+    with pytest.raises(InputError, match="is not a study"):
+        Study(tmp_path / "text.db")
+    assert not (tmp_path / "text.db.lock").exists()
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(InputError):

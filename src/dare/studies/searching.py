@@ -257,6 +257,11 @@ class _Story:
         singles = [t.scored.scores for t in done if is_single(t.name) and t.scored is not None]
         remarks: list[str] = []
         differences = [d for d in (check_items(first, other) for other in scores[1:]) if d]
+        if any(other.scores.keys() != first.scores.keys() for other in scores):
+            raise InputError(
+                f"the evaluator gives other scores each time, so that nothing can be compared: "
+                f"{differences[0]}; give the same names each time"
+            )
         has_items = bool(first.items) and not differences
         self.terms = replace(self.terms, singles=singles, reference=first, has_items=has_items)
         wanted = self.asked.table.race or self.asked.table.items is not None

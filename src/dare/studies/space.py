@@ -257,7 +257,7 @@ def _parts(name: str, dimension: Range) -> list[str]:
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
 
 
-def _suggested(trial: Trial, part: str, dimension: Range) -> float:
+def _suggested(trial: Suggests, part: str, dimension: Range) -> float:
     start, to, step = dimension.start, dimension.to, dimension.step
     return dimension.fitted(trial.suggest_float(part, start, to, log=dimension.log, step=step))
 

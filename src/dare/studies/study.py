@@ -24,6 +24,8 @@ from dare.studies.results import Scored, Settings, State, Subset, Trial
 from dare.studies.space import Space
 
 FORMAT = 1
+SQLITE = b"SQLite format 3\0"
+"""How such a file begins."""
 TRIALS, BESIDE = "trials", "beside"
 BASELINE, FINAL, HOLDOUT = "baseline", "final", "holdout"
 """What is beside the trials."""
@@ -74,6 +76,8 @@ class Study:
         """Open a study, or begin one if there is a charter and no file."""
         if charter is None and not path.is_file():
             raise InputError(f"{path}: there is no study; begin one with `dare search --study`")
+        if not _may_be_study(path, is_begun=charter is None):
+            raise InputError(f"{path}: is not a study: a study is an SQLite file")
         self.path = path
         self._presence = Presence(path)
         try:
@@ -146,8 +150,8 @@ class Study:
         key = next(key for key in ANSWERS if ours[key] != theirs[key])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
         return (
-            f"{self.path}: is the study of another search: its {ANSWERS[key]} was {then}, and is "
-            f"{now} now; give another --study, or ask as before"
+            f"{self.path}: is the study of another search, which differs in the {ANSWERS[key]}: "
+            f"{then} then, {now} now; give another --study, or ask as before"
         )
 
     def close(self) -> None:
@@ -400,6 +404,18 @@ def _read(found: Any) -> Trial:
 def _placed(found: Any) -> Placed:
     taken = found.user_attrs[TAKEN]
     return Placed(_read(found), taken["place"], taken.get("shift", 0))
+
+
+def _may_be_study(path: Path, *, is_begun: bool) -> bool:
+    """Whether a file is one of SQLite; one that is to be begun may also be missing or empty."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(len(SQLITE))
+    except FileNotFoundError:
+        return not is_begun
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return first == SQLITE or (not first and not is_begun)
 
 
 def _again(study: Any, found: Any) -> Any:

@@ -151,8 +151,9 @@ def _for_script(table: TrialTable) -> dict[str, Any]:
 def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, str]]:
     """Title, name and TOML of the best setting and of the simplest."""
     best, simplest = conclusion.best, conclusion.simplest
+    better = f" setting (but {conclusion.better[0].label} is better)" if conclusion.better else ""
     if best is not None and (text := recipe_text(data, best)):
-        yield "The best", "best-recipe", text
+        yield f"The best{better}", "best-recipe", text
     if simplest is not None and simplest != best and (text := recipe_text(data, simplest)):
         yield "The simplest within noise", "simplest-recipe", text
 
