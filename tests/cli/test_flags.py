@@ -47,7 +47,7 @@ def recipe_file(folder: Path) -> Path:
 
 
 def test_every_field_of_a_recipe_has_a_flag():
-    elsewhere = {"stages", "verbose"}  # each parameter's own flag; --verbose and --quiet
+    elsewhere = {"stages", "verbose", "search"}  # each parameter's own flag; --quiet; dare search
     assert set(FIELDS) | elsewhere == set(Recipe.model_fields)
     assert not set(FIELDS) & elsewhere
 

@@ -42,7 +42,9 @@ def said_by(recipe: Recipe) -> dict[str, object]:
 rates = st.floats(0, 1, exclude_max=True)
 shares = st.floats(-4, 4)
 seeds = st.integers(0, 2**63)
-names = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters=":"), min_size=1)
+names = st.text(
+    st.characters(exclude_categories=("Cs", "Cc"), exclude_characters=":"), min_size=1
+).filter(str.strip)
 VALUES = {
     "drop_rate": rates,
     "rescale": st.sampled_from(["true", "false", "l1"]),

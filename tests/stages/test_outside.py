@@ -17,6 +17,7 @@ from dare.errors import InputError, RecipeError
 from dare.output.manifest import read_manifest
 from dare.output.writer import manifest_path
 from dare.stages import STAGES, outside
+from dare.studies.evaluators import open_scorer
 from helpers import save
 
 HALVE = '''
@@ -183,3 +184,15 @@ def test_a_stage_may_not_take_the_name_of_another(folder):
     (folder / "again.py").write_text(HALVE)
     with pytest.raises((InputError, RecipeError), match="already"):
         dare.load_stages(folder / "again.py")
+
+
+def test_a_search_makes_candidates_with_it_in_another_process(folder):
+    outside.load_stages(folder / "shrink.py")
+    (folder / "score.py").write_text("def score(tensors):\n    return float(tensors['w'].sum())\n")
+    files = [folder / f"{name}.safetensors" for name in "ab"]
+    recipe = dare.Recipe(base=folder / "base.safetensors", models=files, method="shrink+sum")
+    scorer = open_scorer(f"{folder / 'score.py'}:score", recipe)
+    try:
+        assert scorer.make(recipe) == dare.Candidates(recipe).make().digest
+    finally:
+        scorer.close()

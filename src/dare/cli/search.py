@@ -29,7 +29,7 @@ from dare.cli.texts import COMMANDS, SUBCOMMANDS
 from dare.errors import OutputError
 from dare.recipe.search import Search
 from dare.studies.asking import ask
-from dare.studies.best import best_toml
+from dare.studies.best import SIGNED, best_toml
 from dare.studies.searching import SearchResult, read_result, study_place
 from dare.studies.searching import search as run_search
 from dare.studies.space import parse_over
@@ -273,26 +273,27 @@ def best_command(
     if str(write) == "-":
         print(best_toml(result, simplest=simplest), end="")
     else:
-        _write_text(write, best_toml(result, simplest=simplest), overwrite=overwrite)
+        _write_recipe(write, best_toml(result, simplest=simplest), overwrite=overwrite)
         show.console().print(f"{write} is written")
     return DONE
 
 
 def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
-    """Write the best recipe, over one that an earlier search wrote; say what was done."""
-    text = best_toml(result)
+    """Write the best recipe, and say what was done."""
     try:
-        ours = path.read_text(encoding="utf-8").startswith(text.partition("\n")[0])
-    except (OSError, UnicodeDecodeError):
-        ours = False
-    try:
-        _write_text(path, text, overwrite=overwrite or ours)
+        _write_recipe(path, best_toml(result), overwrite=overwrite)
     except OutputError as error:
         return f"The recipe of the best was not written: {error}"
     return f"The recipe of the best is {path}; `dare {path}` merges it"
 
 
-def _write_text(path: Path, text: str, *, overwrite: bool) -> None:
+def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a recipe, also over one that a search has written."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            overwrite |= file.readline().rstrip().endswith(SIGNED)
+    except OSError:
+        pass  # there is none, or what is there will say so
     try:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dare.studies.searching import SearchResult
 
 OUTPUT = "merged.safetensors"
+SIGNED = ", found by `dare search`."
+"""How the first line ends: a search writes over its own recipes, and over no others."""
 
 
 def best_toml(result: SearchResult, *, simplest: bool = False, output: Path | None = None) -> str:
@@ -26,7 +28,7 @@ def best_toml(result: SearchResult, *, simplest: bool = False, output: Path | No
     which = "simplest within noise" if simplest else "best"
     document = recipe.to_document()
     document["models"]["output_file"] = str(output or recipe.output or OUTPUT)
-    lines = [f"# The {which} of {result.study.name}, found by `dare search`."]
+    lines = [f"# The {which} of {result.study.name}{SIGNED}"]
     for sentence in grounds(result.conclusion):
         wrapped = textwrap.wrap(printable(sentence), 96, initial_indent="", subsequent_indent="  ")
         lines += [f"# {line}" for line in wrapped]

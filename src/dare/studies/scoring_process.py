@@ -71,6 +71,7 @@ class ProcessScorer:
                 "recipe": self._recipe.to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 "threads": self._threads,
+                "stages": _stage_files(),
             }
             asked.ask({"open": request}, limit)
         except BaseException:
@@ -114,6 +115,13 @@ class ProcessScorer:
     def close(self) -> None:
         """End the process."""
         self._end()
+
+
+def _stage_files() -> list[str]:
+    """The files of stages that are no package's: who makes candidates needs them too."""
+    from dare.stages import STAGES
+
+    return sorted({stage.file for stage in STAGES.values() if stage.file})
 
 
 class Asked:
@@ -196,6 +204,10 @@ class _Answering:
         return {"form": self.function.form, "takes_items": self.function.takes_items}
 
     def open(self, given: dict[str, Any]) -> None:
+        from dare.stages.outside import load_stages
+
+        for file in given["stages"]:
+            load_stages(file)
         work = given["work"] and Path(given["work"])
         recipe = _recipe(given["recipe"])
         self.scorer = FunctionScorer(self.function, recipe, work=work, threads=given["threads"])
