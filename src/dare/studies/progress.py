@@ -24,6 +24,9 @@ class Display:
     def say(self, text: str) -> None:
         """Say what is being done."""
 
+    def announce(self, text: str) -> None:
+        """Say something that is not to go away."""
+
     def begin(self, planned: int, done: int) -> None:
         """So many trials are planned, and so many are done."""
 
@@ -39,6 +42,9 @@ class Lines(Display):
 
     def say(self, text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
+
+    def announce(self, text: str) -> None:
+        self.say(text)
 
     def begin(self, planned: int, done: int) -> None:  # noqa: ARG002
         self._planned = planned
@@ -61,8 +67,11 @@ class Live(Display):
     def say(self, text: str) -> None:
         self._bar.update(self._task, description=_escaped(text))
 
+    def announce(self, text: str) -> None:
+        self._bar.console.print(_escaped(text), highlight=False)
+
     def begin(self, planned: int, done: int) -> None:
-        self._bar.update(self._task, total=planned, completed=done)
+        self._bar.update(self._task, total=planned, completed=done, description="")
         self._began, self._first = time.monotonic(), done
 
     def scored(self, trial: Trial, look: Look) -> None:  # noqa: ARG002

@@ -310,7 +310,7 @@ class _Story:
             if "{model}" in told(self.asked.evaluator)
             else f"{show_size(cost.bytes_read)} of models and {size} of candidate in memory"
         )
-        self.display.say(
+        self.display.announce(
             f"{left} trials × {each * share:.1f} s"
             + (f" / {self.jobs} jobs" if self.jobs > 1 else "")
             + f" = {_duration(left * each * share / self.jobs)}; {room}"
