@@ -38,7 +38,7 @@ class Lines(Display):
     """A line for each thing that happens."""
 
     def __init__(self) -> None:
-        self._planned = 0
+        self._planned = self._done = 0
 
     def say(self, text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
@@ -46,11 +46,12 @@ class Lines(Display):
     def announce(self, text: str) -> None:
         self.say(text)
 
-    def begin(self, planned: int, done: int) -> None:  # noqa: ARG002
-        self._planned = planned
+    def begin(self, planned: int, done: int) -> None:
+        self._planned, self._done = planned, done
 
     def scored(self, trial: Trial, look: Look) -> None:  # noqa: ARG002
-        self.say(f"trial {trial.number + 1} of {self._planned}: {told(trial)}")
+        self._done += 1
+        self.say(f"trial {self._done} of {self._planned}: {told(trial)}")
 
 
 class Live(Display):

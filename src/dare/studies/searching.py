@@ -36,7 +36,7 @@ from dare.studies.reading import (
     settings_key,
     study_data,
 )
-from dare.studies.results import Conclusion, Settings, StudyData, Trial
+from dare.studies.results import Conclusion, Settings, State, StudyData, Trial
 from dare.studies.scores import check_items
 from dare.studies.scoring import Interrupted, Terms, score_candidate
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Claim, Placed, Planned, Study
@@ -327,7 +327,11 @@ class _Story:
             claim = self.study.take_next(space, planned, choose, retry_before)
             return None if claim is None else partial(self._score_trial, claim)
 
-        self.display.begin(planned, len(self.study.trials()))
+        begun = self.study.trials()
+        again = [
+            p for p in begun if p.trial.state is State.FAILED and p.trial.number < retry_before
+        ]
+        self.display.begin(planned, len(begun) - len(again))
         self._work(scorers, take, self.study.is_busy)
 
     def _score_trial(self, claim: Claim, scorer: Scorer) -> None:
