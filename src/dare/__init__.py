@@ -34,7 +34,7 @@ _NAMES = {
     "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
-        "DareError DareWarning HeaderError InputError MismatchError OutputError "
+        "DareError DareWarning EvaluationError HeaderError InputError MismatchError OutputError "
         "RecipeError VerificationError"
     ),
     "output.report": "Report",

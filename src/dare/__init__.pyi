@@ -38,6 +38,7 @@ from dare.deltas.reports import DeltaReport as DeltaReport, Restoration as Resto
 from dare.errors import (
     DareError as DareError,
     DareWarning as DareWarning,
+    EvaluationError as EvaluationError,
     HeaderError as HeaderError,
     InputError as InputError,
     MismatchError as MismatchError,
