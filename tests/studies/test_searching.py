@@ -223,6 +223,15 @@ def test_a_chosen_subset_is_scored_first_and_the_best_on_all(recipe, tmp_path):
     assert result.conclusion.subset_error is not None
 
 
+def test_better_settings_that_are_tried_later_are_scored_on_all_items_too(recipe, tmp_path):
+    asked = {"over": {"scale": {"from": 0.0, "to": 1.2}}, "sampler": "random", "items": 12}
+    first = run(recipe, Evaluator(recipe), tmp_path / "study.db", trials=6, **asked)
+    later = run(recipe, Evaluator(recipe), tmp_path / "study.db", trials=11, **asked)
+    known = {trial.number for trial in first.data.trials}
+    full = {trial.number for trial in later.data.trials if trial.is_done}
+    assert full - known
+
+
 def test_the_holdout_is_run_once_on_winner_runner_up_and_baselines(recipe, tmp_path):
     holdout = Evaluator(recipe)
     result = run(recipe, Evaluator(recipe), tmp_path / "study.db", holdout=holdout)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dare.api import AnyRecipe, load_recipe, plan
@@ -34,7 +35,6 @@ from dare.studies.reading import (
     recipe_of,
     runner_up,
     settings_key,
-    study_data,
 )
 from dare.studies.results import Conclusion, Settings, State, StudyData, Trial
 from dare.studies.scores import check_items
@@ -163,6 +163,10 @@ def _duration(seconds: float) -> str:
 def _known(trials: Iterable[Trial]) -> dict[str, Trial]:
     """Weights that were scored already, by digest."""
     return {trial.digest: trial for trial in trials if trial.is_done and trial.digest}
+
+
+def _mean_objective(trials: Sequence[Trial]) -> float:
+    return fmean(trial.objective or 0.0 for trial in trials)
 
 
 @dataclass
@@ -372,15 +376,17 @@ class _Story:
 
     def _score_finals(self, scorers: Sequence[Scorer]) -> None:
         """Score the best on all items, now that a subset has shown which they may be."""
-        full = replace(self.terms, subset=None)
-        _, conclusion = read_study(self.study, resamples=200)
-        numbers = [n for ranked in conclusion.ranking[:FINALISTS] for n in ranked.trials]
-        trials = {trial.number: trial for trial in study_data(self.study).trials}
+        by_setting: dict[str, list[Trial]] = {}
+        for trial in (placed.trial for placed in self.study.trials()):
+            if trial.is_done and not trial.broken:
+                by_setting.setdefault(settings_key(trial.settings), []).append(trial)
+        best = sorted(by_setting.values(), key=_mean_objective, reverse=True)[:FINALISTS]
         recipes = {
-            str(number): (self._recipe_of(trials[number]), trials[number].settings)
-            for number in numbers
+            str(trial.number): (self._recipe_of(trial), trial.settings)
+            for trials in best
+            for trial in trials
         }
-        self._score_beside(scorers, FINAL, recipes, full)
+        self._score_beside(scorers, FINAL, recipes, replace(self.terms, subset=None))
 
     def _recipe_of(self, trial: Trial) -> Recipe:
         shift = trial.seed - self.asked.recipe.seed
