@@ -21,6 +21,7 @@ from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range
 from dare.recipe.settings import FIELDS, applies, read_value, set_by_name, with_settings
+from dare.stages import parse_method
 from dare.studies.results import Settings
 
 SEED_STEP = 1000
@@ -231,8 +232,6 @@ def seed_shifts(count: int) -> tuple[int, ...]:
 
 
 def _chain(method: str) -> tuple[str, ...]:
-    from dare.stages import parse_method
-
     return tuple(stage.name for stage in parse_method(method))
 
 
