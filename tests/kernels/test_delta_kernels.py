@@ -132,10 +132,17 @@ def test_any_bytes_are_read_alike(size, bits, data):
 def test_eight_bits_are_off_by_half_a_step_at_most(values):
     codes, scales = quantised(cpu, values, 8)
     back = restored(cpu, codes, scales, 8, values.size).astype(np.float64)
-    unit = np.repeat(scales.view(ml_dtypes.bfloat16).astype(np.float64), 256)[: values.size]
-    largest = np.abs(values).max(initial=0)
-    # What is clipped is off by the rounding of the scale: a bfloat16 has 8 bits.
-    allowed = np.maximum(unit * 0.5000001, largest / 256 + 127 * 2.0**-134)
+    unit = scales.view(ml_dtypes.bfloat16).astype(np.float64)
+    padded = np.zeros(unit.size * 256, np.float32)
+    padded[: values.size] = np.abs(values)
+    largest = padded.reshape(-1, 256).max(axis=1, initial=0)
+    first = (largest / np.float32(127)).astype(ml_dtypes.bfloat16).astype(np.float64)
+    # What is clipped is off by the rounding of the scale: a bfloat16 has 8 bits. And all is off by
+    # as much as the scale that is stored differs from the one that codes were found with.
+    steps = np.maximum(first * 0.5000001, largest / 256 + 127 * 2.0**-134)
+    stretch = np.abs(1 - first / np.where(unit == 0, 1, unit)) * (unit != 0)
+    spread = [np.repeat(each, 256)[: values.size] for each in (steps, stretch)]
+    allowed = spread[0] + spread[1] * np.abs(back)
     assert (np.abs(back - values) <= allowed).all()
     assert not back[values == 0].any()
 
