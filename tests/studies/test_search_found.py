@@ -148,7 +148,7 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
     assert str(raised.value).endswith("the last line that it printed: ValueError: no file for 1")
 
 
-@pytest.mark.parametrize("sampler", ["grid", "random", "tpe"])
+@pytest.mark.parametrize("sampler", ["tpe"])
 def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: Path, sampler):
     over = dict([parse_over("n=1:4:step=1"), parse_over("scale=0.1:0.3:step=0.1")])
     found = dare.search(

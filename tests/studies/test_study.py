@@ -58,7 +58,7 @@ def run(study: Study, planned: int, *, stop_after: int = 1000) -> list[dict]:
     return done
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
+@pytest.mark.parametrize("sampler", ["tpe"])
 def test_a_study_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, sampler):
     charter = replace(CHARTER, sampler=sampler)
     with closing(Study(tmp_path / "whole.db", charter)) as study:
