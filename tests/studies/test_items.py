@@ -12,21 +12,19 @@ from dare.errors import InputError, RecipeError
 from dare.studies.items import (
     choose_subset,
     estimate,
-    group_of,
     groups_of,
     groups_of_scores,
-    made_of_items,
     rungs,
     scores_of,
 )
-from dare.studies.results import Scored, Subset
+from dare.studies.results import Scored, Subset, group_of
 
 
 def test_the_group_is_what_stands_before_the_first_slash():
     assert [group_of(i) for i in ("add/1", "a/b/c", "/x", "17", "")] == [
         "add",
         "a",
-        "",
+        "score",
         "score",
         "score",
     ]
@@ -46,9 +44,9 @@ def test_weighted_scores_are_of_the_items_that_are_there():
 def test_only_scores_that_are_means_of_their_items_are_made_of_items():
     items = {"add/1": 1.0, "add/2": 0.0, "sort/1": 1.0}
     scored = Scored({"add": 0.5000004, "sort": 0.9, "english": 1.2}, items)
-    assert made_of_items(scored) == {"add"}
-    assert made_of_items(Scored({"add": 0.5})) == set()
-    assert made_of_items(Scored({"x": 1e9 + 1}, {"x/1": 1e9})) == {"x"}
+    assert set(groups_of_scores(scored)) == {"add"}
+    assert set(groups_of_scores(Scored({"add": 0.5}))) == set()
+    assert set(groups_of_scores(Scored({"x": 1e9 + 1}, {"x/1": 1e9}))) == {"x"}
 
 
 def test_one_score_and_items_without_groups_belong_together():
@@ -61,8 +59,8 @@ def test_one_score_and_items_without_groups_belong_together():
 
 def test_a_subsets_scores_are_made_of_its_weighted_items():
     scored = Scored({"a": 0.75}, {"a/1": 1.0, "a/2": 0.0})
-    assert made_of_items(scored) == set()
-    assert made_of_items(scored, {"a/1": 0.75, "a/2": 0.25}) == {"a"}
+    assert set(groups_of_scores(scored)) == set()
+    assert set(groups_of_scores(scored, {"a/1": 0.75, "a/2": 0.25})) == {"a"}
 
 
 # ------------------------------------------------------------------------------------- racing

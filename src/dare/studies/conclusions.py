@@ -16,12 +16,20 @@ from dare.studies.judging import (
     entries_of_names,
     entries_of_settings,
     entry_of,
-    key_of,
     simplest_of,
     singles_of,
 )
-from dare.studies.objective import Objective
-from dare.studies.results import Conclusion, Difference, Holdout, Ranked, StudyData, Subset, Trial
+from dare.studies.objective import Objective, directions_of
+from dare.studies.results import (
+    Conclusion,
+    Difference,
+    Holdout,
+    Ranked,
+    StudyData,
+    Subset,
+    Trial,
+    key_of,
+)
 from dare.studies.statistics import (
     NO_DIFFERENCE,
     WORSE,
@@ -125,10 +133,7 @@ def _importance(trials: Iterable[Trial], objective: Objective) -> dict[str, floa
 def _front(ranking: Sequence[Ranked], judge: Judge) -> tuple[int, ...]:
     """By the scores that the objective or a guard has a direction for."""
     names = [n for n in ranking[0].scores if all(n in r.scores for r in ranking)] if ranking else []
-    directions: dict[str, int] = {}
-    for guard in judge.guards:
-        directions |= {n: sign for n, sign in guard.directions(names).items() if n in names}
-    directions |= judge.objective.directions(names)
+    directions = directions_of(judge.objective, judge.guards, names)
     return tuple(pareto_front([ranked.scores for ranked in ranking], directions))
 
 

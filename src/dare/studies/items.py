@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dare.errors import InputError, RecipeError
-from dare.studies.results import Scored, Subset
+from dare.studies.results import UNGROUPED, Scored, Subset, group_of
+from dare.studies.scores import group_means
 
-UNGROUPED = "score"
-"""The group of items whose ids have no slash."""
 _LEAST = 10
 """A part of fewer items tells too little to stop anything."""
 _PARTS = 4
@@ -31,16 +30,6 @@ leaves nothing to choose, and there is no telling how much a stratum varies."""
 _LOWEST_SPREAD = 0.7
 """The least spread that a stratum is given, as a share of its group's: agreement of the baselines
 does not mean that candidates agree with them. In simulations 0.25 lost a quarter of the gain."""
-
-
-def group_of(item_id: str) -> str:
-    """The part of an id before its first slash.
-
-    >>> group_of("add/3/b"), group_of("17")
-    ('add', 'score')
-    """
-    group, slash, _ = item_id.partition("/")
-    return group if slash else UNGROUPED
 
 
 def groups_of(ids: Iterable[str]) -> dict[str, list[str]]:
@@ -59,10 +48,10 @@ def scores_of(
     >>> scores_of({"add/1": 1.0, "add/2": 0.0, "sort/1": 1.0})
     {'add': 0.5, 'sort': 1.0}
     """
+    if weights is None:
+        return group_means(items)
     return {
-        group: math.fsum(items[i] for i in ids) / len(ids)
-        if weights is None
-        else math.fsum(weights[i] * items[i] for i in ids) / math.fsum(weights[i] for i in ids)
+        group: math.fsum(weights[i] * items[i] for i in ids) / math.fsum(weights[i] for i in ids)
         for group, ids in groups_of(items).items()
     }
 
@@ -82,11 +71,6 @@ def groups_of_scores(scored: Scored, weights: Mapping[str, float] | None = None)
         for name, group in groups.items()
         if math.isclose(scored.scores[name], means[group], rel_tol=1e-6, abs_tol=1e-6)
     }
-
-
-def made_of_items(scored: Scored, weights: Mapping[str, float] | None = None) -> set[str]:
-    """The scores that are the means of their groups' items."""
-    return set(groups_of_scores(scored, weights))
 
 
 def _shuffled(ids: Iterable[str], seed: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.recipe.settings import with_settings
 from dare.studies.objective import Guard, Objective
-from dare.studies.results import Estimate, Ranked, Scored, Settings, StudyData, Trial
+from dare.studies.results import Estimate, Ranked, Scored, Settings, StudyData, Trial, key_of
 from dare.studies.space import is_random
 
 _PLAIN = ("average", "sum")
@@ -114,11 +113,6 @@ def entry_of(trials: Sequence[Trial], name: str, is_random: bool) -> Entry:
     """Trials that are scored, as one."""
     scored = tuple(trial.scored for trial in trials if trial.scored is not None)
     return Entry(tuple(trials), scored, name, is_random)
-
-
-def key_of(settings: Settings) -> str:
-    """A text that equal settings share, in whatever order."""
-    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def singles_of(entries: Iterable[Entry]) -> list[Scored]:

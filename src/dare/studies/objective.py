@@ -384,3 +384,14 @@ def _told_apart(value: float, limit: float) -> tuple[str, str]:
         if shown[0] != shown[1]:
             break
     return shown
+
+
+def directions_of(
+    objective: Objective, guards: Iterable[Guard], names: Iterable[str]
+) -> dict[str, int]:
+    """For each score that the objective or a guard has a direction for: 1 if more is better."""
+    known = list(names)
+    found: dict[str, int] = {}
+    for guard in guards:
+        found |= {name: sign for name, sign in guard.directions(known).items() if name in known}
+    return found | objective.directions(known)

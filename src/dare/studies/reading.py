@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from dare.recipe.schema import Recipe
 from dare.recipe.search import Search
 from dare.studies.baselines import baseline_recipes
 from dare.studies.conclusions import conclude
-from dare.studies.results import Conclusion, Ranked, Settings, State, StudyData, Trial
+from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial, key_of
 from dare.studies.space import Space, seed_shifts
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Study
 
@@ -77,11 +76,6 @@ def recipe_of(study: Study, ranked: Ranked) -> Recipe:
     return baseline_recipes(space.recipe, advice)[ranked.baseline].model_copy(update=output)
 
 
-def settings_key(settings: Settings) -> str:
-    """A text by which settings are known to be the same."""
-    return json.dumps(dict(settings), sort_keys=True)
-
-
 def runner_up(conclusion: Conclusion) -> Ranked | None:
     """The second best setting, if there is one that keeps to the guards."""
     rest = [ranked for ranked in conclusion.ranking if ranked != conclusion.best]
@@ -94,7 +88,7 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
     Candidates are kept by their settings: a search that went on may have another winner.
     """
     keys = {
-        settings_key(ranked.settings): role
+        key_of(ranked.settings): role
         for role, ranked in ((RUNNER_UP, runner_up(conclusion)), (WINNER, conclusion.best))
         if ranked is not None
     }
@@ -102,7 +96,7 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
     for trial in scored:
         if not trial.settings:
             named.append(trial)  # a baseline
-        elif (role := keys.get(settings_key(trial.settings))) is not None:
+        elif (role := keys.get(key_of(trial.settings))) is not None:
             named.append(replace(trial, name=role))
         elif trial.name.startswith(WINNER):
             named.append(replace(trial, name=f"{WINNER} before"))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dare.studies.judging import Entry, Judge, key_of
+from dare.studies.judging import Entry, Judge
 from dare.studies.objective import doubts
-from dare.studies.results import Ranked, Scored, Settings, State, StudyData
+from dare.studies.results import Ranked, Scored, Settings, State, StudyData, key_of
 from dare.studies.statistics import WORSE, Resampled, verdict
 from dare.tensors.sizes import times
 

@@ -9,6 +9,7 @@ is the mean over the group.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -18,6 +19,25 @@ from dare.tensors.json_values import json_ready
 
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
+
+
+UNGROUPED = "score"
+"""The group of items whose ids name none, and the score of an evaluator that names none."""
+
+
+def group_of(item_id: str) -> str:
+    """The group that an item belongs to: the part of its id before the first slash.
+
+    >>> group_of("add/3/b"), group_of("17"), group_of("/17")
+    ('add', 'score', 'score')
+    """
+    group, slash, _ = item_id.partition("/")
+    return group if slash and group else UNGROUPED
+
+
+def key_of(settings: Settings) -> str:
+    """A text that equal settings share, in whatever order."""
+    return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
 class State(StrEnum):

@@ -8,11 +8,9 @@ from numbers import Real
 from typing import Any
 
 from dare.errors import EvaluationError
-from dare.studies.results import Scored
+from dare.studies.results import UNGROUPED, Scored, group_of
 from dare.tensors.sizes import times
 
-SCORE = "score"
-"""The name of a score that has none, and of the mean of items whose ids have no slash."""
 ITEMS = "items"
 SHOWN = 60
 """Characters of a wrong value that a message quotes."""
@@ -26,7 +24,7 @@ def read_scores(returned: object) -> Scored:
     >>> read_scores({"items": {"add/1": 1, "add/2": 0, "sort/1": 1}}).scores
     {'add': 0.5, 'sort': 1.0}
     """
-    table = returned if isinstance(returned, Mapping) else {SCORE: returned}
+    table = returned if isinstance(returned, Mapping) else {UNGROUPED: returned}
     given = table.get(ITEMS)
     if given is not None and not isinstance(given, Mapping):
         raise EvaluationError(
@@ -50,9 +48,8 @@ def read_scores(returned: object) -> Scored:
 def group_means(items: Mapping[str, float]) -> dict[str, float]:
     """The mean of each group of items; the part of an id before the first slash is its group."""
     groups: dict[str, list[float]] = {}
-    for id_, value in items.items():
-        group, slash, _ = id_.partition("/")
-        groups.setdefault(group if slash and group else SCORE, []).append(value)
+    for item_id, value in items.items():
+        groups.setdefault(group_of(item_id), []).append(value)
     return {group: math.fsum(values) / len(values) for group, values in groups.items()}
 
 

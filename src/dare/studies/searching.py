@@ -34,9 +34,8 @@ from dare.studies.reading import (
     read_study,
     recipe_of,
     runner_up,
-    settings_key,
 )
-from dare.studies.results import Conclusion, Settings, State, StudyData, Trial
+from dare.studies.results import Conclusion, Settings, State, StudyData, Trial, key_of
 from dare.studies.scores import check_items
 from dare.studies.scoring import Interrupted, Terms, score_candidate
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Claim, Placed, Planned, Study
@@ -215,7 +214,7 @@ class _Story:
             recipe, remark = advised_recipe(self.asked.recipe)
         space = self.asked.space
         starts = [space.nearest(start) for start in (recipe, space.recipe) if start is not None]
-        different = {settings_key(start): start for start in starts if start is not None}
+        different = {key_of(start): start for start in starts if start is not None}
         with self.study.turn():
             if self.study.note("starts") is None:
                 self.study.keep("advice", None if recipe is None else recipe.to_document())
@@ -379,7 +378,7 @@ class _Story:
         by_setting: dict[str, list[Trial]] = {}
         for trial in (placed.trial for placed in self.study.trials()):
             if trial.is_done and not trial.broken:
-                by_setting.setdefault(settings_key(trial.settings), []).append(trial)
+                by_setting.setdefault(key_of(trial.settings), []).append(trial)
         best = sorted(by_setting.values(), key=_mean_objective, reverse=True)[:FINALISTS]
         recipes = {
             str(trial.number): (self._recipe_of(trial), trial.settings)
@@ -408,7 +407,7 @@ class _Story:
             self.study.keep("holdout", evaluator)
         ranked = {WINNER: conclusion.best, RUNNER_UP: runner_up(conclusion)}
         recipes = {
-            f"{role} {settings_key(found.settings)}": (recipe_of(self.study, found), found.settings)
+            f"{role} {key_of(found.settings)}": (recipe_of(self.study, found), found.settings)
             for role, found in ranked.items()
             if found is not None
         }

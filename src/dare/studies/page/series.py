@@ -12,7 +12,7 @@ from typing import Any
 
 from dare.output.page.tables import Row, finite
 from dare.output.page.words import NOTHING
-from dare.studies.objective import Guard, Objective
+from dare.studies.objective import Guard, Objective, directions_of
 from dare.studies.page.words import settings_text, state_text, value_text
 from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial
 
@@ -70,12 +70,9 @@ def objective_of(trial: Trial) -> float | None:
 
 def smaller_is_better(data: StudyData, names: Iterable[str]) -> set[str]:
     """Scores of which less is better, by the objective or a guard."""
-    found = list(names)
     objective = Objective.parse(data.objective)
-    directions: dict[str, int] = {}
-    for text in data.guards:
-        directions |= Guard.parse(text, objective).directions(found)
-    directions |= objective.directions(found)
+    guards = [Guard.parse(text, objective) for text in data.guards]
+    directions = directions_of(objective, guards, names)
     return {name for name, sign in directions.items() if sign < 0}
 
 
