@@ -35,7 +35,7 @@ TAKEN, OUTCOME = "taken", "outcome"
 """What is written with a trial: by whom it was taken and for what, and what became of it."""
 RACE = 3
 """One in so many goes on to the next part of the items, which is so many times as large."""
-ANSWERS = {
+CALLED = {
     "recipe": "recipe",
     "space": "settings that are searched over",
     "sampler": "sampler",
@@ -47,6 +47,7 @@ ANSWERS = {
     "items": "number of items",
     "seed": "seed of the search",
 }
+"""What each part of a charter is called in messages."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,10 @@ class Study:
     def _another(self, charter: Charter) -> str:
         """What makes this the study of another search."""
         ours, theirs = (json.loads(c.to_json()) for c in (self.charter, charter))
-        key = next(key for key in ANSWERS if ours[key] != theirs[key])
+        key = next(key for key in CALLED if ours[key] != theirs[key])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
         return (
-            f"{self.path}: is the study of another search, which differs in the {ANSWERS[key]}: "
+            f"{self.path}: is the study of another search, which differs in the {CALLED[key]}: "
             f"{then} then, {now} now; give another --study, or ask as before"
         )
 
