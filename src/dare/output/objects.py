@@ -7,7 +7,7 @@ looking. Every call tries again by itself where that can help, and raises `Outpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,8 +70,3 @@ class Objects(Protocol):
 
     def abort(self, upload: Upload) -> None:
         """Let the parts of an upload go, if it is there."""
-
-
-def missing_parts(upload: Upload, expected: Sequence[int], found: Mapping[int, Sent]) -> list[int]:
-    """The numbers of the parts that are not there."""
-    return [number for number in expected if number not in found]

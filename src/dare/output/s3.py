@@ -245,7 +245,9 @@ class S3Objects:
         """What a code means for the user."""
         remedy = next((text for codes, text in _REASONS if code in codes), None)
         if remedy is None:
-            remedy = f"the store refuses, after up to {TRIES} tries; when it is well again, {GOES_ON}"
+            remedy = (
+                f"the store refuses, after up to {TRIES} tries; when it is well again, {GOES_ON}"
+            )
         return f"{self.describe(key)}: {remedy} ({code})"
 
 

@@ -61,7 +61,9 @@ class StoreLock:
                     f"{SILENT_SECONDS:.0f} s of silence if it is dead"
                 )
             self._objects.delete([self._key])
-        raise OutputError(f"{self._objects.describe(self._key)}: others take this lock all the time")
+        raise OutputError(
+            f"{self._objects.describe(self._key)}: others take this lock all the time"
+        )
 
     def release(self) -> None:
         """Give it back, if it is still ours."""
