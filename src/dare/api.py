@@ -49,6 +49,7 @@ from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
+from dare.tensors.places import to_path
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
@@ -59,7 +60,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
     A finished output stands for its manifest; its recipe demands the very same inputs.
     """
-    path = Path(path)
+    path = to_path(path)
     return recipe_from_document(load_document(path), str(find_manifest(path) or path))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +22,8 @@ from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
 from dare.output.manifest import find_manifest, read_manifest
 from dare.recipe.schema import Recipe
-from dare.tensors.files import open_ordinary
+from dare.tensors.files import read_beginning
+from dare.tensors.places import to_path
 
 if TYPE_CHECKING:
     from dare.analysis.page.outcome import Outcome
@@ -199,8 +199,7 @@ def report(
 def is_analysis(path: Path) -> bool:
     """Whether a file is an analysis, not a manifest or a recipe; its first words tell."""
     try:
-        with os.fdopen(open_ordinary(path), "rb") as file:
-            return SCHEMA.partition("/")[0].encode() in file.read(100)
+        return SCHEMA.partition("/")[0].encode() in read_beginning(path, 100)
     except (InputError, OSError):
         return False  # which is said better where it is opened
 
@@ -239,9 +238,9 @@ def _outcome(
     place = find_manifest(merged)
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")
-    files = [Path(model.file) for model in analysis.models]
+    files = [to_path(model.file) for model in analysis.models]
     how = asdict(replace(options or Options(), spectra="none"))
-    beside = look_at(Path(analysis.base), [*files, merged], verbose=verbose, **how)
+    beside = look_at(to_path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
     return outcome_of_manifest(read_manifest(place), analysis, survival, output=merged)

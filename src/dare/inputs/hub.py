@@ -26,10 +26,10 @@ from dare.inputs.hub_guard import (
     check_downloads,
     guarded,
     run_watched,
-    without_credentials,
 )
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
 from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_name
+from dare.tensors.places import without_credentials
 
 INSTALL = "pip install 'dare-merge[hf]'"
 

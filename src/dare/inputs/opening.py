@@ -6,6 +6,7 @@ models are brought in line with the base's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ def open_inputs(recipe: Recipe, *, rescales: bool = True) -> tuple[Recipe, Input
         raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
     open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
     models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
+    _limit_ahead([base, *models], recipe.max_memory // 4)
     folders = [path if path.is_dir() else None for path in paths]
     for place, model in enumerate(models, start=1):
         if isinstance(model, DeltaSource):
@@ -104,3 +106,10 @@ def open_inputs(recipe: Recipe, *, rescales: bool = True) -> tuple[Recipe, Input
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))
+
+
+def _limit_ahead(sources: Sequence[Source], nbytes: int) -> None:
+    """Have sources in stores read no more ahead than this, together."""
+    stored = [source for source in sources if source.ahead_bytes]
+    for source in stored:
+        source.limit_ahead(nbytes // len(stored))

@@ -147,16 +147,23 @@ class Cost:
         return max(looks, default=0)
 
     @property
+    def ahead_bytes(self) -> int:
+        """What is read ahead of stores, by all threads together."""
+        return sum(source.ahead_bytes for source in (self.plan.base, *self.plan.models))
+
+    @property
     def least_memory(self) -> int:
         """What one thread needs, which `max_memory` must allow."""
-        return self.workspace_bytes + self._matrices_for(1) + self.census_bytes
+        shared = self.census_bytes + self.ahead_bytes
+        return self.workspace_bytes + self._matrices_for(1) + shared
 
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         wanted = self.plan.recipe.threads or available_cores()
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
-        left = self.plan.recipe.max_memory - self.matrix_bytes - self.census_bytes
+        shared = self.matrix_bytes + self.census_bytes + self.ahead_bytes
+        left = self.plan.recipe.max_memory - shared
         return max(1, min(wanted, left // one))
 
     def _matrices_for(self, threads: int) -> int:
@@ -165,8 +172,8 @@ class Cost:
 
     @property
     def held_bytes(self) -> int:
-        """What whole matrices and censuses take, of all threads."""
-        return self._matrices_for(self.threads) + self.census_bytes
+        """What whole matrices, censuses and reading ahead take, of all threads."""
+        return self._matrices_for(self.threads) + self.census_bytes + self.ahead_bytes
 
     @property
     def spare_bytes(self) -> int:

@@ -24,6 +24,7 @@ from dare.recipe.hub_names import looks_like_name
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
+from dare.tensors.places import to_path, without_credentials
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""
@@ -38,7 +39,7 @@ def as_path(value: object) -> Path:
     if not isinstance(value, str | PathLike):
         raise ValueError("must be the path of a file or directory")
     try:
-        return Path(value).expanduser()
+        return to_path(value).expanduser()
     except RuntimeError as error:  # ~somebody who is not there
         raise ValueError(str(error)) from None
 
@@ -87,7 +88,8 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
     if first["type"] == "missing":
         return RecipeError(f"{name} is missing")
     if first["type"] != "extra_forbidden":
-        return RecipeError(f"{name} = {first['input']!r}: {cause or first['msg']}")
+        given = without_credentials(repr(first["input"]))
+        return RecipeError(f"{name} = {given}: {cause or first['msg']}")
     if stage := next((stage for stage in STAGES.values() if name in stage.parameters), None):
         return RecipeError(
             f"{name}: is a parameter of {stage.name}: stages={{{stage.name!r}: {{{name!r}: …}}}}"
