@@ -17,6 +17,7 @@ from typing import Any
 from dare.errors import OutputError
 from dare.output.objects import GOES_ON, Sent, Upload
 from dare.planning.parts import UPLOADS
+from dare.tensors.stores import INSTALL, aws_session
 
 TRIES = 6
 """Of each call, with back-off of up to 20 s in between."""
@@ -65,13 +66,11 @@ class S3Objects:
     """The objects of a bucket in S3."""
 
     def __init__(self, bucket: str) -> None:
-        try:
-            import boto3
-            from botocore.config import Config
-        except ImportError:
-            raise OutputError(
-                f"s3://{bucket}: needs boto3; install it with `pip install 'dare-merge[stores]'`"
-            ) from None
+        session = aws_session()
+        if session is None:
+            raise OutputError(f"s3://{bucket}: writing to S3 needs boto3: {INSTALL}")
+        from botocore.config import Config
+
         self._bucket = bucket
         config = Config(
             connect_timeout=CONNECT_SECONDS,
@@ -84,7 +83,7 @@ class S3Objects:
         )
         region = os.environ.get("AWS_REGION") or None  # of which boto3 knows nothing
         with self._explaining(""):
-            self._client = boto3.session.Session(region_name=region).client("s3", config=config)
+            self._client = session.client("s3", region_name=region, config=config)
 
     def describe(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
@@ -96,7 +95,7 @@ class S3Objects:
 
         for left in reversed(range(TRIES)):
             with self._explaining(key):
-                answer = self._ask("get_object", _ABSENT, Key=key)
+                answer = self._ask("get_object", *_ABSENT, Key=key)
                 try:  # bodies are not read again by boto3 if they break off
                     return None if answer is None else bytes(answer["Body"].read())
                 except BotoCoreError:
@@ -111,7 +110,7 @@ class S3Objects:
     def put_new(self, key: str, content: bytes) -> bool:
         given = {"Key": key, "Body": content, "ContentMD5": _md5(content)}
         with self._explaining(key):
-            if self._ask("put_object", _TAKEN | _UNKNOWN, IfNoneMatch="*", **given):
+            if self._ask("put_object", *_TAKEN, *_UNKNOWN, IfNoneMatch="*", **given):
                 return True
         found = self.get(key)
         if found is None:  # a store without conditions, or one that was taken away again
@@ -120,7 +119,7 @@ class S3Objects:
 
     def mark_of(self, key: str) -> str | None:
         with self._explaining(key):
-            answer = self._ask("head_object", _ABSENT, Key=key)
+            answer = self._ask("head_object", *_ABSENT, Key=key)
         return None if answer is None else str(answer.get("Metadata", {}).get(MARK, ""))
 
     def list(self, prefix: str) -> dict[str, float]:
@@ -169,7 +168,7 @@ class S3Objects:
         while True:
             with self._explaining(upload.key):
                 given = {**_named(upload), "PartNumberMarker": after}
-                answer = self._ask("list_parts", _GONE, **given)
+                answer = self._ask("list_parts", *_GONE, **given)
             if answer is None:
                 return None
             for part in answer.get("Parts", ()):
@@ -181,10 +180,10 @@ class S3Objects:
     def complete(self, upload: Upload, parts: Mapping[int, str], *, new: bool) -> bool:
         named = [{"PartNumber": n, "ETag": etag} for n, etag in sorted(parts.items())]
         given = {**_named(upload), "MultipartUpload": {"Parts": named}}
-        expected = _GONE | _TAKEN | _UNKNOWN
+        expected = (*_GONE, *_TAKEN, *_UNKNOWN)
         condition = {"IfNoneMatch": "*"} if new else {}
         with self._explaining(upload.key):
-            done = self._ask("complete_multipart_upload", expected, **condition, **given)
+            done = self._ask("complete_multipart_upload", *expected, **condition, **given)
             if done is None and (found := self.mark_of(upload.key)) != upload.mark:
                 if new and found is not None:
                     return False
@@ -194,13 +193,11 @@ class S3Objects:
 
     def abort(self, upload: Upload) -> None:
         with self._explaining(upload.key):
-            self._ask("abort_multipart_upload", _GONE, **_named(upload))
+            self._ask("abort_multipart_upload", *_GONE, **_named(upload))
 
     # ------------------------------------------------------------ asking
 
-    def _ask(
-        self, call: str, expected: set[str] | frozenset[str] = frozenset(), **given: Any
-    ) -> dict[str, Any] | None:
+    def _ask(self, call: str, *expected: str, **given: Any) -> dict[str, Any] | None:
         """Call the store; None if its answer is an error that is expected."""
         from botocore.exceptions import ClientError
 
@@ -245,9 +242,7 @@ class S3Objects:
         """What a code means for the user."""
         remedy = next((text for codes, text in _REASONS if code in codes), None)
         if remedy is None:
-            remedy = (
-                f"the store refuses, after up to {TRIES} tries; when it is well again, {GOES_ON}"
-            )
+            remedy = f"the store refuses, after up to {TRIES} tries; later, {GOES_ON}"
         return f"{self.describe(key)}: {remedy} ({code})"
 
 

@@ -68,6 +68,8 @@ class StoreJournal:
         self._start = f"{folder}/journal/start.jsonl"
         self._finish = f"{folder}/journal/finished.jsonl"
         self._mark = f"{folder}/{MARK_NAME}"
+        self.lock = f"{folder}/lock"
+        """Where the lock of whoever writes it lies."""
 
     # ------------------------------------------------------------ reading
 
@@ -113,16 +115,20 @@ class StoreJournal:
 
     # ------------------------------------------------------------ writing
 
+    def is_empty(self) -> bool:
+        """Whether there is nothing but mark and lock."""
+        return set(self._objects.list(f"{self.folder}/")) <= {self._mark, self.lock}
+
     def claim(self) -> None:
         """Mark the folder as ours, or find our mark there."""
         found = self._objects.get(self._mark)
         if found is not None and MARK.startswith(found):
             return
-        others = [key for key in self._objects.list(f"{self.folder}/") if key != self._mark]
+        others = sorted(set(self._objects.list(f"{self.folder}/")) - {self._mark, self.lock})
         if found is not None or others:
             raise OutputError(
-                f"{self._objects.describe(self.folder)}: holds {(others or [self._mark])[0]} and no "
-                "mark of ours; move it away, this is where the output is made"
+                f"{self._objects.describe(self.folder)}: holds {(others or [self._mark])[0]} and "
+                "no mark of ours; move it away, this is where the output is made"
             )
         self._objects.put(self._mark, MARK)
 
@@ -155,7 +161,7 @@ class StoreJournal:
     def clear(self) -> None:
         """Remove all but the lock; what tells that there is something to remove goes last."""
         last = [self._finish, self._mark]
-        kept = {*last, self._start, f"{self.folder}/lock"}
+        kept = {*last, self._start, self.lock}
         others = [key for key in self._objects.list(f"{self.folder}/") if key not in kept]
         for keys in ([self._start], others, *([key] for key in last)):
             self._objects.delete(keys)

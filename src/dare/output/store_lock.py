@@ -61,9 +61,7 @@ class StoreLock:
                     f"{SILENT_SECONDS:.0f} s of silence if it is dead"
                 )
             self._objects.delete([self._key])
-        raise OutputError(
-            f"{self._objects.describe(self._key)}: others take this lock all the time"
-        )
+        raise OutputError(f"{self._objects.describe(self._key)}: others take it all the time")
 
     def release(self) -> None:
         """Give it back, if it is still ours."""
@@ -91,7 +89,9 @@ def _machine() -> str:
     seen = [platform.node(), str(uuid.getnode())]
     for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):
-            seen.append(os.readlink(file) if file.endswith("pid") else Path(file).read_text())
+            seen.append(
+                str(Path(file).readlink() if file.endswith("pid") else Path(file).read_text())
+            )
     return bytes_digest("\n".join(seen).encode())
 
 

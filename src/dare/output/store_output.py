@@ -11,8 +11,8 @@ its chunks are kept as an object of their own below `OUT.partial/`, and the part
 Nothing of a file can be seen before its upload is completed. Then, in this order: an output that is
 replaced loses its manifest and its index; every file of weights appears, complete, in one step
 each; files beside them; what the replaced output had and this one has not goes away; the index;
-the manifest. So whoever finds a manifest finds all that it names, and whoever finds no manifest (and
-of several shards no index) knows that the output is not there yet.
+the manifest. So whoever finds a manifest finds all that it names, and whoever finds no manifest
+(and of several shards no index) knows that the output is not there yet.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from dare.planning.parts import (
 )
 from dare.tensors.digest import bytes_digest
 from dare.tensors.sizes import show_size
+from dare.tensors.stores import forget
 
 
 @dataclass
@@ -111,7 +112,7 @@ class StoreOutput:
         self._journal = open_journal(layout, self._objects)
         largest = max(part.nbytes for parts in self._parts.values() for part in parts)
         self._sender = Sender(self._send, UPLOADS, HELD_PARTS * largest)
-        self._lock = StoreLock(self._objects, f"{self._journal.folder}/lock", self._sender.fail)
+        self._lock = StoreLock(self._objects, self._journal.lock, self._sender.fail)
         self._uploads: dict[str, Upload] = {}
         self._sent: dict[PartName, SentPart] = {}
         """What counts as done."""
@@ -141,8 +142,8 @@ class StoreOutput:
 
     def __enter__(self) -> Self:
         try:
-            self._lock.take()
             self._journal.claim()
+            self._lock.take()
             self._open()
         except BaseException as error:
             self.__exit__(type(error))
@@ -234,8 +235,7 @@ class StoreOutput:
     def _start_over(self, started: Started) -> None:
         """Let go of what another merge has left."""
         is_begun = started.fingerprint is not None
-        others = {f"{self._journal.folder}/{name}" for name in ("lock", "dare-partial.txt")}
-        if is_begun or set(self._objects.list(f"{self._journal.folder}/")) - others:
+        if is_begun or not self._journal.is_empty():
             if self._resume:
                 self.started_over = (
                     "was left by another merge or another version, and is not used; its uploads "
@@ -383,6 +383,8 @@ class StoreOutput:
             self._journal.clear()
         except OutputError as error:
             return [str(error)]
+        finally:
+            forget()
         return []
 
     def _send_first(self, file: str, header: bytes) -> None:

@@ -36,8 +36,8 @@ def open_objects(target: StorePath) -> Objects:
     if target.scheme == "s3":
         return S3Objects(target.authority)
     raise OutputError(
-        f"{target}: outputs cannot be written to {target.scheme}:// addresses; choose s3://, gs://, "
-        "az:// or a place on this machine"
+        f"{target}: outputs cannot be written to {target.scheme}:// addresses; choose s3:// or "
+        " a place on this machine"
     )
 
 
@@ -146,7 +146,7 @@ def settle(layout: Layout) -> None:
     journal = open_journal(layout, objects)
     if _is_finished(layout, objects, journal):
         journal.clear()
-        objects.delete([f"{journal.folder}/lock"])
+        objects.delete([journal.lock])
 
 
 def _is_finished(layout: Layout, objects: Objects, journal: StoreJournal) -> bool:

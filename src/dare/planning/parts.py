@@ -22,8 +22,7 @@ MAX_PARTS = 10_000
 MAX_OBJECT_BYTES = 5 << 40
 """In S3; other stores allow no less."""
 PART_BYTES = 16 << 20
-"""Of a part, if so many do for the object. Larger ones only take more memory: four uploads of 16 MiB
-fill what one machine gets from a store."""
+"""Of a part, if so many do for the object. Larger ones take more memory for the same."""
 UPLOADS = 4
 """Parts that are sent at the same time."""
 HELD_PARTS = UPLOADS + 4
