@@ -63,6 +63,6 @@ def test_an_output_in_s3_has_the_bytes_of_a_local_one(bucket, models, tmp_path, 
     assert dare.verify(fetched / name).ok
     assert dare.verify(bucket.url(f"runs/{name}")).ok
     assert bucket.uploads() == []
-    assert not [key for key in bucket.keys() if ".partial" in key]
+    assert not [key for key in bucket.keys("") if ".partial" in key]
     with pytest.raises(OutputError, match="exists already"):
         dare.merge(recipe(models, bucket.url(f"runs/{name}"), **settings))

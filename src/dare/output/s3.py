@@ -62,6 +62,18 @@ _REASONS = (
 )
 
 
+_opened: dict[Any, S3Objects] = {}
+
+
+def open_bucket(bucket: str) -> S3Objects:
+    """The objects of a bucket; a client is made once, since boto3 takes its time for it."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    key = os.getpid(), bucket, frozenset(settings.items())
+    if key not in _opened:
+        _opened[key] = S3Objects(bucket)
+    return _opened[key]
+
+
 class S3Objects:
     """The objects of a bucket in S3."""
 

@@ -81,12 +81,15 @@ class StoreJournal:
         for line in lines:
             for file, given in line.get("uploads", {}).items():
                 started.uploads[file] = Upload(*map(str, given))
-        lines = checked_lines(self._objects.get(self._finish) or b"")
-        next(lines, None)
-        for line in lines:
-            started.finished = str(line.get("finished"))
-            started.names = tuple(map(str, line.get("names", ())))
+        started.finished, started.names = self.read_finish()
         return started
+
+    def read_finish(self) -> tuple[str | None, tuple[str, ...]]:
+        """The digest of the manifest and all names, if the output is being published."""
+        for line in checked_lines(self._objects.get(self._finish) or b""):
+            if "finished" in line:
+                return str(line.get("finished")), tuple(map(str, line.get("names", ())))
+        return None, ()
 
     def read_parts(self, fingerprint: str) -> dict[PartName, SentPart]:
         """What is known of the parts of a merge."""
@@ -160,11 +163,10 @@ class StoreJournal:
 
     def clear(self) -> None:
         """Remove all but the lock; what tells that there is something to remove goes last."""
-        last = [self._finish, self._mark]
-        kept = {*last, self._start, self.lock}
-        others = [key for key in self._objects.list(f"{self.folder}/") if key not in kept]
-        for keys in ([self._start], others, *([key] for key in last)):
-            self._objects.delete(keys)
+        last = {self._finish, self._mark}
+        others = set(self._objects.list(f"{self.folder}/")) - {*last, self._start, self.lock}
+        for keys in ({self._start}, others, last):
+            self._objects.delete(sorted(keys))
 
     def _key(self, name: PartName) -> str:
         return f"{self.folder}/journal/{name[0]}/{name[1]:05}.jsonl"

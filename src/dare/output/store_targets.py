@@ -14,7 +14,7 @@ from pathlib import Path
 from dare.errors import OutputError
 from dare.output.journal import Found
 from dare.output.objects import Objects
-from dare.output.s3 import S3Objects
+from dare.output.s3 import open_bucket
 from dare.output.sealing import SEAL
 from dare.output.store_journal import StoreJournal
 from dare.output.targets import manifest_path, partial_folder
@@ -34,7 +34,7 @@ def open_objects(target: StorePath) -> Objects:
     if not target.key or target.key.endswith(".."):
         raise OutputError(f"{target}: is not a name for an output; give one within the bucket")
     if target.scheme == "s3":
-        return S3Objects(target.authority)
+        return open_bucket(target.authority)
     raise OutputError(
         f"{target}: outputs cannot be written to {target.scheme}:// addresses; choose s3:// or "
         " a place on this machine"
@@ -86,8 +86,8 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
     found = existing(layout, objects)
     if not found:
         return
-    begun = open_journal(layout, objects).read_start()
-    if begun.finished is not None and not set(found) - set(begun.names):
+    _, names = open_journal(layout, objects).read_finish()
+    if names and not set(found) - set(names):
         return  # of a publication that was interrupted
     target = layout.target
     if not overwrite:
@@ -102,7 +102,7 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
             f"{target}: not made by dare (there is no {manifest} of it), "
             "so it is not replaced; remove it yourself or choose another output"
         )
-    if foreign := sorted(set(found) - {*ours, *begun.names}):
+    if foreign := sorted(set(found) - {*ours, *names}):
         raise OutputError(
             f"{target}: holds {foreign[0]}, which dare did not write, so it is not replaced; move "
             "that away or choose another output"
@@ -150,7 +150,7 @@ def settle(layout: Layout) -> None:
 
 
 def _is_finished(layout: Layout, objects: Objects, journal: StoreJournal) -> bool:
-    finished = journal.read_start().finished
+    finished, _ = journal.read_finish()
     if finished is None:
         return False
     manifest = objects.get(key_of(layout, manifest_path(layout.target).name))

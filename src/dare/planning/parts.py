@@ -9,7 +9,7 @@ end; it is kept as small as may be.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.tensors.chunks import chunk_span, chunk_spans
@@ -42,6 +42,17 @@ class Part:
     """How many it has."""
 
 
+def part_bytes(size: int) -> int:
+    """How large the parts of a file are at least, but for the first and the last."""
+    return max(PART_BYTES, -(-size // (MAX_PARTS - 2)))
+
+
+def held_bytes(sizes: Collection[int], chunk_bytes: int) -> int:
+    """What parts take in memory at the most, with those that are just being put together."""
+    largest = part_bytes(max(sizes, default=0)) + chunk_bytes
+    return min(2 * sum(sizes), (HELD_PARTS + UPLOADS) * largest)
+
+
 def cut(header_bytes: int, tensors: Iterable[TensorInfo]) -> tuple[Part, ...]:
     """The parts of a file whose tensors are given in its order."""
     ends = [
@@ -50,7 +61,7 @@ def cut(header_bytes: int, tensors: Iterable[TensorInfo]) -> tuple[Part, ...]:
         for start, count in chunk_spans(info.elements)
     ]
     size = ends[-1] if ends else header_bytes
-    wanted = max(PART_BYTES, -(-size // (MAX_PARTS - 2)))
+    wanted = part_bytes(size)
     parts: list[Part] = []
     start = chunks = 0
     least = MIN_PART_BYTES
