@@ -161,10 +161,11 @@ class StoreJournal:
         lines = [first_line(fingerprint), {"finished": manifest, "names": list(names)}]
         self._objects.put(self._finish, with_checks(lines, fingerprint))
 
-    def clear(self) -> None:
-        """Remove all but the lock; what tells that there is something to remove goes last."""
-        last = {self._finish, self._mark}
-        others = set(self._objects.list(f"{self.folder}/")) - {*last, self._start, self.lock}
+    def clear(self, *, keep_lock: bool = False) -> None:
+        """Remove everything; what tells that there is something to remove goes last."""
+        last = {self._finish, self._mark, self.lock}
+        others = set(self._objects.list(f"{self.folder}/")) - {*last, self._start}
+        last -= {self.lock} if keep_lock else set()
         for keys in ({self._start}, others, last):
             self._objects.delete(sorted(keys))
 

@@ -245,7 +245,7 @@ class StoreOutput:
                 )
             if started.finished is not None:
                 self._take_back(started)
-            self._discard(started.uploads.values())
+            self._discard(started.uploads.values(), keep_lock=True)
             self._journal.claim()
 
     def _take_back(self, started: Started) -> None:
@@ -254,9 +254,9 @@ class StoreOutput:
             if self._objects.mark_of(upload.key) == upload.mark:
                 self._objects.delete([upload.key])
 
-    def _discard(self, uploads: Iterable[Upload]) -> None:
+    def _discard(self, uploads: Iterable[Upload], *, keep_lock: bool = False) -> None:
         self._each(self._objects.abort, list(uploads))
-        self._journal.clear()
+        self._journal.clear(keep_lock=keep_lock)
 
     def confirm(self, records: Iterable[Record]) -> None:
         """Take over what was doubtful: its inputs have been seen to be the same.

@@ -146,7 +146,6 @@ def settle(layout: Layout) -> None:
     journal = open_journal(layout, objects)
     if _is_finished(layout, objects, journal):
         journal.clear()
-        objects.delete([journal.lock])
 
 
 def _is_finished(layout: Layout, objects: Objects, journal: StoreJournal) -> bool:
