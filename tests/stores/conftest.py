@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fault_proxy import FaultProxy
 from servers import S3, SwiftServer
+from small_models import make_models
+
+from dare.planning import parts
 
 _NUMBERS = itertools.count()
 
@@ -72,6 +75,18 @@ def s3_server() -> Iterator[S3]:
         SwiftServer(Path(folder)) as server,
     ):
         yield server.s3
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the least size that S3 takes, so that small models have some."""
+    monkeypatch.setattr(parts, "PART_BYTES", parts.MIN_PART_BYTES)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two models on this machine."""
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

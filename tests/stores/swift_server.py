@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 
 ACCESS_KEY = "test:tester"
-SECRET_KEY = "testing"
+SECRET_KEY = "a-secret-that-nobody-may-print"
 REGION = "us-east-1"
 PARENT_DEATH_SIGNAL = 1
 

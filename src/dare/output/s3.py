@@ -242,6 +242,8 @@ class S3Objects:
                 f"{self.describe(key)}: there are no credentials for it; set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             ) from None
+        except RecursionError:  # boto3 asks where a bucket lies, and is sent away for that too
+            raise OutputError(self._told(key, "PermanentRedirect")) from None
         except NoRegionError:
             raise OutputError(f"{self.describe(key)}: set AWS_REGION to its region") from None
         except BotoCoreError as error:
