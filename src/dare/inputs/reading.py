@@ -37,6 +37,10 @@ def read_chunks(
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
         buffers = [np.empty(min(count, CHUNK) * size, np.uint8) for size in sizes]
+    for source in sources if count > CHUNK else ():
+        if source.ahead_bytes:  # a store that is asked in time
+            ahead = source.ahead_bytes // source.tensors[name].dtype.itemsize
+            source.prefetch(name, start, min(count, ahead))
     for offset, size in chunk_spans(count):
         found: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
