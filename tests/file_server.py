@@ -1,4 +1,4 @@
-"""A web server on this machine that gives ranges of files, and has faults where a test wants them."""
+"""A web server on this machine that gives ranges of files, with faults where a test wants them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class Hollow:
         place = (begin + len(found)) % len(self.NOISE)
         times = (end - begin) // len(self.NOISE) + 2
         return (found + (self.NOISE * times)[place:])[: end - begin]
+
+
+@functools.cache
+def etag_of(data: bytes | Hollow) -> str:
+    start = data if isinstance(data, bytes) else data.beginning
+    return hashlib.md5(start, usedforsecurity=False).hexdigest()
 
 
 @dataclass
@@ -124,8 +130,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_file(files.content[self.name], wanted)
 
     def send_file(self, data: bytes | Hollow, wanted: str) -> None:
-        start = data if isinstance(data, bytes) else data.beginning
-        headers = {"ETag": f'"{hashlib.md5(start, usedforsecurity=False).hexdigest()}"'}
+        headers = {"ETag": f'"{etag_of(data)}"'}
         if not wanted:
             self.answer(200, headers, data[:])
             return
@@ -138,9 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         span = {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
         self.answer(206, headers | span, data[begin:end])
 
-    def answer(
-        self, status: int, headers: dict[str, str] | None = None, body: bytes = b""
-    ) -> None:
+    def answer(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
         usual = {
             "Content-Length": str(len(body)),
             "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT",
