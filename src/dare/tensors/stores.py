@@ -442,16 +442,16 @@ def _probe(path: Address) -> Names:
     """Which of the usual files a web server has below an address."""
     asked = {name: _start_head(path / name) for name in USUAL_NAMES}
     found: dict[str, int | None] = {}
-    refusal = None
+    refusal = ""
     for name, future in asked.items():
         try:
             found[name] = future.result()
         except FileNotFoundError:
             continue
         except Forbidden as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
+            refusal = str(error).replace(str(path / name), str(path))
+    if refusal and not found:
+        raise Forbidden(refusal)
     return found
 
 
