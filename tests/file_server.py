@@ -157,6 +157,11 @@ class Handler(BaseHTTPRequestHandler):
             with self.files.lock:
                 self.files.sent_bytes[self.name] += len(body)
 
+    def refuse(self, status: int, body: bytes = b"") -> bool:
+        """Answer with a status in place of a file."""
+        self.answer(status, {}, body)
+        return True
+
     def hang_up(self) -> None:
         """Close the connection without another word."""
         self.close_connection = True

@@ -51,10 +51,16 @@ class _Run:
     """A part of a file that is read in order."""
 
     begin: int
+    place: int
+    """The last that was wanted."""
     end: int
     """Up to where everything was asked for."""
     step: int
     """How far ahead is asked for."""
+
+    def goes_on(self, begin: int, near: int) -> bool:
+        """Whether a place is in the run, as far as it has come, or follows it."""
+        return max(self.begin, self.place - near) <= begin <= self.end + near
 
 
 class Ahead:
@@ -133,14 +139,14 @@ class StoreFile:
 
     def _expect(self, begin: int, end: int, near: int, *, asks: bool = True) -> None:
         """These bytes are wanted: see what of them, and of what follows, to ask for."""
-        limit = self._ahead.limit_bytes
-        runs = (r for r in reversed(self._runs) if r.end - 2 * limit <= begin <= r.end + near)
-        run = next((run for run in runs if run.begin <= begin), None)
+        run = next((r for r in reversed(self._runs) if r.goes_on(begin, near)), None)
         if run is None:
-            run = _Run(begin, end, end - begin)
+            run = _Run(begin, begin, end, end - begin)
         else:
             self._runs.remove(run)
-            run.step = min(2 * max(run.step, end - begin), limit)
+            if begin > run.place:  # and not what was announced before
+                run.step = min(2 * max(run.step, end - begin), self._ahead.limit_bytes)
+                run.place = begin
             asks = True
         self._runs.append(run)
         del self._runs[:-MOST_RUNS]

@@ -175,27 +175,21 @@ def forget() -> None:
         _looks.clear()
 
 
-def _remembered(kind: str, path: Address, ask: Callable[[], Result]) -> Result:
-    """What was found a moment ago, or is found now."""
-    now, key = time.monotonic(), (kind, str(path))
-    with _lock:
-        since, found = _recent.get(key, (-RECENT_SECONDS, None))
-    if now - since < RECENT_SECONDS:
-        result: Result = found
-        return result
-    result = ask()
-    with _lock:
-        for old in [k for k, (since, _) in _recent.items() if now - since >= RECENT_SECONDS]:
-            del _recent[old]
-        _recent[key] = (now, result)
-    return result
-
-
-def _known(kind: str, path: Address) -> Any:
+def _recall(kind: str, path: Address) -> Any:
     """What was found a moment ago; None if nothing was looked for."""
     with _lock:
         since, found = _recent.get((kind, str(path)), (-RECENT_SECONDS, None))
     return found if time.monotonic() - since < RECENT_SECONDS else None
+
+
+def _remember(kind: str, path: Address, found: Result) -> Result:
+    """Keep what was found for a moment."""
+    now = time.monotonic()
+    with _lock:
+        for old in [k for k, (since, _) in _recent.items() if now - since >= RECENT_SECONDS]:
+            del _recent[old]
+        _recent[kind, str(path)] = (now, found)
+    return found
 
 
 def _insist(path: Address, request: Callable[[], Result]) -> Result:
@@ -386,15 +380,14 @@ def read_small(path: Address, most_bytes: int) -> bytes:
             raise HeaderError(f"{path}: larger than {most_bytes} bytes")
         return bytes(result.bytes())
 
-    def ask() -> bytes:
-        return _requests.start(lambda: _insist(path, get)).result()
-
-    if (found := _known("content", path)) is not None and len(found) <= most_bytes:
-        return bytes(found)
-    size = _known("size", path)
-    if size is not None and size > MOST_REMEMBERED:
-        return ask()
-    return _remembered("content", path, ask)
+    content: bytes | None = _recall("content", path)
+    if content is None:
+        content = _requests.start(lambda: _insist(path, get)).result()
+        if len(content) <= MOST_REMEMBERED:
+            _remember("content", path, content)
+    if len(content) > most_bytes:
+        raise HeaderError(f"{path}: larger than {most_bytes} bytes")
+    return content
 
 
 # ---------------------------------------------------------------- what there is
@@ -402,7 +395,8 @@ def read_small(path: Address, most_bytes: int) -> bytes:
 
 def list_folder(path: Address) -> Names:
     """What there is in a folder of a store; nothing if it is none."""
-    return _remembered("folder", path, lambda: _list(path))
+    found: Names | None = _recall("folder", path)
+    return _remember("folder", path, _list(path)) if found is None else found
 
 
 def _list(path: Address) -> Names:
@@ -479,11 +473,14 @@ def size_of(path: Address) -> int | None:
     place, access = access_to(path)
     if access.names is not None:
         return access.names.get(path.relative_to(place).as_posix())
-    beside = _known("folder", path.parent)
+    beside = _recall("folder", path.parent)
     if beside is not None and (path.scheme not in WEB or path.name in USUAL_NAMES):
         size: int | None = beside.get(path.name)
         return size
-    return _remembered("size", path, lambda: _ask_size(path))
+    found = _recall("size", path)
+    if found is None:
+        found = _remember("size", path, -1 if (asked := _ask_size(path)) is None else asked)
+    return None if found < 0 else int(found)
 
 
 def is_file(path: Address) -> bool:
