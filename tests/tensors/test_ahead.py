@@ -164,9 +164,9 @@ def test_streams_and_small_files(web, large):
     web.content["small.json"] = b"{}"
     small = to_path(f"{web.url}/small.json")
     assert read_limited(small, 2) == b"{}"
-    with pytest.raises(InputError, match="small.json: larger than 1 bytes"):
+    with pytest.raises(InputError, match=r"small\.json: larger than 1 bytes"):
         read_limited(small, 1)
-    with pytest.raises(InputError, match="none.json: no such file"):
+    with pytest.raises(InputError, match=r"none\.json: no such file"):
         read_limited(to_path(f"{web.url}/none.json"), 10)
 
 
