@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,29 +133,28 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append({"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint})
+        self._append([{"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint}])
         os.fsync(self._file)
 
     def note_stamps(self, stamps: str) -> None:
         """Say by what the inputs are known from here on."""
-        self._append({"stamps": stamps})
+        self._append([{"stamps": stamps}])
 
-    def add(self, record: Record) -> None:
-        """Say that a chunk is done."""
-        line = asdict(record)
-        if not record.piece:
-            del line["piece"], line["sums"]
-        self._append(line)
+    def add(self, records: Iterable[Record]) -> None:
+        """Say that chunks are done."""
+        self._append(map(_line_of, records))
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""
-        self._append({"finished": manifest})
+        self._append([{"finished": manifest}])
         os.fsync(self._file)
 
-    def _append(self, line: dict[str, Any]) -> None:
-        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
-        check = _check(body, self.fingerprint)
-        rest = memoryview(body + f',"check":"{check}"}}\n'.encode())
+    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+        text = bytearray()
+        for line in lines:
+            body = json.dumps(line, separators=(",", ":")).encode()[:-1]
+            text += body + f',"check":"{_check(body, self.fingerprint)}"}}\n'.encode()
+        rest = memoryview(text)
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
@@ -164,6 +163,13 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+
+def _line_of(record: Record) -> dict[str, Any]:
+    line = {name: getattr(record, name) for name in Record.__slots__}
+    if not record.piece:
+        del line["piece"], line["sums"]
+    return line
 
 
 def _lock(file_descriptor: int) -> bool:
