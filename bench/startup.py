@@ -4,7 +4,7 @@
 
 Programs take turns, and the figures are medians: wall time and processor time (user and system),
 beside the time of what nobody can do without (Python itself, importing NumPy, importing Numba).
-Models are four tensors in bfloat16, in a temporary directory. One run before the first fills caches.
+Models are four tensors in bfloat16, in a temporary directory. A run before the first fills caches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def make_models(folder: Path) -> list[Path]:
     base = {name: generator.normal(0, 0.02, shape) for name, shape in shapes.items()}
     files = []
     for number in range(1 + MODELS):
-        moved = {name: w + (number > 0) * generator.normal(0, 1e-3, w.shape) for name, w in base.items()}
+        moved = {
+            name: w + (number > 0) * generator.normal(0, 1e-3, w.shape) for name, w in base.items()
+        }
         files.append(folder / f"{number}.safetensors")
         save_file({name: w.astype(ml_dtypes.bfloat16) for name, w in moved.items()}, files[-1])
     return files
@@ -88,13 +90,16 @@ def run_once(commands: Mapping[str, Sequence[str]]) -> dict[str, list[tuple[floa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--again", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the medians here, too")
     given = parser.parse_args(arguments)
     if given.again:
-        return merge_again(given.again)
+        merge_again(given.again)
+        return
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         files = make_models(folder)
