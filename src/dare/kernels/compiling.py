@@ -63,8 +63,10 @@ def _foreign_functions(module: Any) -> set[str]:
 
 
 def _numba_type(text: str) -> Any:
-    """>>> _numba_type("float32 2 C"), _numba_type("int64")
-    (array(float32, 2d, C), int64)
+    """Make Numba's type of a description.
+
+    >>> _numba_type("float32 2 C"), _numba_type("int64")
+    (Array(float32, 2, 'C', False, aligned=True), int64)
     """
     dtype, *words = text.split()
     element = from_dtype(np.dtype(dtype))
@@ -77,12 +79,14 @@ def _numba_type(text: str) -> Any:
 
 def _parts(returned: Any) -> list[Any]:
     if isinstance(returned, types.BaseTuple):
-        return list(returned)
+        return [*returned]  # type: ignore[misc]
     return [] if returned == types.none else [returned]
 
 
 def _c_name(kind: Any) -> str:
-    """>>> _c_name(types.int32), _c_name(types.float32), _c_name(types.boolean)
+    """Find what ctypes calls a type.
+
+    >>> _c_name(types.int32), _c_name(types.float32), _c_name(types.boolean)
     ('c_int32', 'c_float', 'c_bool')
     """
     if isinstance(kind, types.Boolean):

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -63,16 +62,11 @@ def keep(name: str, types: Sequence[str], code: Code) -> None:
     machine_code = described.pop("machine_code")
     rest = json.dumps({**described, "source": _source()}).encode() + b"\n" + machine_code
     file = _file(name, types)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
-        try:
-            with os.fdopen(handle, "wb") as opened:
-                opened.write(_digest(rest) + rest)
-            Path(partial).replace(file)
-        except BaseException:
-            Path(partial).unlink()
-            raise
+        partial.write_bytes(_digest(rest) + rest)
+        partial.replace(file)
 
 
 def load(name: str, code: Code) -> Callable[..., Any]:
