@@ -1,4 +1,4 @@
-"""A web server on this machine that gives ranges of files, and has faults where a test wants them."""
+"""A web server on this machine that gives ranges of files, with faults where a test wants them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,36 @@ Fault = Callable[["Handler"], bool]
 """Called with a request before it is answered; true if it has been dealt with."""
 
 
+class Hollow:
+    """A file that has a beginning, and noise to its end, without taking room."""
+
+    NOISE = hashlib.shake_256(b"noise").digest(65521)
+
+    def __init__(self, beginning: bytes, size: int) -> None:
+        self.beginning, self.size = beginning, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, span: slice) -> bytes:
+        begin, end, _ = span.indices(self.size)
+        found = self.beginning[begin:end]
+        place = (begin + len(found)) % len(self.NOISE)
+        times = (end - begin) // len(self.NOISE) + 2
+        return (found + (self.NOISE * times)[place:])[: end - begin]
+
+
+@functools.cache
+def etag_of(data: bytes | Hollow) -> str:
+    start = data if isinstance(data, bytes) else data.beginning
+    return hashlib.md5(start, usedforsecurity=False).hexdigest()
+
+
 @dataclass
 class Files:
     """What is served, what is wrong with it, and a log of what was asked for."""
 
-    content: dict[str, bytes] = field(default_factory=dict)
+    content: dict[str, bytes | Hollow] = field(default_factory=dict)
     """By path, without the first slash."""
     faults: dict[str, Fault] = field(default_factory=dict)
     """By the end of a path."""
@@ -104,10 +129,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_file(files.content[self.name], wanted)
 
-    def send_file(self, data: bytes, wanted: str) -> None:
-        headers = {"ETag": f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'}
+    def send_file(self, data: bytes | Hollow, wanted: str) -> None:
+        headers = {"ETag": f'"{etag_of(data)}"'}
         if not wanted:
-            self.answer(200, headers, data)
+            self.answer(200, headers, data[:])
             return
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         begin = int(first) if first else len(data) - int(last)
@@ -118,9 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         span = {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
         self.answer(206, headers | span, data[begin:end])
 
-    def answer(
-        self, status: int, headers: dict[str, str] | None = None, body: bytes = b""
-    ) -> None:
+    def answer(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
         usual = {
             "Content-Length": str(len(body)),
             "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT",
@@ -133,6 +156,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             with self.files.lock:
                 self.files.sent_bytes[self.name] += len(body)
+
+    def refuse(self, status: int, body: bytes = b"") -> bool:
+        """Answer with a status in place of a file."""
+        self.answer(status, {}, body)
+        return True
 
     def hang_up(self) -> None:
         """Close the connection without another word."""

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dare.analysis.measure.glance import glance
-from dare.deltas.reports import Restoration
-from dare.deltas.restoring import open_delta, restore
 from dare.errors import (
     Concern,
     DareWarning,
@@ -51,6 +49,9 @@ from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.places import to_path
 
+if TYPE_CHECKING:
+    from dare.deltas.reports import Restoration
+
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
 
@@ -78,14 +79,16 @@ AnyRecipe = Recipe | str | PathLike[str]
 """A recipe, or where to load one from."""
 
 
-def plan(recipe: AnyRecipe, *, backend: str = "cpu") -> Plan:
+def plan(recipe: AnyRecipe, *, backend: str = "cpu", fetches: bool = False) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights.
 
-    `backend` says what will compute: `cpu`, or `reference`, which defines the results and is slow.
+    Models on the hub stay there, and a merge of the plan reads them from there, unless `fetches` is
+    true: then they are fetched into the hub's cache first, as `merge` does it. `backend` says what
+    will compute: `cpu`, or `reference`, which defines the results and is slow.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    recipe, inputs = open_inputs(recipe, rescales=False)
+    recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -102,7 +105,7 @@ def merge(
     own holds for a plan.
     """
     started = time.perf_counter()
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     recipe = planned.recipe
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
@@ -224,6 +227,8 @@ def apply_delta(
     by `dare+sum` (or `trim+sum`) would, with its drop rate and seed; settings are those of a
     `Recipe`.
     """
+    from dare.deltas.restoring import open_delta, restore
+
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
         flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}

@@ -30,7 +30,7 @@ from dare.inputs.sources import InputFiles, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import as_stream, read_beginning
 from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
-from dare.tensors.places import to_path
+from dare.tensors.places import StorePath, to_path
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -299,8 +299,8 @@ class GgufSource(InputFiles):
 
 def looks_like(path: Path) -> bool:
     """Say whether a path is a GGUF file, by its name or its first bytes."""
-    if path.suffix == ".gguf":
-        return True
+    if path.suffix == ".gguf" or isinstance(path, StorePath):  # whose name must do
+        return path.suffix == ".gguf"
     try:
         return read_beginning(path, len(MAGIC)) == MAGIC
     except (InputError, OSError):  # which is said better where it is opened

@@ -14,24 +14,21 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
 
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.hub_names import looks_like_name
+from dare.recipe.hub_names import looks_like_name, parse_address
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
-from dare.tensors.places import to_path, without_credentials
+from dare.tensors.places import StorePath, to_path, without_credentials
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""
 
-_WEIGHT = Parameter(
-    "weight", None, TypeAdapter(float, config=ConfigDict(strict=True, allow_inf_nan=False))
-)
+_WEIGHT = Parameter("weight", None, Annotated[float, Field(allow_inf_nan=False)])
 
 
 def as_path(value: object) -> Path:
@@ -121,6 +118,9 @@ class ModelEntry(Strict):
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
+        elif isinstance(path, StorePath) and path.scheme == "hf":
+            name = parse_address(str(path))
+            path = Path(name.repo, name.inside)
         if path.suffix != ".safetensors":
             return path.name
         folder = path.parent

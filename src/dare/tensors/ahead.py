@@ -51,10 +51,16 @@ class _Run:
     """A part of a file that is read in order."""
 
     begin: int
+    place: int
+    """The last that was wanted."""
     end: int
     """Up to where everything was asked for."""
     step: int
     """How far ahead is asked for."""
+
+    def goes_on(self, begin: int, near: int) -> bool:
+        """Whether a place is in the run, as far as it has come, or follows it."""
+        return max(self.begin, self.place - near) <= begin <= self.end + near
 
 
 class Ahead:
@@ -133,30 +139,38 @@ class StoreFile:
 
     def _expect(self, begin: int, end: int, near: int, *, asks: bool = True) -> None:
         """These bytes are wanted: see what of them, and of what follows, to ask for."""
-        runs = (run for run in self._runs if run.begin <= begin <= run.end + near)
-        run = next(runs, None)
+        run = next((r for r in reversed(self._runs) if r.goes_on(begin, near)), None)
         if run is None:
-            run = _Run(begin, begin if asks else end, end - begin)
-            target = end
+            run = _Run(begin, begin, end, end - begin)
         else:
             self._runs.remove(run)
-            run.step = min(2 * max(run.step, end - begin), self._ahead.limit_bytes)
-            target = min(max(end, begin + run.step), self.size)
-            if not asks:
-                run.end = max(run.end, begin)  # what lies before was read already, or is now
+            if begin > run.place:  # and not what was announced before
+                run.step = min(2 * max(run.step, end - begin), self._ahead.limit_bytes)
+                run.place = begin
+            asks = True
         self._runs.append(run)
         del self._runs[:-MOST_RUNS]
-        while run.end < target:
-            if (there := self._at(run.end)) is not None:
-                run.end = there.end
+        if asks:
+            self._ask_between(begin, end, 1)
+        target = min(begin + run.step, self.size)
+        run.end = self._ask_between(max(run.end, end), target, min(PIECE, run.step) // 2)
+
+    def _ask_between(self, place: int, end: int, least: int) -> int:
+        """Ask for what was not asked for yet, if there is room; return how far it goes now.
+
+        Less than `least` is not worth a request, and is asked for with what follows it.
+        """
+        while place < end:
+            if (there := self._at(place)) is not None:
+                place = there.end
                 continue
-            stop = min(target, run.end + PIECE, self._next_after(run.end))
-            is_small = stop - run.end < min(PIECE, run.step) // 2
-            if (is_small and run.end >= end) or not self._ahead.take(stop - run.end):
-                break  # it is asked for with what follows, or when there is room
-            asked = stores.ask_range(self.path, run.end, stop)
-            self._pieces.append(_Piece(run.end, stop, asked, stop - run.end))
-            run.end = stop
+            stop = min(end, place + PIECE, self._next_after(place))
+            if stop - place < least or not self._ahead.take(stop - place):
+                break
+            asked = stores.ask_range(self.path, place, stop)
+            self._pieces.append(_Piece(place, stop, asked, stop - place))
+            place = stop
+        return place
 
     def _at(self, position: int) -> _Piece | None:
         return next((p for p in self._pieces if p.begin <= position < p.end), None)

@@ -1,24 +1,27 @@
 """Stores: what lies at an address is listed, looked at and read in ranges.
 
 obstore does the asking, with its own retries: an answer of 429 or 5xx, a connection that breaks or
-says nothing is tried again after a while. All requests run in one thread of their own, many at a
-time. What goes wrong for good becomes an InputError that says what to do, and never repeats what a
-server or a client says in full: signatures and keys stand there.
+says nothing is tried again after a while. Requests run in threads of their own, many at a time.
+What goes wrong for good becomes an InputError that says what to do, and never repeats what a server
+or a client says in full: signatures and keys stand there.
 
 Credentials are found as each store's own tools find them, in the environment or a profile.
 """
 
 from __future__ import annotations
 
+import atexit
 import base64
 import os
 import re
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -26,7 +29,6 @@ from dare.errors import HeaderError, InputError
 from dare.tensors.addresses import WEB, Address, access_to
 
 if TYPE_CHECKING:
-    import asyncio
     from concurrent.futures import Future
 
 INSTALL = "pip install 'dare-merge[stores]'"
@@ -41,6 +43,8 @@ RETRY_SECONDS = 120.0
 """After which nothing is tried again."""
 MOST_REQUESTS = 64
 """At a time, of this process."""
+END_SECONDS = 2.0
+"""How long the end of the process waits for requests that are under way."""
 FIRST_BYTES = 1 << 17
 """Of a file, asked for with the first request: it holds most headers."""
 RECENT_SECONDS = 10.0
@@ -105,30 +109,55 @@ class Answer:
 
 
 class _Requests:
-    """The thread that all requests run in."""
+    """Threads that ask, each one thing at a time.
+
+    They are daemons, so that a server that hangs keeps no process from ending. obstore has calls
+    for asyncio too, but those crash the interpreter if it ends at the wrong moment.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._room: asyncio.Semaphore | None = None
-        self._process = 0
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads = self._idle = self._process = 0
 
-    def start(self, request: Callable[[], Awaitable[Result]]) -> Future[Result]:
-        """Have something asked for; what it awaits runs in the thread."""
-        import asyncio
+    def start(self, request: Callable[[], Result]) -> Future[Result]:
+        """Have something done in a thread."""
+        from concurrent.futures import Future
 
-        with self._lock:
-            if self._loop is None or self._process != os.getpid():
-                self._loop, self._process = asyncio.new_event_loop(), os.getpid()
-                self._room = asyncio.Semaphore(MOST_REQUESTS)
-                run = self._loop.run_forever
-                threading.Thread(target=run, name="dare-stores", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._with_room(request), self._loop)
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._process != os.getpid():  # a new process, or a copy of one without its threads
+                self._threads, self._idle, self._process = 0, 0, os.getpid()
+                self._waiting.clear()
+                atexit.register(self._end)
+            self._waiting.append((future, request))
+            if self._idle < len(self._waiting) and self._threads < MOST_REQUESTS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="dare-stores", daemon=True).start()
+            self._changed.notify()
+        return future
 
-    async def _with_room(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        assert self._room is not None
-        async with self._room:
-            return await request()
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.notify_all()
+                while not self._waiting:
+                    self._changed.wait()
+                self._idle -= 1
+                future, request = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(request())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, request
+
+    def _end(self) -> None:
+        """Let what is under way come to an end: it must not come back while Python goes away."""
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: self._idle == self._threads, END_SECONDS)
 
 
 _requests = _Requests()
@@ -146,36 +175,28 @@ def forget() -> None:
         _looks.clear()
 
 
-def _remembered(kind: str, path: Address, ask: Callable[[], Result]) -> Result:
-    """What was found a moment ago, or is found now."""
-    now, key = time.monotonic(), (kind, str(path))
-    with _lock:
-        since, found = _recent.get(key, (-RECENT_SECONDS, None))
-    if now - since < RECENT_SECONDS:
-        result: Result = found
-        return result
-    result = ask()
-    with _lock:
-        for old in [k for k, (since, _) in _recent.items() if now - since >= RECENT_SECONDS]:
-            del _recent[old]
-        _recent[key] = (now, result)
-    return result
-
-
-def _known(kind: str, path: Address) -> Any:
+def _recall(kind: str, path: Address) -> Any:
     """What was found a moment ago; None if nothing was looked for."""
     with _lock:
         since, found = _recent.get((kind, str(path)), (-RECENT_SECONDS, None))
     return found if time.monotonic() - since < RECENT_SECONDS else None
 
 
-async def _insist(path: Address, request: Callable[[], Awaitable[Result]]) -> Result:
-    """Ask; what obstore does not try again (a body that is not what was asked for) is, here."""
-    import asyncio
+def _remember(kind: str, path: Address, found: Result) -> Result:
+    """Keep what was found for a moment."""
+    now = time.monotonic()
+    with _lock:
+        for old in [k for k, (since, _) in _recent.items() if now - since >= RECENT_SECONDS]:
+            del _recent[old]
+        _recent[kind, str(path)] = (now, found)
+    return found
 
+
+def _insist(path: Address, request: Callable[[], Result]) -> Result:
+    """Ask; what obstore does not try again (a body that is not what was asked for) is, here."""
     for attempt in range(RETRIES + 1):
         try:
-            return await request()
+            return request()
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -183,7 +204,7 @@ async def _insist(path: Address, request: Callable[[], Awaitable[Result]]) -> Re
             is_final = _STATUS.search(text) or _RETRIED.search(text) or not _is_passing(error)
             if is_final or attempt == RETRIES:
                 raise _explained(path, error) from None
-        await asyncio.sleep(min(8.0, 0.1 * 2**attempt))
+        time.sleep(min(8.0, 0.1 * 2**attempt))
     raise AssertionError
 
 
@@ -201,6 +222,8 @@ def _is_passing(error: Exception) -> bool:
 def _locate(path: Address) -> tuple[Any, str]:
     """The client for a place, and what the place is called there."""
     place, access = access_to(path)
+    if path.scheme == "hf" and not access.url:
+        raise InputError(f"{path}: a model on the hub can only be read as a base or a model")
     if access.url:
         key, root = path.relative_to(place).as_posix(), access.url
     elif path.scheme in WEB:
@@ -208,7 +231,7 @@ def _locate(path: Address) -> tuple[Any, str]:
     else:
         key, root = path.key, f"{path.scheme}://{path.authority}"
     headers = dict(access.headers)
-    if access.password:
+    if access.password and "authorization" not in headers:
         coded = base64.b64encode(unquote(access.password).encode()).decode()
         headers["Authorization"] = f"Basic {coded}"
     url = f"{root}?{access.query}" if access.query else root
@@ -217,6 +240,11 @@ def _locate(path: Address) -> tuple[Any, str]:
         if known not in _stores:
             _stores[known] = _connect(path, url, headers)
         return _stores[known], "" if key == "." else key
+
+
+def can_read() -> bool:
+    """Whether obstore is installed."""
+    return find_spec("obstore") is not None
 
 
 def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
@@ -302,11 +330,11 @@ def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
     """Ask for some bytes of an object, which begin inside it; fewer come if it ends before."""
     store, key = _locate(path)
 
-    async def get() -> Answer:
+    def get() -> Answer:
         import obstore
 
-        result = await obstore.get_async(store, key, options={"range": (begin, end)})
-        data = memoryview(await result.bytes_async())
+        result = obstore.get(store, key, options={"range": (begin, end)})
+        data = memoryview(result.bytes())
         answer = _answer(result.meta, data)
         if len(data) != min(end, answer.size) - begin:
             raise ValueError(f"{len(data)} bytes came in place of {end - begin}")
@@ -344,23 +372,22 @@ def read_small(path: Address, most_bytes: int) -> bytes:
     """The content of a small file; FileNotFoundError if there is none."""
     store, key = _locate(path)
 
-    async def get() -> bytes:
+    def get() -> bytes:
         import obstore
 
-        result = await obstore.get_async(store, key)
+        result = obstore.get(store, key)
         if result.meta["size"] > most_bytes:
             raise HeaderError(f"{path}: larger than {most_bytes} bytes")
-        return bytes(await result.bytes_async())
+        return bytes(result.bytes())
 
-    def ask() -> bytes:
-        return _requests.start(lambda: _insist(path, get)).result()
-
-    if (found := _known("content", path)) is not None and len(found) <= most_bytes:
-        return bytes(found)
-    size = _known("size", path)
-    if size is not None and size > MOST_REMEMBERED:
-        return ask()
-    return _remembered("content", path, ask)
+    content: bytes | None = _recall("content", path)
+    if content is None:
+        content = _requests.start(lambda: _insist(path, get)).result()
+        if len(content) <= MOST_REMEMBERED:
+            _remember("content", path, content)
+    if len(content) > most_bytes:
+        raise HeaderError(f"{path}: larger than {most_bytes} bytes")
+    return content
 
 
 # ---------------------------------------------------------------- what there is
@@ -368,7 +395,8 @@ def read_small(path: Address, most_bytes: int) -> bytes:
 
 def list_folder(path: Address) -> Names:
     """What there is in a folder of a store; nothing if it is none."""
-    return _remembered("folder", path, lambda: _list(path))
+    found: Names | None = _recall("folder", path)
+    return _remember("folder", path, _list(path)) if found is None else found
 
 
 def _list(path: Address) -> Names:
@@ -379,10 +407,10 @@ def _list(path: Address) -> Names:
         return {} if path.suffix.lower() in FILE_SUFFIXES else _probe(path)
     store, key = _locate(path)
 
-    async def ask() -> Any:
+    def ask() -> Any:
         import obstore
 
-        return await obstore.list_with_delimiter_async(store, prefix=key or None)
+        return obstore.list_with_delimiter(store, prefix=key or None)
 
     found = _requests.start(lambda: _insist(path, ask)).result()
     names: dict[str, int | None] = {}
@@ -408,26 +436,26 @@ def _probe(path: Address) -> Names:
     """Which of the usual files a web server has below an address."""
     asked = {name: _start_head(path / name) for name in USUAL_NAMES}
     found: dict[str, int | None] = {}
-    refusal = None
+    refusal = ""
     for name, future in asked.items():
         try:
             found[name] = future.result()
         except FileNotFoundError:
             continue
         except Forbidden as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
+            refusal = str(error).replace(str(path / name), str(path))
+    if refusal and not found:
+        raise Forbidden(refusal)
     return found
 
 
 def _start_head(path: Address) -> Future[int]:
     store, key = _locate(path)
 
-    async def head() -> int:
+    def head() -> int:
         import obstore
 
-        meta = await obstore.head_async(store, key)
+        meta = obstore.head(store, key)
         return int(meta["size"])
 
     return _requests.start(lambda: _insist(path, head))
@@ -445,11 +473,14 @@ def size_of(path: Address) -> int | None:
     place, access = access_to(path)
     if access.names is not None:
         return access.names.get(path.relative_to(place).as_posix())
-    beside = _known("folder", path.parent)
+    beside = _recall("folder", path.parent)
     if beside is not None and (path.scheme not in WEB or path.name in USUAL_NAMES):
         size: int | None = beside.get(path.name)
         return size
-    return _remembered("size", path, lambda: _ask_size(path))
+    found = _recall("size", path)
+    if found is None:
+        found = _remember("size", path, -1 if (asked := _ask_size(path)) is None else asked)
+    return None if found < 0 else int(found)
 
 
 def is_file(path: Address) -> bool:
