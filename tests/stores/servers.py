@@ -103,7 +103,9 @@ class SwiftServer:
         timer.cancel()
         if not line:
             raise OSError(f"Swift did not start:\n{(self._folder / 'log').read_text()}")
-        self.s3 = S3(f"http://127.0.0.1:{json.loads(line)['port']}")
+        started = json.loads(line)
+        self.s3 = S3(f"http://127.0.0.1:{started['port']}")
+        self.processes: list[int] = started["processes"]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -159,9 +159,9 @@ class StagedObjects:
             raise OutputError(ABSENT.format(self.describe(key))) from None
         except Exception as error:
             text = stores.explain(StorePath(self.describe(key)), error)
-            raise OutputError(
-                ABSENT.format(self.describe(key)) if "(404" in text else text
-            ) from None
+            if "(404" in text:
+                text = ABSENT.format(self.describe(key))
+            raise OutputError(text) from None
 
 
 def _etag(found: Mapping[str, Any]) -> str:
