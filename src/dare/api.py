@@ -23,6 +23,7 @@ from dare.errors import (
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
+from dare.output.destinations import check_target, finished_before, open_output, settle
 from dare.output.fingerprint import fingerprint
 from dare.output.journal import Record
 from dare.output.manifest import (
@@ -33,12 +34,10 @@ from dare.output.manifest import (
     metadata_of,
     repeating_document,
 )
-from dare.output.publishing import finished_before, settle
 from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.targets import check_target
-from dare.output.writer import ArraySink, PartialOutput
+from dare.output.writer import ArraySink
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -120,7 +119,7 @@ def merge(
     counting = threading.Lock()
     metadata = metadata_of(embedded_manifest(planned))
     with (
-        PartialOutput(
+        open_output(
             layout, metadata, fingerprint(planned), planned.stamps, resume=resume
         ) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,

@@ -34,6 +34,8 @@ def told(path: Path, output: Path) -> str:
     if is_hub_name(path) or isinstance(path, StorePath):
         return path.as_posix()
     real = Path(os.path.realpath(path.parent), path.name)
+    if isinstance(output, StorePath):  # from where no way leads here
+        return real.name
     start = Path(os.path.realpath(output.parent), output.name)
     common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
     if len(Path(common).parts) <= ENOUGH_IN_COMMON:  # the root is a part too

@@ -61,6 +61,10 @@ def is_only_name(path: Path) -> bool:
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to touch an input, ever, and to replace an output unless told to."""
     target = layout.target
+    if layout.is_sent:
+        raise OutputError(
+            f"{target}: only a merge can be written to a store; choose a place on this machine"
+        )
     _check_name(target)
     _check_inputs(layout, inputs)
     if not os.path.lexists(target):
