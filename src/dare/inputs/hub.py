@@ -148,7 +148,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
 
     if constants.HF_HUB_OFFLINE:
         return _fetch(name, verbose=verbose)
-    facts = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+    facts = HfApi().model_info(name.repo, revision=name.revision or "main", files_metadata=True)
     names = {file.rfilename: file.size or 0 for file in facts.siblings or ()}
     commit = str(facts.sha)
     snapshot = _cache_folder(name) / "snapshots" / commit

@@ -544,12 +544,16 @@ def _explained(path: Address, error: Exception) -> InputError:
             f"{path}: the bucket {path.authority} lies in another region{where}; set AWS_REGION to "
             "it"
         )
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+    if number in ("401", "403"):
         return Forbidden(f"{path}: the store does not give it to you ({answer}); {remedy}")
     if isinstance(error, exceptions.NotSupportedError):
         return InputError(
             f"{path}: the server does not give parts of a file (it ignores Range), and reading "
             "needs that; download the file and give its path"
+        )
+    if number == "404":
+        return InputError(
+            f"{path}: the store has no {path.authority} ({answer}); check the address"
         )
     if number == "400" and path.scheme != "hf":
         return InputError(f"{path}: the store does not understand the request ({answer}); {remedy}")
