@@ -72,7 +72,7 @@ LASTING = {
     ),
     "slow down": (
         Fault("status", "PUT", PARTS, after=2),
-        r"refuses, after up to 4 tries.*SlowDown",
+        r"refuses, after up to 3 tries.*SlowDown",
     ),
     "resets": (Fault("reset", "PUT", PARTS, after=2), "does not answer"),
     "hangs": (Fault("hang", "PUT", PARTS, after=2), "does not answer"),
