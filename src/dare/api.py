@@ -232,7 +232,7 @@ def apply_delta(
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
         flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}
-        return restore(base, file, Path(output), **flags, **settings)
+        return restore(base, file, to_path(output), **flags, **settings)
     notes = file.notes
     entry = ModelEntry(file=delta, seed=notes.seed)
     stages: dict[str, Any] = {}
