@@ -14,6 +14,9 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+CHUNKS_AHEAD = 4
+"""How many chunks of a tensor are asked for before the first of them is read."""
+
 PLACES, PLACE = 64, 4096
 """How many places of two tensors are compared first, and how many elements at each."""
 
@@ -37,7 +40,13 @@ def read_chunks(
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
         buffers = [np.empty(min(count, CHUNK) * size, np.uint8) for size in sizes]
-    for offset, size in chunk_spans(count):
+    spans = list(chunk_spans(count))
+    asked = 1 if len(spans) == 1 else 0  # whoever reads one chunk has asked for it before
+    for place, (offset, size) in enumerate(spans):
+        while asked < min(place + CHUNKS_AHEAD, len(spans)):
+            for source in sources:
+                source.prefetch(name, start + spans[asked][0], spans[asked][1])
+            asked += 1
         found: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
             beside = found[0] if found and base_first else None
