@@ -29,29 +29,31 @@ def read_chunks(
     *,
     buffers: Sequence[Bytes] | None = None,
     base_first: bool = False,
+    at_once: int = CHUNK,
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Stored elements of a tensor, of several sources at once, chunk after chunk.
 
-    Yields the index of a chunk's first element, and what each source has there. The next chunk
-    fills the same buffers: bytes enough for a chunk of each source, made here unless given. If the
-    first source is the base, the others need not read it for themselves.
+    Yields the index of a chunk's first element, and what each source has there. The next chunks
+    fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
+    the first source is the base, the others need not read it for themselves.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
-        buffers = [np.empty(min(count, CHUNK) * size, np.uint8) for size in sizes]
-    spans = list(chunk_spans(count))
-    asked = 1 if len(spans) == 1 else 0  # whoever reads one chunk has asked for it before
-    for place, (offset, size) in enumerate(spans):
-        while asked < min(place + CHUNKS_AHEAD, len(spans)):
-            for source in sources:
-                source.prefetch(name, start + spans[asked][0], spans[asked][1])
-            asked += 1
+        buffers = [np.empty(min(count, at_once) * size, np.uint8) for size in sizes]
+    asked = count if count <= at_once else 0  # whoever reads no more has asked for it before
+    for offset in range(0, count, at_once):
+        read = min(at_once, count - offset)
+        wanted = min(offset + max(at_once, CHUNKS_AHEAD * CHUNK), count)
+        for source in sources if asked < wanted else ():
+            source.prefetch(name, start + asked, wanted - asked)
+        asked = max(asked, wanted)
         found: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
             beside = found[0] if found and base_first else None
-            found.append(read_stored(source, name, start + offset, size, buffer, beside))
-        yield start + offset, found
+            found.append(read_stored(source, name, start + offset, read, buffer, beside))
+        for first, size in chunk_spans(read):
+            yield start + offset + first, [raw[first : first + size] for raw in found]
 
 
 def read_float_chunks(
