@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 CHUNKS_AHEAD = 4
-"""How many chunks of a tensor are asked for before the first of them is read."""
+"""How many chunks of a tensor are asked for beyond those that are read next."""
 
 PLACES, PLACE = 64, 4096
 """How many places of two tensors are compared first, and how many elements at each."""
@@ -44,7 +44,7 @@ def read_chunks(
     asked = count if count <= at_once else 0  # whoever reads no more has asked for it before
     for offset in range(0, count, at_once):
         read = min(at_once, count - offset)
-        wanted = min(offset + max(at_once, CHUNKS_AHEAD * CHUNK), count)
+        wanted = min(offset + at_once + CHUNKS_AHEAD * CHUNK, count)
         for source in sources if asked < wanted else ():
             source.prefetch(name, start + asked, wanted - asked)
         asked = max(asked, wanted)
