@@ -14,6 +14,9 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+CHUNKS_AHEAD = 4
+"""How many chunks of a tensor are asked for beyond those that are read next."""
+
 PLACES, PLACE = 64, 4096
 """How many places of two tensors are compared first, and how many elements at each."""
 
@@ -40,8 +43,13 @@ def read_chunks(
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
         buffers = [np.empty(min(count, at_once) * size, np.uint8) for size in sizes]
+    asked = count if count <= at_once else 0  # whoever reads no more has asked for it before
     for offset in range(0, count, at_once):
         read = min(at_once, count - offset)
+        wanted = min(offset + at_once + CHUNKS_AHEAD * CHUNK, count)
+        for source in sources if asked < wanted else ():
+            source.prefetch(name, start + asked, wanted - asked)
+        asked = max(asked, wanted)
         found: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
             beside = found[0] if found and base_first else None
