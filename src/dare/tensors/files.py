@@ -22,6 +22,8 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -33,6 +35,9 @@ from dare.tensors.places import StorePath
 
 if TYPE_CHECKING:
     from dare.tensors.ahead import Ahead
+
+READ_AHEAD = 128 << 10
+"""Bytes that a system reads ahead, if it does not say."""
 
 ALIGNMENT = 4096
 """Direct writes start and end at multiples of this, in the file and in memory."""
@@ -73,6 +78,7 @@ class LocalFile:
 
     def __init__(self, file_descriptor: int) -> None:
         self.file_descriptor = file_descriptor
+        self._device = os.fstat(file_descriptor).st_dev
 
     @property
     def size(self) -> int:
@@ -95,11 +101,26 @@ class LocalFile:
     def prefetch(self, position: int, nbytes: int) -> None:
         """Have the system read these bytes."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file_descriptor, position, nbytes, os.POSIX_FADV_WILLNEED)
+            window, end = _read_ahead(self._device), position + nbytes
+            for start in range(position, end, window):
+                size = min(window, end - start)
+                os.posix_fadvise(self.file_descriptor, start, size, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close."""
         os.close(self.file_descriptor)
+
+
+@cache
+def _read_ahead(device: int) -> int:
+    """Bytes that a file system reads ahead: of what it is told will be needed, Linux reads no more.
+
+    So it has to be told piece by piece.
+    """
+    with suppress(OSError, ValueError):
+        bdi = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
+        return max(READ_AHEAD, 1024 * int((bdi / "read_ahead_kb").read_text()))
+    return READ_AHEAD
 
 
 def open_input(file: Path, stamp: Stamp | None = None, ahead: Ahead | None = None) -> InputFile:
