@@ -67,6 +67,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
+    path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
         from dare.inputs.mergekit import convert_yaml
 
