@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fault_proxy import Fault
+from fault_proxy import Fault, FaultProxy
 from small_models import digests, recipe
 from swift_server import SECRET_KEY
 
