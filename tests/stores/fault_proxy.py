@@ -125,6 +125,7 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
         self._started: Future[int] = Future()
         self._free_at = 0.0
+        self._tasks: set[Any] = set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -170,6 +171,8 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream: asyncio.StreamWriter | None = None
+        task = asyncio.current_task()
+        self._tasks.add(task)  # nobody else holds it while it waits for a client that is dead
         try:
             answers, upstream = await asyncio.open_connection("127.0.0.1", self.upstream)
             while (request := await _Message.read(reader)) is not None:
@@ -178,6 +181,7 @@ class FaultProxy:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
+            self._tasks.discard(task)
             for stream in (writer, upstream):
                 if stream is not None:
                     stream.close()
