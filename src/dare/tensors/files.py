@@ -36,9 +36,6 @@ from dare.tensors.places import StorePath
 if TYPE_CHECKING:
     from dare.tensors.ahead import Ahead
 
-READ_AHEAD = 128 << 10
-"""Bytes that a system reads ahead, if it does not say."""
-
 ALIGNMENT = 4096
 """Direct writes start and end at multiples of this, in the file and in memory."""
 
@@ -73,12 +70,22 @@ class InputFile(Protocol):
         """Close."""
 
 
+READ_AHEAD = 128 << 10
+"""Bytes that a system reads ahead, if it does not say."""
+MOST_TRUST = 15
+"""How often a file that was in memory before is taken to be there without a look."""
+
+
 class LocalFile:
     """An open file of this machine."""
 
     def __init__(self, file_descriptor: int) -> None:
         self.file_descriptor = file_descriptor
-        self._device = os.fstat(file_descriptor).st_dev
+        self._window = 0
+        """Bytes that its system reads ahead; 0 if nobody has asked, or it need not."""
+        self._trust = self._streak = 0
+        if hasattr(os, "posix_fadvise") and not _is_in_memory(file_descriptor):
+            self._window = _read_ahead(os.fstat(file_descriptor).st_dev)
 
     @property
     def size(self) -> int:
@@ -99,12 +106,24 @@ class LocalFile:
         return read_at(self.file_descriptor, into, position)
 
     def prefetch(self, position: int, nbytes: int) -> None:
-        """Have the system read these bytes."""
-        if hasattr(os, "posix_fadvise"):
-            window, end = _read_ahead(self._device), position + nbytes
-            for start in range(position, end, window):
-                size = min(window, end - start)
-                os.posix_fadvise(self.file_descriptor, start, size, os.POSIX_FADV_WILLNEED)
+        """Have the system read these bytes, unless it has them."""
+        if not self._window or self._is_there(position + nbytes - 1):
+            return
+        for start in range(position, position + nbytes, self._window):
+            size = min(self._window, position + nbytes - start)
+            os.posix_fadvise(self.file_descriptor, start, size, os.POSIX_FADV_WILLNEED)
+
+    def _is_there(self, position: int) -> bool:
+        """Whether a byte is in memory; the more often it was so, the more rarely one looks."""
+        if self._trust > 0:
+            self._trust -= 1
+            return True
+        try:
+            found = os.preadv(self.file_descriptor, [bytearray(1)], position, os.RWF_NOWAIT) > 0
+        except (AttributeError, OSError):  # it is not, or nobody can say
+            found = False
+        self._streak = self._trust = min(2 * self._streak + 1, MOST_TRUST) if found else 0
+        return found
 
     def close(self) -> None:
         """Close."""
