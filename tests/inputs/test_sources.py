@@ -343,6 +343,8 @@ def test_bytes_are_asked_for_in_pieces_the_system_reads_ahead(tmp_path, monkeypa
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, *what: asked.append(what))
     monkeypatch.setattr(files, "_read_ahead", lambda _device: 300_000)
+    monkeypatch.setattr(files, "_is_in_memory", lambda _file: False)
+    monkeypatch.setattr(files.LocalFile, "_is_there", lambda _file, _position: False)
     with open_source(path) as source:
         source.prefetch("w", 50_000, 150_000)
     first = path.stat().st_size - 600_000
