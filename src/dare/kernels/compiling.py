@@ -27,10 +27,10 @@ INFO_BYTES, INFO_DATA = 48, 24
 where the data are."""
 
 
-def compile_kernel(name: str, described: Sequence[str]) -> Code | None:
+def compile_kernel(name: str, described: Sequence[str]) -> Code:
     """Compile a kernel for arguments of these types, as `native.describe` calls them.
 
-    None if it needs more than there will be: then only Numba can run it.
+    Without machine code if it needs more than there will be: then only Numba can run it.
     """
     options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiler: Any = njit(nogil=True, error_model="numpy", **options)(getattr(cpu, name).py_func)
@@ -41,7 +41,7 @@ def compile_kernel(name: str, described: Sequence[str]) -> Code | None:
     module = binding.parse_assembly(str(_entry(symbol, compiled, arguments)))
     module.link_in(library._final_module, preserve=True)
     if _foreign_functions(module) or WORD.width != 8 * ctypes.sizeof(ctypes.c_void_p):
-        return None
+        return Code(symbol, [], [], False, b"")
     for part in (*module.functions, *module.global_variables):
         if not part.is_declaration and part.name != symbol:
             part.linkage = "internal"  # kernels must not meet each other's
