@@ -30,12 +30,14 @@ def read_chunks(
     buffers: Sequence[Bytes] | None = None,
     base_first: bool = False,
     at_once: int = CHUNK,
+    together: int = CHUNK,
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Stored elements of a tensor, of several sources at once, chunk after chunk.
 
     Yields the index of a chunk's first element, and what each source has there. The next chunks
     fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
-    the first source is the base, the others need not read it for themselves.
+    the first source is the base, the others need not read it for themselves. As many elements come
+    `together`: some chunks.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
@@ -52,8 +54,8 @@ def read_chunks(
         for source, buffer in zip(sources, buffers, strict=True):
             beside = found[0] if found and base_first else None
             found.append(read_stored(source, name, start + offset, read, buffer, beside))
-        for first, size in chunk_spans(read):
-            yield start + offset + first, [raw[first : first + size] for raw in found]
+        for first in range(0, read, together):
+            yield start + offset + first, [raw[first : first + together] for raw in found]
 
 
 def read_float_chunks(
