@@ -55,9 +55,7 @@ lanes = np.zeros(8192, np.uint8)
 print(native.draw(lanes, 8192, 0, 1, 2, 25, 3), lanes.sum(), "numba" in sys.modules)
 """
     lines = [
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True, check=False
-        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
         for _ in range(2)
     ]
     first, second = (line.stdout.split() for line in lines)
