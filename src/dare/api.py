@@ -67,6 +67,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
+    path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
         from dare.inputs.mergekit import convert_yaml
 
@@ -232,7 +233,7 @@ def apply_delta(
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
         flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}
-        return restore(base, file, Path(output), **flags, **settings)
+        return restore(base, file, to_path(output), **flags, **settings)
     notes = file.notes
     entry = ModelEntry(file=delta, seed=notes.seed)
     stages: dict[str, Any] = {}

@@ -91,7 +91,7 @@ def test_a_process_that_is_killed_at_any_call_can_be_resumed(
     calls = len(store.calls)
     assert without_manifests(store) == expected
     most_resumed = 0
-    for last in range(1 + lost, calls + 1, 4):
+    for last in range(1 + lost, calls + 1, 7):
         store.objects, store.marks, store.uploads = dict(old), {}, {}
         store.revive()
         store.dies_at, store.answers_are_lost = last, lost
