@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import warnings
@@ -12,7 +11,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dare import __version__
 from dare.analysis.measure.glance import glance
 from dare.deltas.reports import Restoration
 from dare.deltas.restoring import open_delta, restore
@@ -27,9 +25,9 @@ from dare.errors import (
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
-from dare.output.journal import JOURNAL_VERSION, Record
+from dare.output.fingerprint import fingerprint
+from dare.output.journal import Record
 from dare.output.manifest import (
-    FORMAT,
     checked_metadata,
     embedded_manifest,
     find_manifest,
@@ -51,7 +49,6 @@ from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
-from dare.tensors.digest import bytes_digest
 from dare.tensors.header import TensorInfo
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -120,7 +117,7 @@ def merge(
     metadata = metadata_of(embedded_manifest(planned))
     with (
         PartialOutput(
-            layout, metadata, _fingerprint(planned), planned.stamps, resume=resume
+            layout, metadata, fingerprint(planned), planned.stamps, resume=resume
         ) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
@@ -170,7 +167,7 @@ def merge(
 def _finished_before(planned: Plan) -> Report | None:
     """The report of this very merge, if it was complete when its process died."""
     found = None if planned.layout is None else finished_before(planned.layout)
-    if found is None or found.fingerprint != _fingerprint(planned):
+    if found is None or found.fingerprint != fingerprint(planned):
         return None
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
@@ -316,19 +313,6 @@ def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:
     elements = {tensor.name: tensor.elements for tensor in planned.tensors}
     done = sum(chunk_span(record.chunk, elements[record.tensor])[1] for record in resumed)
     return planned.cost.bytes_read * done // max(sum(elements.values()), 1)
-
-
-def _fingerprint(planned: Plan) -> str:
-    """Which merge it is: what must be the same for the chunks of an earlier try to be of use."""
-    described = [
-        [__version__, FORMAT, JOURNAL_VERSION, planned.backend],
-        embedded_manifest(planned),
-        [source.fingerprint() for source in (planned.base, *planned.models)],
-        [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
-        list(planned.layout.files) if planned.layout else [],
-        planned.recipe.delta_threshold,
-    ]
-    return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
 def check_digests(planned: Plan, digests: Digests) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ def written(path: Path, *records: Record) -> bytes:
     journal.start()
     journal.note_stamps("stamps")
     for record in records:
-        journal.add(record)
+        journal.add([record])
     journal.finish(DIGEST)
     journal.close()
     return path.read_bytes()
@@ -55,7 +56,7 @@ def test_a_line_of_another_merge_is_not_believed(tmp_path):
     ours = written(tmp_path / "j", RECORD).splitlines(keepends=True)
     other = Journal(tmp_path / "k", "another")
     other.start()
-    other.add(RECORD)
+    other.add([RECORD])
     other.close()
     line = (tmp_path / "k").read_bytes().splitlines(keepends=True)[1]
     assert read_journal(b"".join([*ours[:2], line])).records == {}
@@ -67,12 +68,12 @@ def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 3) -> da
     count = 0
     real = PartialOutput.record
 
-    def failing(self: PartialOutput, record: Record) -> None:
+    def failing(self: PartialOutput, records: Sequence[Record]) -> None:
         nonlocal count
-        count += 1
+        real(self, records[: after - count])
+        count += len(records)
         if count > after:
             raise KeyboardInterrupt
-        real(self, record)
 
     with monkeypatch.context() as patch:
         patch.setattr(PartialOutput, "record", failing)

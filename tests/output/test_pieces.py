@@ -46,7 +46,7 @@ def add(output: PieceOutput, tensor: str, chunk: int) -> Record:
         piece=(output.append(data), data.size, -1),
         sums=(0.5,),
     )
-    output.record(record)
+    output.record([record])
     return record
 
 
@@ -156,7 +156,7 @@ def test_a_record_of_no_piece_or_of_no_chunk_is_not_believed(target):
         known = add(output, "a", 0)
         for tensor, chunk, piece in (("a", 3, known.piece), ("x", 0, known.piece), ("b", 0, ())):
             output.record(
-                Record(tensor, chunk, (), known.output, models=(), exceptions=(0, 0), piece=piece)
+                [Record(tensor, chunk, (), known.output, models=(), exceptions=(0, 0), piece=piece)]
             )
     with begin(target) as output:
         assert output.resumed == [known]

@@ -49,7 +49,7 @@ def record_of(name: str, data: np.ndarray) -> Record:
 
 def write_chunk(output: PartialOutput, name: str, data: np.ndarray) -> None:
     output.write(name, 0, data)
-    output.record(record_of(name, data))
+    output.record([record_of(name, data)])
 
 
 def finish(output: PartialOutput) -> None:
@@ -272,11 +272,12 @@ def fail_after(monkeypatch, records: int) -> None:
     original = PartialOutput.record
     done = []
 
-    def record(self, line):
-        if len(done) == records:
+    def record(self, lines):
+        left = records - len(done)
+        done.extend(lines[:left])
+        original(self, lines[:left])
+        if len(lines) > left:
             raise PowerFailureError
-        done.append(line)
-        original(self, line)
 
     monkeypatch.setattr(PartialOutput, "record", record)
 
@@ -526,7 +527,7 @@ def raise_no_space(*_arguments):
     ("call", "step"),
     [
         ("pwrite", lambda output: output.write("b", 0, B)),
-        ("write", lambda output: output.record(record_of("b", B))),
+        ("write", lambda output: output.record([record_of("b", B)])),
         ("pwrite", finish),
         ("fsync", finish),
     ],

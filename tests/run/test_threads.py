@@ -17,7 +17,7 @@ from dare.run.threads import READ_AHEAD, run_steps
 class Task:
     """A step that needs nothing, and does itself."""
 
-    id, needs, group = None, (), 0
+    id, needs, group, elements = None, (), 0, 1
 
     def __init__(self, work, log=None):
         self.work = work
@@ -42,8 +42,8 @@ class Doer:
     def prefetch(self, task):
         task.prefetch()
 
-    def run(self, task, _results):
-        task.run(self.state)
+    def run_batch(self, batch):
+        return [task.run(self.state) for task in batch.steps]
 
 
 def run_tasks(tasks, make_state, threads):
@@ -124,12 +124,13 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
         "class Worker:\n"
         "    def __init__(self, stop): self.stop = stop\n"
         "    def prefetch(self, step): pass\n"
-        "    def run(self, step, results):\n"
+        "    def run_batch(self, batch):\n"
         "        print('started', flush=True)\n"
         "        assert self.stop.wait(20)\n"
         "        print('stopped', flush=True)\n"
+        "        return [None]\n"
         "try:\n"
-        "    run_steps([Step((), (), 0)], Worker, 1)\n"
+        "    run_steps([Step((), (), 0, 1)], Worker, 1)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', flush=True)\n"
     )
@@ -148,6 +149,7 @@ class Step:
     id: str
     needs: tuple[str, ...] = ()
     group: int = 0
+    elements: int = 1
 
 
 class Adder:
@@ -155,6 +157,9 @@ class Adder:
 
     def prefetch(self, step):
         pass
+
+    def run_batch(self, batch):
+        return [self.run(step, batch.results) for step in batch.steps]
 
     def run(self, step, results):
         return f"{step.id}({''.join(results[need] for need in step.needs)})"
@@ -166,7 +171,9 @@ def results_of(steps, threads, **options):
         steps,
         lambda _stop: Adder(),
         threads,
-        collect=lambda step, result: collected.__setitem__(step.id, result),
+        collect=lambda steps, found: collected.update(
+            zip((s.id for s in steps), found, strict=True)
+        ),
         **options,
     )
     return collected

@@ -213,21 +213,21 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append({"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint})
+        self._append([{"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint}])
         os.fsync(self._file)
 
     def note_stamps(self, stamps: str) -> None:
         """Say by what the inputs are known from here on."""
-        self._append({"stamps": stamps})
+        self._append([{"stamps": stamps}])
 
     def begin_slice(self, name: str) -> None:
         """Say who does what follows; that it is not complete is on the disk then."""
-        self._append({"slice": name, "started": time.time()})
+        self._append([{"slice": name, "started": time.time()}])
         os.fsync(self._file)
 
     def end_slice(self, synced: Synced) -> None:
         """Say that all chunks of the slice are on the disk."""
-        self._append({"synced": asdict(synced)})
+        self._append([{"synced": asdict(synced)}])
         os.fsync(self._file)
 
     def absorb(self, paths: Iterable[Path]) -> None:
@@ -242,24 +242,23 @@ class Journal:
                 self._write(text.partition(b"\n")[2] + b"\n")
         os.fsync(self._file)
 
-    def add(self, record: Record) -> None:
-        """Say that a chunk is done."""
-        line = asdict(record)
-        if not record.piece:
-            del line["piece"], line["sums"]
-        self._append(line)
+    def add(self, records: Iterable[Record]) -> None:
+        """Say that chunks are done."""
+        self._append(map(_line_of, records))
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""
-        self._append({"finished": manifest})
+        self._append([{"finished": manifest}])
         os.fsync(self._file)
 
-    def _append(self, line: dict[str, Any]) -> None:
-        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
-        check = _check(body, self.fingerprint)
-        self._write(body + f',"check":"{check}"}}\n'.encode())
+    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+        text = bytearray()
+        for line in lines:
+            body = json.dumps(line, separators=(",", ":")).encode()[:-1]
+            text += body + f',"check":"{_check(body, self.fingerprint)}"}}\n'.encode()
+        self._write(text)
 
-    def _write(self, text: bytes) -> None:
+    def _write(self, text: bytes | bytearray) -> None:
         rest = memoryview(text)
         while rest:
             rest = rest[os.write(self._file, rest) :]
@@ -289,6 +288,13 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return False
+
+
+def _line_of(record: Record) -> dict[str, Any]:
+    line = {name: getattr(record, name) for name in Record.__slots__}
+    if not record.piece:
+        del line["piece"], line["sums"]
+    return line
 
 
 def _lock(file_descriptor: int) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dare.errors import OutputError
 from dare.output.journal import Record
 from dare.output.publishing import sync_folder
-from dare.output.writer import PartialOutput
+from dare.output.writer import OutputFiles, PartialOutput
 from dare.planning.layout import Layout
 from dare.tensors.files import OutputFile
 
@@ -56,7 +56,7 @@ class PieceOutput(PartialOutput):
     def _open_files(self) -> None:
         path = self.folder / PIECES_NAME
         self._end = path.stat().st_size if path.exists() else 0
-        self._pieces = self._files[PIECES_NAME] = OutputFile(path, self._end)
+        self._pieces = self._files.opened[PIECES_NAME] = OutputFile(path, self._end)
 
     def _is_expected(self, record: Record) -> bool:
         return bool(record.piece) and record.chunk in range(self._chunks.get(record.tensor, 0))
@@ -68,7 +68,7 @@ class PieceOutput(PartialOutput):
     @property
     def size(self) -> int:
         """Bytes of the file, once it is put together."""
-        ((header, placed),) = self._built.values()
+        ((header, placed),) = self._files.built.values()
         return len(header) + sum(info.nbytes for info in placed.values())
 
     def append(self, data: Bytes) -> int:
@@ -91,9 +91,8 @@ class PieceOutput(PartialOutput):
         `metadata` must be as long as what `finish` gets.
         """
         self.layout = layout
-        self._built = layout.build(metadata)
-        ((name, (_, placed)),) = self._built.items()
-        self._files = {}
+        self._files = OutputFiles(self.folder, layout, metadata, resumable=self._resume)
+        ((name, (_, placed)),) = self._files.built.items()
         with self._explaining(self.folder / name):
             super()._open_files()
             self._check_free_space()
@@ -101,7 +100,7 @@ class PieceOutput(PartialOutput):
                 position = placed[tensor].start
                 for piece in pieces:
                     data = piece if isinstance(piece, bytes) else self._pieces.read(*piece)
-                    self._files[name].write(data, position)
+                    self._files.opened[name].write(data, position)
                     position += len(data)
                 if position != placed[tensor].start + placed[tensor].nbytes:
                     raise AssertionError(f"{tensor}: its pieces do not make up what was laid out")

@@ -12,9 +12,9 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -52,8 +52,8 @@ class Sink(Protocol):
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
         """Store a tensor's bytes from `offset` on; may be called from any thread."""
 
-    def record(self, record: Record) -> None:
-        """Note that a chunk is complete."""
+    def record(self, records: Sequence[Record]) -> None:
+        """Note that some chunks are complete."""
 
 
 class ArraySink:
@@ -73,8 +73,63 @@ class ArraySink:
         if not np.may_share_memory(place, data):  # else it was made there
             place[:] = data
 
-    def record(self, record: Record) -> None:
+    def record(self, records: Sequence[Record]) -> None:
         pass
+
+
+class OutputFiles:
+    """The files of an output under way, written at any place, by any thread or process."""
+
+    def __init__(
+        self, folder: Path, layout: Layout, metadata: Mapping[str, str], *, resumable: bool = True
+    ) -> None:
+        self.folder = folder
+        self._resumable = resumable
+        self.built = layout.build(metadata)
+        """For each file its header, and where each tensor lies."""
+        self.places = {
+            name: (file, info)
+            for file, (_, placed) in self.built.items()
+            for name, info in placed.items()
+        }
+        self.opened: dict[str, OutputFile] = {}
+
+    def make(self) -> None:
+        """Open the files; make those that are missing, and write the headers."""
+        for file, (header, placed) in self.built.items():
+            size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
+            self.opened[file] = OutputFile(self.folder / file, size)
+            self.opened[file].write(header, 0)
+
+    def join(self) -> None:
+        """Open the files that another process has made."""
+        for file in self.built:
+            self.opened[file] = OutputFile(self.folder / file, None)
+
+    def close(self) -> None:
+        """Close what is open."""
+        for file in self.opened.values():
+            file.close()
+        self.opened = {}
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Read back what was written of a tensor."""
+        file, info = self.places[name]
+        return self.opened[file].read(info.start + offset, nbytes)
+
+    def place(self, name: str, offset: int, nbytes: int) -> None:  # noqa: ARG002
+        return None
+
+    def position(self, name: str, offset: int) -> int:
+        return self.places[name][1].start + offset
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        file, info = self.places[name]
+        with explaining(self.folder / file, resumable=self._resumable):
+            self.opened[file].write(data, info.start + offset)
+
+    def record(self, records: Sequence[Record]) -> None:
+        pass  # whoever has the journal does
 
 
 class PartialOutput:
@@ -103,13 +158,7 @@ class PartialOutput:
         self._fingerprint = fingerprint
         self._stamps = stamps
         self._resume = resume
-        self._built = layout.build(metadata)
-        self._places = {
-            name: (file, info)
-            for file, (_, placed) in self._built.items()
-            for name, info in placed.items()
-        }
-        self._files: dict[str, OutputFile] = {}
+        self._files = OutputFiles(self.folder, layout, metadata, resumable=resume)
         self._others: dict[str, str] = {}
         """Digests of the files beside the weights."""
         self._journal: Journal | None = None
@@ -133,9 +182,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        self._files.close()
         hopeless = kind is not None and issubclass(kind, MismatchError | VerificationError)
         if self._journal is not None and (self._is_void or hopeless):
             # Nothing is in it, or this can never be finished as it was planned.
@@ -145,10 +192,7 @@ class PartialOutput:
         self._journal = None
 
     def _open_files(self) -> None:
-        for file, (header, placed) in self._built.items():
-            size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
-            self._files[file] = OutputFile(self.folder / file, size)
-            self._files[file].write(header, 0)
+        self._files.make()
 
     def _open_journal(self) -> None:
         path = self.folder / JOURNAL_NAME
@@ -179,7 +223,7 @@ class PartialOutput:
 
     def _made_files(self) -> Collection[str]:
         """The files that chunks are written into."""
-        return self._built
+        return self._files.built
 
     def _take_over(self, found: Found) -> None:
         """Sort the chunks that the output has by whether their inputs are known to be the same."""
@@ -189,18 +233,18 @@ class PartialOutput:
 
     def _is_expected(self, record: Record) -> bool:
         """Whether the output has such a chunk."""
-        place = self._places.get(record.tensor)
+        place = self._files.places.get(record.tensor)
         return place is not None and record.chunk in range(chunk_count(place[1].elements))
 
     def confirm(self, records: Iterable[Record]) -> None:
         """Take over what was doubtful: its inputs have been seen to be the same."""
-        for record in records:
-            self.record(record)
-            self.resumed.append(record)
+        confirmed = list(records)
+        self.record(confirmed)
+        self.resumed += confirmed
         self.doubtful = []
 
     def _check_free_space(self) -> None:
-        missing = sum(file.unwritten_bytes() for file in self._files.values())
+        missing = sum(file.unwritten_bytes() for file in self._files.opened.values())
         free = shutil.disk_usage(self.folder).free
         if missing > free:
             raise OutputError(
@@ -219,30 +263,27 @@ class PartialOutput:
 
     def _read_chunk(self, record: Record) -> bytes:
         """Read back what was written of a chunk."""
-        info = self._places[record.tensor][1]
+        info = self._files.places[record.tensor][1]
         start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
         return self.read(info.name, start, count)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read back what was written of a tensor."""
-        file, info = self._places[name]
-        return self._files[file].read(info.start + offset, nbytes)
+        return self._files.read(name, offset, nbytes)
 
-    def place(self, name: str, offset: int, nbytes: int) -> None:  # noqa: ARG002
-        return None
+    def place(self, name: str, offset: int, nbytes: int) -> None:
+        return self._files.place(name, offset, nbytes)
 
     def position(self, name: str, offset: int) -> int:
-        return self._places[name][1].start + offset
+        return self._files.position(name, offset)
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        file, info = self._places[name]
-        with self._explaining(self.folder / file):
-            self._files[file].write(data, info.start + offset)
+        self._files.write(name, offset, data)
 
-    def record(self, record: Record) -> None:
+    def record(self, records: Sequence[Record]) -> None:
         assert self._journal is not None  # it is open from the first moment on
         with self._explaining(self.folder / JOURNAL_NAME):
-            self._journal.add(record)
+            self._journal.add(records)
 
     def add_files(self, files: Mapping[str, bytes | Path]) -> None:
         """Write or copy what goes beside the weights."""
@@ -268,9 +309,9 @@ class PartialOutput:
         assert self._journal is not None
         headers: dict[str, str] = {}
         with self._explaining(self.folder):
-            for name, file in self._files.items():
+            for name, file in self._files.opened.items():
                 header, _ = self.layout.build(metadata[name])[name]
-                if len(header) != len(self._built[name][0]):
+                if len(header) != len(self._files.built[name][0]):
                     raise AssertionError("the final header must be as long as the first one")
                 file.write(header, 0)
                 file.sync()
@@ -290,25 +331,19 @@ class PartialOutput:
     def _clear_up(self) -> None:
         """Remove what only served the making of the output."""
 
-    @contextmanager
-    def _explaining(self, place: Path) -> Iterator[None]:
-        """Say where something cannot be written, and what becomes of what was."""
-        with explaining(place):
-            try:
-                yield
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._resume:
-                    raise
-                raise OutputError(
-                    f"{place}: the disk is full; make room and run the same merge again, "
-                    "it goes on where it stopped"
-                ) from error
+    def _explaining(self, place: Path) -> AbstractContextManager[None]:
+        return explaining(place, resumable=self._resume)
 
 
 @contextmanager
-def explaining(place: Path) -> Iterator[None]:
-    """Say where something cannot be written."""
+def explaining(place: Path, *, resumable: bool = False) -> Iterator[None]:
+    """Say where something cannot be written, and what becomes of what was."""
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and resumable:
+            raise OutputError(
+                f"{place}: the disk is full; make room and run the same merge again, "
+                "it goes on where it stopped"
+            ) from error
         raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error

@@ -47,10 +47,11 @@ def execute(
     """
     records = list(done)
 
-    def collect(step: Step, result: Any) -> None:
-        if isinstance(step, Merge | Copy):
-            sink.record(result)
-            records.append(result)
+    def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
+        pairs = zip(steps, results, strict=True)
+        if made := [result for step, result in pairs if isinstance(step, Merge | Copy)]:
+            sink.record(made)
+            records.extend(made)
 
     finished = {(record.tensor, record.chunk) for record in done}
     steps = list_steps(plan, finished, known or ())
@@ -101,9 +102,10 @@ def draw_conclusions(plan: Plan) -> Conclusions:
     """Look at all tensors for the stages that ask for it, so that parts of the plan can be run."""
     conclusions: dict[Id, Any] = {}
 
-    def collect(step: Step, result: Any) -> None:
-        if isinstance(step, Conclude):
-            conclusions[step.id] = result
+    def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
+        for step, result in zip(steps, results, strict=True):
+            if isinstance(step, Conclude):
+                conclusions[step.id] = result
 
     steps = list_census_steps(plan)
     _run(plan, steps, ArraySink(()), lambda _n: None, lambda: None, {}, collect)
@@ -117,7 +119,7 @@ def _run(
     progress: Progress,
     announce: Callable[[], None],
     known: Conclusions,
-    collect: Callable[[Step, Any], None],
+    collect: Callable[[Sequence[Step], Sequence[Any]], None],
     make_worker: MakeWorker = Worker,
 ) -> None:
     holds_matrices = plan.cost.matrix_bytes > 0

@@ -18,6 +18,7 @@ from typing import Any
 
 from dare.planning.data import CensusPlan, Fate, TensorPlan
 from dare.planning.plan import Plan
+from dare.tensors.chunks import chunk_span
 
 Id = tuple[Any, ...]
 
@@ -30,6 +31,8 @@ class Step:
     needs: tuple[Id, ...]
     group: int
     """The place of its tensor in the plan, from 1; 0 for what comes before all merging."""
+    elements: int
+    """How much it has to see: elements of each input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,10 @@ def list_steps(
         if tensor.fate is Fate.MERGED:
             steps += _merging(plan, tensor, chunks, conclusions, group)
         else:
-            copies += [Copy(("copy", tensor.name, c), (), 0, tensor.name, c) for c in chunks]
+            copies += [
+                Copy(("copy", tensor.name, c), (), 0, _size(tensor, c), tensor.name, c)
+                for c in chunks
+            ]
     return [*copies, *(list_census_steps(plan, known) if steps else ()), *steps]
 
 
@@ -137,9 +143,12 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
                 )
                 needs = (*last, *(conclusion for _, conclusion in earlier))
                 looks.append(("look", place, number, tensor.name))
-                yield Look(looks[-1], needs, 0, place, number, tensor.name, earlier)
+                yield Look(
+                    *(looks[-1], needs, 0, tensor.elements),
+                    *(place, number, tensor.name, earlier),
+                )
             concluded = conclusion_id(census, number)
-            yield Conclude(concluded, (*last, *looks), 0, place, number)
+            yield Conclude(concluded, (*last, *looks), 0, 0, place, number)
             last = (concluded,)
 
 
@@ -170,9 +179,19 @@ def _merging(
             concluded = tuple(conclusions[tensor.key, model])
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
-            yield Survey(surveys[-1], needs, group, tensor.name, model, concluded)
+            yield Survey(
+                *(surveys[-1], needs, group, tensor.elements), *(tensor.name, model, concluded)
+            )
     if plan.combine.surveys(tensor.combine):
-        yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.name)
+        yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.elements, tensor.name)
         surveys.append(survey_all_id(tensor))
+    needs = tuple(surveys)
     for chunk in chunks:
-        yield Merge(("merge", tensor.name, chunk), tuple(surveys), group, tensor.name, chunk)
+        yield Merge(
+            *(("merge", tensor.name, chunk), needs, group, _size(tensor, chunk)),
+            *(tensor.name, chunk),
+        )
+
+
+def _size(tensor: TensorPlan, chunk: int) -> int:
+    return chunk_span(chunk, tensor.elements)[1]

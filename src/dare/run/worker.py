@@ -30,6 +30,7 @@ from dare.run.graph import (
     survey_all_id,
     survey_id,
 )
+from dare.run.schedule import Batch
 from dare.stages import Block, Deltas
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
@@ -68,8 +69,11 @@ class Worker:
             for source in self._sources(tensor, tensor.models):
                 source.prefetch(tensor.name, *chunk_span(step.chunk, tensor.elements))
 
-    def run(self, step: Step, results: Results) -> Any:
-        """Do one step: return a record of what was written, or what other steps need."""
+    def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
+        """Do steps: yield records of what was written, or what other steps need."""
+        return (self._do(step, batch.results) for step in batch.steps)
+
+    def _do(self, step: Step, results: Results) -> Any:
         match step:
             case Merge():
                 return self._merge(step, results)

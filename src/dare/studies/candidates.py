@@ -10,7 +10,7 @@ a plan is made for the same sources and carried out by the same workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -273,7 +273,7 @@ class _LiveSink:
         if (home := self._homes.get(name)) is not None:
             home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
 
-    def record(self, record: Record) -> None:
+    def record(self, records: Sequence[Record]) -> None:
         pass
 
 

@@ -92,13 +92,18 @@ def _read_some(file_descriptor: int, into: memoryview, position: int) -> int:
 
 
 class OutputFile:
-    """A file of known size that is written at any position, by any thread."""
+    """A file of known size that is written at any position, by any thread.
 
-    def __init__(self, path: Path, size: int) -> None:
-        self._buffered = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
+    Without a size it must be there already, as another process has made it.
+    """
+
+    def __init__(self, path: Path, size: int | None) -> None:
+        make = 0 if size is None else os.O_CREAT
+        self._buffered = os.open(path, os.O_RDWR | make | NO_LINKS, 0o666)
         self._direct = -1
         try:
-            os.truncate(self._buffered, size)
+            if size is not None:
+                os.truncate(self._buffered, size)
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         except (AttributeError, OSError) as error:  # no O_DIRECT on this system or file system
             if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:

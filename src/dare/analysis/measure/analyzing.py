@@ -154,8 +154,12 @@ class Study:
     """By model, layer and kind."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def collect(self, step: MeasureStep, result: Any) -> None:
-        """Keep what a step has found, if it is the last of its tensor."""
+    def collect(self, steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
+        """Keep what steps have found that are the last of their tensors."""
+        for step, result in zip(steps, results, strict=True):
+            self._collect(step, result)
+
+    def _collect(self, step: MeasureStep, result: Any) -> None:
         subject = step.subject
         if isinstance(step, MeasureSpectrum):
             self.spectra[subject.name, step.model] = result

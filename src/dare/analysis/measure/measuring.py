@@ -28,6 +28,7 @@ from dare.analysis.results import Kind, Spectrum
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
 from dare.run.graph import Step
+from dare.run.schedule import Batch
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 
@@ -168,18 +169,21 @@ def list_steps(
         for first in range(0, max(chunks, 1), TOGETHER):
             last = min(first + TOGETHER, chunks)
             for chunk in range(first, last):
-                nbytes = chunk_span(chunk, subject.elements)[1] * together
-                yield MeasureChunk((name, chunk), (), 0, subject, nbytes, chunk)
+                count = chunk_span(chunk, subject.elements)[1]
+                nbytes = count * together
+                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, chunk)
             needs = (*before, *((name, chunk) for chunk in range(first, last)))
             before = ((name, "up to", last),)
-            yield AddUp(before[0], needs, 0, subject, 0, last == chunks)
+            yield AddUp(before[0], needs, 0, 0, subject, 0, last == chunks)
         if name in matrices:
             rows, columns = subject.base.shape
             window = spectra.window_of((rows, columns), whole=matrices[name])
             for model, size in sizes.items():
                 both = size + base_size * (not models[model].holds_delta(name))
-                nbytes = window.height * columns * both
-                yield MeasureSpectrum((name, "of", model), (), 0, subject, nbytes, model, window)
+                seen = window.height * columns
+                yield MeasureSpectrum(
+                    *((name, "of", model), (), 0, seen, subject, seen * both, model, window)
+                )
 
 
 class Worker:
@@ -205,14 +209,17 @@ class Worker:
             for source in self._sources(step.subject):
                 source.prefetch(step.subject.name, start, count)
 
-    def run(self, step: MeasureStep, results: Mapping[Any, Any]) -> Measured | Spectrum | None:
-        """Do one step."""
+    def run_batch(self, batch: Batch[MeasureStep]) -> Iterator[Measured | Spectrum | None]:
+        """Do the steps of a batch."""
+        return (self._run(step, batch.results) for step in batch.steps)
+
+    def _run(self, step: MeasureStep, results: Mapping[Any, Any]) -> Measured | Spectrum | None:
         result: Measured | Spectrum | None
         match step:
             case MeasureChunk():
                 result = self._measure(step.subject, step.chunk)
             case AddUp():
-                result = self._add_up(step, results.values())
+                result = self._add_up(step, [results[need] for need in step.needs])
             case MeasureSpectrum():
                 result = self._spectrum(step)
             case _:
