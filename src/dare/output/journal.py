@@ -30,6 +30,7 @@ from dare.tensors.files import NO_LINKS
 JOURNAL_VERSION = 2
 
 LOCK_POLL_SECONDS = 0.05
+LONGEST_LAST_LINE = 1024
 
 Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -103,12 +104,13 @@ class Found:
         return part is not None and part.synced is not None
 
     def add(self, other: Found) -> None:
-        """Take over what another journal of the same merge says, as if its lines came after."""
-        self.records |= other.records
-        self.parts |= other.parts
-        self.makers = {
-            key: maker for key, maker in self.makers.items() if key not in other.records
-        } | other.makers
+        """Take over what another journal says, if it is of the same merge."""
+        if other.fingerprint == self.fingerprint:
+            self.records |= other.records
+            self.parts |= other.parts
+            for key in other.records:
+                self.makers.pop(key, None)
+            self.makers |= other.makers
 
 
 def read_journal(text: bytes) -> Found:
@@ -139,9 +141,21 @@ def read_journal(text: bytes) -> Found:
     return found
 
 
-def read_first(text: bytes) -> str | None:
+def _merge_of(text: bytes) -> str | None:
     """The merge that a journal is of; None if its first line cannot be believed."""
     return next(_checked_lines(text.partition(b"\n")[0]), {}).get("fingerprint")
+
+
+def is_complete(path: Path, fingerprint: str) -> bool:
+    """Whether the last line of a slice's journal says that all is on the disk."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LAST_LINE))
+            line = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+    except OSError:
+        return False
+    body, _, check = line.rpartition(b',"check":"')
+    return body.startswith(b'{"synced"') and check == f'{_check(body, fingerprint)}"}}'.encode()
 
 
 def _checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
@@ -168,7 +182,7 @@ def _check(body: bytes, fingerprint: str) -> str:
     return bytes_digest(fingerprint.encode() + body)
 
 
-class Busy(OutputError):
+class Busy(OutputError):  # noqa: N818
     """Another process has the journal."""
 
 
@@ -238,7 +252,7 @@ class Journal:
                 text = read_whole(file)
             finally:
                 os.close(file)
-            if read_first(text) == self.fingerprint:
+            if _merge_of(text) == self.fingerprint:
                 self._write(text.partition(b"\n")[2] + b"\n")
         os.fsync(self._file)
 

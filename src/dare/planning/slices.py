@@ -67,7 +67,8 @@ class Division:
             self._start[tensor.name] = done
             self._nbytes[tensor.name] = plan.cost.bytes_read_of(tensor) + written
             done += self._nbytes[tensor.name]
-        self._total = max(done, 1)
+        self.total = max(done, 1)
+        """Bytes that are read and written in all."""
 
     def owner(self, name: str, chunk: int = 0) -> int:
         """The number of the slice that has a chunk: the one that has its middle byte."""
@@ -75,7 +76,7 @@ class Division:
         start, count = (0, elements) if name in self._whole else chunk_span(chunk, elements)
         twice_middle = 2 * self._start[name] * elements
         twice_middle += self._nbytes[name] * (2 * start + count)
-        return min(twice_middle * self.of // (2 * self._total * elements), self.of - 1) + 1
+        return min(twice_middle * self.of // (2 * self.total * elements), self.of - 1) + 1
 
     def share(self, number: int) -> Share:
         """What one slice has to do."""
@@ -83,9 +84,16 @@ class Division:
         for name, tensor in self._tensors.items():
             chunks = range(tensor.chunks)
             first, end = (
-                bisect_left(chunks, slice_, key=lambda chunk: self.owner(name, chunk))  # noqa: B023
+                bisect_left(chunks, slice_, key=lambda chunk: self.owner(name, chunk))
                 for slice_ in (number, number + 1)
             )
             if first < end:
                 share[name] = range(first, end)
         return share
+
+    def nbytes(self, share: Share) -> int:
+        """About how many of the total belong to a share."""
+        return sum(
+            self._nbytes[name] * len(chunks) // self._tensors[name].chunks
+            for name, chunks in share.items()
+        )

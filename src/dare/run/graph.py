@@ -18,6 +18,7 @@ from typing import Any
 
 from dare.planning.data import CensusPlan, Fate, TensorPlan
 from dare.planning.plan import Plan
+from dare.planning.slices import Share
 from dare.tensors.chunks import chunk_span
 
 Id = tuple[Any, ...]
@@ -104,17 +105,22 @@ def conclusion_id(census: CensusPlan, number: int) -> Id:
 
 
 def list_steps(
-    plan: Plan, done: Collection[tuple[str, int]] = (), known: Collection[Id] = ()
+    plan: Plan,
+    done: Collection[tuple[str, int]] = (),
+    known: Collection[Id] = (),
+    share: Share | None = None,
 ) -> list[Step]:
     """All steps but the chunks that are done and the conclusions that are known.
 
-    Comparisons of integers come first, since they may end the merge.
+    With a share, only what makes its chunks. Comparisons of integers come first, since they may end
+    the merge.
     """
     conclusions = _conclusions(plan)
     copies: list[Step] = []
     steps: list[Step] = []
     for group, tensor in enumerate(plan.tensors, start=1):
-        chunks = [c for c in range(tensor.chunks) if (tensor.name, c) not in done]
+        to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
+        chunks = [c for c in to_make if (tensor.name, c) not in done]
         if tensor.fate is Fate.MERGED:
             steps += _merging(plan, tensor, chunks, conclusions, group)
         else:

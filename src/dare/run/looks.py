@@ -1,9 +1,9 @@
 """What the looks of a census found, in files, so that processes can share it.
 
-A file is a line of JSON, whose check is taken over all that follows it and the merge's fingerprint,
-then the values: their shape as JSON, their arrays as NumPy stores them. Nothing in it can name code:
-of classes only named tuples and dataclasses are written, and found again in the module of the stage
-that looked.
+A file is a line of JSON, whose check is taken over all that follows it and the merge's
+fingerprint, then the values: their shape as JSON, their arrays as NumPy stores them. Nothing in it
+can name code: of classes only named tuples and dataclasses are written, and found again in the
+module of the stage that looked.
 """
 
 from __future__ import annotations
@@ -104,15 +104,15 @@ def _unpack(value: Any, arrays: list[np.ndarray[Any, Any]], look: Look) -> Any:
         kind = look.__globals__[value["class"]]
         if not isinstance(kind, type) or not _fields(kind):
             raise TypeError(f"{value['class']} is not a class of values")
-        parts = (_unpack(part, arrays, look) for part in value["parts"])
+        parts = [_unpack(part, arrays, look) for part in value["parts"]]
         return kind(**dict(zip(_fields(kind), parts, strict=True)))
     ((word, content),) = value.items()
     if word in ("array", "number"):
         return arrays[content] if word == "array" else arrays[content][()]
-    parts = [_unpack(part, arrays, look) for part in content] if word != "dict" else ()
     if word == "dict":
         return {_unpack(k, arrays, look): _unpack(v, arrays, look) for k, v in content}
-    return tuple(parts) if word == "tuple" else list(parts)
+    unpacked = [_unpack(part, arrays, look) for part in content]
+    return tuple(unpacked) if word == "tuple" else unpacked
 
 
 def _fields(kind: type) -> tuple[str, ...]:
