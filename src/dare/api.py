@@ -26,7 +26,7 @@ from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
 from dare.output.fingerprint import fingerprint
-from dare.output.journal import Record
+from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
     embedded_manifest,
@@ -44,7 +44,6 @@ from dare.output.slices import (
     Gone,
     SliceOutput,
     SliceReport,
-    unfinished_slices,
 )
 from dare.output.targets import check_target
 from dare.output.writer import ArraySink, PartialOutput
@@ -56,7 +55,7 @@ from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import COMPILING, Display, Meter, show_progress
-from dare.run.slices import SharedCensuses
+from dare.run.slices import Feedback, SharedCensuses
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
 
@@ -161,17 +160,29 @@ def merge_slice(
     there is no news, and does the others' looking itself.
     """
     started = time.perf_counter()
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
     part = Slice.parse(slice)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
     layout = checked_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
-    division = Division(planned, part.of)
-    share = division.share(part.number)
     noticed = glance(planned)
     _warn(planned.recipe, [*planned.warnings, *noticed])
     _rehearse(planned, layout)
+    done = _do_slice(planned, layout, part, noticed, wait)
+    report = None
+    if not done.unfinished:
+        with suppress(Gone, Busy):  # another was as far at the same moment, and publishes it
+            report = _finish(planned, layout, noticed, overwrite=overwrite, wait=wait)
+    return replace(done, seconds=time.perf_counter() - started, report=report)
+
+
+def _do_slice(
+    planned: Plan, layout: Layout, part: Slice, noticed: list[Notice], wait: float
+) -> SliceReport:
+    """Make the chunks of a slice, and see which slices are not complete then."""
+    division = Division(planned, part.of)
+    share = division.share(part.number)
     total = planned.cost.bytes_read * division.nbytes(share) // division.total
     with (
         SliceOutput(*_output_of(planned, layout), part, share) as output,
@@ -180,40 +191,29 @@ def merge_slice(
         noticed += _take_over(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
-        censuses = SharedCensuses(
-            planned,
-            part,
-            division,
-            output.folder,
-            f"{fingerprint(planned)} {planned.stamps}",
-            wait,
-            progress=meter.advance,
-            announce=lambda: display.announce(COMPILING),
-            say=display.announce,
-        )
+        identity = f"{fingerprint(planned)} {planned.stamps}"
+        feedback = Feedback(meter.advance, lambda: display.announce(COMPILING), display.announce)
+        known = SharedCensuses(
+            planned, part, division, output.folder, identity, wait, feedback
+        ).conclusions()
         execute(
             planned,
             output,
             done=output.resumed,
-            progress=meter.advance,
-            announce=lambda: display.announce(COMPILING),
-            known=censuses.conclusions(),
+            progress=feedback.progress,
+            announce=feedback.compiling,
+            known=known,
             share=share,
         )
         output.end(meter.bytes_read)
-    unfinished = unfinished_slices(output.folder, fingerprint(planned), part.of)
-    report = None
-    if not unfinished:
-        with suppress(Gone):  # another was as far at the same moment
-            report = _finish(planned, layout, noticed, overwrite=overwrite, wait=wait)
     return SliceReport(
         slice=str(part),
         chunks=sum(map(len, share.values())),
         resumed_chunks=len(output.resumed),
         bytes_read=meter.bytes_read,
-        seconds=time.perf_counter() - started,
-        unfinished=tuple(unfinished),
-        report=report,
+        seconds=0.0,
+        unfinished=output.unfinished(),
+        report=None,
     )
 
 

@@ -128,7 +128,8 @@ def read_journal(text: bytes) -> Found:
                 maker = str(line["slice"])
                 found.parts.setdefault(maker, Part(float(line["started"]))).synced = None
             elif "synced" in line:
-                found.parts[maker].synced = _SYNCED.validate_python(line["synced"], strict=True)
+                account = json.dumps(line["synced"])
+                found.parts[maker].synced = _SYNCED.validate_json(account, strict=True)
             else:
                 record = _RECORDS.validate_json(json.dumps(line), strict=True)
                 key = record.tensor, record.chunk

@@ -14,6 +14,7 @@ another slice is hashed again.
 
 from __future__ import annotations
 
+import json
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from dare.output.journal import (
     Busy,
     Found,
     Journal,
+    Part,
     Record,
     Synced,
     is_complete,
@@ -47,6 +49,7 @@ from dare.planning.layout import Layout
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
+from dare.tensors.json_values import json_ready
 
 JOIN_SECONDS = 30.0
 """How long a slice waits for others that join."""
@@ -75,6 +78,10 @@ class SliceReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         return {**asdict(self), "report": self.report and self.report.to_dict()}
+
+    def to_json(self) -> str:
+        """The report as JSON; a number that is not finite becomes a string."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
 
 
 class SliceOutput(PartialOutput):
@@ -197,13 +204,29 @@ class SliceOutput(PartialOutput):
                 file.sync()
             self._journal.end_slice(Synced(bytes_read, len(self.resumed)))
 
+    def unfinished(self) -> tuple[int, ...]:
+        """The slices that have not said that they are complete; none if all is published."""
+        left = []
+        adopted: Mapping[str, Part] | None = None
+        for number in range(1, self.part.of + 1):
+            part = Slice(number, self.part.of)
+            path = slice_journal(self.folder, part)
+            if is_complete(path, self._fingerprint):
+                continue
+            if not path.exists():  # not begun, or what it says has gone into the main journal
+                try:
+                    adopted = adopted or read_journal(self._main.read_bytes()).parts
+                except FileNotFoundError:
+                    return ()
+                account = adopted.get(str(part))
+                if account is not None and account.synced is not None:
+                    continue
+            left.append(number)
+        return tuple(left)
 
-def unfinished_slices(folder: Path, fingerprint: str, of: int) -> list[int]:
-    """The slices of so many that have not said that they are complete."""
-    parts = (Slice(number, of) for number in range(1, of + 1))
-    return [
-        part.number for part in parts if not is_complete(slice_journal(folder, part), fingerprint)
-    ]
+    @property
+    def _main(self) -> Path:
+        return self.folder / JOURNAL_NAME
 
 
 class Gone(OutputError):  # noqa: N818

@@ -31,6 +31,17 @@ Task = tuple[int, int]
 """A census, by its place in the plan, and a round of it."""
 
 
+@dataclass(frozen=True)
+class Feedback:
+    """What is called while a slice is at work."""
+
+    progress: Progress
+    compiling: Callable[[], None]
+    """When kernels have to be compiled."""
+    say: Callable[[str], None]
+    """When it waits, or does what others do not."""
+
+
 @dataclass
 class SharedCensuses:
     """The looks of all slices, and what follows from them, for one slice."""
@@ -44,17 +55,15 @@ class SharedCensuses:
     """The merge, and its inputs here and now."""
     wait: float
     """Seconds without news after which nobody waits for a slice that runs."""
-    progress: Progress
-    announce: Callable[[], None]
-    """Is called if kernels have to be compiled."""
-    say: Callable[[str], None]
-    """Is told for whom it waits."""
+    feedback: Feedback
 
     def __post_init__(self) -> None:
         self._looks: dict[Task, dict[int, list[Look]]] = defaultdict(lambda: defaultdict(list))
         """By the number of the slice that has to look."""
         self._conclude: dict[Task, Conclude] = {}
         self._known: dict[Id, Any] = {}
+        self._absent: set[int] = set()
+        """Slices whose looks were made here."""
         for step in list_census_steps(self.plan):
             if isinstance(step, Look):
                 owner = self.division.owner(step.tensor)
@@ -103,18 +112,22 @@ class SharedCensuses:
                 self._look(task, absent[self.part.number * len(absent) // (self.part.of + 1)])
             elif missing:
                 if missing != waits_for:
-                    self.say(f"waiting for the looks of {self._named(missing)}")
+                    self.feedback.say(f"waiting for the looks of {self._named(missing)}")
                     waits_for = list(missing)
                 time.sleep(POLL_SECONDS)
         return found
 
     def _look(self, task: Task, number: int) -> None:
         """Do the looks of one slice and leave them for all."""
-        if number != self.part.number:
-            self.say(f"slice {number}/{self.part.of} does not answer: making its looks")
-        steps = self._looks[task][number]
+        if number != self.part.number and number not in self._absent:
+            self._absent.add(number)
+            whose = f"slice {number}/{self.part.of}"
+            self.feedback.say(f"looking at the tensors of {whose}, which does not")
+        steps, feedback = self._looks[task][number], self.feedback
         looks = do_census_steps(
-            self.plan, steps, self._known, progress=self.progress, announce=self.announce
+            *(self.plan, steps, self._known),
+            progress=feedback.progress,
+            announce=feedback.compiling,
         )
         by_tensor = {step.tensor: looks[step.id] for step in steps}
         write_looks(self._file(task, number), self._identity(task), by_tensor, self._looker(task))
