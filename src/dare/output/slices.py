@@ -149,6 +149,7 @@ class SliceOutput(PartialOutput):
                     f"({_listed(running)}); wait until they are done, or choose another output"
                 )
             self._start_over(main, found)
+            main.note_stamps(self._stamps)
             return Found()
         if others := [part for part in running if part.of != self.part.of]:
             raise OutputError(
