@@ -154,7 +154,8 @@ class InputFiles(Source):
             os.close(file_descriptor)
 
     def stamps(self) -> list[Any]:
-        return list(self._stamps.values())
+        # without the device, whose number another machine that shares the files has chosen otherwise
+        return [(*stamp[:2], *stamp[3:]) for stamp in self._stamps.values()]
 
     def __enter__(self) -> Self:
         self._users += 1
