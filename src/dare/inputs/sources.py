@@ -154,7 +154,7 @@ class InputFiles(Source):
             os.close(file_descriptor)
 
     def stamps(self) -> list[Any]:
-        # without the device, whose number another machine that shares the files has chosen otherwise
+        # without the device, to which machines that share the files give other numbers
         return [(*stamp[:2], *stamp[3:]) for stamp in self._stamps.values()]
 
     def __enter__(self) -> Self:
