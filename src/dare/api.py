@@ -9,11 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dare.analysis.measure.glance import glance
-from dare.deltas.reports import Restoration
-from dare.deltas.restoring import open_delta, restore
 from dare.errors import (
     Concern,
     DareWarning,
@@ -58,6 +56,9 @@ from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.slices import Feedback, SharedCensuses
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
+
+if TYPE_CHECKING:
+    from dare.deltas.reports import Restoration
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
@@ -169,7 +170,7 @@ def merge_slice(
     noticed = glance(planned)
     _warn(planned.recipe, [*planned.warnings, *noticed])
     _rehearse(planned, layout)
-    done = _do_slice(planned, layout, part, noticed, wait)
+    done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
     report = None
     if not done.unfinished:
         with suppress(Gone, Busy):  # another was as far at the same moment, and publishes it
@@ -178,14 +179,20 @@ def merge_slice(
 
 
 def _do_slice(
-    planned: Plan, layout: Layout, part: Slice, noticed: list[Notice], wait: float
+    planned: Plan,
+    layout: Layout,
+    part: Slice,
+    noticed: list[Notice],
+    *,
+    overwrite: bool,
+    wait: float,
 ) -> SliceReport:
     """Make the chunks of a slice, and see which slices are not complete then."""
     division = Division(planned, part.of)
     share = division.share(part.number)
     total = planned.cost.bytes_read * division.nbytes(share) // division.total
     with (
-        SliceOutput(*_output_of(planned, layout), part, share) as output,
+        SliceOutput(*_output_of(planned, layout), part, share, overwrite=overwrite) as output,
         show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
     ):
         noticed += _take_over(planned, output, display)
@@ -350,6 +357,8 @@ def apply_delta(
     by `dare+sum` (or `trim+sum`) would, with its drop rate and seed; settings are those of a
     `Recipe`.
     """
+    from dare.deltas.restoring import open_delta, restore
+
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
         flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}

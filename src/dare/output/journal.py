@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,10 +68,6 @@ class Synced:
     resumed_chunks: Count
 
 
-_RECORDS = TypeAdapter(Record)
-_SYNCED = TypeAdapter(Synced)
-
-
 @dataclass
 class Part:
     """What a journal says of one slice."""
@@ -79,6 +76,16 @@ class Part:
     """When it was first started, in seconds since 1970."""
     synced: Synced | None = None
     """None while it is under way."""
+
+
+@cache
+def _records() -> TypeAdapter[Record]:
+    return TypeAdapter(Record)
+
+
+@cache
+def _accounts() -> TypeAdapter[Synced]:
+    return TypeAdapter(Synced)
 
 
 @dataclass
@@ -129,9 +136,9 @@ def read_journal(text: bytes) -> Found:
                 found.parts.setdefault(maker, Part(float(line["started"]))).synced = None
             elif "synced" in line:
                 account = json.dumps(line["synced"])
-                found.parts[maker].synced = _SYNCED.validate_json(account, strict=True)
+                found.parts[maker].synced = _accounts().validate_json(account, strict=True)
             else:
-                record = _RECORDS.validate_json(json.dumps(line), strict=True)
+                record = _records().validate_json(json.dumps(line), strict=True)
                 key = record.tensor, record.chunk
                 found.records[key] = found.stamps, record
                 found.makers.pop(key, None)

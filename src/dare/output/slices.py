@@ -15,6 +15,7 @@ another slice is hashed again.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -95,10 +96,13 @@ class SliceOutput(PartialOutput):
         stamps: str,
         part: Slice,
         share: Share,
+        *,
+        overwrite: bool = False,
     ) -> None:
         super().__init__(layout, metadata, fingerprint, stamps)
         self.part = part
         self._share = share
+        self._overwrite = overwrite
         self._known: set[tuple[str, int]] = set()
         """The chunks that its own journal speaks of."""
 
@@ -148,6 +152,9 @@ class SliceOutput(PartialOutput):
                     f"{self.folder}: slices of another merge are writing there "
                     f"({_listed(running)}); wait until they are done, or choose another output"
                 )
+            if self.layout.target.exists() and not self._overwrite:
+                shutil.rmtree(self.folder)
+                raise OutputError(f"{self.layout.target}: other slices have just published it")
             self._start_over(main, found)
             main.note_stamps(self._stamps)
             return Found()
