@@ -224,7 +224,7 @@ class SliceOutput(PartialOutput):
             if not path.exists():  # not begun, or what it says has gone into the main journal
                 try:
                     adopted = adopted or read_journal(self._main.read_bytes()).parts
-                except FileNotFoundError:
+                except OSError:  # published, or whoever finishes it will say what is wrong
                     return ()
                 account = adopted.get(str(part))
                 if account is not None and account.synced is not None:

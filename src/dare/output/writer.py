@@ -295,7 +295,10 @@ class PartialOutput:
         """Keep the records whose chunk on disk has the digest the journal says."""
 
         def is_intact(record: Record) -> bool:
-            return bytes_digest(self._read_chunk(record)) == record.output
+            try:
+                return bytes_digest(self._read_chunk(record)) == record.output
+            except OSError:  # the disk does not give it back
+                return False
 
         with ThreadPoolExecutor() as pool:
             return list(itertools.compress(records, pool.map(is_intact, records)))

@@ -124,8 +124,9 @@ def list_steps(
         if tensor.fate is Fate.MERGED:
             steps += _merging(plan, tensor, chunks, conclusions, group)
         else:
+            elements = tensor.elements
             copies += [
-                Copy(("copy", tensor.name, c), (), 0, _size(tensor, c), tensor.name, c)
+                Copy(("copy", tensor.name, c), (), 0, chunk_span(c, elements)[1], tensor.name, c)
                 for c in chunks
             ]
     return [*copies, *(list_census_steps(plan, known) if steps else ()), *steps]
@@ -191,13 +192,7 @@ def _merging(
     if plan.combine.surveys(tensor.combine):
         yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.elements, tensor.name)
         surveys.append(survey_all_id(tensor))
-    needs = tuple(surveys)
-    for chunk in chunks:
-        yield Merge(
-            *(("merge", tensor.name, chunk), needs, group, _size(tensor, chunk)),
-            *(tensor.name, chunk),
-        )
-
-
-def _size(tensor: TensorPlan, chunk: int) -> int:
-    return chunk_span(chunk, tensor.elements)[1]
+    needs, name, elements = tuple(surveys), tensor.name, tensor.elements
+    for chunk in chunks:  # millions of them, in a large model
+        size = chunk_span(chunk, elements)[1]
+        yield Merge(("merge", name, chunk), needs, group, size, name, chunk)

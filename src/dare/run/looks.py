@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from dare.errors import RecipeError
-from dare.output.publishing import sync_folder
+from dare.output.publishing import sync_folder, write_synced
+from dare.output.writer import explaining
 from dare.tensors.digest import bytes_digest
 
 LOOKS_VERSION = 1
@@ -47,12 +48,10 @@ def write_looks(path: Path, identity: str, looks: Mapping[str, Any], look: Look)
     content = json.dumps(values).encode() + b"\n" + stored.getvalue()
     head = {"looks": LOOKS_VERSION, "check": _check(identity, content)}
     started = path.with_name(f"{path.name}.{os.urandom(6).hex()}")
-    with started.open("xb") as file:
-        file.write(json.dumps(head).encode() + b"\n" + content)
-        file.flush()
-        os.fsync(file.fileno())
-    started.replace(path)
-    sync_folder(path.parent)
+    with explaining(path, resumable=True):
+        write_synced(started, json.dumps(head).encode() + b"\n" + content)
+        started.replace(path)
+        sync_folder(path.parent)
 
 
 def read_looks(path: Path, identity: str, look: Look) -> dict[str, Any] | None:
@@ -66,9 +65,7 @@ def read_looks(path: Path, identity: str, look: Look) -> dict[str, Any] | None:
         with np.load(io.BytesIO(stored), allow_pickle=False) as found:
             arrays = [found[f"arr_{place}"] for place in range(len(found.files))]
         return {name: _unpack(value, arrays, look) for name, value in json.loads(values).items()}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile):
         return None
 
 
