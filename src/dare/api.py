@@ -17,6 +17,7 @@ from dare.errors import (
     DareWarning,
     InputError,
     Notice,
+    OutputError,
     RecipeError,
     VerificationError,
 )
@@ -163,7 +164,7 @@ def merge_slice(
     started = time.perf_counter()
     part = Slice.parse(slice)
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
-    layout = checked_layout(planned, overwrite=overwrite)
+    layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
@@ -227,7 +228,7 @@ def _do_slice(
 def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
-    layout = checked_layout(planned, overwrite=overwrite)
+    layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return finished
@@ -255,6 +256,16 @@ def _finish(
             noticed=noticed,
         )
         return _publish(planned, output, report, len(noticed), overwrite=overwrite)
+
+
+def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
+    """The layout of an output that slices can write to."""
+    if planned.layout is not None and "://" in str(planned.layout.target):
+        raise OutputError(
+            f"{planned.layout.target}: slices need an output on a file system that all of them "
+            "see, not in a store; merge without --slice, or copy the output there afterwards"
+        )
+    return checked_layout(planned, overwrite=overwrite)
 
 
 def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], str, str]:
