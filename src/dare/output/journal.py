@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -210,7 +211,7 @@ class Journal:
         while not self._open(flags):
             if time.monotonic() >= end:
                 raise Busy(f"{path.parent}: another process is writing this output")
-            time.sleep(LOCK_POLL_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311 (not all at once)
 
     def _open(self, flags: int) -> bool:
         """Open and lock it, and see that it still has its name: it may have been published."""

@@ -18,7 +18,8 @@ import json
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +53,7 @@ from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
 from dare.tensors.json_values import json_ready
 
-JOIN_SECONDS = 30.0
+JOIN_SECONDS = 60.0
 """How long a slice waits for others that join."""
 PROBE_SECONDS = 2.0
 """How long it waits for its own journal, which others hold for a moment to see if it runs."""
@@ -117,6 +118,23 @@ class SliceOutput(PartialOutput):
         super().__exit__(None if kind is None else Exception, *error)
 
     def _open_journal(self) -> None:
+        with self._joining() as main:
+            found = self._join(main)
+            self._journal = self._lock_own()
+        for made in self._made:  # whoever publishes does not know that they are new
+            sync_folder(made.parent)
+        own = self._journal.read()
+        if own.fingerprint != self._fingerprint:
+            self._journal.start()
+        self._known = set(own.records)
+        self._take_over(Found(records=found.records | own.records))
+        self._journal.note_stamps(self._stamps)
+        self._journal.begin_slice(str(self.part))
+        sync_folder(self.folder)
+
+    @contextmanager
+    def _joining(self) -> Iterator[Journal]:
+        """Hold the main journal for a moment, so that slices join one after the other."""
         try:
             main = self._lock(JOURNAL_NAME, wait=JOIN_SECONDS)
         except Busy:
@@ -125,59 +143,54 @@ class SliceOutput(PartialOutput):
                 "wait until it is done, or stop it"
             ) from None
         try:
-            found = self._join(main)
-            self._journal = self._lock_own()
-            own = self._journal.read()
-            if own.fingerprint != self._fingerprint:
-                self._journal.start()
-            self._known = set(own.records)
-            self._take_over(Found(records=found.records | own.records))
-            self._journal.note_stamps(self._stamps)
-            self._journal.begin_slice(str(self.part))
-            self._make_files()
-            for made in self._made:
-                sync_folder(made.parent)
-            sync_folder(self.folder)
+            yield main
         finally:
             main.close()
 
     def _join(self, main: Journal) -> Found:
         """Find out what is under way there, and whether this slice fits in."""
-        journals = slice_journals(self.folder)
-        running = [part for part, path in journals.items() if part != self.part and is_held(path)]
         found = main.read()
         if found.fingerprint != self._fingerprint:
-            if running:
-                raise OutputError(
-                    f"{self.folder}: slices of another merge are writing there "
-                    f"({_listed(running)}); wait until they are done, or choose another output"
-                )
-            if self.layout.target.exists() and not self._overwrite:
-                shutil.rmtree(self.folder)
-                raise OutputError(f"{self.layout.target}: other slices have just published it")
-            self._start_over(main, found)
-            main.note_stamps(self._stamps)
+            self._begin(main, found)
             return Found()
-        if others := [part for part in running if part.of != self.part.of]:
-            raise OutputError(
-                f"{self.folder}: this merge is under way in {others[0].of} slices "
-                f"({_listed(others)} running); go on with {others[0].of}, or stop them first"
-            )
-        if running and found.stamps != self._stamps:
-            raise InputError(
-                f"{self.folder}: the inputs are not the files that slice {running[0]} reads "
-                "(their times, sizes or inodes differ); all slices must read the same files, on "
-                "a file system that they share"
-            )
-        former = [path for part, path in journals.items() if part.of != self.part.of]
-        if former:
+        if found.stamps != self._stamps:
+            if running := self._running():
+                raise InputError(
+                    f"{self.folder}: the inputs are not the files that slice {running[0]} reads "
+                    "(their times, sizes or inodes differ); all slices must read the same files, "
+                    "on a file system that they share"
+                )
+            main.note_stamps(self._stamps)
+        journals = slice_journals(self.folder)
+        if former := [path for part, path in journals.items() if part.of != self.part.of]:
+            if running := [part for part in self._running() if part.of != self.part.of]:
+                raise OutputError(
+                    f"{self.folder}: this merge is under way in {running[0].of} slices "
+                    f"({_listed(running)} running); go on with {running[0].of}, or stop them first"
+                )
             main.absorb(former)
             found = main.read()
             for path in former:
                 path.unlink()
-        if found.stamps != self._stamps:
-            main.note_stamps(self._stamps)
         return found
+
+    def _begin(self, main: Journal, found: Found) -> None:
+        """Be the first slice of this merge."""
+        if running := self._running():
+            raise OutputError(
+                f"{self.folder}: slices of another merge are writing there ({_listed(running)}); "
+                "wait until they are done, or choose another output"
+            )
+        if self.layout.target.exists() and not self._overwrite:
+            shutil.rmtree(self.folder)
+            raise OutputError(f"{self.layout.target}: other slices have just published it")
+        self._start_over(main, found)
+        main.note_stamps(self._stamps)
+
+    def _running(self) -> list[Slice]:
+        """The other slices that are running."""
+        journals = slice_journals(self.folder)
+        return [part for part, path in journals.items() if part != self.part and is_held(path)]
 
     def _lock_own(self) -> Journal:
         try:
@@ -188,18 +201,16 @@ class SliceOutput(PartialOutput):
                 "of its own"
             ) from None
 
-    def _make_files(self) -> None:
-        """Make the files, unless another slice has."""
+    def _open_files(self) -> None:
+        """Open the files; make them, unless another slice has."""
         try:
             self._files.join()
         except FileNotFoundError:
             self._files.close()
-            self._files.make()
+            with self._joining():
+                self._files.make()
             for file in self._files.opened.values():
                 file.sync()
-
-    def _open_files(self) -> None:
-        pass  # they are, since the others were kept away
 
     def _is_expected(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
