@@ -24,6 +24,13 @@ from dare.errors import (
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
+from dare.output.destinations import (
+    AnyOutput,
+    check_target,
+    finished_before,
+    open_output,
+    settle,
+)
 from dare.output.fingerprint import fingerprint
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
@@ -34,7 +41,6 @@ from dare.output.manifest import (
     metadata_of,
     repeating_document,
 )
-from dare.output.publishing import finished_before, settle
 from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
@@ -44,8 +50,7 @@ from dare.output.slices import (
     SliceOutput,
     SliceReport,
 )
-from dare.output.targets import check_target
-from dare.output.writer import ArraySink, PartialOutput
+from dare.output.writer import ArraySink
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -57,6 +62,7 @@ from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.slices import Feedback, SharedCensuses
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
+from dare.tensors.places import to_path
 
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
@@ -70,7 +76,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
     A finished output stands for its manifest; its recipe demands the very same inputs.
     """
-    path = Path(path)
+    path = to_path(path)
     return recipe_from_document(load_document(path), str(find_manifest(path) or path))
 
 
@@ -88,14 +94,16 @@ AnyRecipe = Recipe | str | PathLike[str]
 """A recipe, or where to load one from."""
 
 
-def plan(recipe: AnyRecipe, *, backend: str = "cpu") -> Plan:
+def plan(recipe: AnyRecipe, *, backend: str = "cpu", fetches: bool = False) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights.
 
-    `backend` says what will compute: `cpu`, or `reference`, which defines the results and is slow.
+    Models on the hub stay there, and a merge of the plan reads them from there, unless `fetches` is
+    true: then they are fetched into the hub's cache first, as `merge` does it. `backend` says what
+    will compute: `cpu`, or `reference`, which defines the results and is slow.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    recipe, inputs = open_inputs(recipe, rescales=False)
+    recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -112,7 +120,7 @@ def merge(
     own holds for a plan.
     """
     started = time.perf_counter()
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     recipe = planned.recipe
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
@@ -122,7 +130,7 @@ def merge(
     _warn(recipe, [*planned.warnings, *noticed])
     _rehearse(planned, layout)
     with (
-        PartialOutput(*_output_of(planned, layout), resume=resume) as output,
+        open_output(*_output_of(planned, layout), resume=resume) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
         noticed += _take_over(planned, output, display)
@@ -163,7 +171,7 @@ def merge_slice(
     """
     started = time.perf_counter()
     part = Slice.parse(slice)
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
@@ -227,7 +235,7 @@ def _do_slice(
 
 def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
@@ -260,7 +268,7 @@ def _finish(
 
 def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
     """The layout of an output that slices can write to."""
-    if planned.layout is not None and "://" in str(planned.layout.target):
+    if planned.layout is not None and planned.layout.is_sent:
         raise OutputError(
             f"{planned.layout.target}: slices need an output on a file system that all of them "
             "see, not in a store; merge without --slice, or copy the output there afterwards"
@@ -274,7 +282,7 @@ def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], s
     return layout, metadata, fingerprint(planned), planned.stamps
 
 
-def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[Notice]:
+def _take_over(planned: Plan, output: AnyOutput, display: Display) -> list[Notice]:
     """Say what is not used of an earlier try, and see whether the rest was made of these inputs."""
     noticed = []
     if output.started_over:
@@ -288,7 +296,7 @@ def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[N
 
 
 def _publish(
-    planned: Plan, output: PartialOutput, report: Report, noticed: int, *, overwrite: bool
+    planned: Plan, output: AnyOutput, report: Report, noticed: int, *, overwrite: bool
 ) -> Report:
     """Put the last files beside the weights and give the output its name.
 

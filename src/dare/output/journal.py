@@ -123,7 +123,7 @@ class Found:
 
 def read_journal(text: bytes) -> Found:
     """Believe what can be believed of a journal."""
-    lines = _checked_lines(text)
+    lines = checked_lines(text)
     found = Found(next(lines, {}).get("fingerprint"))
     maker = ""
     for line in lines:
@@ -152,7 +152,7 @@ def read_journal(text: bytes) -> Found:
 
 def _merge_of(text: bytes) -> str | None:
     """The merge that a journal is of; None if its first line cannot be believed."""
-    return next(_checked_lines(text.partition(b"\n")[0]), {}).get("fingerprint")
+    return next(checked_lines(text.partition(b"\n")[0]), {}).get("fingerprint")
 
 
 def is_complete(path: Path, fingerprint: str) -> bool:
@@ -161,13 +161,13 @@ def is_complete(path: Path, fingerprint: str) -> bool:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LAST_LINE))
             line = file.read().rstrip(b"\n").rpartition(b"\n")[2]
-    except OSError:
+    except FileNotFoundError:
         return False
     body, _, check = line.rpartition(b',"check":"')
     return body.startswith(b'{"synced"') and check == f'{_check(body, fingerprint)}"}}'.encode()
 
 
-def _checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
+def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
     """The lines whose checks fit, without the checks; none if that of the first does not."""
     fingerprint = ""
     for number, line in enumerate(text.split(b"\n")):
@@ -189,6 +189,28 @@ def _checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
 
 def _check(body: bytes, fingerprint: str) -> str:
     return bytes_digest(fingerprint.encode() + body)
+
+
+def first_line(fingerprint: str) -> dict[str, Any]:
+    """Says which merge a journal is of."""
+    return {"journal": JOURNAL_VERSION, "fingerprint": fingerprint}
+
+
+def line_of(record: Record) -> dict[str, Any]:
+    """Says that a chunk is done."""
+    line = {name: getattr(record, name) for name in Record.__slots__}
+    if not record.piece:
+        del line["piece"], line["sums"]
+    return line
+
+
+def with_checks(lines: Iterable[dict[str, Any]], fingerprint: str) -> bytes:
+    """The text of some lines, each with its check."""
+    text = bytearray()
+    for line in lines:
+        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
+        text += body + f',"check":"{_check(body, fingerprint)}"}}\n'.encode()
+    return bytes(text)
 
 
 class Busy(OutputError):  # noqa: N818
@@ -236,7 +258,7 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append([{"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint}])
+        self._append([first_line(self.fingerprint)])
         os.fsync(self._file)
 
     def note_stamps(self, stamps: str) -> None:
@@ -267,7 +289,7 @@ class Journal:
 
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
-        self._append(map(_line_of, records))
+        self._append(map(line_of, records))
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""
@@ -275,13 +297,9 @@ class Journal:
         os.fsync(self._file)
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        text = bytearray()
-        for line in lines:
-            body = json.dumps(line, separators=(",", ":")).encode()[:-1]
-            text += body + f',"check":"{_check(body, self.fingerprint)}"}}\n'.encode()
-        self._write(text)
+        self._write(with_checks(lines, self.fingerprint))
 
-    def _write(self, text: bytes | bytearray) -> None:
+    def _write(self, text: bytes) -> None:
         rest = memoryview(text)
         while rest:
             rest = rest[os.write(self._file, rest) :]
@@ -311,13 +329,6 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return False
-
-
-def _line_of(record: Record) -> dict[str, Any]:
-    line = {name: getattr(record, name) for name in Record.__slots__}
-    if not record.piece:
-        del line["piece"], line["sums"]
-    return line
 
 
 def _lock(file_descriptor: int) -> bool:

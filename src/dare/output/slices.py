@@ -225,6 +225,10 @@ class SliceOutput(PartialOutput):
 
     def unfinished(self) -> tuple[int, ...]:
         """The slices that have not said that they are complete; none if all is published."""
+        with self._explaining(self.folder):
+            return self._find_unfinished()
+
+    def _find_unfinished(self) -> tuple[int, ...]:
         left = []
         adopted: Mapping[str, Part] | None = None
         for number in range(1, self.part.of + 1):
@@ -235,7 +239,7 @@ class SliceOutput(PartialOutput):
             if not path.exists():  # not begun, or what it says has gone into the main journal
                 try:
                     adopted = adopted or read_journal(self._main.read_bytes()).parts
-                except OSError:  # published, or whoever finishes it will say what is wrong
+                except FileNotFoundError:
                     return ()
                 account = adopted.get(str(part))
                 if account is not None and account.synced is not None:
