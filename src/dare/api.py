@@ -47,6 +47,7 @@ from dare.planning.plan import Plan
 from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
+from dare.run.merge_job import execute_on_cluster
 from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
@@ -136,13 +137,23 @@ def merge(
             display.announce("comparing the inputs with those of the earlier try")
             output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
         display.advance(_bytes_taken_over(planned, output.resumed))
-        records = execute(
-            planned,
-            output,
-            done=output.resumed,
-            progress=advance,
-            announce=lambda: display.announce(COMPILING),
-        )
+        if recipe.cluster is None:
+            records = execute(
+                planned,
+                output,
+                done=output.resumed,
+                progress=advance,
+                announce=lambda: display.announce(COMPILING),
+            )
+        else:
+            records = execute_on_cluster(
+                planned,
+                output,
+                metadata,
+                done=output.resumed,
+                progress=advance,
+                announce=display.announce,
+            )
         report = make_report(
             planned,
             records,
