@@ -99,20 +99,22 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         return {**os.environ, **QUICK, "PYTHONPATH": str(SOURCES)}
 
-    def begin(self, *arguments: str | Path) -> subprocess.Popen[str]:
+    def begin(
+        self, *arguments: str | Path, environment: Mapping[str, str] = {}
+    ) -> subprocess.Popen[str]:
         """Start `dare`."""
         return subprocess.Popen(
             [sys.executable, "-m", "dare", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=self.environment,
+            env=self.environment | dict(environment),
             cwd=self.folder,
             text=True,
         )
 
-    def dare(self, *arguments: str | Path) -> tuple[int, str]:
+    def dare(self, *arguments: str | Path, environment: Mapping[str, str] = {}) -> tuple[int, str]:
         """Run `dare`; return its exit status and what it said on stderr."""
-        process = self.begin(*arguments)
+        process = self.begin(*arguments, environment=environment)
         _, said = process.communicate(timeout=120)
         return process.returncode, said
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from dare import kernels
+from dare.errors import RecipeError
 from dare.inputs.reading import read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import Record
@@ -45,6 +46,11 @@ def execute(
     `announce` is called if kernels have to be compiled first. `known` are the conclusions of a plan
     that this one is a part of; else they are drawn here. `make_worker` makes what does the steps.
     """
+    if plan.recipe.cluster is not None:
+        raise RecipeError(
+            f'cluster = "{plan.recipe.cluster}": only merges of files into files run on a cluster; '
+            "leave cluster out here"
+        )
     records = list(done)
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:

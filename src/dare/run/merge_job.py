@@ -2,105 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dare import kernels
 from dare.errors import InputError, OutputError
 from dare.inputs.opening import open_inputs
-from dare.inputs.reading import read_stored
-from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.output.fingerprint import fingerprint
 from dare.output.journal import Record
-from dare.output.writer import OutputFiles, PartialOutput, explaining
+from dare.output.writer import ArraySink, OutputFiles, PartialOutput, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 from dare.run.backend import Backend
+from dare.run.calibration import sample_plan
 from dare.run.cluster import BATCH_BYTES, Settings, run_on_cluster
+from dare.run.execute import execute
 from dare.run.graph import Copy, Merge, Step, list_steps
 from dare.run.node import bundle
 from dare.run.schedule import Batch
+from dare.run.sightings import Sighting, look_at_all, with_absolute_paths
 from dare.run.worker import Worker
 from dare.stages.outside import load_installed_stages, load_stages
-from dare.tensors.chunks import chunk_count, chunk_span
-from dare.tensors.digest import bytes_digest
 
-SAMPLES = 3
-"""Chunks of each input whose digests are compared: the first, the last, and some between."""
-
-
+SAMPLE_SIDE = 16
+"""Of the matrix that is merged before the first batch."""
 MARK = "node-"
 """How the files are called that nodes leave in the partial output, to be found by the driver."""
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """What an input looks like: its headers, and some of its chunks."""
-
-    file: str
-    headers: str
-    """A digest of what they say."""
-    chunks: Mapping[tuple[str, int], str]
-    """Digests by tensor and chunk."""
-
-    def check(self, source: Source) -> None:
-        """Refuse an input that does not look like this one."""
-        if _headers(source) != self.headers:
-            raise InputError(
-                f"{self.file}: is another file here than where the merge was started: its headers "
-                "differ; every node must see the same inputs"
-            )
-        for (name, chunk), expected in self.chunks.items():
-            if (digest := _digest(source, name, chunk)) != expected:
-                raise InputError(
-                    f"{self.file}: is another file here than where the merge was started: "
-                    f"{name} differs (digest {digest}, there {expected}); "
-                    "every node must see the same inputs"
-                )
-
-
-def look_at(file: str | Path, source: Source) -> Sighting:
-    """See what an input looks like here; it must be open."""
-    names = [name for name, info in source.tensors.items() if info.elements]
-    last = max(len(names) - 1, 0)
-    places = {last * part // max(SAMPLES - 1, 1) for part in range(SAMPLES)}
-    chunks = {}
-    for name in (names[place] for place in sorted(places) if names):
-        chunk = chunk_count(source.tensors[name].elements) - 1
-        chunks[name, chunk] = _digest(source, name, chunk)
-    return Sighting(str(file), _headers(source), chunks)
-
-
-def _headers(source: Source) -> str:
-    return bytes_digest(repr(source.fingerprint()).encode())
-
-
-def _digest(source: Source, name: str, chunk: int) -> str:
-    info = source.tensors[name]
-    start, count = chunk_span(chunk, info.elements)
-    raw = read_stored(source, name, start, count, np.empty(count * info.dtype.itemsize, np.uint8))
-    return bytes_digest(raw.data)
-
-
-def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe for another process: what lies here is named from the root on."""
-
-    def absolute(path: Path) -> Path:
-        return path.absolute() if path.exists() else path  # else it is a name on the hub
-
-    output = None if recipe.output is None else recipe.output.absolute()
-    return recipe.with_files(
-        absolute(recipe.base), [absolute(entry.file) for entry in recipe.models], output
-    )
 
 
 @dataclass(frozen=True)
@@ -120,17 +55,12 @@ class MergeJob:
     @classmethod
     def of(cls, plan: Plan, folder: Path, metadata: Mapping[str, str]) -> MergeJob:
         """Describe a plan to others."""
-        files = (plan.recipe.base, *(entry.file for entry in plan.recipe.models))
-        sightings = []
-        for file, source in zip(files, (plan.base, *plan.models), strict=True):
-            with source:
-                sightings.append(look_at(file, source))
         return cls(
             with_absolute_paths(plan.recipe),
             plan.backend,
             tuple(dict.fromkeys(stage.file for stage in plan.stages if stage.file)),
             fingerprint(plan),
-            tuple(sightings),
+            look_at_all(plan.recipe, (plan.base, *plan.models)),
             folder.absolute(),
             metadata,
         )
@@ -189,7 +119,7 @@ class OpenedMerge:
             self._files.join()
             self.mark = MARK + secrets.token_hex(8)
             (job.folder / self.mark).write_text(self.mark)
-        kernels.load(plan.backend)
+        _warm_up(plan)
 
     @property
     def threads(self) -> int:
@@ -206,6 +136,14 @@ class OpenedMerge:
                 file.sync()
         for source in (self._plan.base, *self._plan.models):
             source.check_unchanged()
+
+
+def _warm_up(plan: Plan) -> None:
+    """Merge next to nothing, so that no batch has to wait for kernels to be loaded."""
+    kernels.load(plan.backend)
+    for tensor in itertools.islice(plan.merged(), 1):
+        sample = sample_plan(plan, tensor, (SAMPLE_SIDE, SAMPLE_SIDE))
+        execute(sample, ArraySink([replace(sample.tensors[0].base, dtype=tensor.dtype)]))
 
 
 def execute_on_cluster(
