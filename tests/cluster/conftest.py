@@ -161,7 +161,11 @@ def wait_for(condition, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-SHAPES = {"embed": (4000, 512), **{f"layers.{n}.w": (700, 1100) for n in range(12)}, "norm": (512,)}
+SHAPES = {
+    "embed": (8000, 2048),
+    **{f"layers.{n}.w": (700, 1100) for n in range(12)},
+    "norm": (512,),
+}
 
 
 @pytest.fixture(scope="session")

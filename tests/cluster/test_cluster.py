@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,8 @@ class Paused:
 
     def __exit__(self, *_error: object) -> None:
         for process in self._stopped:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
-            except ProcessLookupError:
-                pass
 
 
 def finished(process) -> str:
@@ -140,7 +139,8 @@ def test_a_directory_has_only_what_belongs_there(cluster, merge, tmp_path):
 def test_a_stage_of_the_users_own_is_run_on_every_node(cluster, merge, tmp_path, output):
     stage = tmp_path / "halve.py"
     stage.write_text(
-        "from dare.stages.registry import Block, delta_stage\n"
+        "from dare.stages.blocks import Block\n"
+        "from dare.stages.registry import delta_stage\n"
         "@delta_stage()\n"
         "def halve(block: Block) -> None:\n"
         '    """Halve."""\n'
@@ -164,7 +164,7 @@ def test_an_analysis_is_the_same_document(cluster, models, tmp_path):
         assert status == 0, said
         documents.append(json.loads(path.read_text()))
     for document in documents:
-        assert document["analysis"].pop("seconds") > 0
+        assert document.pop("seconds") > 0
     assert documents[0] == documents[1]
 
 
@@ -187,7 +187,7 @@ def test_a_node_that_is_killed_changes_nothing(cluster, shared, output, log, exp
 
 def test_what_a_dead_node_had_is_done_by_others(cluster, shared, output, log, expected):
     process = cluster.begin(*shared)
-    wait_for(lambda: log.events("joined", "127.0.0.4"))
+    wait_for(lambda: len(log.events("joined")) == len(cluster.nodes))
     with Paused():
         cluster.nodes["127.0.0.4"].kill()
         wait_for(lambda: log.events("lost"))
@@ -229,13 +229,13 @@ def test_a_worker_that_is_killed_is_replaced(cluster, shared, output, log, expec
 
 
 def test_a_node_that_joins_is_used(cluster, shared, output, log, expected):
-    process = cluster.begin(*shared, *METHODS["trim+ties"])
+    process = cluster.begin(*shared)
     wait_for(lambda: len(log.events("joined")) == len(cluster.nodes))
     with Paused():
         cluster.start(ANOTHER)
         wait_for(lambda: log.events("batch", ANOTHER))
     finished(process)
-    assert sha256(output) == expected("trim+ties")
+    assert sha256(output) == expected("dare+linear")
 
 
 def test_a_node_that_joins_and_lacks_a_file_is_left_out(
@@ -323,7 +323,6 @@ def test_a_node_that_sees_another_disk_is_refused(
 def test_another_version_is_refused(cluster, shared, log, tmp_path_factory):
     folder = tmp_path_factory.mktemp("old")
     package = folder / "dare"
-    os.symlink(SOURCES / "dare", folder / "whole")
     package.mkdir()
     for path in (SOURCES / "dare").iterdir():
         if path.name not in ("__init__.py", "__pycache__"):
@@ -352,9 +351,9 @@ def test_a_node_without_dare_is_refused(cluster, shared, log, tmp_path_factory):
 
 def test_a_cluster_that_is_not_there_is_refused_at_once(cluster, merge):
     started = time.monotonic()
-    status, said = cluster.dare(*merge, "--cluster", "127.0.0.9:6379")
+    status, said = cluster.dare(*merge, "--cluster", "127.0.0.2:6")
     assert status == 1
-    assert 'cluster = "127.0.0.9:6379": no Ray cluster answers (Connection refused)' in said
+    assert 'cluster = "127.0.0.2:6": no Ray cluster answers (Connection refused)' in said
     assert time.monotonic() - started < 20
 
 
