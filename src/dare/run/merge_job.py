@@ -119,7 +119,7 @@ class OpenedMerge:
             self._files.join()
             self.mark = MARK + secrets.token_hex(8)
             (job.folder / self.mark).write_text(self.mark)
-        _warm_up(plan)
+        warm_up(plan)
 
     @property
     def threads(self) -> int:
@@ -138,7 +138,7 @@ class OpenedMerge:
             source.check_unchanged()
 
 
-def _warm_up(plan: Plan) -> None:
+def warm_up(plan: Plan) -> None:
     """Merge next to nothing, so that no batch has to wait for kernels to be loaded."""
     kernels.load(plan.backend)
     for tensor in itertools.islice(plan.merged(), 1):
