@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dare.analysis.measure.glance import glance
-from dare.deltas.reports import Restoration
-from dare.deltas.restoring import open_delta, restore
 from dare.errors import (
     Concern,
     DareWarning,
@@ -51,6 +49,9 @@ from dare.run.merge_job import execute_on_cluster
 from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
+
+if TYPE_CHECKING:
+    from dare.deltas.reports import Restoration
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """Of files that are configurations for mergekit."""
@@ -235,6 +236,8 @@ def apply_delta(
     by `dare+sum` (or `trim+sum`) would, with its drop rate and seed; settings are those of a
     `Recipe`.
     """
+    from dare.deltas.restoring import open_delta, restore
+
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
         flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Part, cpu, reference
+from dare.kernels import LANES_MULTIPLE, Part, native, reference
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
@@ -49,7 +49,7 @@ def raws(size):
 def assert_same(function, *arguments):
     """Run a kernel of both backends on copies; all arrays and results must be equal in bits."""
     outcomes = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
         returned = getattr(backend, function)(*copies)
         written = [a.tobytes() for a in copies if isinstance(a, np.ndarray)]
@@ -72,7 +72,7 @@ def comparable(figures):
 def test_deltas(case):
     raw, base, lane = case
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         out = np.ones(base.size, np.float32)
         figures = backend.delta(raw, base, lane, out, THRESHOLD)
         results.append((comparable(figures), without_nan_payload(out).tobytes()))
@@ -89,7 +89,7 @@ def test_deltas(case):
 def test_results_are_encoded_alike(case):
     raw, merged, scale = case
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         same, other = np.zeros_like(raw), np.zeros_like(raw)
         peaks = [
             comparable([backend.add_to_base(raw, merged, scale, same)]),
@@ -134,7 +134,7 @@ def merges(draw):
 def test_everything_in_one_kernel(case):
     base, parts, start, elects = case
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         out = np.ones(base.size, np.float32)
         figures = backend.combine(base, parts, start, elects, THRESHOLD, out)
         results.append((list(map(comparable, figures)), without_nan_payload(out).tobytes()))
@@ -169,7 +169,7 @@ def test_masking_values(case):
 @given(SIZES.flatmap(any_floats), st.integers(0, 0xFFFF))
 def test_counting_magnitudes(values, high):
     room = np.zeros(values.size, np.uint32)
-    assert reference.magnitudes(values, room) == cpu.magnitudes(values, room.copy())
+    assert reference.magnitudes(values, room) == native.magnitudes(values, room.copy())
     found = room[: reference.magnitudes(values, room)]
     assert_same("count_high", found, np.zeros(1 << 16, np.int64))
     if found.size:
@@ -190,7 +190,7 @@ def test_gathering_magnitudes(case):
     raw, base, lane = case
     lane[raw.size :] = 0
     found = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         room = np.zeros(raw.size + 1, np.uint32)
         count = int(backend.gather(raw, base, lane, room))
         found.append(["NaN" if bits > 0x7F800000 else int(bits) for bits in room[:count]])
@@ -209,7 +209,7 @@ def test_adding(case):
 )
 def test_voting_and_electing(models, weight):
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         sums = np.zeros(4 * models[0].size, np.float32)
         out = np.ones(models[0].size, np.float32)
         for values in models:
@@ -222,20 +222,20 @@ def test_voting_and_electing(models, weight):
 @given(st.integers(0, 300).flatmap(lambda n: st.tuples(near_zero(n), near_zero(n))))
 def test_sums_have_one_order(case):
     left, right = case
-    assert reference.sum_magnitudes(left) == cpu.sum_magnitudes(left)
-    assert reference.sum_products(left, right) == cpu.sum_products(left, right)
+    assert reference.sum_magnitudes(left) == native.sum_magnitudes(left)
+    assert reference.sum_products(left, right) == native.sum_products(left, right)
 
 
 def test_sums_of_many_numbers_have_one_order():
     values = np.random.default_rng(0).standard_normal(100_001).astype(np.float32)
-    assert reference.sum_magnitudes(values) == cpu.sum_magnitudes(values)
-    assert reference.sum_products(values, values[::-1].copy()) == cpu.sum_products(
+    assert reference.sum_magnitudes(values) == native.sum_magnitudes(values)
+    assert reference.sum_products(values, values[::-1].copy()) == native.sum_products(
         values, values[::-1].copy()
     )
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
-@pytest.mark.parametrize("backend", [reference, cpu])
+@pytest.mark.parametrize("backend", [reference, native])
 def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
     # -0.0, a signalling NaN, a subnormal: all of these an addition would change.
     raw = np.array([0x8000, 0x7F81, 0x0001, 0x3F80], np.uint16)
@@ -255,7 +255,7 @@ def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
 def test_electing_by_another_balance(case, weight):
     models, balance = case
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         sums = np.zeros(4 * balance.size, np.float32)
         out = np.ones(balance.size, np.float32)
         for values in models:
@@ -270,7 +270,7 @@ def test_electing_by_another_balance(case, weight):
 )
 def test_extremes(models, weight):
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         total, most, least = np.zeros((3, models[0].size), np.float32)
         for values in models:
             backend.add_extremes(values, weight, total, most, least)
@@ -288,7 +288,7 @@ def test_extremes(models, weight):
 def test_counting_who_needs_an_element(case, selectivity):
     values, total, factor = case
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         kept, counts = total.copy(), np.zeros(total.size, np.int32)
         for needing in (values, -values, total):
             backend.count_needing(needing, factor, total, selectivity, counts)
@@ -304,7 +304,7 @@ def test_dropping_the_largest(values, cut, ties_dropped):
 
 def test_the_largest_are_dropped_by_hand():
     values = np.array([1, -2, 3, 2, -1, 2], np.float32)
-    cpu.drop_largest(values, np.float32(2).view(np.uint32), 2)
+    native.drop_largest(values, np.float32(2).view(np.uint32), 2)
     assert values.tolist() == [1, 0, 0, 0, -1, 2]
 
 
@@ -324,7 +324,7 @@ def test_marking_ranks(case, kind):
     assert_same("mark_ranks", keys, least, end, np.ones(keys.shape, np.uint8))
 
 
-@pytest.mark.parametrize("backend", [reference, cpu])
+@pytest.mark.parametrize("backend", [reference, native])
 def test_ranks_are_marked_by_hand(backend):
     keys = np.array([[5, 7, 7, 1], [2, 2, 2, 2]], np.uint32)  # of equals the first is larger
     marks = np.ones((2, 4), np.uint8)
@@ -336,7 +336,7 @@ def test_ranks_are_marked_by_hand(backend):
 def test_multiplying_what_is_kept(case):
     values, factors = case
     results = []
-    for backend in (reference, cpu):
+    for backend in (reference, native):
         kept = values.copy()
         backend.multiply_kept(kept, factors)
         results.append(without_nan_payload(kept).tobytes())

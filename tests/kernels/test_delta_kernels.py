@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Part, cpu, reference
+from dare.kernels import LANES_MULTIPLE, Part, native, reference
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
-BACKENDS = (reference, cpu)
+BACKENDS = (reference, native)
 BOTH = pytest.mark.parametrize("backend", BACKENDS)
 CARRIERS = sorted({kind.carrier for kind in STORAGE_TYPES.values()}, key=str)
 WEIGHTS = [kind.carrier for kind in WEIGHT_TYPES]
@@ -112,10 +112,10 @@ def deltas(draw):
 @given(deltas(), st.sampled_from([8, 4, 2, 1]))
 def test_few_bits_are_the_same_in_both_backends(values, bits):
     codes, scales = quantised(reference, values, bits)
-    fast_codes, fast_scales = quantised(cpu, values, bits)
+    fast_codes, fast_scales = quantised(native, values, bits)
     assert (scales.tolist(), codes.tolist()) == (fast_scales.tolist(), fast_codes.tolist())
     back = restored(reference, codes, scales, bits, values.size)
-    assert back.tobytes() == restored(cpu, codes, scales, bits, values.size).tobytes()
+    assert back.tobytes() == restored(native, codes, scales, bits, values.size).tobytes()
     assert np.isfinite(back).all()
 
 
@@ -130,8 +130,8 @@ def test_any_bytes_are_read_alike(size, bits, data):
 
 @given(deltas())
 def test_eight_bits_are_off_by_half_a_step_at_most(values):
-    codes, scales = quantised(cpu, values, 8)
-    back = restored(cpu, codes, scales, 8, values.size).astype(np.float64)
+    codes, scales = quantised(native, values, 8)
+    back = restored(native, codes, scales, 8, values.size).astype(np.float64)
     unit = scales.view(ml_dtypes.bfloat16).astype(np.float64)
     padded = np.zeros(unit.size * 256, np.float32)
     padded[: values.size] = np.abs(values)
@@ -228,8 +228,8 @@ def test_squared_errors(shape, allowed, unit):
         values[generator.random(100_000) < 0.9] = 0
     values = (values * unit).astype(np.float32)
     for bits, most in zip((8, 4, 2, 1), allowed, strict=True):
-        codes, scales = quantised(cpu, values, bits)
-        back = restored(cpu, codes, scales, bits, values.size).astype(np.float64)
+        codes, scales = quantised(native, values, bits)
+        back = restored(native, codes, scales, bits, values.size).astype(np.float64)
         squares = (values.astype(np.float64) ** 2).sum()
         assert ((back - values) ** 2).sum() / squares <= most
         assert (back * values).sum() / squares == pytest.approx(1, abs=3e-4)  # nothing is shortened
@@ -290,7 +290,7 @@ def test_hostile_places(size, kept, longer, data):
     code = data.draw(elements(np.dtype("uint8"), width))
     room = np.full(size + 128, 9, np.uint8)
     lane = room[64 : size + 64]
-    valid = cpu.uncode_places(code, size, kept, lane)
+    valid = native.uncode_places(code, size, kept, lane)
     assert (room[:64] == 9).all()
     assert (room[size + 64 :] == 9).all()
     assert valid == reference.uncode_places(code, size, kept, np.zeros(size, np.uint8))
@@ -306,11 +306,11 @@ def test_a_flipped_bit_is_another_set_or_refused(size, seed, data):
     lane = np.where(generator.random(size) < 0.2, 255, 0).astype(np.uint8)
     kept = int(np.count_nonzero(lane))
     code = np.zeros(reference.places_nbytes(size, kept), np.uint8)
-    cpu.code_places(lane, size, kept, code)
+    native.code_places(lane, size, kept, code)
     if code.size:
         code[data.draw(st.integers(0, code.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
         back, slow = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-        valid = cpu.uncode_places(code, size, kept, back)
+        valid = native.uncode_places(code, size, kept, back)
         assert valid == reference.uncode_places(code, size, kept, slow)
         if valid:
             assert back.tolist() == slow.tolist() != lane.tolist()

@@ -28,7 +28,7 @@ from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import lay_out
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.files import ALIGNMENT, aligned_bytes
+from dare.tensors.files import ALIGNMENT, OutputFile, aligned_bytes
 from dare.tensors.header import TensorInfo
 from helpers import listing, save, sha256, write_recipe
 
@@ -596,7 +596,23 @@ def test_an_output_larger_than_the_disk_is_refused_at_once(tmp_path, small_disk)
     assert not target.exists()
 
 
-def test_a_merge_goes_on_when_a_full_disk_has_room_again(small_disk):
+def test_room_that_was_taken_is_there_when_the_disk_is_full(small_disk):
+    target = small_disk / "out.safetensors"
+    layout = lay_out(target, [("x", U8, (300_000,))], None)
+    data = np.full(300_000, 7, np.uint8)
+    with PartialOutput(layout, METADATA, "f") as output:
+        with pytest.raises(OSError, match="No space left"):
+            (small_disk / "ballast").write_bytes(bytes(2 << 20))
+        write_chunk(output, "x", data)
+        place = output.place("x", 1, 2)
+        assert place is None or place.tolist() == [7, 7]  # what lies in memory is seen at once
+        (small_disk / "ballast").unlink()
+        finish(output)
+    assert load_file(target)["x"].tobytes() == data.tobytes()
+
+
+def test_a_merge_goes_on_when_a_full_disk_has_room_again(small_disk, monkeypatch):
+    monkeypatch.setattr(OutputFile, "reserve", lambda _file: None)
     target = small_disk / "out.safetensors"
     layout = lay_out(target, [("x", U8, (300_000,)), ("y", U8, (300_000,))], None)
     data = np.full(300_000, 7, np.uint8)

@@ -9,7 +9,7 @@ from small_merges import largest_first, merge_deltas
 
 import dare
 from dare import RecipeError, keep_mask
-from dare.kernels import cpu, reference
+from dare.kernels import native, reference
 from dare.tensors.mask import keep_threshold, mask_key
 
 
@@ -143,7 +143,7 @@ def test_the_numbers_of_the_mask():
     ):
         key0, key1 = map(np.uint32, mask_key(seed, name))
         numbers = [np.empty(size, np.uint64) for _ in range(2)]
-        for kernels, out in zip((reference, cpu), numbers, strict=True):
+        for kernels, out in zip((reference, native), numbers, strict=True):
             kernels.draw_uniform(out, start, key0, key1)
         assert (numbers[0] == numbers[1]).all()
         keep = keep_mask(name, size, rate, seed, start)
@@ -161,7 +161,7 @@ def test_dropping_by_rank(size, columns, group, seed):
     factors = generator.standard_normal(columns).astype(np.float32)
     key0, key1 = map(np.uint32, mask_key(seed, "w"))
     results = [(values.copy(), np.empty(size, np.bool_)) for _ in range(2)]
-    for kernels, (out, kept) in zip((reference, cpu), results, strict=True):
+    for kernels, (out, kept) in zip((reference, native), results, strict=True):
         kernels.drop_by_rank(out, ranks, thresholds, factors, 128 * group, key0, key1, kept)
     for one, other in zip(*results, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -177,7 +177,7 @@ def test_dropping_by_rank(size, columns, group, seed):
 )
 def test_ranks(keys):
     results = [np.full(keys.shape, 7, np.uint32) for _ in range(2)]
-    for kernels, out in zip((reference, cpu), results, strict=True):
+    for kernels, out in zip((reference, native), results, strict=True):
         kernels.rank_rows(keys, out)
     order = np.argsort(-keys.astype(np.int64), axis=1, kind="stable")
     by_hand = np.empty(keys.shape, np.int64)

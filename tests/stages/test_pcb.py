@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import dare
-from dare.kernels import cpu, reference
+from dare.kernels import native, reference
 from dare.planning.cost import Cost
 
 
@@ -157,7 +157,7 @@ def any_floats(size):
 def test_the_kernels_have_the_same_bits(case, factor, peak, models):
     values, total = case
     found = []
-    for kernels in (reference, cpu):
+    for kernels in (reference, native):
         out = np.empty_like(values)
         kernels.balance_scores(values, total, factor, peak, float(models), out)
         found.append(out.tobytes())

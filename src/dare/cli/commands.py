@@ -27,7 +27,6 @@ from dare.cli.flags import (
     switch,
     takes_recipe,
 )
-from dare.cli.template import write_template
 from dare.errors import (
     DareWarning,
     InputError,
@@ -36,14 +35,10 @@ from dare.errors import (
     VerificationError,
     did_you_mean,
 )
-from dare.inputs.mergekit import convert_yaml
-from dare.output.verification import Verification
-from dare.output.verification import verify as verify_output
 from dare.recipe.schema import Recipe
 from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
-from dare.stages.outside import load_installed_stages
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
@@ -145,6 +140,9 @@ def verify(
     """Compare outputs with their manifests."""
     if not outputs:
         raise UsageError("nothing to verify: name the output of a merge")
+    from dare.output.verification import Verification
+    from dare.output.verification import verify as verify_output
+
     console = show.console(json=json, quiet=quiet)
     found = []
     for path in outputs:
@@ -169,6 +167,8 @@ def methods(
     debug: Debug = False,
 ) -> int:
     """Show stages."""
+    from dare.stages.outside import load_installed_stages
+
     load_installed_stages()
     names = [] if name is None else ALIASES.get(name, name).split("+")
     if name in STAGES:
@@ -214,6 +214,8 @@ def init(
     advice = None if from_analysis is None else _advice(from_analysis)
     start = None if advice is None else advice.recipe
     planned = api.plan(recipe_from_flags(config, flags, start=start))
+    from dare.cli.template import write_template
+
     text = write_template(planned, advice)
     if str(to) == "-":
         print(text, end="")
@@ -255,6 +257,8 @@ def convert(
     debug: Debug = False,
 ) -> int:
     """Print a mergekit configuration as a recipe."""
+    from dare.inputs.mergekit import convert_yaml
+
     conversion = convert_yaml(file)
     if json:
         show.json(jsonlib.dumps(conversion.to_dict(), indent=2, ensure_ascii=False))

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dare.cli.flags import toml_word
-from dare.deltas.reports import DeltaReport, Restoration
 from dare.errors import Concern, Notice, printable
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
@@ -24,6 +23,7 @@ from dare.tensors.json_values import printable_json
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
+    from dare.deltas.reports import DeltaReport, Restoration
     from dare.output.report import ModelReport, Report
     from dare.output.verification import Verification
     from dare.run.rates import Estimate

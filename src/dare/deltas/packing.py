@@ -15,8 +15,7 @@ from dare.inputs.delta_notes import AS_IN_BASE
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
 from dare.output.pieces import PieceOutput
-from dare.run.backend import Chunk
-from dare.run.graph import Copy, Merge
+from dare.run.backend import Bytes, Chunk
 from dare.run.worker import Results, Worker, summaries_of
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK
@@ -33,9 +32,12 @@ class _Coder(Worker):
 
     _sink: PieceOutput
 
+    def _room(self, *_where: object) -> tuple[Bytes, bool]:
+        return np.empty(0, np.uint8), True  # each chunk is put away when its size is known
+
     def _put(
         self,
-        step: Merge | Copy,
+        chunk: Chunk,
         inputs: Sequence[str],
         parts: Sequence[NDArray[Any]],
         count: int,
@@ -43,8 +45,8 @@ class _Coder(Worker):
     ) -> Record:
         data = np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
         return Record(
-            tensor=step.tensor,
-            chunk=step.chunk,
+            tensor=chunk.tensor.name,
+            chunk=chunk.number,
             inputs=tuple(inputs),
             output=bytes_digest(data.data),
             models=(),
@@ -57,17 +59,18 @@ class _Coder(Worker):
 class LosslessCoder(_Coder):
     """Codes the chunks of a model (the plan's base) against those of another, where it has them."""
 
-    def _copy(self, step: Copy) -> Record:
-        chunk, digests = self._read(step)
+    def _copy(
+        self, chunk: Chunk, digests: Sequence[str], _results: Results, _into: Bytes
+    ) -> Record:
         against = next(iter(chunk.tuned.values()), None)
         if len(digests) == 2 and digests[0] == digests[1]:
-            return self._put(step, digests, (), AS_IN_BASE)
+            return self._put(chunk, digests, (), AS_IN_BASE)
         blob = pack(
             chunk.base.view(np.uint8),
             None if against is None else against.view(np.uint8),
             chunk.base.itemsize,
         )
-        return self._put(step, digests, [np.frombuffer(blob, np.uint8)], len(blob))
+        return self._put(chunk, digests, [np.frombuffer(blob, np.uint8)], len(blob))
 
 
 class Packer(_Coder):
@@ -84,23 +87,25 @@ class Packer(_Coder):
         self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
         self._all = np.full(CHUNK, 255, np.uint8)
 
-    def _copy(self, step: Copy) -> Record:
-        chunk, digests = self._read(step)
+    def _copy(
+        self, chunk: Chunk, digests: Sequence[str], _results: Results, _into: Bytes
+    ) -> Record:
         if len(set(digests)) > 1:
             raise MismatchError(
-                f"{step.tensor}: its {chunk.tensor.base.dtype.name} values differ from the base's "
-                "and can be neither dropped nor rounded; use --lossless"
+                f"{chunk.tensor.name}: its {chunk.tensor.base.dtype.name} values differ from the "
+                "base's and can be neither dropped nor rounded; use --lossless"
             )
-        return self._put(step, digests, (), AS_IN_BASE)
+        return self._put(chunk, digests, (), AS_IN_BASE)
 
-    def _merge(self, step: Merge, results: Results) -> Record:
-        chunk, digests = self._read(step)
+    def _merge(
+        self, chunk: Chunk, digests: Sequence[str], results: Results, _into: Bytes
+    ) -> Record:
         (tuned,) = chunk.tuned.values()
         base = self._base[: tuned.size]
         self._run.decode(chunk.base, base)
         weights = self._run.sum_products(base, base)
         if digests[0] == digests[1] and tuned.dtype == chunk.base.dtype:
-            return self._put(step, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
+            return self._put(chunk, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
         change = self._take_change(tuned, base)
         lanes = self._backend.block(chunk, 0, summaries_of(chunk.tensor, results)[0]).kept_lanes()
         kept = self._kept[: self._run.select(change, lanes, self._kept)]
@@ -109,13 +114,13 @@ class Packer(_Coder):
             self._run.select(tuned, lanes, values)
             parts, stored = [values], kept
         else:
-            parts, stored = self._rounded(step, kept, self._share(change, kept))
+            parts, stored = self._rounded(chunk, kept, self._share(change, kept))
         if self._scheme.keep == "magnitude":
             places = np.empty(self._run.places_nbytes(tuned.size, kept.size), np.uint8)
             self._run.code_places(lanes, tuned.size, kept.size, places)
             parts.append(places)
         sums = self._errors(chunk, change, kept, stored)
-        return self._put(step, digests, parts, kept.size, (*sums, weights))
+        return self._put(chunk, digests, parts, kept.size, (*sums, weights))
 
     def _take_change(self, tuned: NDArray[Any], base: Floats) -> Floats:
         """The model's change; infinities that both have are none."""
@@ -139,13 +144,13 @@ class Packer(_Coder):
         return float(of_kept / total) if of_kept else 1.0  # all that is kept may be elsewhere
 
     def _rounded(
-        self, step: Merge, kept: Floats, share: float
+        self, chunk: Chunk, kept: Floats, share: float
     ) -> tuple[list[NDArray[Any]], Floats]:
         """Codes and scales of kept values, and what will be read of them."""
         if not np.isfinite(kept).all():
             raise MismatchError(
-                f"{step.tensor}: has changes that are NaN or infinite, which cannot be rounded to "
-                f"{self._scheme.bits} bits; use --bits native or --lossless"
+                f"{chunk.tensor.name}: has changes that are NaN or infinite, which cannot be "
+                f"rounded to {self._scheme.bits} bits; use --bits native or --lossless"
             )
         bits = int(self._scheme.bits)
         codes = np.empty(-(-kept.size * bits // 8), np.uint8)
@@ -161,7 +166,7 @@ class Packer(_Coder):
         self._run.dequantise(codes, scales, bits, stored)
         if not np.isfinite(stored).all():
             raise MismatchError(
-                f"{step.tensor}: its changes are too large to be rounded; use --bits native"
+                f"{chunk.tensor.name}: its changes are too large to be rounded; use --bits native"
             )
         return [codes, scales], stored
 

@@ -26,23 +26,26 @@ def read_chunks(
     *,
     buffers: Sequence[Bytes] | None = None,
     base_first: bool = False,
+    at_once: int = CHUNK,
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Stored elements of a tensor, of several sources at once, chunk after chunk.
 
-    Yields the index of a chunk's first element, and what each source has there. The next chunk
-    fills the same buffers: bytes enough for a chunk of each source, made here unless given. If the
-    first source is the base, the others need not read it for themselves.
+    Yields the index of a chunk's first element, and what each source has there. The next chunks
+    fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
+    the first source is the base, the others need not read it for themselves.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
-        buffers = [np.empty(min(count, CHUNK) * size, np.uint8) for size in sizes]
-    for offset, size in chunk_spans(count):
+        buffers = [np.empty(min(count, at_once) * size, np.uint8) for size in sizes]
+    for offset in range(0, count, at_once):
+        read = min(at_once, count - offset)
         found: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
             beside = found[0] if found and base_first else None
-            found.append(read_stored(source, name, start + offset, size, buffer, beside))
-        yield start + offset, found
+            found.append(read_stored(source, name, start + offset, read, buffer, beside))
+        for first, size in chunk_spans(read):
+            yield start + offset + first, [raw[first : first + size] for raw in found]
 
 
 def read_float_chunks(

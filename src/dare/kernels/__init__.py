@@ -1,7 +1,7 @@
 """The arithmetic, on chunks of one tensor.
 
 `reference` (NumPy) defines every function; `cpu` (Numba) has the same functions with the same
-bits, fast. Both are modules with one set of names, and `load` returns one of them.
+bits, fast, and `native` is what runs of them. `load` returns a module with these functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from dare.errors import RecipeError, did_you_mean
 
-BACKENDS = ("cpu", "reference")
+MODULES = {"cpu": "native", "reference": "reference"}
+BACKENDS = tuple(MODULES)
 LANES_MULTIPLE = 8192
 """Arrays of lanes have a multiple of this length."""
 
@@ -42,5 +43,5 @@ def check_backend(backend: str) -> str:
 
 
 def load(backend: str) -> Any:
-    """Import a backend's kernels; Numba is only imported when it is asked for."""
-    return importlib.import_module(f"dare.kernels.{check_backend(backend)}")
+    """Import a backend's kernels; Numba is only imported when something has to be compiled."""
+    return importlib.import_module(f"dare.kernels.{MODULES[check_backend(backend)]}")

@@ -4,7 +4,7 @@ Selections are made on bit patterns, not with branches, because a branch in the 
 LLVM from vectorising it. No fast-math: each operation rounds once, as in `reference`.
 
 A function here has the name, the arguments and the bits of its namesake in `reference`, whose
-docstring says what it computes.
+docstring says what it computes. Merges call them through `native`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from dare.kernels.reference import (
     ODD_STEPS,
     PARTS,
     SCALE_GROUP,
-    places_low_bits,
-    places_nbytes,
 )
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
@@ -744,28 +742,6 @@ def combine_tiles(
             tile_elect(sums, total)
 
 
-def combine(base_raw, parts, start, elects, threshold_bits, out):
-    figures = np.zeros((len(parts), 4), np.int64)
-    masks = [part.mask or (0, 0, 256, 0) for part in parts]
-    combine_tiles(
-        base_raw,
-        parts[0].tuned[:0],
-        np.array([part.tuned.ctypes.data for part in parts], np.int64),
-        start,
-        np.array([mask[:2] for mask in masks], np.uint32),
-        np.array([mask[2] for mask in masks], np.int64),
-        np.array([mask[3] for mask in masks], np.uint32),
-        np.array([part.least for part in parts], np.int32),
-        np.array([part.weight for part in parts], np.float32),
-        np.array([part.share for part in parts], np.float32),
-        elects,
-        threshold_bits,
-        out,
-        figures,
-    )
-    return figures
-
-
 # ---------------------------------------------------------------- sums over a tensor
 
 
@@ -1026,12 +1002,14 @@ def mark_groups(keys, columns, least, end, out):
 @kernel
 def mark_ranks(keys, least, end, out):
     rows, columns = keys.shape
+    flat = carray(pointer_to(keys.ctypes.data, keys), keys.size)  # reshape is not in machine code
+    marks = carray(pointer_to(out.ctypes.data, out), out.size)
     if columns == 4:
-        mark_groups(keys.reshape(-1), 4, least, end, out.reshape(-1))
+        mark_groups(flat, 4, least, end, marks)
     elif columns == 8:
-        mark_groups(keys.reshape(-1), 8, least, end, out.reshape(-1))
+        mark_groups(flat, 8, least, end, marks)
     elif columns <= SHORT_ROW:
-        mark_groups(keys.reshape(-1), columns, least, end, out.reshape(-1))
+        mark_groups(flat, columns, least, end, marks)
     else:
         ranks = np.empty((1, columns), u32)
         for row in range(rows):
@@ -1099,15 +1077,6 @@ def lanes_from(lanes, first, size):
     return word
 
 
-def as_integers(raw):
-    """A carrier as unsigned integers, so that kernels that only move it are compiled per width."""
-    return raw.view(f"u{raw.dtype.itemsize}")
-
-
-def select(raw, lanes, out):
-    return select_integers(as_integers(raw), lanes, as_integers(out))
-
-
 @kernel
 def select_integers(raw, lanes, out):
     count = 0
@@ -1118,10 +1087,6 @@ def select_integers(raw, lanes, out):
             count += 1
             left &= left - u64(1)
     return count
-
-
-def expand(packed, lanes, into):
-    return expand_integers(as_integers(packed), lanes, as_integers(into))
 
 
 @kernel
@@ -1317,12 +1282,6 @@ def unpack_fields(codes, bits, odd, scale, out):
 # ---------------------------------------------------------------- places
 
 
-def code_places(lanes, size, kept, out):
-    if kept:
-        out[:] = 0
-        set_places(lanes, size, places_low_bits(size, kept), kept, out)
-
-
 @kernel
 def set_places(lanes, size, low, kept, out):
     ones = u64((u64(1) << u64(low)) - u64(1))
@@ -1345,13 +1304,6 @@ def set_places(lanes, size, low, kept, out):
             left &= left - u64(1)
     if filled:
         out[byte] = u8(held)
-
-
-def uncode_places(coded, size, kept, lanes):
-    lanes[:] = 0
-    if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
-        return False
-    return kept == 0 or bool(find_places(coded, size, places_low_bits(size, kept), kept, lanes))
 
 
 @kernel

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,9 @@ class Record:
     """Of a coded chunk: what is added up over all of them."""
 
 
-_RECORDS = TypeAdapter(Record)
+@cache
+def _records() -> TypeAdapter[Record]:
+    return TypeAdapter(Record)
 
 
 @dataclass
@@ -74,7 +77,7 @@ def read_journal(text: bytes) -> Found:
             found.finished = str(line["finished"])
         else:
             try:
-                record = _RECORDS.validate_json(json.dumps(line), strict=True)
+                record = _records().validate_json(json.dumps(line), strict=True)
             except ValidationError:
                 continue
             found.records[record.tensor, record.chunk] = stamps, record

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from dare import __version__
 from dare.errors import Concern, InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
+from dare.kernels.kept import numba_version
 from dare.output.places import found, told, without_folders
 from dare.output.report import Report
 from dare.output.sealing import SEAL, UNKNOWN, read_sealed
@@ -122,7 +122,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
             "dare": __version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
-            "numba": _numba_version(),
+            "numba": numba_version(),
         },
         "machine": platform.machine(),
         "digests": {
@@ -158,13 +158,6 @@ def _told_recipe(plan: Plan) -> Recipe:
             "cluster_log": None,
         }
     )
-
-
-def _numba_version() -> str:
-    try:
-        return version("numba")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def find_manifest(path: Path) -> Path | None:

@@ -44,7 +44,10 @@ class Sink(Protocol):
     """Somewhere to put merged tensors."""
 
     def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory where some of a tensor's bytes are to be in the end, to be made there; or None."""
+        """Memory where some of a tensor's bytes are to be in the end, to be made there.
+
+        None if there is none: they are made elsewhere and written.
+        """
 
     def position(self, name: str, offset: int) -> int:
         """Where in its file a tensor's byte lies; data aligned alike in memory is written best."""
@@ -69,9 +72,7 @@ class ArraySink:
         return 0
 
     def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
-        place = self.place(name, offset, data.size)
-        if not np.may_share_memory(place, data):  # else it was made there
-            place[:] = data
+        self.place(name, offset, data.size)[:] = data
 
     def record(self, records: Sequence[Record]) -> None:
         pass
@@ -106,6 +107,11 @@ class OutputFiles:
         for file in self.built:
             self.opened[file] = OutputFile(self.folder / file, None)
 
+    def reserve(self) -> None:
+        """Take the room that the files need."""
+        for file in self.opened.values():
+            file.reserve()
+
     def close(self) -> None:
         """Close what is open."""
         for file in self.opened.values():
@@ -117,8 +123,9 @@ class OutputFiles:
         file, info = self.places[name]
         return self.opened[file].read(info.start + offset, nbytes)
 
-    def place(self, name: str, offset: int, nbytes: int) -> None:  # noqa: ARG002
-        return None
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+        file, info = self.places[name]
+        return self.opened[file].place(info.start + offset, nbytes)
 
     def position(self, name: str, offset: int) -> int:
         return self.places[name][1].start + offset
@@ -174,6 +181,7 @@ class PartialOutput:
             self._is_void = not self.resumed and not self.doubtful
             self._check_free_space()
             self._is_void = False
+            self._files.reserve()
             self.resumed = self.intact(self.resumed)
             self.doubtful = self.intact(self.doubtful)
         except BaseException:
@@ -271,7 +279,7 @@ class PartialOutput:
         """Read back what was written of a tensor."""
         return self._files.read(name, offset, nbytes)
 
-    def place(self, name: str, offset: int, nbytes: int) -> None:
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
         return self._files.place(name, offset, nbytes)
 
     def position(self, name: str, offset: int) -> int:

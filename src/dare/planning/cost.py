@@ -14,6 +14,7 @@ from dare.tensors.sizes import show_size
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
 
+CHUNKS_AT_ONCE = int(__import__("os").environ.get("SPAN", "4"))
 TENSOR_BYTES = 6000
 """About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
 
@@ -62,16 +63,33 @@ class Cost:
 
     # ------------------------------------------------------------ memory and threads
 
+    @cached_property
+    def chunks_at_once(self) -> int:
+        """How many chunks a thread reads and writes together, if half of the memory allows it."""
+        half = self.plan.recipe.max_memory // 2
+        chunks = CHUNKS_AT_ONCE
+        while chunks > 1 and self._wanted_threads * self._workspace_for(chunks) > half:
+            chunks //= 2
+        return chunks
+
+    @property
+    def _wanted_threads(self) -> int:
+        return self.plan.recipe.threads or available_cores()
+
     @property
     def workspace_bytes(self) -> int:
         """Buffers of one thread, and what the sources keep for it: factors of LoRAs."""
+        return self._workspace_for(self.chunks_at_once)
+
+    def _workspace_for(self, chunks_at_once: int) -> int:
         plan = self.plan
         inputs_and_output = 2 + len(plan.models)
         floats = 2  # base and merged delta
         if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
             floats += len(plan.models) + 4 + 1 + plan.has_deltas
         lanes = 2
-        buffers = CHUNK * (inputs_and_output * self.widest + 4 * floats + lanes) + ALIGNMENT
+        stored = inputs_and_output * self.widest * chunks_at_once
+        buffers = CHUNK * (stored + 4 * floats + lanes) + ALIGNMENT
         return buffers + sum(source.reading_bytes for source in (plan.base, *plan.models))
 
     @cached_property
@@ -149,15 +167,14 @@ class Cost:
     @property
     def least_memory(self) -> int:
         """What one thread needs, which `max_memory` must allow."""
-        return self.workspace_bytes + self._matrices_for(1) + self.census_bytes
+        return self._workspace_for(1) + self._matrices_for(1) + self.census_bytes
 
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
-        wanted = self.plan.recipe.threads or available_cores()
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
         left = self.plan.recipe.max_memory - self.matrix_bytes - self.census_bytes
-        return max(1, min(wanted, left // one))
+        return max(1, min(self._wanted_threads, left // one))
 
     def _matrices_for(self, threads: int) -> int:
         """What whole matrices take: each thread's work, and of a tensor more what is left of it."""

@@ -14,7 +14,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -28,9 +27,7 @@ from dare.stages.registry import Parameter
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""
 
-_WEIGHT = Parameter(
-    "weight", None, TypeAdapter(float, config=ConfigDict(strict=True, allow_inf_nan=False))
-)
+_WEIGHT = Parameter("weight", None, Annotated[float, Field(allow_inf_nan=False)])
 
 
 def as_path(value: object) -> Path:

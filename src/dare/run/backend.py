@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.stages import Block, Deltas, Scratch
+from dare.stages import Block, Deltas, Scratch, Settings
 from dare.stages.dare import make_up_for
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT, aligned_bytes
@@ -23,6 +23,10 @@ Summaries = Mapping[int, Any]
 """What surveying stages found in a tensor of one model, by their positions in the chain."""
 
 
+_Way = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
+"""Whether a model is given by deltas; for each stage its function, settings and draw."""
+
+
 class Chunk(NamedTuple):
     """What is read for a piece of work: the same elements of the base and of models."""
 
@@ -31,6 +35,11 @@ class Chunk(NamedTuple):
     base: Raw
     tuned: Mapping[int, Raw]
     """By model."""
+
+    @property
+    def number(self) -> int:
+        """Which chunk of the tensor it is."""
+        return self.start // CHUNK
 
 
 class Merged(NamedTuple):
@@ -54,12 +63,16 @@ class Backend:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._kernels = kernels.load(plan.backend)
-        self.inputs = np.empty((1 + len(plan.models), CHUNK * plan.cost.widest), np.uint8)
+        self.chunks_at_once = plan.cost.chunks_at_once
+        """So many are read and written together, where that can be done."""
+        span = CHUNK * self.chunks_at_once * plan.cost.widest
+        self.inputs = np.empty((1 + len(plan.models), span), np.uint8)
         """Where stored elements are read to: the base's, then each model's."""
-        self.output = aligned_bytes(CHUNK * plan.cost.widest + ALIGNMENT)
+        self.output = aligned_bytes(span + ALIGNMENT)
         """Where a result is made that goes elsewhere; it begins with a page."""
         self._scratch = Scratch(CHUNK)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
+        self._ways: tuple[TensorPlan, dict[int, _Way]] | None = None
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
@@ -85,7 +98,7 @@ class Backend:
     ) -> Block:
         """One model's delta, as it comes to the stage at a position of the chain, or to its end."""
         tensor, tuned = chunk.tensor, chunk.tuned[model]
-        is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
+        is_delta, chain = self._way_of(tensor, model)
         block = Block(
             self._kernels,
             tensor.key,
@@ -98,14 +111,26 @@ class Backend:
         )
         if (drop := tensor.drop_of(model)) is not None:
             make_up_for(block, *drop)
-        draws = tensor.draws_of(self._plan.stages, model)
-        for position, settings in enumerate(tensor.settings_of(model)[:before]):
-            block.summary, block.draw = summaries.get(position), draws[position]
-            self._plan.stages[position].apply(block, **settings)
+        for position, (apply, settings, draw) in enumerate(chain[:before]):
+            block.summary, block.draw = summaries.get(position), draw
+            apply(block, **settings)
             block.end_stage()
         if before is not None:
-            block.draw = draws[before]
+            block.draw = chain[before][-1]
         return block
+
+    def _way_of(self, tensor: TensorPlan, model: int) -> _Way:
+        """What becomes of a model's tensor, looked up once for all its chunks."""
+        if self._ways is None or self._ways[0] is not tensor:
+            self._ways = tensor, {}
+        ways = self._ways[1]
+        if model not in ways:
+            stages = self._plan.stages
+            settings, draws = tensor.settings_of(model), tensor.draws_of(stages, model)
+            is_delta = self._plan.source_of(tensor, model).holds_delta(tensor.name)
+            applied = (stage.apply for stage in stages)
+            ways[model] = is_delta, list(zip(applied, settings, draws, strict=False))
+        return ways[model]
 
     def deltas(
         self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any = None

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, cast
 
 from dare.errors import MismatchError
 from dare.inputs.reading import read_chunks
@@ -16,7 +13,7 @@ from dare.output.journal import Record
 from dare.output.writer import Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.run.backend import Backend, Chunk, Merged, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Merged, Summaries
 from dare.run.graph import (
     Conclude,
     Copy,
@@ -32,7 +29,7 @@ from dare.run.graph import (
 )
 from dare.run.schedule import Batch
 from dare.stages import Block, Deltas
-from dare.tensors.chunks import chunk_span
+from dare.tensors.chunks import CHUNK, chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.files import ALIGNMENT
 
@@ -71,26 +68,22 @@ class Worker:
 
     def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
-        return (self._do(step, batch.results) for step in batch.steps)
-
-    def _do(self, step: Step, results: Results) -> Any:
-        match step:
-            case Merge():
-                return self._merge(step, results)
-            case Copy():
-                return self._copy(step)
-            case Survey():
-                return self._survey(
-                    self._tensors[step.tensor], step.model, step.conclusions, results
-                )
-            case SurveyAll():
-                return self._survey_all(self._tensors[step.tensor], results)
-            case Look():
-                return self._look(step, results)
-            case Conclude():
-                return self._conclude(step, results)
-            case _:
-                raise TypeError(f"{step!r} is not a step of a merge")
+        for steps in _spans(batch.steps, self._backend.chunks_at_once):
+            match steps[0]:
+                case Merge() | Copy():
+                    yield from self._make(cast("Sequence[Merge | Copy]", steps), batch.results)
+                case Survey() as step:
+                    yield self._survey(
+                        self._tensors[step.tensor], step.model, step.conclusions, batch.results
+                    )
+                case SurveyAll() as step:
+                    yield self._survey_all(self._tensors[step.tensor], batch.results)
+                case Look() as step:
+                    yield self._look(step, batch.results)
+                case Conclude() as step:
+                    yield self._conclude(step, batch.results)
+                case step:
+                    raise TypeError(f"{step!r} is not a step of a merge")
 
     # ------------------------------------------------------------ censuses and surveys
 
@@ -164,8 +157,13 @@ class Worker:
         """Read the base and some models chunk by chunk, unless the work is to stop."""
         sources = self._sources(tensor, models)
         buffers = [self._backend.inputs[place] for place in (0, *(1 + m for m in models))]
+        is_plain = not any(source.reading_bytes for source in sources)
+        at_once = CHUNK * (self._backend.chunks_at_once if is_plain else 1)
         for place, (base, *tuned) in read_chunks(
-            sources, tensor.name, start, count, buffers=buffers, base_first=True
+            *(sources, tensor.name, start, count),
+            buffers=buffers,
+            base_first=True,
+            at_once=at_once,
         ):
             if self._stop.is_set():
                 raise Stopped
@@ -174,25 +172,36 @@ class Worker:
 
     # ------------------------------------------------------------ chunks
 
-    def _read(self, step: Merge | Copy) -> tuple[Chunk, list[str]]:
-        """The chunk of a step, and the digests of what was read."""
-        tensor = self._tensors[step.tensor]
-        (chunk,) = self._chunks(tensor, tensor.models, *chunk_span(step.chunk, tensor.elements))
-        raws = (chunk.base, *chunk.tuned.values())
-        return chunk, [
-            source.chunk_digest(tensor.name, step.chunk) or bytes_digest(raw.data)
-            for source, raw in zip(self._sources(tensor, tensor.models), raws, strict=True)
-        ]
+    def _make(self, steps: Sequence[Merge | Copy], results: Results) -> list[Record]:
+        """Make the chunks of one tensor that follow each other, and write them together."""
+        tensor = self._tensors[steps[0].tensor]
+        start = steps[0].chunk * CHUNK
+        count = sum(step.elements for step in steps)
+        sources = self._sources(tensor, tensor.models)
+        room, is_in_place = self._room(tensor, start, count)
+        records = []
+        chunks = self._chunks(tensor, tensor.models, start, count)
+        for step, chunk in zip(steps, chunks, strict=True):
+            raws = (chunk.base, *chunk.tuned.values())
+            digests = [
+                source.chunk_digest(tensor.name, step.chunk) or bytes_digest(raw.data)
+                for source, raw in zip(sources, raws, strict=True)
+            ]
+            make = self._merge if isinstance(step, Merge) else self._copy
+            first, nbytes = (
+                n * tensor.dtype.itemsize for n in (chunk.start - start, step.elements)
+            )
+            records.append(make(chunk, digests, results, room[first : first + nbytes]))
+        if not is_in_place:
+            self._sink.write(tensor.name, start * tensor.dtype.itemsize, room)
+        return records
 
-    def _merge(self, step: Merge, results: Results) -> Record:
-        chunk, digests = self._read(step)
-        summaries = summaries_of(chunk.tensor, results)
+    def _merge(self, chunk: Chunk, digests: Sequence[str], results: Results, into: Bytes) -> Record:
         summary = results.get(survey_all_id(chunk.tensor))
-        merged = self._backend.merge(chunk, summaries, summary, self._room(chunk))
-        return self._write(step, chunk, digests, merged)
+        merged = self._backend.merge(chunk, summaries_of(chunk.tensor, results), summary, into)
+        return _record(chunk, digests, merged)
 
-    def _copy(self, step: Copy) -> Record:
-        chunk, digests = self._read(step)
+    def _copy(self, chunk: Chunk, digests: Sequence[str], _results: Results, into: Bytes) -> Record:
         tensor = chunk.tensor
         for model, digest in zip(tensor.models, digests[1:], strict=True):
             if digest != digests[0]:
@@ -201,38 +210,50 @@ class Worker:
                     f"{self._plan.model_names[model]} differ from the base's and cannot be "
                     'merged; set on_integer_mismatch = "base" to keep the base\'s'
                 )
-        return self._write(step, chunk, digests, self._backend.convert(chunk, self._room(chunk)))
+        return _record(chunk, digests, self._backend.convert(chunk, into))
 
-    def _room(self, chunk: Chunk) -> NDArray[np.uint8]:
-        """Where the output is made: where it shall be, or in a buffer.
+    def _room(self, tensor: TensorPlan, start: int, count: int) -> tuple[Bytes, bool]:
+        """Where the output is made: in its place (True), or in a buffer that is to be written.
 
         There it begins in its page where it will in the file, for direct writes.
         """
-        name, offset = chunk.tensor.name, _offset(chunk)
-        nbytes = chunk.base.size * chunk.tensor.dtype.itemsize
-        place = self._sink.place(name, offset, nbytes)
+        offset, nbytes = (n * tensor.dtype.itemsize for n in (start, count))
+        place = self._sink.place(tensor.name, offset, nbytes)
         if place is not None:
-            return place
-        alignment = self._sink.position(name, offset) % ALIGNMENT
-        return self._backend.output[alignment : alignment + nbytes]
-
-    def _write(
-        self, step: Merge | Copy, chunk: Chunk, inputs: Sequence[str], merged: Merged
-    ) -> Record:
-        self._sink.write(step.tensor, _offset(chunk), merged.data)
-        return Record(
-            tensor=step.tensor,
-            chunk=step.chunk,
-            inputs=tuple(inputs),
-            output=bytes_digest(merged.data.data),
-            models=tuple(map(tuple, merged.models)),
-            exceptions=merged.exceptions,
-        )
+            return place, True
+        alignment = self._sink.position(tensor.name, offset) % ALIGNMENT
+        return self._backend.output[alignment : alignment + nbytes], False
 
 
-def _offset(chunk: Chunk) -> int:
-    """Bytes of the output's tensor before a chunk."""
-    return chunk.start * chunk.tensor.dtype.itemsize
+def _record(chunk: Chunk, digests: Sequence[str], merged: Merged) -> Record:
+    return Record(
+        tensor=chunk.tensor.name,
+        chunk=chunk.number,
+        inputs=tuple(digests),
+        output=bytes_digest(merged.data.data),
+        models=tuple(map(tuple, merged.models)),
+        exceptions=merged.exceptions,
+    )
+
+
+def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:
+    """Steps one by one, but chunks of one tensor that follow each other together."""
+    span: list[Step] = []
+    for step in steps:
+        if span and (len(span) == most or not _follows(span[-1], step)):
+            yield span
+            span = []
+        span.append(step)
+    if span:
+        yield span
+
+
+def _follows(step: Step, after: Step) -> bool:
+    return (
+        isinstance(step, Merge | Copy)
+        and isinstance(after, Merge | Copy)
+        and (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
+    )
 
 
 def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:

@@ -42,7 +42,13 @@ class Parameter:
 
     name: str
     default: Any
-    adapter: TypeAdapter[Any] = field(repr=False, compare=False)
+    hint: Any = field(repr=False, compare=False)
+    """Its type, as the function declares it."""
+
+    @cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """What checks it; made when it is asked for, since that takes a while."""
+        return TypeAdapter(self.hint, config=ConfigDict(strict=True))
 
     @cached_property
     def _schema(self) -> dict[str, Any]:
@@ -257,11 +263,7 @@ def _register(
         raise TypeError(f'{name}: a survey is what a stage with sees = "tensor" has, and no other')
     hints = get_type_hints(function, include_extras=True)
     parameters = {
-        parameter.name: Parameter(
-            parameter.name,
-            parameter.default,
-            TypeAdapter(hints[parameter.name], config=ConfigDict(strict=True)),
-        )
+        parameter.name: Parameter(parameter.name, parameter.default, hints[parameter.name])
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }

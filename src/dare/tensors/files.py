@@ -11,10 +11,12 @@ everything on other systems, is written in the ordinary way.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +103,7 @@ class OutputFile:
         make = 0 if size is None else os.O_CREAT
         self._buffered = os.open(path, os.O_RDWR | make | NO_LINKS, 0o666)
         self._direct = -1
+        self._memory: NDArray[np.uint8] | None = None
         try:
             if size is not None:
                 os.truncate(self._buffered, size)
@@ -109,6 +112,20 @@ class OutputFile:
             if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:
                 self.close()
                 raise
+
+    def reserve(self) -> None:
+        """Take the room on the disk, where the system can do that at once.
+
+        Direct writes into room that is taken need not wait for each other. A file that lies in
+        memory is mapped then, because writes to it would wait for each other too.
+        """
+        size = os.fstat(self._buffered).st_size
+        if size and _take_room(self._buffered, size) and _is_in_memory(self._buffered):
+            self._memory = np.frombuffer(mmap.mmap(self._buffered, size), np.uint8)
+
+    def place(self, position: int, nbytes: int) -> NDArray[np.uint8] | None:
+        """Some bytes of a file that lies in memory, to be written there; None of any other."""
+        return None if self._memory is None else self._memory[position : position + nbytes]
 
     def write(self, data: Bytes, position: int) -> None:
         """Write a buffer; directly, as far as it is aligned in memory as in the file."""
@@ -158,6 +175,25 @@ class OutputFile:
             if file_descriptor >= 0:
                 os.close(file_descriptor)
         self._buffered = self._direct = -1
+        self._memory = None
+
+
+MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+"""How Linux calls tmpfs and ramfs."""
+
+
+def _take_room(file_descriptor: int, size: int) -> bool:
+    """Have all of a file allocated; False if that cannot be done without writing it."""
+    if sys.platform != "linux":
+        return False
+    take = ctypes.CDLL(None).fallocate  # os.posix_fallocate writes where this is not known
+    return bool(take(file_descriptor, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0)
+
+
+def _is_in_memory(file_descriptor: int) -> bool:
+    status = (ctypes.c_long * 32)()  # the first of it is the kind
+    found = ctypes.CDLL(None).fstatfs(file_descriptor, status) == 0
+    return found and status[0] in MEMORY_FILE_SYSTEMS
 
 
 def _is_aligned(data: Bytes, first: int) -> bool:

@@ -19,13 +19,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.results import Spectrum
 from dare.kernels.linalg import NOISE, squared_values
 from dare.tensors.dtypes import STORAGE_TYPES
+
+if TYPE_CHECKING:
+    from dare.analysis.results import Spectrum
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -142,6 +145,8 @@ def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
     shares = values[values > 0] / values.sum()
     held = np.cumsum(energies) / total
     ranks = np.linspace(0, short - 1, min(short, KEPT)).round().astype(np.intp)
+    from dare.analysis.results import Spectrum  # which merges can do without
+
     return Spectrum(
         rows=delta.shape[0],
         columns=delta.shape[1],
