@@ -115,7 +115,7 @@ class Cluster:
     def dare(self, *arguments: str | Path, environment: Mapping[str, str] = {}) -> tuple[int, str]:
         """Run `dare`; return its exit status and what it said on stderr."""
         process = self.begin(*arguments, environment=environment)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=300)
         return process.returncode, said
 
 
@@ -153,7 +153,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
+def wait_for(condition, seconds: float = 120.0) -> None:
     """Wait until something is so."""
     end = time.monotonic() + seconds
     while not condition():

@@ -103,7 +103,7 @@ class Paused:
 
 
 def finished(process) -> str:
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     return said
 
@@ -257,7 +257,7 @@ def test_a_driver_that_ends_is_taken_up(cluster, shared, merge, output, log, exp
     process = cluster.begin(*shared)
     wait_for(lambda: log.events("batch"))
     process.send_signal(how)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert said.count("\n") < 8, said
@@ -265,7 +265,7 @@ def test_a_driver_that_ends_is_taken_up(cluster, shared, merge, output, log, exp
     assert not output.exists()
     assert output.with_name(output.name + ".partial").is_dir()
     process = cluster.begin(*merge, *then, "--json")
-    report, said = process.communicate(timeout=120)
+    report, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert json.loads(report)["resumed_chunks"] > 0
     assert sha256(output) == expected("dare+linear")

@@ -117,6 +117,7 @@ class OpenedMerge:
         self._files = OutputFiles(job.folder, plan.layout, job.metadata)
         with explaining(job.folder):
             self._files.join()
+            self._files.reserve()
             self.mark = MARK + secrets.token_hex(8)
             (job.folder / self.mark).write_text(self.mark)
         warm_up(plan)
