@@ -68,6 +68,7 @@ def run_cluster(folders: list[Path], output: Path, log: Path) -> dict[str, float
     """Merge on the cluster; its log says when the nodes were there and when the last batch was."""
     import dare
 
+    log.unlink(missing_ok=True)
     dare.merge(recipe_of(folders, output, cluster=f"{NODES[0]}:6379", cluster_log=log))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     joined = max(line["at"] for line in lines if line["event"] == "joined")

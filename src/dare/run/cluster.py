@@ -151,7 +151,7 @@ class _Log:
 
     def __enter__(self) -> _Log:
         try:
-            self._file = None if self._path is None else self._path.open("w", encoding="utf-8")
+            self._file = None if self._path is None else self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise OutputError(
                 f"{self._path}: cannot be written: {error.strerror or error}"
@@ -262,6 +262,8 @@ class _Driver:
                 break
             self._meet(is_late=False)
             self._hear(0.2)
+        for member in self._members.values():
+            member.is_late = not member.is_ready
         if not self._ready():
             raise ClusterError(
                 f'cluster = "{self._settings.address}": no node has free processors; '
