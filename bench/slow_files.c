@@ -6,8 +6,9 @@
      DELAY_MS=5 MB_PER_SECOND=3000 FOLDER=bench/data ./slow_files -f /mnt/slow -o max_threads=512
      fusermount3 -u /mnt/slow
 
-   READ_AHEAD_KB is what the kernel reads ahead of a sequential reader (128 is its default, and that of
-   NFS), IN_FLIGHT how many reads ahead it has under way at once (12 is FUSE's default; NFS has 64 or more). */
+   IN_FLIGHT is how many reads ahead the kernel has under way at once: 12 unless a FUSE file system
+   says otherwise, 64 or more for NFS. What it reads ahead, 128 KiB, is set while it is mounted, in
+   /sys/class/bdi/MAJOR:MINOR/read_ahead_kb. */
 
 #define FUSE_USE_VERSION 312
 #define _GNU_SOURCE
@@ -91,7 +92,6 @@ static int slow_release(const char *path, struct fuse_file_info *info) {
 static void *slow_init(struct fuse_conn_info *connection, struct fuse_config *config) {
     connection->max_background = setting("IN_FLIGHT", 64);
     connection->congestion_threshold = connection->max_background;
-    connection->max_readahead = 1024 * setting("READ_AHEAD_KB", 128);
     config->entry_timeout = config->attr_timeout = 1e6;
     return NULL;
 }

@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 1, 5, 20])
     parser.add_argument("--in-flight", type=int, default=64)
+    parser.add_argument("--read-ahead-kb", type=int, default=128)
     parser.add_argument("--only-merges", action="store_true")
     given = parser.parse_args(arguments)
     output = given.output / "slow-files-merged.safetensors"
@@ -96,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'ms':>5} {'MB':>5} {'cat':>7} {'at once':>8}", *(f"{m:>13}" for m in METHODS))
     for delay in given.delays:
         with mounted(given.program, given.folder, delay, given.in_flight) as place:
+            device = place.stat().st_dev
+            bdi = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
+            (bdi / "read_ahead_kb").write_text(str(given.read_ahead_kb))
             folders = [place / name for name in names]
             files = [folder / "model.safetensors" for folder in folders]
             seconds = []

@@ -10,8 +10,11 @@ import pytest
 
 from dare.api import merge
 from dare.errors import HeaderError, InputError
+from dare.inputs import sources
+from dare.inputs.reading import CHUNKS_AHEAD, read_chunks
 from dare.inputs.sources import INDEX_NAME, open_source
 from dare.output.writer import PartialOutput
+from dare.tensors.chunks import CHUNK
 from helpers import (
     entry,
     file_bytes,
@@ -329,3 +332,31 @@ def test_the_fingerprint_knows_what_and_the_stamps_which_file(tmp_path):
     assert json.loads(json.dumps([one.fingerprint(), one.stamps()]))
     other = open_source(save(first, {"w": W.reshape(1, -1)}))
     assert other.fingerprint() != one.fingerprint()
+
+
+# ---------------------------------------------------------------- reading ahead
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system is not told")
+def test_bytes_are_asked_for_in_pieces_the_system_reads_ahead(tmp_path, monkeypatch):
+    path = save(tmp_path / "m.safetensors", {"w": np.zeros(200_000, np.float32)})
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, *what: asked.append(what))
+    monkeypatch.setattr(sources, "_read_ahead", lambda _device: 300_000)
+    with open_source(path) as source:
+        source.prefetch("w", 50_000, 150_000)
+    first = path.stat().st_size - 600_000
+    needed = os.POSIX_FADV_WILLNEED
+    assert asked == [(first, 300_000, needed), (first + 300_000, 300_000, needed)]
+
+
+def test_a_walk_asks_for_what_comes_next(tmp_path, monkeypatch):
+    chunks = 2 * CHUNKS_AHEAD
+    path = save(tmp_path / "m.safetensors", {"w": np.zeros(chunks * CHUNK, np.uint8)})
+    asked = []
+    with open_source(path) as source:
+        monkeypatch.setattr(source, "prefetch", lambda _name, *what: asked.append(what))
+        for place, _ in read_chunks([source], "w"):
+            done = sum(count for _, count in asked)
+            assert done == min(place + (1 + CHUNKS_AHEAD) * CHUNK, chunks * CHUNK)
+    assert [start for start, _ in asked] == [0, *range(5 * CHUNK, chunks * CHUNK, CHUNK)]

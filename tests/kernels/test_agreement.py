@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from dare.kernels import LANES_MULTIPLE, Part, native, reference
+from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
@@ -137,8 +138,39 @@ def test_everything_in_one_kernel(case):
     for backend in (reference, native):
         out = np.ones(base.size, np.float32)
         figures = backend.combine(base, parts, start, elects, THRESHOLD, out)
-        results.append((list(map(comparable, figures)), without_nan_payload(out).tobytes()))
+        found = [list(map(comparable, of_models)) for of_models in figures]
+        results.append((found, without_nan_payload(out).tobytes()))
     assert results[0] == results[1]
+
+
+def test_figures_are_those_of_each_chunk():
+    size = 2 * CHUNK + 5
+    generator = np.random.default_rng(0)
+    base, tuned = generator.standard_normal((2, size), np.float32)
+    part = Part(tuned, (1, 2, 128, 0), 0, np.float32(1), 0.0)
+    for backend in (reference, native):
+        out = np.empty(size, np.float32)
+        together = backend.combine(base, [part], 0, False, THRESHOLD, out)
+        for chunk, (first, count) in enumerate(chunk_spans(size)):
+            span, alone = slice(first, first + count), np.empty(count, np.float32)
+            one = part._replace(tuned=tuned[span])
+            (figures,) = backend.combine(base[span], [one], first, False, THRESHOLD, alone)
+            assert figures.tolist() == together[chunk].tolist()
+            assert alone.tobytes() == out[span].tobytes()
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=3),
+    st.sampled_from([np.uint8, np.uint16, np.float32]),
+)
+@example([CHUNK + 300, 2 * CHUNK], np.uint8)
+@example([60], np.float32)
+@example([61], np.float32)
+def test_digests(sizes, carrier):
+    generator = np.random.default_rng(sum(sizes))
+    width = np.dtype(carrier).itemsize
+    raws = [generator.integers(0, 256, width * n, np.uint8).view(carrier) for n in sizes]
+    assert native.digests(raws) == reference.digests(raws)
 
 
 @settings(max_examples=200)

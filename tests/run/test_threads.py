@@ -63,11 +63,18 @@ def test_one_thread_keeps_the_order():
     assert done == list(range(100))
 
 
-def test_what_comes_later_is_prefetched_once():
+def test_everything_is_prefetched_once():
     log = []
     tasks = [Task(lambda _w: None, log) for _ in range(20)]
     run_tasks(tasks, make_list, 2)
-    assert sorted(map(tasks.index, log)) == list(range(2 * READ_AHEAD, 20))
+    assert sorted(map(tasks.index, log)) == list(range(20))
+
+
+def test_what_comes_later_is_prefetched_before():
+    log, seen = [], []
+    tasks = [Task(lambda _w: seen.append(len(log)), log) for _ in range(20)]
+    run_tasks(tasks, make_list, 1)
+    assert all(count >= min(20, n + READ_AHEAD + 1) for n, count in enumerate(seen))
 
 
 def test_the_first_error_stops_the_rest_and_is_raised():
@@ -98,21 +105,16 @@ def test_an_error_in_a_thread_tells_the_others_to_stop():
 
 
 def test_a_prefetch_that_fails_leaves_nobody_waiting():
-    """The first task is waited for by the second, and its thread also asks for a third's bytes."""
-    done = threading.Event()
-
     class Failing(Task):
         def prefetch(self):
             raise OSError("injected")
 
-    def wait(_worker):
-        assert done.wait(10), "waited in vain"
+    def wait_for_stop(stop):
+        assert stop.wait(10), "waited in vain"
 
-    tasks = [Task(lambda _worker: done.set()), Task(wait)]
-    tasks += [Failing(lambda _worker: None) for _ in range(3 * READ_AHEAD)]
+    tasks = [Task(wait_for_stop), *(Failing(lambda _stop: None) for _ in range(3 * READ_AHEAD))]
     with pytest.raises(OSError, match="injected"):
-        run_tasks(tasks, make_list, 2)
-    assert done.is_set()
+        run_tasks(tasks, lambda stop: stop, 2)
 
 
 def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):

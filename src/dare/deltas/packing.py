@@ -30,7 +30,20 @@ NO_THRESHOLD = np.int32(0x7FFFFFFF)
 class _Coder(Worker):
     """Codes chunks into pieces."""
 
+    takes_spans = False
     _sink: PieceOutput
+
+    def _code(self, chunk: Chunk, results: Results, _into: Bytes) -> list[Record]:
+        digests = [digest for (digest,) in self._digests(chunk)]
+        if chunk.tensor.is_merged:
+            return [self._merge(chunk, digests, results)]
+        return [self._copy(chunk, digests)]
+
+    def _merge(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
+        raise NotImplementedError
+
+    def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
+        raise NotImplementedError
 
     def _room(self, *_where: object) -> tuple[Bytes, bool]:
         return np.empty(0, np.uint8), True  # each chunk is put away when its size is known
@@ -59,9 +72,7 @@ class _Coder(Worker):
 class LosslessCoder(_Coder):
     """Codes the chunks of a model (the plan's base) against those of another, where it has them."""
 
-    def _copy(
-        self, chunk: Chunk, digests: Sequence[str], _results: Results, _into: Bytes
-    ) -> Record:
+    def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
         against = next(iter(chunk.tuned.values()), None)
         if len(digests) == 2 and digests[0] == digests[1]:
             return self._put(chunk, digests, (), AS_IN_BASE)
@@ -87,9 +98,7 @@ class Packer(_Coder):
         self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
         self._all = np.full(CHUNK, 255, np.uint8)
 
-    def _copy(
-        self, chunk: Chunk, digests: Sequence[str], _results: Results, _into: Bytes
-    ) -> Record:
+    def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
         if len(set(digests)) > 1:
             raise MismatchError(
                 f"{chunk.tensor.name}: its {chunk.tensor.base.dtype.name} values differ from the "
@@ -97,9 +106,7 @@ class Packer(_Coder):
             )
         return self._put(chunk, digests, (), AS_IN_BASE)
 
-    def _merge(
-        self, chunk: Chunk, digests: Sequence[str], results: Results, _into: Bytes
-    ) -> Record:
+    def _merge(self, chunk: Chunk, digests: Sequence[str], results: Results) -> Record:
         (tuned,) = chunk.tuned.values()
         base = self._base[: tuned.size]
         self._run.decode(chunk.base, base)

@@ -14,6 +14,9 @@ from dare.tensors.chunks import CHUNK, chunk_spans
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+CHUNKS_AHEAD = 4
+"""How many chunks of a tensor are asked for beyond those that are read next."""
+
 PLACES, PLACE = 64, 4096
 """How many places of two tensors are compared first, and how many elements at each."""
 
@@ -27,25 +30,32 @@ def read_chunks(
     buffers: Sequence[Bytes] | None = None,
     base_first: bool = False,
     at_once: int = CHUNK,
+    together: int = CHUNK,
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Stored elements of a tensor, of several sources at once, chunk after chunk.
 
     Yields the index of a chunk's first element, and what each source has there. The next chunks
     fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
-    the first source is the base, the others need not read it for themselves.
+    the first source is the base, the others need not read it for themselves. As many elements come
+    `together`: some chunks.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
         buffers = [np.empty(min(count, at_once) * size, np.uint8) for size in sizes]
+    asked = count if count <= at_once else 0  # whoever reads no more has asked for it before
     for offset in range(0, count, at_once):
         read = min(at_once, count - offset)
+        wanted = min(offset + at_once + CHUNKS_AHEAD * CHUNK, count)
+        for source in sources if asked < wanted else ():
+            source.prefetch(name, start + asked, wanted - asked)
+        asked = max(asked, wanted)
         found: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
             beside = found[0] if found and base_first else None
             found.append(read_stored(source, name, start + offset, read, buffer, beside))
-        for first, size in chunk_spans(read):
-            yield start + offset + first, [raw[first : first + size] for raw in found]
+        for first in range(0, read, together):
+            yield start + offset + first, [raw[first : first + together] for raw in found]
 
 
 def read_float_chunks(

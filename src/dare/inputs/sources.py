@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +33,9 @@ Raw = NDArray[Any]
 
 
 _NONE: dict[str, Any] = {}
+
+READ_AHEAD = 128 << 10
+"""Bytes that a system reads ahead, if it does not say."""
 
 
 class Drop(NamedTuple):
@@ -199,7 +203,10 @@ class InputFiles(Source):
     def prefetch_bytes(self, file: Path, position: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._open[file], position, nbytes, os.POSIX_FADV_WILLNEED)
+            window = _read_ahead(self._stamps[file][DEVICE])
+            for start in range(position, position + nbytes, window):
+                size = min(window, position + nbytes - start)
+                os.posix_fadvise(self._open[file], start, size, os.POSIX_FADV_WILLNEED)
 
 
 class FileSource(InputFiles):
@@ -301,6 +308,22 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
                 f"{index}: {file.name} {complaint} {some_of(sorted(tensors))}; "
                 "the index and the shards do not belong together"
             )
+
+
+@cache
+def _read_ahead(device: int) -> int:
+    """Bytes that a file system reads ahead: of what it is told will be needed, Linux reads no more.
+
+    So it has to be told piece by piece.
+    """
+    with suppress(OSError, ValueError):
+        bdi = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
+        return max(READ_AHEAD, 1024 * int((bdi / "read_ahead_kb").read_text()))
+    return READ_AHEAD
+
+
+DEVICE = 2
+"""The place of the device in a stamp."""
 
 
 def _stamp(file_descriptor: int) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ from dare.kernels.reference import (
     PARTS,
     SCALE_GROUP,
 )
+from dare.kernels.xxh3 import digest_pieces  # noqa: F401 (a kernel like those below)
+from dare.tensors.chunks import CHUNK
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -698,6 +700,7 @@ def combine_tiles(
     values = np.empty(TILE, f32)
     sums = np.empty(4 * ROW, f32)
     for first in range(0, size, TILE):
+        chunk = first // CHUNK
         used = min(TILE, size - first)
         decode(base_raw[first : first + used], base)
         total = out[first : first + used]
@@ -709,7 +712,7 @@ def combine_tiles(
             raw = carray(pointer_to(addresses[model], like), size)[first : first + used]
             weight, share, least = weights[model], shares[model], leasts[model]
             if highs[model] < 256:
-                figures[model, 2] += draw_tile(
+                figures[chunk, model, 2] += draw_tile(
                     lanes,
                     used,
                     start + first,
@@ -723,11 +726,11 @@ def combine_tiles(
                 )
             else:
                 lanes[:] = u8(255)
-                figures[model, 2] += used
+                figures[chunk, model, 2] += used
             if least > 0:
                 kept_values = values[:used]
                 peak, over = delta(raw, base, lanes, kept_values, threshold_bits)
-                figures[model, 3] += keep_largest(kept_values, least)
+                figures[chunk, model, 3] += keep_largest(kept_values, least)
                 if elects:
                     tile_ballots(kept_values, weight, share, sums)
                 else:
@@ -736,8 +739,8 @@ def combine_tiles(
                 peak, over = tile_vote(raw, base, lanes, weight, share, sums, threshold_bits)
             else:
                 peak, over = tile_sum(raw, base, lanes, weight, total, threshold_bits)
-            figures[model, 0] = max(figures[model, 0], i64(peak))
-            figures[model, 1] += i64(over)
+            figures[chunk, model, 0] = max(figures[chunk, model, 0], i64(peak))
+            figures[chunk, model, 1] += i64(over)
         if elects:
             tile_elect(sums, total)
 

@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-SOURCES = ("__init__.py", "compiling.py", "cpu.py", "kept.py", "reference.py", "../tensors/mask.py")
+SOURCES = (
+    *("__init__.py", "compiling.py", "cpu.py", "kept.py", "reference.py", "xxh3.py"),
+    *("../tensors/chunks.py", "../tensors/mask.py"),
+)
 """What the machine code of a kernel depends on."""
 DIGEST_BYTES = 16
 FINE = (0, -2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from dare.kernels import Part, kept, reference
 from dare.kernels.reference import places_low_bits, places_nbytes
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
 C_ORDER, FORTRAN_ORDER, ALIGNED = 0x1, 0x2, 0x100
 """Of the flags of an array, those that a kernel is compiled for."""
@@ -120,7 +122,7 @@ def announcing(announce: Callable[[], None]) -> Iterator[None]:
 
 # ---------------------------------------------------------------- functions that call kernels
 
-_combine_tiles = Kernel("combine_tiles")
+_combine_tiles, _digest_pieces = Kernel("combine_tiles"), Kernel("digest_pieces")
 _select, _expand = Kernel("select_integers"), Kernel("expand_integers")
 _set_places, _find_places = Kernel("set_places"), Kernel("find_places")
 
@@ -133,7 +135,7 @@ def combine(
     threshold_bits: np.int32,
     out: NDArray[np.float32],
 ) -> NDArray[np.int64]:
-    figures = np.zeros((len(parts), 4), np.int64)
+    figures = np.zeros((chunk_count(base_raw.size), len(parts), 4), np.int64)
     masks = [part.mask or (0, 0, 256, 0) for part in parts]
     _combine_tiles(
         base_raw,
@@ -152,6 +154,39 @@ def combine(
         figures,
     )
     return figures
+
+
+SHORT = 240
+"""Bytes up to which a digest is computed in another way."""
+SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+        "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+        "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+        "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+        "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+        "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    ),
+    np.uint8,
+)
+"""What XXH3 mixes its input with."""
+SECRET_WORDS = np.concatenate([SECRET[at : at + 64].copy().view("<u8") for at in (128, 11, 117)])
+
+
+def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
+    spans = [[count * raw.itemsize for _, count in chunk_spans(raw.size)] for raw in raws]
+    if any(size <= SHORT for sizes in spans for size in sizes):
+        return reference.digests(raws)
+    addresses = [
+        raw.ctypes.data + CHUNK * raw.itemsize * chunk
+        for raw, sizes in zip(raws, spans, strict=True)
+        for chunk in range(len(sizes))
+    ]
+    out = np.empty((len(addresses), 2), np.uint64)
+    sizes = np.array([size for sizes in spans for size in sizes], np.int64)
+    _digest_pieces(np.array(addresses, np.int64), sizes, SECRET, SECRET_WORDS, out)
+    found = iter(out.tolist())
+    return [[f"{high:016x}{low:016x}" for high, low in islice(found, len(s))] for s in spans]
 
 
 def select(raw: NDArray[Any], lanes: NDArray[np.uint8], out: NDArray[Any]) -> int:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from dare.kernels import Part
 from dare.tensors import mask
+from dare.tensors.chunks import chunk_spans
+from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import WEIGHT_TYPES
 
 Floats = NDArray[np.float32]
@@ -283,9 +285,33 @@ def combine(
 ) -> NDArray[np.int64]:
     """Take all models' deltas, drop, keep the largest, and add up or elect.
 
-    Returns for each model the bits of the largest magnitude, the count over the threshold, and how
-    many elements the mask and then `least` have kept.
+    Returns for each chunk and model the bits of the largest magnitude, the count over the
+    threshold, and how many elements the mask and then `least` have kept.
     """
+    return np.array(
+        [
+            _combine_chunk(
+                base[first : first + size],
+                [part._replace(tuned=part.tuned[first : first + size]) for part in parts],
+                start + first,
+                elects,
+                threshold_bits,
+                out[first : first + size],
+            )
+            for first, size in chunk_spans(base.size)
+        ],
+        np.int64,
+    )
+
+
+def _combine_chunk(
+    base: Raw,
+    parts: Sequence[Part],
+    start: int,
+    elects: bool,
+    threshold_bits: int,
+    out: Floats,
+) -> NDArray[np.int64]:
     origin = np.empty(base.size, np.float32)
     decode(base, origin)
     sums = np.zeros(4 * base.size, np.float32)
@@ -308,6 +334,14 @@ def combine(
     if elects:
         elect(sums, out)
     return figures
+
+
+def digests(raws: Sequence[Raw]) -> list[list[str]]:
+    """Hash every chunk of some arrays."""
+    return [
+        [bytes_digest(raw[first : first + size].data) for first, size in chunk_spans(raw.size)]
+        for raw in raws
+    ]
 
 
 def _lane_sum(terms: NDArray[np.float64]) -> float:

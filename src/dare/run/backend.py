@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Block, Deltas, Scratch, Settings
 from dare.stages.dare import make_up_for
-from dare.tensors.chunks import CHUNK
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
+from dare.tensors.dtypes import StorageType
 from dare.tensors.files import ALIGNMENT, aligned_bytes
 
 Raw = NDArray[Any]
@@ -28,7 +29,10 @@ _Way = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
 
 
 class Chunk(NamedTuple):
-    """What is read for a piece of work: the same elements of the base and of models."""
+    """What is read for a piece of work: the same elements of the base and of models.
+
+    It may be several chunks that follow each other.
+    """
 
     tensor: TensorPlan
     start: int
@@ -37,17 +41,20 @@ class Chunk(NamedTuple):
     """By model."""
 
     @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return self.base.size
+
+    @property
     def number(self) -> int:
-        """Which chunk of the tensor it is."""
+        """Which chunk of the tensor it is, or begins with."""
         return self.start // CHUNK
 
 
-class Merged(NamedTuple):
+class Figures(NamedTuple):
     """What became of a chunk."""
 
-    data: Bytes
-    """As it is stored."""
-    models: list[list[int]]
+    models: tuple[tuple[int, ...], ...]
     """For each model: largest |δ|, elements over the threshold, survivors after each stage."""
     exceptions: tuple[int, int]
     """Elements that overflow, and that are NaN."""
@@ -70,7 +77,9 @@ class Backend:
         """Where stored elements are read to: the base's, then each model's."""
         self.output = aligned_bytes(span + ALIGNMENT)
         """Where a result is made that goes elsewhere; it begins with a page."""
-        self._scratch = Scratch(CHUNK)
+        self.chunks_together = self.chunks_at_once if plan.cost.is_fused else 1
+        """So many can be merged as one, because no stage asks for values."""
+        self._scratch = Scratch(CHUNK * self.chunks_together)
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._ways: tuple[TensorPlan, dict[int, _Way]] | None = None
         self._seeds = plan.recipe.seeds()
@@ -78,20 +87,29 @@ class Backend:
 
     def merge(
         self, chunk: Chunk, summaries: Mapping[int, Summaries], summary: Any, into: Bytes
-    ) -> Merged:
-        """Take a chunk through all stages, add what comes of it to the base, and store it there."""
+    ) -> list[Figures]:
+        """Take chunks through all stages, add what comes of it to the base, and store it there."""
         deltas = self.deltas(chunk, summaries, summary)
         merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
         exceptions = self._add_to_base(chunk, merged, into)
-        return Merged(into, [block.figures() for block in deltas.blocks], exceptions)
+        figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
+        return [
+            Figures(tuple(map(tuple, models)), counts)
+            for models, counts in zip(figures, exceptions, strict=True)
+        ]
 
-    def convert(self, chunk: Chunk, into: Bytes) -> Merged:
+    def convert(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Only store the base in the type of the output."""
         if chunk.tensor.dtype == chunk.tensor.base.dtype:
             into[:] = chunk.base.view(np.uint8)
-            return Merged(into, [], (0, 0))
+            return [Figures((), (0, 0))] * chunk_count(chunk.base.size)
         nothing = np.zeros(chunk.base.size, np.float32)
-        return Merged(into, [], self._add_to_base(chunk, nothing, into))
+        return [Figures((), counts) for counts in self._add_to_base(chunk, nothing, into)]
+
+    def digests(self, raws: Sequence[Raw]) -> list[list[str]]:
+        """Hash every chunk of some arrays."""
+        found: list[list[str]] = self._kernels.digests(raws)
+        return found
 
     def block(
         self, chunk: Chunk, model: int, summaries: Summaries, before: int | None = None
@@ -149,23 +167,29 @@ class Backend:
 
     def _add_to_base(
         self, chunk: Chunk, merged: NDArray[np.float32], into: Bytes
-    ) -> tuple[int, int]:
-        """Encode base + scale·merged; count results that overflow or are NaN."""
-        dtype = chunk.tensor.dtype
+    ) -> list[tuple[int, int]]:
+        """Encode base + scale·merged; count for each chunk results that overflow or are NaN."""
+        dtype, base = chunk.tensor.dtype, chunk.base
         scale = np.float32(self._plan.recipe.scale)
         is_same = dtype == chunk.tensor.base.dtype
         add = self._kernels.add_to_base if is_same else self._kernels.add_to_base_as
-        if add(chunk.base, merged, scale, into.view(dtype.carrier)) < dtype.overflow_bits:
-            return 0, 0
-        limit = np.int32(dtype.overflow_bits)
-        overflowed, nans = self._kernels.count_exceptions(chunk.base, merged, scale, limit)
-        return int(overflowed) - self._count_kept(chunk, scale * merged), int(nans)
+        if add(base, merged, scale, into.view(dtype.carrier)) < dtype.overflow_bits:
+            return [(0, 0)] * chunk_count(base.size)
+        parts = (slice(first, first + size) for first, size in chunk_spans(base.size))
+        return [self._count_exceptions(dtype, base[p], merged[p], scale) for p in parts]
 
-    def _count_kept(self, chunk: Chunk, change: NDArray[np.float32]) -> int:
+    def _count_exceptions(
+        self, dtype: StorageType, base: Raw, merged: NDArray[np.float32], scale: np.float32
+    ) -> tuple[int, int]:
+        limit = np.int32(dtype.overflow_bits)
+        overflowed, nans = self._kernels.count_exceptions(base, merged, scale, limit)
+        return int(overflowed) - self._count_kept(dtype, base, scale * merged), int(nans)
+
+    def _count_kept(self, dtype: StorageType, raw: Raw, change: NDArray[np.float32]) -> int:
         """How many infinities of the base stay what they are: they have not overflowed."""
-        if not np.isinf(np.array(np.inf).astype(chunk.tensor.dtype.numpy_type)):
+        if not np.isinf(np.array(np.inf).astype(dtype.numpy_type)):
             return 0
-        base = np.empty(chunk.base.size, np.float32)
-        self._kernels.decode(chunk.base, base)
+        base = np.empty(raw.size, np.float32)
+        self._kernels.decode(raw, base)
         with np.errstate(invalid="ignore", over="ignore"):
             return int(np.count_nonzero(np.isinf(base) & (base + change == base)))

@@ -48,23 +48,29 @@ def run_steps(
     schedule = Schedule(steps, known, takers=threads, groups_ahead=groups_ahead)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
     errors: list[BaseException] = []
-    ahead = READ_AHEAD * threads
+    asking = threading.Lock()
+    asked = 0
+
+    def to_prefetch(last: int) -> range:
+        """Steps up to some way beyond one, as far as nobody has asked for their bytes yet."""
+        nonlocal asked
+        with asking:
+            first, asked = asked, max(asked, min(len(steps), last + 1 + READ_AHEAD * threads))
+            return range(first, asked)
 
     def work() -> None:
         try:
             worker = make_worker(schedule.stop)
             while (batch := schedule.take(BATCH)) is not None:
+                for place in to_prefetch(max(batch.places)):
+                    worker.prefetch(steps[place])
                 results: list[Any] = []
                 try:
                     results.extend(worker.run_batch(batch))
                 finally:  # what was done before an error counts
                     collect(batch.steps[: len(results)], results)
                 schedule.hand_in(batch, results)
-                places = batch.places
                 del batch, results  # they may be large, and taking the next may take a while
-                for place in places:
-                    if place + ahead < len(steps):
-                        worker.prefetch(steps[place + ahead])
         except BaseException as error:
             errors.append(error)
             schedule.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, cast
 
 from dare.errors import MismatchError
@@ -13,7 +14,7 @@ from dare.output.journal import Record
 from dare.output.writer import Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.run.backend import Backend, Bytes, Chunk, Merged, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Raw, Summaries
 from dare.run.graph import (
     Conclude,
     Copy,
@@ -29,8 +30,7 @@ from dare.run.graph import (
 )
 from dare.run.schedule import Batch
 from dare.stages import Block, Deltas
-from dare.tensors.chunks import CHUNK, chunk_span
-from dare.tensors.digest import bytes_digest
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
 
 Progress = Callable[[int], None]
@@ -44,6 +44,9 @@ class Stopped(Exception):  # noqa: N818
 
 class Worker:
     """Does the steps of a plan with a backend of its own; the inputs must be open."""
+
+    takes_spans = True
+    """Whether `_code` takes several chunks as one, where the backend does."""
 
     def __init__(
         self, plan: Plan, backend: Backend, sink: Sink, progress: Progress, stop: threading.Event
@@ -152,7 +155,12 @@ class Worker:
         return survey(walk, **tensor.combine)
 
     def _chunks(
-        self, tensor: TensorPlan, models: Collection[int], start: int = 0, count: int | None = None
+        self,
+        tensor: TensorPlan,
+        models: Collection[int],
+        start: int = 0,
+        count: int | None = None,
+        together: int = 1,
     ) -> Iterator[Chunk]:
         """Read the base and some models chunk by chunk, unless the work is to stop."""
         sources = self._sources(tensor, models)
@@ -164,6 +172,7 @@ class Worker:
             buffers=buffers,
             base_first=True,
             at_once=at_once,
+            together=CHUNK * together,
         ):
             if self._stop.is_set():
                 raise Stopped
@@ -175,42 +184,60 @@ class Worker:
     def _make(self, steps: Sequence[Merge | Copy], results: Results) -> list[Record]:
         """Make the chunks of one tensor that follow each other, and write them together."""
         tensor = self._tensors[steps[0].tensor]
-        start = steps[0].chunk * CHUNK
-        count = sum(step.elements for step in steps)
-        sources = self._sources(tensor, tensor.models)
+        together = self._backend.chunks_together if self.takes_spans else 1
+        start, count = steps[0].chunk * CHUNK, sum(step.elements for step in steps)
         room, is_in_place = self._room(tensor, start, count)
-        records = []
-        chunks = self._chunks(tensor, tensor.models, start, count)
-        for step, chunk in zip(steps, chunks, strict=True):
-            raws = (chunk.base, *chunk.tuned.values())
-            digests = [
-                source.chunk_digest(tensor.name, step.chunk) or bytes_digest(raw.data)
-                for source, raw in zip(sources, raws, strict=True)
-            ]
-            make = self._merge if isinstance(step, Merge) else self._copy
-            first, nbytes = (
-                n * tensor.dtype.itemsize for n in (chunk.start - start, step.elements)
-            )
-            records.append(make(chunk, digests, results, room[first : first + nbytes]))
+        records: list[Record] = []
+        for chunk in self._chunks(tensor, tensor.models, start, count, together):
+            first, nbytes = (n * tensor.dtype.itemsize for n in (chunk.start - start, chunk.size))
+            records += self._code(chunk, results, room[first : first + nbytes])
         if not is_in_place:
             self._sink.write(tensor.name, start * tensor.dtype.itemsize, room)
         return records
 
-    def _merge(self, chunk: Chunk, digests: Sequence[str], results: Results, into: Bytes) -> Record:
-        summary = results.get(survey_all_id(chunk.tensor))
-        merged = self._backend.merge(chunk, summaries_of(chunk.tensor, results), summary, into)
-        return _record(chunk, digests, merged)
-
-    def _copy(self, chunk: Chunk, digests: Sequence[str], _results: Results, into: Bytes) -> Record:
+    def _code(self, chunk: Chunk, results: Results, into: Bytes) -> list[Record]:
+        """Make what is to be stored of some chunks."""
         tensor = chunk.tensor
-        for model, digest in zip(tensor.models, digests[1:], strict=True):
-            if digest != digests[0]:
+        if tensor.is_merged:
+            summary = results.get(survey_all_id(tensor))
+            figures = self._backend.merge(chunk, summaries_of(tensor, results), summary, into)
+        else:
+            figures = self._backend.convert(chunk, into)
+        *inputs, output = self._digests(chunk, into.view(tensor.dtype.carrier))
+        if not tensor.is_merged:
+            self._check_copies(tensor, inputs)
+        return [
+            Record(tensor.name, chunk.number + place, of_inputs, made, *found)
+            for place, (of_inputs, made, found) in enumerate(
+                zip(zip(*inputs, strict=True), output, figures, strict=True)
+            )
+        ]
+
+    def _digests(self, chunk: Chunk, *others: Raw) -> list[list[str]]:
+        """For base, models and others, the digest of every chunk; some are known."""
+        sources = self._sources(chunk.tensor, chunk.tuned)
+        known = [self._known_digests(source, chunk) for source in sources]
+        raws = (chunk.base, *chunk.tuned.values(), *others)
+        found = iter(
+            self._backend.digests(
+                [raw for raw, digests in zip_longest(raws, known) if digests is None]
+            )
+        )
+        return [digests or next(found) for _, digests in zip_longest(raws, known)]
+
+    def _known_digests(self, source: Source, chunk: Chunk) -> list[str] | None:
+        numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
+        digests = [source.chunk_digest(chunk.tensor.name, number) for number in numbers]
+        return [d for d in digests if d] if all(digests) else None
+
+    def _check_copies(self, tensor: TensorPlan, digests: Sequence[Sequence[str]]) -> None:
+        for model, found in zip(tensor.models, digests[1:], strict=True):
+            if found != digests[0]:
                 raise MismatchError(
                     f"{tensor.name}: the {tensor.base.dtype.name} values of "
                     f"{self._plan.model_names[model]} differ from the base's and cannot be "
                     'merged; set on_integer_mismatch = "base" to keep the base\'s'
                 )
-        return _record(chunk, digests, self._backend.convert(chunk, into))
 
     def _room(self, tensor: TensorPlan, start: int, count: int) -> tuple[Bytes, bool]:
         """Where the output is made: in its place (True), or in a buffer that is to be written.
@@ -223,17 +250,6 @@ class Worker:
             return place, True
         alignment = self._sink.position(tensor.name, offset) % ALIGNMENT
         return self._backend.output[alignment : alignment + nbytes], False
-
-
-def _record(chunk: Chunk, digests: Sequence[str], merged: Merged) -> Record:
-    return Record(
-        tensor=chunk.tensor.name,
-        chunk=chunk.number,
-        inputs=tuple(digests),
-        output=bytes_digest(merged.data.data),
-        models=tuple(map(tuple, merged.models)),
-        exceptions=merged.exceptions,
-    )
 
 
 def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:

@@ -1,4 +1,7 @@
-"""What stages work on: one model's delta over a chunk, and the deltas of all models over it."""
+"""What stages work on: one model's delta over a chunk, and the deltas of all models over it.
+
+Where no stage asks for values, several chunks that follow each other are worked on as one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.kernels import Part, reference
+from dare.tensors.chunks import chunk_spans
 from dare.tensors.mask import mask_key
 
 Floats = NDArray[np.float32]
@@ -94,7 +98,7 @@ class Block:
         if peak > INFINITY and self.settle():
             peak, over = self._take(lanes, values)
         left = self.kernels.keep_largest(values, np.int32(self.least)) if self.least else kept
-        self.measured(np.array([peak, over, kept, left], np.int64))
+        self.measured(np.array([[peak, over, kept, left]], np.int64))
         if self.least:
             self._left = values != 0
         elif self.mask is not None:
@@ -153,7 +157,7 @@ class Block:
 
     def magnitudes(self, out: NDArray[np.uint32]) -> tuple[int, int]:
         """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
-        if self.is_noted and self.mask is not None and not self.least:
+        if self.is_noted and not self.least:
             lanes, kept = self._lanes()
             count = self._gather(lanes, out)
             if int(out[:count].max(initial=0)) > INFINITY and self.settle():
@@ -193,9 +197,9 @@ class Block:
         self._survivors = int(np.count_nonzero(self._left))
 
     def measured(self, figures: NDArray[np.int64]) -> None:
-        """Take in the figures of the kernel that carried out the notes."""
+        """Take in the figures of the kernel that carried out the notes, a row for each chunk."""
         self._figures = figures
-        self._survivors = int(figures[3] if self.least else figures[2])
+        self._survivors = int(figures[:, 3 if self.least else 2].sum())
 
     def end_stage(self) -> None:
         """Remember for the report how far the block had come after a stage."""
@@ -203,14 +207,20 @@ class Block:
             self._survivors if not self.is_noted else -1 - bool(self.mask) - 2 * bool(self.least)
         )
 
-    def figures(self) -> list[int]:
-        """Largest magnitude's bits, count over the threshold, and survivors after each stage."""
+    def figures(self) -> list[list[int]]:
+        """For each chunk: largest magnitude's bits, count over the threshold, then survivors.
+
+        There is a count of survivors for each stage.
+        """
         if self._figures is None:
             self._carry_out()
         assert self._figures is not None  # carrying out has measured
-        peak, over, masked, left = (int(figure) for figure in self._figures)
-        by_note = {-1: self.size, -2: masked, -3: left, -4: left}
-        return [peak, over, *(by_note.get(mark, mark) for mark in self._marks)]
+        rows = []
+        for (_, size), row in zip(chunk_spans(self.size), self._figures.tolist(), strict=True):
+            peak, over, masked, left = row
+            by_note = {-1: size, -2: masked, -3: left, -4: left}
+            rows.append([peak, over, *(by_note.get(mark, mark) for mark in self._marks)])
+        return rows
 
 
 class Mask(NamedTuple):
@@ -358,11 +368,11 @@ class Deltas:
             return False
         start = self.blocks[0].start
         figures = self.kernels.combine(self._base, parts, start, elects, self._threshold_bits, out)
-        if max(found[0] for found in figures) > INFINITY:
+        if figures[..., 0].max() > INFINITY:
             settled = [block.settle() for block in self.blocks]
             if any(settled):
                 self._base = self.blocks[0].origin
                 return self._combine(weights, shares, out, elects=elects)
-        for block, found in zip(self.blocks, figures, strict=True):
-            block.measured(found)
+        for number, block in enumerate(self.blocks):
+            block.measured(figures[:, number])
         return True

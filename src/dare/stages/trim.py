@@ -53,27 +53,38 @@ class Magnitudes:
         self._walk = walk
         self._kernels: Any = None
         self._remembered: list[NDArray[np.uint32]] | None = None
+        self._all = np.empty(0, np.uint32)
 
     def __call__(self) -> Iterator[tuple[Any, NDArray[np.uint32]]]:
+        """What each chunk has."""
         if self._remembered is not None:
             yield from ((self._kernels, found) for found in self._remembered)
             return
         self.survivors = self.elements = 0
-        room = self._walk.spare_bytes
+        needed, room = math.prod(self._walk.shape), self._walk.spare_bytes // 4
+        remembered = np.empty(min(needed, room), np.uint32)
+        passing = np.empty(0 if needed <= room else CHUNK, np.uint32)
         seen: list[NDArray[np.uint32]] = []
-        buffer = np.empty(CHUNK, np.uint32)
+        end, is_enough = 0, True
         for block in self._walk():
             self._kernels = block.kernels
             self.elements += block.size
-            count, survivors = block.magnitudes(buffer)
+            is_enough = is_enough and remembered.size - end >= block.size
+            into = remembered[end:] if is_enough else passing
+            count, survivors = block.magnitudes(into)
             self.survivors += survivors
-            found = buffer[:count]
-            room -= found.nbytes
-            if room >= 0:
-                seen.append(found.copy())
-            yield block.kernels, found
-        if room >= 0:
-            self._remembered = seen
+            end += count
+            seen.append(into[:count])
+            yield block.kernels, into[:count]
+        if is_enough:
+            self._remembered, self._all = seen, remembered[:end]
+
+    def together(self) -> Iterator[tuple[Any, NDArray[np.uint32]]]:
+        """The same in as few pieces as possible."""
+        if self._remembered is None:
+            yield from self()
+        elif self._remembered:
+            yield self._kernels, self._all
 
 
 def survey_cut(walk: Walk, *, keep_ratio: float, scope: Scope) -> Cut:
@@ -111,7 +122,7 @@ def find_cut(magnitudes: Magnitudes, counts: NDArray[np.int64], wanted: int) -> 
 def count_low(magnitudes: Magnitudes, high: int) -> NDArray[np.int64]:
     """Count the magnitudes with these upper 16 bits by their lower 15."""
     counts = np.zeros(LOW_COUNTS, np.int64)
-    for kernels, found in magnitudes():
+    for kernels, found in magnitudes.together():
         kernels.count_low(found, np.uint32(high), counts)
     return counts
 
