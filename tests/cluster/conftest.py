@@ -32,6 +32,10 @@ QUICK = {  # a dead node is known to be dead after a second or two, not after fi
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a job that a shell runs in the background; the processes under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_collection(session: pytest.Session) -> None:
     """Refuse to start Ray where anybody else could reach it."""
