@@ -1,9 +1,11 @@
 # The environments are made once: .venv for everything here, .venv-peers for other people's tools,
-# .venv-bench with what a user installs and nothing else, so that nothing else is measured.
+# .venv-stores for a store to talk to, .venv-bench with what a user installs and nothing else, so
+# that nothing else is measured.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+STORES := .venv-stores
 BENCH := .venv-bench
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -12,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
-	test-peers test-cluster bench pre-commit check-workflows clean
+	test-peers test-cluster test-stores bench pre-commit check-workflows clean
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -27,6 +29,7 @@ help:
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-cluster  merges on a Ray cluster of three nodes, killed and restarted (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
+	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
 	@echo "make check-workflows  look for weak spots in .github/"
 	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
@@ -49,6 +52,11 @@ $(VENV)/tools-ready: $(VENV)/dev-ready requirements-tools.txt
 $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python $(PIP) --constraint constraints.txt torch --requirement requirements-peers.txt
+	touch $@
+
+$(STORES)/ready: requirements-stores.txt
+	$(PYTHON) -m venv $(STORES)
+	$(STORES)/bin/python $(PIP) --requirement requirements-stores.txt
 	touch $@
 
 $(BENCH)/ready: pyproject.toml
@@ -94,6 +102,9 @@ test-cluster: $(VENV)/dev-ready
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
 
+test-stores: $(VENV)/dev-ready $(STORES)/ready
+	$(BIN)/python -m pytest --quiet tests/stores
+
 bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
 	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
@@ -106,4 +117,4 @@ check-workflows: $(VENV)/tools-ready
 	$(BIN)/zizmor --offline .github
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output
+	rm -rf $(VENV) $(PEERS) $(STORES) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .coverage site demo-output

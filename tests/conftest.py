@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from dare.tensors import stores
 from fake_hub import Hub, serve
+from file_server import Files, serving
 
 # Matrices are small and tests run on every core: more threads only wait for each other.
 for library in ("OPENBLAS", "OMP"):
@@ -45,3 +47,19 @@ def attack_seed(request: pytest.FixtureRequest) -> int:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A running hub that the client talks to, an empty cache, an empty working directory."""
     yield from serve(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def web() -> Iterator[Files]:
+    """A running web server of files."""
+    stores.forget()
+    with serving() as files:
+        yield files
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores are given up soon."""
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(stores, "RETRIES", 1)
+    stores.forget()

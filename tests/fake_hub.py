@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -117,7 +118,8 @@ class Handler(BaseHTTPRequestHandler):
         files = self.hub.commits[repo, commit]
         facts: object
         if kind == "revision":
-            facts = {"id": repo, "sha": commit, "siblings": [{"rfilename": f} for f in files]}
+            listed = [{"rfilename": f, "size": len(data)} for f, data in files.items()]
+            facts = {"id": repo, "sha": commit, "siblings": listed}
         else:
             facts = [
                 {"type": "file", "path": f, "size": len(data), "oid": etag_of(data)}
@@ -131,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
         data = self.hub.commits[repo, commit][file]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag_of(data)}"'}
         if not file.endswith(".safetensors"):
-            return self.answer(200, headers, data)
+            return self.send_some(headers, data)
         linked = {"X-Linked-ETag": f'"{etag_of(data)}"', "X-Linked-Size": str(len(data))}
         place = f"http://127.0.0.1:{self.hub.ports[1]}/large/{repo}/{commit}?{file}"
         return self.answer(302, {**headers, **linked, "Location": place})
@@ -140,7 +142,16 @@ class Handler(BaseHTTPRequestHandler):
         hub, file = self.hub, unquote(urlsplit(self.path).query)
         _, _, org, name, commit = path.split("/")
         data = hub.commits[f"{org}/{name}", commit][file]
-        self.answer(200, {}, data)
+        self.send_some({}, data)
+
+    def send_some(self, headers: dict[str, str], data: bytes) -> None:
+        """The range that is asked for, or all."""
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None:
+            return self.answer(200, headers, data)
+        begin, end = int(wanted[1]), min(int(wanted[2]) + 1, len(data))
+        span = {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
+        return self.answer(206, headers | span, data[begin:end])
 
     def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path)

@@ -38,6 +38,9 @@ MOST_AT_ROOT = 6
 HEAVY = {
     "torch",
     "ray",
+    "boto3",
+    "botocore",
+    "obstore",
     "transformers",
     "tokenizers",
     "huggingface_hub",

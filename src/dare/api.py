@@ -23,6 +23,7 @@ from dare.errors import (
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
+from dare.output.destinations import check_target, finished_before, open_output, settle
 from dare.output.fingerprint import fingerprint
 from dare.output.journal import Record
 from dare.output.manifest import (
@@ -33,12 +34,10 @@ from dare.output.manifest import (
     metadata_of,
     repeating_document,
 )
-from dare.output.publishing import finished_before, settle
 from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
-from dare.output.targets import check_target
-from dare.output.writer import ArraySink, PartialOutput
+from dare.output.writer import ArraySink
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -49,6 +48,7 @@ from dare.run.merge_job import execute_on_cluster
 from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
+from dare.tensors.places import to_path
 
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
@@ -62,7 +62,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
     A finished output stands for its manifest; its recipe demands the very same inputs.
     """
-    path = Path(path)
+    path = to_path(path)
     return recipe_from_document(load_document(path), str(find_manifest(path) or path))
 
 
@@ -80,14 +80,16 @@ AnyRecipe = Recipe | str | PathLike[str]
 """A recipe, or where to load one from."""
 
 
-def plan(recipe: AnyRecipe, *, backend: str = "cpu") -> Plan:
+def plan(recipe: AnyRecipe, *, backend: str = "cpu", fetches: bool = False) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights.
 
-    `backend` says what will compute: `cpu`, or `reference`, which defines the results and is slow.
+    Models on the hub stay there, and a merge of the plan reads them from there, unless `fetches` is
+    true: then they are fetched into the hub's cache first, as `merge` does it. `backend` says what
+    will compute: `cpu`, or `reference`, which defines the results and is slow.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    recipe, inputs = open_inputs(recipe, rescales=False)
+    recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -104,7 +106,7 @@ def merge(
     own holds for a plan.
     """
     started = time.perf_counter()
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     recipe = planned.recipe
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
@@ -118,7 +120,7 @@ def merge(
     counting = threading.Lock()
     metadata = metadata_of(embedded_manifest(planned))
     with (
-        PartialOutput(
+        open_output(
             layout, metadata, fingerprint(planned), planned.stamps, resume=resume
         ) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,

@@ -41,6 +41,7 @@ from dare.output.sealing import seal
 from dare.output.verification import verify
 from dare.recipe.document import recipe_from_document
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import LocalFile
 from dare.tensors.header import parse_header, read_header
 from helpers import entry, file_bytes, save, save_shards, write_recipe
 
@@ -154,7 +155,7 @@ class Headers(Target):
         else:
             os.ftruncate(self.file_descriptor, len(content))
             os.pwrite(self.file_descriptor, content, 0)
-            header = read_header(self.file_descriptor, "m.safetensors")
+            header = read_header(LocalFile(self.file_descriptor), "m.safetensors")
             end = len(content)
         for info in header.tensors.values():
             assert info.start + info.nbytes <= end, "a tensor outside of its file"

@@ -12,6 +12,7 @@ from dare.output.sealing import read_sealed, seal
 from dare.output.targets import MANIFEST_NAME, manifest_path
 from dare.output.verification import verify
 from dare.recipe.schema import Recipe
+from dare.tensors.files import LocalFile
 from dare.tensors.header import read_header
 from helpers import flip_bit, save, write_recipe
 
@@ -58,7 +59,7 @@ def is_refused(path: Path) -> bool:
 
 def data_start(path: Path) -> int:
     with path.open("rb") as file:
-        return read_header(file.fileno(), str(path)).data_start
+        return read_header(LocalFile(file.fileno()), str(path)).data_start
 
 
 # ---------------------------------------------------------------- intact
@@ -135,7 +136,7 @@ def test_anything_added_is_found(output):
 @pytest.mark.parametrize("name", ["w", "h", "n", "s"])
 def test_one_flipped_bit_names_the_tensor(output, name):
     with output.open("rb") as file:
-        info = read_header(file.fileno(), "out").tensors[name]
+        info = read_header(LocalFile(file.fileno()), "out").tensors[name]
     flip_bit(output, 8 * info.start)
     found = verify(output)
     assert f"{name}: is not as it was written" in found.problems

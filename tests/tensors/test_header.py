@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from dare.errors import HeaderError
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import LocalFile
 from dare.tensors.header import Header, TensorInfo, build_header, parse_header, read_header
 from helpers import entry, file_bytes, save
 
@@ -28,7 +29,7 @@ def read(folder: Path, content: bytes) -> Header:
     path.write_bytes(content)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return read_header(descriptor, "f.safetensors")
+        return read_header(LocalFile(descriptor), "f.safetensors")
     finally:
         os.close(descriptor)
 

@@ -34,6 +34,7 @@ from dare.recipe.document import recipe_from_document
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo, build_header
+from dare.tensors.places import to_path
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -47,7 +48,7 @@ def tasks_path(output: AnyPath) -> Path:
     >>> tasks_path("merged/all.safetensors").name
     'all.emr.safetensors'
     """
-    output = Path(output)
+    output = to_path(output)
     return output.with_name(f"{output.name.removesuffix('.safetensors')}.emr.safetensors")
 
 
@@ -109,7 +110,7 @@ def emr_weights(output: AnyPath, task: str) -> Iterator[tuple[str, Floats]]:
 @contextmanager
 def _opened(output: AnyPath) -> Iterator[tuple[Plan, Source]]:
     """The plan of a finished merge and its output, and all inputs open."""
-    path = Path(output)
+    path = to_path(output)
     manifest = find_manifest(path)
     if manifest is None:
         raise InputError(f"{path}: expected the output of a merge, a safetensors file or a folder")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
+from rich.console import Console
 
 from dare import api
 from dare.analysis.documents import to_json, write_tables
+from dare.analysis.headers import compare_headers
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.measure.analyzing import analyze as look_at
@@ -23,7 +24,8 @@ from dare.cli.template import advised_toml
 from dare.errors import InputError, OutputError
 from dare.output.manifest import find_manifest, read_manifest
 from dare.recipe.schema import Recipe
-from dare.tensors.files import open_ordinary
+from dare.tensors.files import read_beginning
+from dare.tensors.places import to_path
 
 if TYPE_CHECKING:
     from dare.analysis.page.outcome import Outcome
@@ -87,6 +89,9 @@ def analyze(
     *inputs: Inputs,
     steps: Steps = None,
     options: Options | None = None,
+    headers: Annotated[
+        bool, switch("Compare names, shapes and types only; no weights are read or fetched.")
+    ] = False,
     output: Annotated[
         Path | None,
         Parameter(name=["--output", "-o"], group=WRITES, help="The analysis, as JSON."),
@@ -106,6 +111,10 @@ def analyze(
     for path in (output, html):
         _check_free(path, overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
+    if headers:
+        if output is not None or csv is not None or html is not None:
+            raise UsageError("--headers prints what it finds, and writes no file; use --json")
+        return _compare_headers(inputs, options, console, json=json)
     judged = judge(inputs, options, steps, verbose=not quiet)
     from dare.analysis.page import write_page
     from dare.analysis.page.terminal import show_analysis
@@ -125,6 +134,19 @@ def analyze(
         show.json(to_json(*judged))
     _, readiness, _ = judged
     return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
+
+
+def _compare_headers(
+    inputs: Sequence[Path], options: Options | None, console: Console, *, json: bool
+) -> int:
+    """Say what the headers show."""
+    base, models = _named([to_path(path) for path in inputs])
+    pickles = (options or Options()).allow_pickle
+    found = compare_headers(base, models, allow_pickle=pickles, verbose=not console.quiet)
+    show.headers(console, found)
+    if json:
+        show.json(jsonlib.dumps(found.to_dict(), indent=1, ensure_ascii=False))
+    return DONE if found.fits else FAILED
 
 
 def advise(
@@ -213,8 +235,7 @@ def report(
 def is_analysis(path: Path) -> bool:
     """Whether a file is an analysis, not a manifest or a recipe; its first words tell."""
     try:
-        with os.fdopen(open_ordinary(path), "rb") as file:
-            return SCHEMA.partition("/")[0].encode() in file.read(100)
+        return SCHEMA.partition("/")[0].encode() in read_beginning(path, 100)
     except (InputError, OSError):
         return False  # which is said better where it is opened
 
@@ -223,8 +244,7 @@ def judge(
     inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
 ) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
-    if not inputs:
-        raise UsageError("nothing to analyse: name the base and its fine-tunes, or a recipe")
+    inputs = [to_path(path) for path in inputs]
     if len(inputs) == 1 and is_analysis(inputs[0]):
         analysis = Analysis.load(inputs[0])
     else:
@@ -235,6 +255,8 @@ def judge(
 
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:
     """Base and models: as they are given, or as a recipe or a finished merge names them."""
+    if not inputs:
+        raise UsageError("nothing to analyse: name the base and its fine-tunes, or a recipe")
     if len(inputs) > 1:
         return inputs[0], list(inputs[1:])
     manifest = find_manifest(inputs[0])
@@ -253,9 +275,9 @@ def _outcome(
     place = find_manifest(merged)
     if place is None or not place.exists():
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")
-    files = [Path(model.file) for model in analysis.models]
+    files = [to_path(model.file) for model in analysis.models]
     how = asdict(replace(options or Options(), spectra="none"))
-    beside = look_at(Path(analysis.base), [*files, merged], verbose=verbose, **how)
+    beside = look_at(to_path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
     return outcome_of_manifest(read_manifest(place), analysis, survival, output=merged)

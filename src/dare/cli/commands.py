@@ -72,7 +72,7 @@ def merge(
     if dry_run:
         return _show_plan(asked, json=json, quiet=quiet)
     console = show.console(json=json, quiet=not asked.verbose)
-    planned = api.plan(asked)
+    planned = api.plan(asked, fetches=True)
     api.checked_layout(planned, overwrite=overwrite, resume=resume)
     kept = None if console.quiet else estimate(planned, measure=False)
     show.plan_summary(console, planned, kept)

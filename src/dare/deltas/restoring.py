@@ -31,6 +31,7 @@ from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import show_progress
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header
+from dare.tensors.places import to_path
 
 AnyPath = str | PathLike[str]
 
@@ -51,7 +52,7 @@ class RestoredLayout(Layout):
 
 def open_delta(path: AnyPath) -> DeltaFile:
     """Read what a delta file says of itself, and check that."""
-    stored = open_source(resolve(Path(path), verbose=False).path)
+    stored = open_source(resolve(to_path(path), verbose=False).path)
     if not is_delta_file(stored):
         raise InputError(f"{path}: is not a delta file; `dare compress` makes one")
     return DeltaFile(stored)

@@ -270,7 +270,8 @@ class DeltaSource(Source):
         self._local = threading.local()
         self._check_base()
         self.tensors = {name: self._presented(name) for name in self.notes.tensors}
-        self.reading_bytes = CHUNK * (1 + 5 * 4)
+        self.reading_bytes = CHUNK * (1 + 5 * 4) + file.stored.reading_bytes
+        self.ahead_bytes = file.stored.ahead_bytes
         self.was_dropped = self.notes.seed is not None and rescales
         if self.was_dropped:
             self.remarks = (
@@ -350,6 +351,10 @@ class DeltaSource(Source):
 
     def place(self, name: str) -> Hashable:
         return str(self.file.path), self._tensor(name)[0]
+
+    def limit_ahead(self, nbytes: int) -> None:
+        self.file.stored.limit_ahead(nbytes)
+        self.ahead_bytes = self.file.stored.ahead_bytes
 
     def __enter__(self) -> Self:
         self.base.__enter__()

@@ -21,9 +21,17 @@ from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
-from dare.inputs.small_files import dump_json, list_names, parse_json, read_limited, some_of
+from dare.inputs.small_files import (
+    dump_json,
+    is_there,
+    list_names,
+    parse_json,
+    read_limited,
+    some_of,
+)
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.header import Described
+from dare.tensors.places import StorePath, to_path
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -277,6 +285,8 @@ def _inside(directory: Path, name: str) -> Path:
 
     A model in a hub's cache is a folder `snapshots/REVISION` of links to `blobs`.
     """
+    if isinstance(directory, StorePath):  # which has no links
+        return directory / name
     home = Path(os.path.realpath(directory))
     path = Path(os.path.realpath(directory / name))
     allowed = [home]
@@ -303,7 +313,7 @@ def _file(directory: Path, name: str) -> Path:
 
 def read_text(directory: Path, name: str) -> bytes | None:
     """The content of a directory's file, or None if there is none; refuses a huge one."""
-    if not os.path.lexists(directory / name):
+    if not is_there(directory / name):
         return None
     return read_limited(_file(directory, name), MAX_JSON_BYTES, directory / name)
 
@@ -411,7 +421,7 @@ def choose_chat_template(
         return template, ()
     if "{" in setting:
         return setting, ()
-    path = Path(setting)
+    path = to_path(setting)
     try:
         is_small = path.stat().st_size <= MAX_JSON_BYTES
     except (OSError, ValueError):

@@ -7,7 +7,6 @@ whatever the range. Optional packages are imported where they are used.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dare.errors import InputError
 from dare.inputs import gguf, lora, torch_bin
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.quantised import read_quantised
-from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
+from dare.inputs.small_files import MAX_CONFIG_BYTES, is_there, parse_json, read_limited
 from dare.inputs.sources import FileSource, Source, open_source
 
 
@@ -63,7 +62,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """What the `config.json` of a model directory says; nothing where there is none."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     try:
-        if not os.path.lexists(file):
+        if not is_there(file):
             return {}
     except ValueError:  # no possible name of a file
         return {}

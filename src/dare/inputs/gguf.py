@@ -28,8 +28,9 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import InputFiles, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.files import open_ordinary
+from dare.tensors.files import as_stream, read_beginning
 from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
+from dare.tensors.places import StorePath, to_path
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -171,10 +172,10 @@ class GgufSource(InputFiles):
         parts = [self.path.with_name(name) for name in part_names(self.path.name)]
         for number, part in enumerate(parts):
             with (
-                self.first_look(part) as file_descriptor,
-                open(file_descriptor, "rb", closefd=False) as stream,
+                self.first_look(part) as opened,
+                as_stream(opened, closes=False) as stream,
             ):
-                metadata, stored = read_header(stream, part)
+                metadata, stored = read_header(stream, part, opened.size)
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
                 raise HeaderError(
@@ -298,18 +299,17 @@ class GgufSource(InputFiles):
 
 def looks_like(path: Path) -> bool:
     """Say whether a path is a GGUF file, by its name or its first bytes."""
-    if path.suffix == ".gguf":
-        return True
+    if path.suffix == ".gguf" or isinstance(path, StorePath):  # whose name must do
+        return path.suffix == ".gguf"
     try:
-        with os.fdopen(open_ordinary(path), "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+        return read_beginning(path, len(MAGIC)) == MAGIC
     except (InputError, OSError):  # which is said better where it is opened
         return False
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufSource:
     """Read the header of a GGUF file; of one of several parts, the headers of all."""
-    return GgufSource(Path(path))
+    return GgufSource(to_path(path))
 
 
 def part_names(file: str) -> list[str]:
@@ -346,10 +346,10 @@ def hugging_face_name(name: str, family: Family) -> str | None:
 class _Cursor:
     """Reads a header from front to back, no more of the file than it turns out to have."""
 
-    def __init__(self, stream: BinaryIO, file: Path) -> None:
+    def __init__(self, stream: BinaryIO, file: Path, size: int) -> None:
         self.file = file
         self.position = 0
-        self.size = os.fstat(stream.fileno()).st_size
+        self.size = size
         self._stream = stream
 
     def require(self, holds: bool, text: str) -> None:
@@ -445,9 +445,9 @@ class _Cursor:
         return Stored(name, self.file, kind, shape, offset, elements, nbytes)
 
 
-def read_header(stream: BinaryIO, file: Path) -> tuple[Metadata, list[Stored]]:
-    """Read and check the header of an open file."""
-    cursor = _Cursor(stream, file)
+def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list[Stored]]:
+    """Read and check the header of an open file of so many bytes."""
+    cursor = _Cursor(stream, file, size)
     magic = cursor.take(min(len(MAGIC), cursor.size))
     start = repr(magic) if len(magic) == len(MAGIC) else f"only {len(magic)} bytes"
     cursor.require(magic == MAGIC, f"not a GGUF file: it begins with {start}, not {MAGIC!r}")

@@ -37,7 +37,7 @@ class HeldSource(SourceView):
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors)
         self._held = held
-        self.reading_bytes = 0
+        self.reading_bytes = self.ahead_bytes = 0
 
     def view(self, name: str, start: int, count: int) -> Raw | None:
         return self._held.elements[name][start : start + count]

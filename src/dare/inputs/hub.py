@@ -1,8 +1,9 @@
-"""Models by their name on the hub: found in the local cache, or fetched into it.
+"""Models by their name on the hub: found in the local cache, fetched into it, or read from the hub.
 
-`dare.recipe.hub_names` says what a name is. Only what a merge needs is fetched: the weights as
-safetensors and the small files beside them, all from one commit, which is known afterwards, so
-that a merge can be repeated.
+`dare.recipe.hub_names` says what a name is. A merge fetches `org/name`, and reads `hf://org/name`
+where it lies, as a store, unless the cache has it; a plan fetches neither. Only what a merge needs
+is fetched: the weights as safetensors and the small files beside them. All is from one commit,
+which is known afterwards, so that a merge can be repeated.
 Cache, token, endpoint, offline mode and retries are those of `huggingface_hub`.
 """
 
@@ -13,9 +14,10 @@ import glob
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from dare.errors import InputError, printable
 from dare.inputs import lora
@@ -26,10 +28,12 @@ from dare.inputs.hub_guard import (
     check_downloads,
     guarded,
     run_watched,
-    without_credentials,
 )
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
-from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_name
+from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_address, parse_name
+from dare.tensors.addresses import Access, grant_access
+from dare.tensors.places import StorePath, to_path, without_credentials
+from dare.tensors.stores import can_read
 
 INSTALL = "pip install 'dare-merge[hf]'"
 
@@ -64,6 +68,8 @@ class Resolved:
     repo: str | None = None
     commit: str | None = None
     inside: str = ""
+    is_address: bool = False
+    """Whether it was given as `hf://…`."""
 
     @property
     def pinned(self) -> Path:
@@ -74,20 +80,26 @@ class Resolved:
         """
         if self.repo is None:
             return self.path
+        if self.is_address:
+            return to_path(f"hf://{self.repo}@{self.commit}") / self.inside
         return Path(str(Name(self.repo, self.inside, self.commit)))
 
 
-def resolve(path: Path, *, verbose: bool) -> Resolved:
-    """Find a model: the path itself, or what the hub has under that name, in the local cache.
+def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
+    """Find a model: the path itself, or what the hub has under that name.
 
-    Raises InputError if it is a name and cannot be fetched, or if it is more likely a path with a
-    slip of the pen. The progress of a download is shown if `verbose`.
+    That is in the local cache afterwards, or stays on the hub: if `fetches` is false, or if the
+    name is an address. Raises InputError if it is a name and cannot be had, or if it is more likely
+    a path with a slip of the pen. The progress of a download is shown if `verbose`.
     """
-    name = None if _exists(path) else parse_name(path.as_posix())
+    is_address = isinstance(path, StorePath) and path.scheme == "hf"
+    name = parse_address(str(path)) if is_address else None
+    if name is None and not _exists(path):
+        name = parse_name(path.as_posix())
     if name is None:
         return Resolved(path)
     folder = name.repo.partition("/")[0]
-    if name.revision is None and Path(folder).is_dir():
+    if not is_address and name.revision is None and Path(folder).is_dir():
         raise InputError(
             f"{name}: no such file or directory in {folder}, which is a folder here; "
             f"for the model on the hub write {name}@main"
@@ -104,7 +116,10 @@ def resolve(path: Path, *, verbose: bool) -> Resolved:
     progress = Progress(_cache_folder(name))
     try:
         with guarded(get_session(), progress):
-            return run_watched(lambda: _fetch(name, verbose=verbose), progress, close_session)
+            if (fetches and not is_address) or not (is_address or can_read()):
+                return run_watched(lambda: _fetch(name, verbose=verbose), progress, close_session)
+            found = run_watched(lambda: _find(name, verbose=verbose), progress, close_session)
+            return replace(found, is_address=is_address)
     except InputError as error:
         text = str(error)
         raise InputError(text if text.startswith(str(name)) else f"{name}: {text}") from None
@@ -115,10 +130,42 @@ def resolve(path: Path, *, verbose: bool) -> Resolved:
 
 
 def _exists(path: Path) -> bool:
+    if isinstance(path, StorePath):
+        return True
     try:
         return path.exists()
     except OSError:  # opening it will say what is wrong
         return True
+
+
+# ---------------------------------------------------------------- reading where it lies
+
+
+def _find(name: Name, *, verbose: bool) -> Resolved:
+    """A model on the hub as a place in a store, of one commit; in the cache if that has it all."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    if constants.HF_HUB_OFFLINE:
+        return _fetch(name, verbose=verbose)
+    facts = HfApi().model_info(name.repo, revision=name.revision or "main", files_metadata=True)
+    names = {file.rfilename: file.size or 0 for file in facts.siblings or ()}
+    commit = str(facts.sha)
+    snapshot = _cache_folder(name) / "snapshots" / commit
+    folder = snapshot / name.folder
+    weights = _named_weights(name, folder) if folder.is_dir() else ()
+    if weights and all((folder / file).exists() for file in weights):
+        return Resolved(snapshot / name.inside, name.repo, commit, name.inside)
+    home = to_path(f"hf://{name.repo}@{commit}")
+    assert isinstance(home, StorePath)
+    endpoint = urlsplit(constants.ENDPOINT)
+    password, _, host = endpoint.netloc.rpartition("@")
+    url = f"{endpoint.scheme}://{host}{endpoint.path}/{name.repo}/resolve/{commit}"
+    headers = {key: str(value) for key, value in build_hf_headers().items()}
+    grant_access(home, Access(password=password, url=url, headers=headers, names=names))
+    if not (home / name.inside).exists():
+        raise InputError(f"{name}: the hub has no {name.inside} at commit {commit}")
+    return Resolved(home / name.inside, name.repo, commit, name.inside)
 
 
 # ---------------------------------------------------------------- fetching

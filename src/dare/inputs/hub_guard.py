@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from dare.errors import InputError
+from dare.tensors.places import without_credentials
 
 PATIENCE_SECONDS = 60.0
 """How long a hub may send less than `LEAST_BYTES` before it is given up."""
@@ -35,19 +36,9 @@ _HEADERS = {
     "x-xet-hash": _DIGEST,
 }
 _KEYS = {"sha": _COMMIT, "oid": _DIGEST, "sha256": _DIGEST, "xetHash": _DIGEST}
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]*@")
 _PIECE = 1 << 20
 
 Result = TypeVar("Result")
-
-
-def without_credentials(text: str) -> str:
-    """A text without the names and passwords that stand in its addresses.
-
-    >>> without_credentials("no answer from https://me:secret@hub.example/x")
-    'no answer from https://hub.example/x'
-    """
-    return _CREDENTIALS.sub("", text)
 
 
 # ---------------------------------------------------------------- what a hub says

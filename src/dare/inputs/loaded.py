@@ -22,16 +22,19 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dare.errors import InputError
 from dare.inputs.formats import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
+from dare.inputs.small_files import MAX_CONFIG_BYTES, read_limited
 from dare.inputs.sources import Source
 from dare.inputs.views import RenamedSource
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
+from dare.tensors.places import StorePath
 
 Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
 """What holds a tensor: a layer, one that stores inputs × outputs, an embedding, any other module;
@@ -285,7 +288,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
             warnings.simplefilter("ignore")
             settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
             known_only = {"trust_remote_code": False, "local_files_only": True}
-            found = transformers.AutoConfig.from_pretrained(where.parent, **settings, **known_only)
+            with _on_disk(where) as folder:
+                found = transformers.AutoConfig.from_pretrained(folder, **settings, **known_only)
             return build(found)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -293,6 +297,17 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
             f"{where}: transformers cannot build a {build.__name__} by it ({reason}), so its "
             f"modules are not known; {remedy}"
         ) from error
+
+
+@contextlib.contextmanager
+def _on_disk(config: Path) -> Iterator[Path]:
+    """A folder of this machine that has a model's config.json."""
+    if not isinstance(config, StorePath):
+        yield config.parent
+        return
+    with TemporaryDirectory() as folder:
+        Path(folder, config.name).write_bytes(read_limited(config, MAX_CONFIG_BYTES))
+        yield Path(folder)
 
 
 def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:

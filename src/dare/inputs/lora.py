@@ -262,7 +262,7 @@ class LoraSource(SourceView):
         products = (product for several in self._products.values() for product in several)
         most = max((product.reading_bytes(self._stored) for product in products), default=0)
         added = max((4 + info.dtype.itemsize for info in both), default=4 * further)
-        return CHUNK * added + most
+        return CHUNK * added + most + self._stored.reading_bytes
 
     def _read_matrix(self, key: str) -> Floats:
         """A stored factor, as a matrix."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 
 from dare.inputs.formats import open_model
 from dare.recipe.mergekit import Conversion, convert
+from dare.tensors.places import to_path
 
 
 def convert_yaml(path: str | PathLike[str]) -> Conversion:
     """Read a mergekit configuration as a recipe, which has no output yet; say how they differ."""
-    return convert(Path(path), lambda model: open_model(model).tensors)
+    return convert(to_path(path), lambda model: open_model(model).tensors)

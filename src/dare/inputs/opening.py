@@ -6,6 +6,7 @@ models are brought in line with the base's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,20 +48,24 @@ class Inputs:
         return self.aligned.models
 
 
-def open_inputs(recipe: Recipe, *, rescales: bool = True) -> tuple[Recipe, Inputs]:
+def open_inputs(
+    recipe: Recipe, *, rescales: bool = True, fetches: bool = True
+) -> tuple[Recipe, Inputs]:
     """Open what a recipe names; also return the recipe with the commits of what the hub gave.
 
-    Unless `rescales` is false, what was dropped of delta files is made up for as they are read.
+    Names on the hub are fetched unless `fetches` is false, or they are addresses. Unless `rescales`
+    is false, what was dropped of delta files is made up for as they are read.
     """
     names = distinct([entry.name for entry in recipe.models])
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     for path in given if recipe.output_digest is not None else ():
-        if parse_name(path.as_posix()) is None and not path.exists():
+        is_on_hub = parse_name(path.as_posix()) is not None or str(path).startswith("hf://")
+        if not is_on_hub and not path.exists():
             raise InputError(
                 f"{path}: is not there, as it was when this was merged; name where the inputs are "
                 "now with --base and --merge (they are known by their digests)"
             )
-    places = [resolve(path, verbose=recipe.verbose) for path in given]
+    places = [resolve(path, verbose=recipe.verbose, fetches=fetches) for path in given]
     if any(place.commit is not None for place in places):
         pinned_base, *pinned = (place.pinned for place in places)
         recipe = recipe.with_files(pinned_base, pinned, recipe.output)
@@ -72,6 +77,7 @@ def open_inputs(recipe: Recipe, *, rescales: bool = True) -> tuple[Recipe, Input
         raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
     open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
     models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
+    _limit_ahead([base, *models], recipe.max_memory // 4)
     folders = [path if path.is_dir() else None for path in paths]
     for place, model in enumerate(models, start=1):
         if isinstance(model, DeltaSource):
@@ -104,3 +110,10 @@ def open_inputs(recipe: Recipe, *, rescales: bool = True) -> tuple[Recipe, Input
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))
+
+
+def _limit_ahead(sources: Sequence[Source], nbytes: int) -> None:
+    """Have sources in stores read no more ahead than this, together."""
+    stored = [source for source in sources if source.ahead_bytes]
+    for source in stored:
+        source.limit_ahead(nbytes // len(stored))

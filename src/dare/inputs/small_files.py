@@ -10,11 +10,13 @@ from typing import Any
 
 from dare.errors import InputError
 from dare.tensors.files import read_limited
+from dare.tensors.places import StorePath
 
 __all__ = [
     "MAX_CONFIG_BYTES",
     "dump_json",
     "is_directory",
+    "is_there",
     "list_names",
     "parse_json",
     "read_limited",
@@ -34,10 +36,15 @@ def is_directory(path: Path) -> bool:
         return False  # no possible file name; opening it will say so
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something of that name, be it a link that leads nowhere."""
+    return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
+
+
 def list_names(directory: Path) -> list[str]:
     """What there is in a directory, in order."""
     try:
-        return sorted(os.listdir(directory))
+        return sorted(path.name for path in directory.iterdir())
     except OSError as error:
         raise InputError(f"{directory}: cannot be listed: {error.strerror or error}") from None
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,8 +20,9 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
-from dare.tensors.files import open_ordinary, read_at
+from dare.tensors.files import InputFile, Stamp, look_soon, open_input, share_ahead
 from dare.tensors.header import Header, TensorInfo, admit, read_header
+from dare.tensors.places import StorePath, to_path
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -33,9 +33,6 @@ Raw = NDArray[Any]
 
 
 _NONE: dict[str, Any] = {}
-
-READ_AHEAD = 128 << 10
-"""Bytes that a system reads ahead, if it does not say."""
 
 
 class Drop(NamedTuple):
@@ -65,6 +62,8 @@ class Source:
     """Whether changes were dropped from it before, by chance, and are made up for as it is read."""
     reading_bytes: int = 0
     """What reading takes for each thread, beside the buffer that is filled."""
+    ahead_bytes: int = 0
+    """What is read ahead of a store, of all threads together."""
     ties: Mapping[str, str] = _NONE
     """Names that stand for a tensor which has another name too, and that other name."""
 
@@ -120,6 +119,10 @@ class Source:
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Say that these elements will be read soon."""
 
+    def limit_ahead(self, nbytes: int) -> None:
+        """Read no more than this ahead of a store."""
+        self.ahead_bytes = min(self.ahead_bytes, nbytes)
+
     def __enter__(self) -> Self:
         """Open for reading weights."""
         return self
@@ -135,9 +138,8 @@ class InputFiles(Source):
     """A source in files: as they were for the plan, and open while weights are read."""
 
     def __init__(self) -> None:
-        self._stamps: dict[Path, tuple[int, ...]] = {}
-        """By file; see `_stamp`."""
-        self._open: dict[Path, int] = {}
+        self._stamps: dict[Path, Stamp] = {}
+        self._open: dict[Path, InputFile] = {}
         self._users = 0
         """How many have entered: others may read rows of this source through theirs."""
         self.tensors: dict[str, TensorInfo] = {}
@@ -145,17 +147,21 @@ class InputFiles(Source):
         """The file that each tensor is in."""
 
     @contextmanager
-    def first_look(self, file: Path) -> Iterator[int]:
+    def first_look(self, file: Path) -> Iterator[InputFile]:
         """Open a file to read its header, and remember what it looks like now."""
-        file_descriptor = open_ordinary(file)
+        opened = open_input(file)
         try:
-            yield file_descriptor
-            self._stamps[file] = _stamp(file_descriptor)
+            yield opened
+            self._stamps[file] = opened.stamp
             self.files = tuple(self._stamps)
+            if isinstance(file, StorePath):
+                from dare.tensors.ahead import AHEAD_BYTES, LONE_BYTES
+
+                self.ahead_bytes, self.reading_bytes = AHEAD_BYTES, LONE_BYTES
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
         finally:
-            os.close(file_descriptor)
+            opened.close()
 
     def stamps(self) -> list[Any]:
         return list(self._stamps.values())
@@ -163,8 +169,8 @@ class InputFiles(Source):
     def __enter__(self) -> Self:
         self._users += 1
         try:
-            for file in self._stamps if self._users == 1 else ():
-                self._open[file] = open_ordinary(file)
+            if self._users == 1:
+                self._open_all()
             self.check_unchanged()
         except InputError:
             self.__exit__()
@@ -174,13 +180,18 @@ class InputFiles(Source):
     def __exit__(self, *_error: object) -> None:
         self._users = max(0, self._users - 1)
         if not self._users:
-            for file_descriptor in self._open.values():
-                os.close(file_descriptor)
+            for opened in self._open.values():
+                opened.close()
             self._open = {}
+
+    def _open_all(self) -> None:
+        ahead = share_ahead(self.ahead_bytes) if self.ahead_bytes else None
+        for file, stamp in self._stamps.items():
+            self._open[file] = open_input(file, stamp, ahead)
 
     def check_unchanged(self) -> None:
         for file, stamp in self._stamps.items():
-            if _stamp(self._open[file])[:-1] != stamp[:-1]:
+            if self._open[file].stamp[:-1] != stamp[:-1]:
                 raise InputError(f"{file}: changed since the merge was planned; run it again")
 
     def read(self, name: str, start: int, into: Raw) -> None:
@@ -194,7 +205,7 @@ class InputFiles(Source):
     def read_bytes(self, file: Path, position: int, into: Raw, what: str) -> None:
         """Fill `into` from a position in a file on; `what` is being read, for messages."""
         try:
-            count = read_at(self._open[file], into.view(np.uint8).data, position)
+            count = self._open[file].read_at(into.view(np.uint8).data, position)
         except OSError as error:
             raise InputError(f"{file}: cannot read {what}: {error.strerror or error}") from error
         if count < into.nbytes:
@@ -202,11 +213,7 @@ class InputFiles(Source):
 
     def prefetch_bytes(self, file: Path, position: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
-        if hasattr(os, "posix_fadvise"):
-            window = _read_ahead(self._stamps[file][DEVICE])
-            for start in range(position, position + nbytes, window):
-                size = min(window, position + nbytes - start)
-                os.posix_fadvise(self._open[file], start, size, os.POSIX_FADV_WILLNEED)
+        self._open[file].prefetch(position, nbytes)
 
 
 class FileSource(InputFiles):
@@ -216,9 +223,11 @@ class FileSource(InputFiles):
         super().__init__()
         self.path = path
         self.headers: dict[Path, Header] = {}
-        for file, promised in _files_of(path).items():
-            with self.first_look(file) as file_descriptor:
-                header = self.headers[file] = read_header(file_descriptor, str(file))
+        files = _files_of(path)
+        look_soon(files)
+        for file, promised in files.items():
+            with self.first_look(file) as opened:
+                header = self.headers[file] = read_header(opened, str(file))
             if promised is not None:
                 check_against_index(path / INDEX_NAME, file, set(header.tensors), promised)
             self.tensors |= header.tensors
@@ -257,7 +266,7 @@ class ArraySource(Source):
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Read the headers of a safetensors file, or of a directory with one or with shards."""
-    return FileSource(Path(path))
+    return FileSource(to_path(path))
 
 
 def _files_of(path: Path) -> dict[Path, set[str] | None]:
@@ -308,28 +317,3 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
                 f"{index}: {file.name} {complaint} {some_of(sorted(tensors))}; "
                 "the index and the shards do not belong together"
             )
-
-
-@cache
-def _read_ahead(device: int) -> int:
-    """Bytes that a file system reads ahead: of what it is told will be needed, Linux reads no more.
-
-    So it has to be told piece by piece.
-    """
-    with suppress(OSError, ValueError):
-        bdi = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
-        return max(READ_AHEAD, 1024 * int((bdi / "read_ahead_kb").read_text()))
-    return READ_AHEAD
-
-
-DEVICE = 2
-"""The place of the device in a stamp."""
-
-
-def _stamp(file_descriptor: int) -> tuple[int, ...]:
-    """Size, time, device and inode; last the time that nobody can set, and a new name changes."""
-    status = os.fstat(file_descriptor)
-    return (
-        *(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino),
-        status.st_ctime_ns,
-    )

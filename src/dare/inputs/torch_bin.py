@@ -28,7 +28,9 @@ from dare.inputs.pickles import MOST_VALUES, count_values
 from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.tensors.dtypes import BY_TORCH_NAME
+from dare.tensors.files import LocalFile
 from dare.tensors.header import TensorInfo, admit
+from dare.tensors.places import StorePath, to_path
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -64,8 +66,14 @@ class TorchSource(InputFiles):
 
     def _look_into(self, file: Path) -> set[str]:
         """Read what a file says of its tensors, and no weights; return their names."""
-        with self.first_look(file) as file_descriptor:
-            edges = _read_edges(file_descriptor, file)
+        if isinstance(file, StorePath):
+            raise InputError(
+                f"{file}: holds weights as a pickle, which is read from this machine only; save "
+                "it as safetensors, or download it"
+            )
+        with self.first_look(file) as opened:
+            assert isinstance(opened, LocalFile)
+            edges = _read_edges(opened.file_descriptor, file)
         held = set()
         for name, value in self._state_dict(_load(file), file).items():
             if not isinstance(name, str) or not _is_tensor(value):
@@ -123,7 +131,7 @@ def looks_like(path: Path) -> bool:
     if path.suffix in SUFFIXES:
         return True
     try:
-        names = set(os.listdir(path))
+        names = {entry.name for entry in path.iterdir()}
     except (OSError, ValueError):  # no directory
         return False
     has_safetensors = any(name.endswith(".safetensors") for name in names)
@@ -132,7 +140,7 @@ def looks_like(path: Path) -> bool:
 
 def open_torch(path: str | os.PathLike[str]) -> TorchSource:
     """Open what torch.save wrote. It is a pickle: do this only if the user has asked for it."""
-    return TorchSource(Path(path))
+    return TorchSource(to_path(path))
 
 
 def _files_of(path: Path) -> dict[Path, set[str] | None]:

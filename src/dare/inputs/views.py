@@ -26,6 +26,7 @@ class SourceView(Source):
         self.files, self.remarks = inner.files, inner.remarks
         self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
         self.ties, self.was_dropped = inner.ties, inner.was_dropped
+        self.ahead_bytes = inner.ahead_bytes
 
     def holds_delta(self, name: str) -> bool:
         return self.inner.holds_delta(self.names.get(name, name))
@@ -54,6 +55,10 @@ class SourceView(Source):
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         self.inner.prefetch(self.names.get(name, name), start, count)
+
+    def limit_ahead(self, nbytes: int) -> None:
+        self.inner.limit_ahead(nbytes)
+        self.ahead_bytes = self.inner.ahead_bytes
 
     def __enter__(self) -> Self:
         self.inner.__enter__()

@@ -41,6 +41,7 @@ from dare.lora.writing import AdapterOutput, peft_config
 from dare.output.places import short_name, told
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
+from dare.tensors.places import to_path
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -137,7 +138,7 @@ def extract_adapter(
     stored and matrices for layers; `fan_in_fan_out` says that these store inputs × outputs.
     """
     started = time.perf_counter()
-    base, model = Path(base), Path(model)
+    base, model = to_path(base), to_path(model)
     config, wanted, kind = read_config(base), Wanted(rank, energy), weight_type(dtype)
     if fan_in_fan_out and not as_stored:
         raise RecipeError("fan_in_fan_out: is known of each layer unless as_stored is set")

@@ -20,6 +20,7 @@ from dare.output.report import Report
 from dare.planning.plan import Plan
 from dare.recipe.entries import distinct
 from dare.tensors.mask import MASK_VERSION
+from dare.tensors.places import to_path
 
 NAME = "README.md"
 TAGS = ("merge", "dare-merge")
@@ -172,8 +173,8 @@ def _recipe(plan: Plan) -> str:
 
     files = distinct([short_name(entry.file) for entry in plan.recipe.models])
     shortened = plan.recipe.with_files(
-        Path(short_name(plan.recipe.base)),
-        list(map(Path, files)),
+        to_path(short_name(plan.recipe.base)),
+        list(map(to_path, files)),
         plan.recipe.output and Path(plan.recipe.output.name),
     )
     document: dict[str, Any] = {

@@ -67,7 +67,7 @@ class Found:
 
 def read_journal(text: bytes) -> Found:
     """Believe what can be believed of a journal."""
-    lines = _checked_lines(text)
+    lines = checked_lines(text)
     found = Found(next(lines, {}).get("fingerprint"))
     stamps = ""
     for line in lines:
@@ -84,7 +84,7 @@ def read_journal(text: bytes) -> Found:
     return found
 
 
-def _checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
+def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
     """The lines whose checks fit, without the checks; none if that of the first does not."""
     fingerprint = ""
     for number, line in enumerate(text.split(b"\n")):
@@ -106,6 +106,28 @@ def _checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
 
 def _check(body: bytes, fingerprint: str) -> str:
     return bytes_digest(fingerprint.encode() + body)
+
+
+def first_line(fingerprint: str) -> dict[str, Any]:
+    """Says which merge a journal is of."""
+    return {"journal": JOURNAL_VERSION, "fingerprint": fingerprint}
+
+
+def line_of(record: Record) -> dict[str, Any]:
+    """Says that a chunk is done."""
+    line = {name: getattr(record, name) for name in Record.__slots__}
+    if not record.piece:
+        del line["piece"], line["sums"]
+    return line
+
+
+def with_checks(lines: Iterable[dict[str, Any]], fingerprint: str) -> bytes:
+    """The text of some lines, each with its check."""
+    text = bytearray()
+    for line in lines:
+        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
+        text += body + f',"check":"{_check(body, fingerprint)}"}}\n'.encode()
+    return bytes(text)
 
 
 class Journal:
@@ -136,7 +158,7 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append([{"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint}])
+        self._append([first_line(self.fingerprint)])
         os.fsync(self._file)
 
     def note_stamps(self, stamps: str) -> None:
@@ -145,7 +167,7 @@ class Journal:
 
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
-        self._append(map(_line_of, records))
+        self._append(map(line_of, records))
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""
@@ -153,11 +175,7 @@ class Journal:
         os.fsync(self._file)
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        text = bytearray()
-        for line in lines:
-            body = json.dumps(line, separators=(",", ":")).encode()[:-1]
-            text += body + f',"check":"{_check(body, self.fingerprint)}"}}\n'.encode()
-        rest = memoryview(text)
+        rest = memoryview(with_checks(lines, self.fingerprint))
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
@@ -166,13 +184,6 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-
-def _line_of(record: Record) -> dict[str, Any]:
-    line = {name: getattr(record, name) for name in Record.__slots__}
-    if not record.piece:
-        del line["piece"], line["sums"]
-    return line
 
 
 def _lock(file_descriptor: int) -> bool:

@@ -32,6 +32,7 @@ from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
 from dare.tensors.digest import bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
+from dare.tensors.places import to_path
 
 FORMAT = 1
 METADATA_KEY = "dare"
@@ -139,8 +140,8 @@ def _told_recipe(plan: Plan) -> Recipe:
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
     told_recipe = recipe.with_files(
-        Path(told(recipe.base, output)),
-        [Path(name) for name in distinct([told(e.file, output) for e in recipe.models])],
+        to_path(told(recipe.base, output)),
+        [to_path(name) for name in distinct([told(e.file, output) for e in recipe.models])],
         None,
     )
     template = recipe.chat_template

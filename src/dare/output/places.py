@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dare.inputs.sources import SINGLE_NAME
 from dare.recipe.hub_names import parse_name
+from dare.tensors.places import StorePath, to_path
 
 ENOUGH_IN_COMMON = 2
 """Folders that two paths must share: in `/home/ann` and `/home/bob` a way from one to the other
@@ -23,16 +24,18 @@ _PATH = re.compile(r"(?<!\S)[~/][^\s:;,]*")
 
 
 def told(path: Path, output: Path) -> str:
-    """How a manifest tells where an input lies; a name on the hub is told as it is.
+    """How a manifest tells where an input lies; a name on the hub or an address is told as it is.
 
     >>> told(Path("/data/me/models/base"), Path("/data/me/merged"))
     '../models/base'
     >>> told(Path("/data/me/models/base"), Path("/scratch/merged"))
     'base'
     """
-    if is_hub_name(path):
+    if is_hub_name(path) or isinstance(path, StorePath):
         return path.as_posix()
     real = Path(os.path.realpath(path.parent), path.name)
+    if isinstance(output, StorePath):  # from where no way leads here
+        return real.name
     start = Path(os.path.realpath(output.parent), output.name)
     common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
     if len(Path(common).parts) <= ENOUGH_IN_COMMON:  # the root is a part too
@@ -42,8 +45,11 @@ def told(path: Path, output: Path) -> str:
 
 def found(text: str, output: Path) -> Path:
     """Where an input lies by what a manifest tells of it."""
-    if is_hub_name(Path(text)):
-        return Path(text)
+    path = to_path(text)
+    if is_hub_name(path) or isinstance(path, StorePath):
+        return path
+    if isinstance(output, StorePath):
+        return to_path(re.sub(r"(?<=:/)(?=[^/])", "/", os.path.normpath(str(output / text))))
     return Path(os.path.normpath(output / text))
 
 
@@ -63,7 +69,9 @@ def short_name(path: str | os.PathLike[str]) -> str:
     >>> short_name("~/cache/hub/models--org--name/snapshots/0a1b/"), short_name("org/name@main")
     ('org/name', 'org/name@main')
     """
-    text = Path(path).as_posix()
+    text = to_path(path).as_posix()
+    if isinstance(to_path(path), StorePath):
+        return text.removesuffix(f"/{SINGLE_NAME}")
     if Path(text).parent != Path.home():  # which is called like its owner
         text = text.removesuffix(f"/{SINGLE_NAME}")
     if is_hub_name(Path(text)):
@@ -80,6 +88,7 @@ def without_folders(text: str, known: Iterable[Path] = ()) -> str:
     >>> without_folders("/home/Ann B/base/config.json: is odd", [Path("/home/Ann B/base")])
     'base/config.json: is odd'
     """
-    for folder in sorted({str(path.absolute().parent) for path in known}, key=len, reverse=True):
+    here = {str(path.absolute().parent) for path in known if not isinstance(path, StorePath)}
+    for folder in sorted(here, key=len, reverse=True):
         text = text.replace(folder + os.sep, "")
     return _PATH.sub(lambda path: short_name(path[0]), text)

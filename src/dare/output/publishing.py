@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -36,6 +37,7 @@ from dare.output.targets import (
 )
 from dare.planning.layout import Layout
 from dare.tensors.digest import bytes_digest
+from dare.tensors.files import as_stream, open_input
 
 COPIED_BYTES = 1 << 20
 """How much is copied at a time."""
@@ -258,7 +260,7 @@ def write_synced(path: Path, content: bytes | Path) -> str:
     path.unlink(missing_ok=True)
     digest = xxhash.xxh3_128()
     with ExitStack() as stack:
-        source = content.open("rb") if isinstance(content, Path) else io.BytesIO(content)
+        source = _as_stream(content)
         stack.enter_context(source)
         file = stack.enter_context(path.open("xb"))
         while piece := source.read(COPIED_BYTES):
@@ -267,6 +269,10 @@ def write_synced(path: Path, content: bytes | Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def _as_stream(content: bytes | Path) -> BinaryIO:
+    return as_stream(open_input(content)) if isinstance(content, Path) else io.BytesIO(content)
 
 
 def sync_folder(folder: Path) -> None:

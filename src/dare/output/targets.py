@@ -16,6 +16,7 @@ from pathlib import Path
 from dare.errors import InputError, OutputError
 from dare.output.sealing import read_sealed
 from dare.planning.layout import Layout
+from dare.tensors.places import StorePath
 
 MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"
@@ -60,6 +61,10 @@ def is_only_name(path: Path) -> bool:
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to touch an input, ever, and to replace an output unless told to."""
     target = layout.target
+    if layout.is_sent:
+        raise OutputError(
+            f"{target}: only a merge can be written to a store; choose a place on this machine"
+        )
     _check_name(target)
     _check_inputs(layout, inputs)
     if not os.path.lexists(target):
@@ -104,7 +109,7 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
         if folder.is_dir():
             at_risk |= _identities(_entries(folder))
     for file in inputs:
-        for place in _places(file):
+        for place in () if isinstance(file, StorePath) else _places(file):
             if (danger := at_risk.get(_identity(place, follow=True))) is None:
                 continue
             if danger == partial or partial in danger.parents:

@@ -15,6 +15,7 @@ import numpy as np
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
+from dare.inputs.small_files import is_there
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, open_source
 from dare.output.card import NAME as CARD_NAME
 from dare.output.manifest import METADATA_KEY, read_manifest
@@ -24,7 +25,9 @@ from dare.planning.machine import available_cores
 from dare.run.progress import show_progress
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
+from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
+from dare.tensors.places import to_path
 
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
 """Endings of what people lay beside a model, and no program loads with it."""
@@ -62,9 +65,9 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
 
     Raises VerificationError if there is no manifest to compare with.
     """
-    path = Path(path)
+    path = to_path(path)
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
-    if looks_like_adapter(path) and not any(map(os.path.lexists, whole_model)):
+    if looks_like_adapter(path) and not any(map(is_there, whole_model)):
         return _verify_files(path)
     source = open_source(path)
     if is_delta_file(source):
@@ -173,7 +176,7 @@ def _checked_manifest(
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         problems.append(f"{file}: the manifest in the header is damaged")
         return {}
-    with file.open("rb") as opened:
+    with as_stream(open_input(file)) as opened:
         length = opened.read(8)
         header = length + opened.read(int.from_bytes(length, "little"))
     if bytes_digest(header.replace(check, UNKNOWN.encode(), 1)) != check.decode():

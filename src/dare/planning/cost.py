@@ -7,6 +7,7 @@ from functools import cached_property
 
 from dare.planning.data import PlanData, TensorPlan
 from dare.planning.machine import available_cores
+from dare.planning.parts import held_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 from dare.tensors.sizes import show_size
@@ -165,15 +166,33 @@ class Cost:
         return max(looks, default=0)
 
     @property
+    def ahead_bytes(self) -> int:
+        """What is read ahead of stores, by all threads together."""
+        return sum(source.ahead_bytes for source in (self.plan.base, *self.plan.models))
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """What is held of an output that goes to a store, until it is sent."""
+        layout = self.plan.layout
+        if layout is None or not layout.is_sent:
+            return 0
+        return held_bytes(layout.sizes, CHUNK * self.widest)
+
+    @property
+    def shared_bytes(self) -> int:
+        """What all threads have together: a census, reading ahead, and what is to be sent."""
+        return self.census_bytes + self.ahead_bytes + self.sent_bytes
+
+    @property
     def least_memory(self) -> int:
         """What one thread needs, which `max_memory` must allow."""
-        return self._workspace_for(1) + self._matrices_for(1) + self.census_bytes
+        return self._workspace_for(1) + self._matrices_for(1) + self.shared_bytes
 
     @property
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
-        left = self.plan.recipe.max_memory - self.matrix_bytes - self.census_bytes
+        left = self.plan.recipe.max_memory - self.matrix_bytes - self.shared_bytes
         return max(1, min(self._wanted_threads, left // one))
 
     def _matrices_for(self, threads: int) -> int:
@@ -182,8 +201,8 @@ class Cost:
 
     @property
     def held_bytes(self) -> int:
-        """What whole matrices and censuses take, of all threads."""
-        return self._matrices_for(self.threads) + self.census_bytes
+        """What whole matrices take, of all threads, and what these share."""
+        return self._matrices_for(self.threads) + self.shared_bytes
 
     @property
     def spare_bytes(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from dare.errors import RecipeError
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.tensors.header import Described, TensorInfo, build_header
+from dare.tensors.places import StorePath
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,16 @@ class Layout:
     def is_directory(self) -> bool:
         """Whether the output is a directory with one or more files in it."""
         return is_directory_target(self.target)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it goes to a store, in parts that fill best in the order of the files."""
+        return isinstance(self.target, StorePath)
+
+    @property
+    def sizes(self) -> list[int]:
+        """About how many bytes each file has."""
+        return [sum(map(_nbytes, tensors)) for tensors in self.files.values()]
 
     def build(self, metadata: Mapping[str, str]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
         """For each file its first bytes and the place of its tensors."""

@@ -19,10 +19,11 @@ from pydantic import (
 )
 
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.hub_names import looks_like_name
+from dare.recipe.hub_names import looks_like_name, parse_address
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
+from dare.tensors.places import StorePath, to_path, without_credentials
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""
@@ -35,7 +36,7 @@ def as_path(value: object) -> Path:
     if not isinstance(value, str | PathLike):
         raise ValueError("must be the path of a file or directory")
     try:
-        return Path(value).expanduser()
+        return to_path(value).expanduser()
     except RuntimeError as error:  # ~somebody who is not there
         raise ValueError(str(error)) from None
 
@@ -84,7 +85,8 @@ def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
     if first["type"] == "missing":
         return RecipeError(f"{name} is missing")
     if first["type"] != "extra_forbidden":
-        return RecipeError(f"{name} = {first['input']!r}: {cause or first['msg']}")
+        given = without_credentials(repr(first["input"]))
+        return RecipeError(f"{name} = {given}: {cause or first['msg']}")
     if stage := next((stage for stage in STAGES.values() if name in stage.parameters), None):
         return RecipeError(
             f"{name}: is a parameter of {stage.name}: stages={{{stage.name!r}: {{{name!r}: …}}}}"
@@ -116,6 +118,9 @@ class ModelEntry(Strict):
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
+        elif isinstance(path, StorePath) and path.scheme == "hf":
+            name = parse_address(str(path))
+            path = Path(name.repo, name.inside)
         if path.suffix != ".safetensors":
             return path.name
         folder = path.parent

@@ -14,6 +14,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from urllib.parse import unquote
+
+from dare.errors import InputError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
 """How files of weights end; `org/model.safetensors` is a path, not a name."""
@@ -73,6 +76,25 @@ def parse_name(text: str) -> Name | None:
         and (_is_revision(revision) if at else not inside)
     )
     return Name(f"{org}/{name}", inside, revision or None) if is_name else None
+
+
+def parse_address(text: str) -> Name:
+    """The name that an address is: `hf://org/name@revision/inside`.
+
+    >>> str(parse_address("hf://org/name@v1/q/m.gguf"))
+    'org/name/q/m.gguf@v1'
+    """
+    org, _, rest = text.removeprefix("hf://").partition("/")
+    place, _, inside = rest.partition("/")
+    name, _, revision = place.partition("@")
+    revision = unquote(revision)
+    known = parse_name("/".join(filter(None, (org, name, inside))) + f"@{revision or 'main'}")
+    if known is None:
+        raise InputError(
+            f"{text}: is not the address of a model on the hub; write hf://org/name, or "
+            "hf://org/name@revision/folder"
+        )
+    return Name(known.repo, known.inside, revision or None)
 
 
 def _is_revision(text: str) -> bool:

@@ -108,21 +108,25 @@ def list_steps(
 ) -> list[Step]:
     """All steps but the chunks that are done and the conclusions that are known.
 
-    Comparisons of integers come first, since they may end the merge.
+    Comparisons of integers come first, since they may end the merge; but not if the output is sent
+    in parts, which fill in the order of the files.
     """
     conclusions = _conclusions(plan)
     copies: list[Step] = []
     steps: list[Step] = []
+    is_sent = plan.layout is not None and plan.layout.is_sent
     for group, tensor in enumerate(plan.tensors, start=1):
         chunks = [c for c in range(tensor.chunks) if (tensor.name, c) not in done]
         if tensor.fate is Fate.MERGED:
             steps += _merging(plan, tensor, chunks, conclusions, group)
         else:
-            copies += [
-                Copy(("copy", tensor.name, c), (), 0, _size(tensor, c), tensor.name, c)
+            place = group if is_sent else 0
+            (steps if is_sent else copies).extend(
+                Copy(("copy", tensor.name, c), (), place, _size(tensor, c), tensor.name, c)
                 for c in chunks
-            ]
-    return [*copies, *(list_census_steps(plan, known) if steps else ()), *steps]
+            )
+    is_merged = any(not isinstance(step, Copy) for step in steps)
+    return [*copies, *(list_census_steps(plan, known) if is_merged else ()), *steps]
 
 
 def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:

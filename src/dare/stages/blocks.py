@@ -159,15 +159,22 @@ class Block:
         """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
         if self.is_noted and not self.least:
             lanes, kept = self._lanes()
-            count = self._gather(lanes, out)
+            gather = self._gather if self.mask else self._gather_all
+            count = gather(lanes, out)
             if int(out[:count].max(initial=0)) > INFINITY and self.settle():
-                count = self._gather(lanes, out)
+                count = gather(lanes, out)
             return count, kept
         return int(self.kernels.magnitudes(self.values, out)), self._survivors
 
     def _gather(self, lanes: NDArray[np.uint8], out: NDArray[np.uint32]) -> int:
         base = self._scratch.base_of(self.kernels, self.origin)
         return int(self.kernels.gather(self.tuned, base, lanes, out))
+
+    def _gather_all(self, lanes: NDArray[np.uint8], out: NDArray[np.uint32]) -> int:
+        """The same where nothing was dropped; the values are not kept."""
+        values = self._scratch.merged[: self.size]
+        self._take(lanes, values)
+        return int(self.kernels.magnitudes(values, out))
 
     def kept_lanes(self) -> NDArray[np.uint8]:
         """255 for each element that no stage has dropped, else 0; for the next use of the block."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
 
 DIGEST_LENGTH = 32
@@ -30,7 +31,7 @@ def bytes_digest(data: bytes | memoryview) -> str:
 def file_digest(path: Path) -> str:
     """Hash a file piece by piece."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with as_stream(open_input(path)) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()

@@ -1,4 +1,7 @@
-"""Files: ordinary ones opened, small ones read whole, buffers read and written at any position.
+"""Files: opened, small ones read whole, buffers read and written at any position.
+
+An input lies on this machine (`LocalFile`) or in a store (`ahead.StoreFile`): `open_input` opens
+either, and who reads need not know.
 
 What is read comes from outside, so a name may lead to a pipe or a device that never answers: only
 an ordinary file is opened.
@@ -13,16 +16,25 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
 import os
 import stat
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
+from dare.tensors.places import StorePath
+
+if TYPE_CHECKING:
+    from dare.tensors.ahead import Ahead
 
 ALIGNMENT = 4096
 """Direct writes start and end at multiples of this, in the file and in memory."""
@@ -31,6 +43,156 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 """Opens a file and not what a link leads to, where the system can."""
 
 Bytes = bytes | NDArray[np.uint8]
+
+
+Stamp = tuple[Any, ...]
+"""By what a file is known to be the same; the last part may change with its name."""
+
+
+class InputFile(Protocol):
+    """A file that is open for reading at any position, from any thread."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """By what it is known to be the same, here and now."""
+
+    def read_at(self, into: memoryview, position: int) -> int:
+        """Fill a buffer; return how many bytes there were before the end of the file."""
+
+    def prefetch(self, position: int, nbytes: int) -> None:
+        """Say that these bytes will be read soon."""
+
+    def close(self) -> None:
+        """Close."""
+
+
+READ_AHEAD = 128 << 10
+"""Bytes that a system reads ahead, if it does not say."""
+MOST_TRUST = 15
+"""How often a file that was in memory before is taken to be there without a look."""
+
+
+class LocalFile:
+    """An open file of this machine."""
+
+    def __init__(self, file_descriptor: int) -> None:
+        self.file_descriptor = file_descriptor
+        self._window = 0
+        """Bytes that its system reads ahead; 0 if nobody has asked, or it need not."""
+        self._trust = self._streak = 0
+        if hasattr(os, "posix_fadvise") and not _is_in_memory(file_descriptor):
+            self._window = _read_ahead(os.fstat(file_descriptor).st_dev)
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has now."""
+        return os.fstat(self.file_descriptor).st_size
+
+    @property
+    def stamp(self) -> Stamp:
+        """Size, time, device and inode; last the time that nobody can set."""
+        status = os.fstat(self.file_descriptor)
+        return (
+            *(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino),
+            status.st_ctime_ns,
+        )
+
+    def read_at(self, into: memoryview, position: int) -> int:
+        """Fill a buffer; return how many bytes there were before the end of the file."""
+        return read_at(self.file_descriptor, into, position)
+
+    def prefetch(self, position: int, nbytes: int) -> None:
+        """Have the system read these bytes, unless it has them."""
+        if not self._window or self._is_there(position + nbytes - 1):
+            return
+        for start in range(position, position + nbytes, self._window):
+            size = min(self._window, position + nbytes - start)
+            os.posix_fadvise(self.file_descriptor, start, size, os.POSIX_FADV_WILLNEED)
+
+    def _is_there(self, position: int) -> bool:
+        """Whether a byte is in memory; the more often it was so, the more rarely one looks."""
+        if self._trust > 0:
+            self._trust -= 1
+            return True
+        try:
+            found = os.preadv(self.file_descriptor, [bytearray(1)], position, os.RWF_NOWAIT) > 0
+        except (AttributeError, OSError):  # it is not, or nobody can say
+            found = False
+        self._streak = self._trust = min(2 * self._streak + 1, MOST_TRUST) if found else 0
+        return found
+
+    def close(self) -> None:
+        """Close."""
+        os.close(self.file_descriptor)
+
+
+@cache
+def _read_ahead(device: int) -> int:
+    """Bytes that a file system reads ahead: of what it is told will be needed, Linux reads no more.
+
+    So it has to be told piece by piece.
+    """
+    with suppress(OSError, ValueError):
+        bdi = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}")
+        return max(READ_AHEAD, 1024 * int((bdi / "read_ahead_kb").read_text()))
+    return READ_AHEAD
+
+
+def open_input(file: Path, stamp: Stamp | None = None, ahead: Ahead | None = None) -> InputFile:
+    """Open a file wherever it lies; one in a store must be as the `stamp` says, if there is one.
+
+    `ahead` bounds what is read ahead of a store.
+    """
+    if not isinstance(file, StorePath):
+        return LocalFile(open_ordinary(file))
+    from dare.tensors.ahead import StoreFile
+
+    return StoreFile(file, stamp, ahead)
+
+
+def share_ahead(nbytes: int) -> Ahead:
+    """A bound on what several files in a store read ahead, together."""
+    from dare.tensors.ahead import Ahead
+
+    return Ahead(nbytes)
+
+
+def look_soon(files: Iterable[Path]) -> None:
+    """Say that the beginnings of these files will be read, so that stores are asked at once."""
+    stored = [file for file in files if isinstance(file, StorePath)]
+    if stored:
+        from dare.tensors import stores
+
+        stores.look_soon(stored)
+
+
+class _Stream(io.RawIOBase):
+    """An input from front to back."""
+
+    def __init__(self, file: InputFile, *, closes: bool) -> None:
+        self._file, self._position, self._closes = file, 0, closes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        count = self._file.read_at(memoryview(into).cast("B"), self._position)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if self._closes and not self.closed:
+            self._file.close()
+        super().close()
+
+
+def as_stream(file: InputFile, *, closes: bool = True) -> BinaryIO:
+    """An input as a stream of bytes, which closes it unless told otherwise."""
+    return io.BufferedReader(_Stream(file, closes=closes), 1 << 20)
 
 
 def open_ordinary(file: Path, where: Path | None = None) -> int:
@@ -58,6 +220,8 @@ def open_ordinary(file: Path, where: Path | None = None) -> int:
 def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> bytes:
     """The content of a file, or of what the link `where` leads to; refuses a huge one unread."""
     where = where or file
+    if isinstance(file, StorePath):
+        return _read_stored(file, most_bytes)
     try:
         with os.fdopen(open_ordinary(file, where), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -67,6 +231,25 @@ def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> byte
     if len(text) > most_bytes:
         raise HeaderError(f"{where}: larger than {most_bytes} bytes")
     return text
+
+
+def read_beginning(file: Path, nbytes: int) -> bytes:
+    """The first bytes of a file, or as many as there are."""
+    opened = open_input(file)
+    try:
+        found = bytearray(nbytes)
+        return bytes(found[: opened.read_at(memoryview(found), 0)])
+    finally:
+        opened.close()
+
+
+def _read_stored(file: StorePath, most_bytes: int) -> bytes:
+    from dare.tensors import stores
+
+    try:
+        return stores.read_small(file, most_bytes)
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file") from None
 
 
 def aligned_bytes(size: int) -> NDArray[np.uint8]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from typing import Any
 
 from dare.errors import HeaderError
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
+from dare.tensors.files import InputFile
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -112,10 +112,10 @@ class Header:
     data_start: int
 
 
-def read_header(file_descriptor: int, where: str) -> Header:
+def read_header(file: InputFile, where: str) -> Header:
     """Read and check the header of an open file; `where` names it in errors."""
-    file_size = os.fstat(file_descriptor).st_size
-    prefix = _read(file_descriptor, _LENGTH_BYTES, 0)
+    file_size = file.size
+    prefix = _read(file, _LENGTH_BYTES, 0)
     if len(prefix) < _LENGTH_BYTES:
         raise HeaderError(
             f"{where}: {file_size} bytes is too short for a safetensors file; "
@@ -132,20 +132,18 @@ def read_header(file_descriptor: int, where: str) -> Header:
             f"{where}: the header claims {length} bytes and the file has only "
             f"{file_size - _LENGTH_BYTES} after the length; the file is truncated"
         )
-    text = _read(file_descriptor, length, _LENGTH_BYTES)
+    text = _read(file, length, _LENGTH_BYTES)
     return parse_header(text, file_size - _LENGTH_BYTES - length, where)
 
 
-def _read(file_descriptor: int, nbytes: int, position: int) -> bytes:
-    """Some bytes of a file, or as many as there are; the system may hand them out in pieces."""
-    pieces = []
-    while nbytes and (piece := os.pread(file_descriptor, nbytes, position)):
-        pieces.append(piece)
-        nbytes, position = nbytes - len(piece), position + len(piece)
-    return b"".join(pieces)
+def _read(file: InputFile, nbytes: int, position: int) -> bytearray:
+    """Some bytes of a file, or as many as there are."""
+    found = bytearray(nbytes)
+    del found[file.read_at(memoryview(found), position) :]
+    return found
 
 
-def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
+def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header:
     """Check a header's JSON against the number of data bytes that follow it.
 
     Entries are taken one after the other, so that no more than one of them is there twice.
@@ -176,7 +174,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> Header:
     return Header(tensors, metadata, data_start)
 
 
-def _as_text(text: bytes, where: str) -> str:
+def _as_text(text: bytes | bytearray, where: str) -> str:
     try:
         return text.decode("utf-8")
     except ValueError as error:

@@ -30,7 +30,6 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Suggestion
@@ -49,6 +48,7 @@ from dare.analysis.results import Analysis, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
 from dare.tensors.mask import check_drop_rate
+from dare.tensors.places import to_path
 
 EMBEDDING_RATE = 0.5
 """Highest drop rate for embeddings and head: rows of rare tokens change seldom."""
@@ -210,7 +210,7 @@ class Draft:
 def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, Advice]:
     """The verdict on models and the advice for them; configurations count where there are any."""
     inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
-    configs = {name: read_config(Path(file)) or {} for name, file in inputs.items()}
+    configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
     return readiness, advise(analysis, readiness, steps=steps)
 

@@ -13,6 +13,7 @@ from dare.recipe.mergekit.nodes import Node, Table, as_items, as_table, as_text
 from dare.recipe.mergekit.parameters import Input, has_gradient
 from dare.recipe.schema import ModelEntry
 from dare.tensors.dtypes import MODEL_TYPES
+from dare.tensors.places import to_path
 
 TensorsOf = Callable[[Path], Iterable[str]]
 """The names of a model's tensors."""
@@ -225,13 +226,13 @@ def _check_layers(
     model: str, layers: int, node: Node, notes: list[str], tensors_of: TensorsOf
 ) -> None:
     """Slices that leave layers out would make a smaller model."""
-    if not _exists(Path(model)):
+    if not _exists(to_path(model)):
         notes.append(
             f"slices: taken for the whole model, which has {layers} layers then; {model} is not "
             "here to count them"
         )
         return
-    counts = count_layers(tensors_of(Path(model)))
+    counts = count_layers(tensors_of(to_path(model)))
     found = ", ".join(f"{count} in {stack}" for stack, count in counts.items()) or "none"
     node.require(
         layers in counts.values(),

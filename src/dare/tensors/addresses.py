@@ -1,0 +1,140 @@
+"""Addresses of things in stores, as paths; nothing is asked of a store here.
+
+What an address says besides the place (a password, a signature, a token) is kept apart, and is
+found again by `access_to`. The text of a path never has it, so no message, manifest or card can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+WEB = ("http", "https")
+SCHEMES = ("s3", "gs", "az", "hf", *WEB)
+
+_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]*@")
+_QUERY = re.compile(r"(https?://[^\s'\"?#]*)[?#][^\s'\"]*")
+
+if TYPE_CHECKING:
+    from pathlib import Path as _LocalPath
+else:
+    _LocalPath = type(Path())  # which the system decides
+
+
+@dataclass(frozen=True)
+class Access:
+    """How what lies at a place, or below it, is asked for; some of it is secret."""
+
+    password: str = field(default="", repr=False)
+    """`name:password` of the address."""
+    query: str = field(default="", repr=False)
+    """What stands after the `?`: the signature of a signed address, or a token."""
+    url: str = field(default="", repr=False)
+    """Where to ask in place of the address."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    names: Mapping[str, int] | None = field(default=None, repr=False)
+    """All files below the place and their sizes, if those are known and cannot change."""
+
+
+_ACCESS: dict[str, Access] = {}
+"""By the text of a path."""
+
+
+class Address(_LocalPath):
+    """A path whose text is an address, with names, parents and suffixes like any path.
+
+    >>> path = Address("s3://bucket/models/math") / "model.safetensors"
+    >>> str(path), path.parent.name, path.suffix
+    ('s3://bucket/models/math/model.safetensors', 'math', '.safetensors')
+    """
+
+    def __str__(self) -> str:
+        """The address."""
+        text = super().__str__()
+        scheme, colon, rest = text.partition(":")
+        return f"{scheme}:/{rest or '/'}" if colon and scheme in SCHEMES else text
+
+    def __eq__(self, other: object) -> bool:
+        """A path of this machine is never the same, whatever its text."""
+        return isinstance(other, Address) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __fspath__(self) -> str:
+        """Refuse: no call of the system can open an address."""
+        raise TypeError(f"{self}: lies in a store, and not in a file of this machine")
+
+    def __reduce__(self) -> Any:
+        """Another process can ask as this one does."""
+        return _restored, (type(self), str(self), *_access_above(self))
+
+    @property
+    def scheme(self) -> str:
+        """What kind of store it is."""
+        return self.parts[0].removesuffix(":")
+
+    @property
+    def authority(self) -> str:
+        """The bucket, container or host; of a model on the hub its organisation."""
+        return self.parts[1] if len(self.parts) > 1 else ""
+
+    @property
+    def key(self) -> str:
+        """The place within the bucket, container or host."""
+        return "/".join(self.parts[2:])
+
+    # ------------------------------------------------------------ an address is what it is
+
+    def absolute(self) -> Self:
+        return self
+
+    def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002
+        return self
+
+    def expanduser(self) -> Self:
+        return self
+
+    def is_absolute(self) -> bool:
+        return True
+
+    def is_symlink(self) -> bool:
+        return False
+
+
+def grant_access(path: Address, access: Access) -> None:
+    """Remember how to ask for what lies at a place and below it, as long as this process lives."""
+    _ACCESS[str(path)] = access
+
+
+def access_to(path: Address) -> tuple[Address, Access]:
+    """The place at or above a path whose access holds for it, and that access."""
+    place, access = _access_above(path)
+    return type(path)(place or str(path)), access or Access()
+
+
+def _access_above(path: Address) -> tuple[str, Access | None]:
+    for place in (path, *path.parents):
+        if (found := _ACCESS.get(str(place))) is not None:
+            return str(place), found
+    return "", None
+
+
+def _restored(kind: type[Address], text: str, place: str, access: Access | None) -> Address:
+    if access is not None:
+        _ACCESS[place] = access
+    return kind(text)
+
+
+def without_credentials(text: str) -> str:
+    """A text without the passwords, signatures and tokens that stand in its addresses.
+
+    >>> without_credentials("no answer from https://me:secret@hub.example/x")
+    'no answer from https://hub.example/x'
+    >>> without_credentials("'https://host/file?X-Amz-Signature=secret' is wrong")
+    "'https://host/file?…' is wrong"
+    """
+    return _QUERY.sub(r"\1?…", _PASSWORD.sub("", text))

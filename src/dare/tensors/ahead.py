@@ -1,0 +1,258 @@
+"""A file in a store, read ahead: requests are under way before their bytes are needed.
+
+Who reads in order is noticed, as a disk's cache does it: each hint or read that goes on where the
+last one ended doubles what is asked for in advance, in pieces of 8 MiB and up to a limit that the
+files of one source share. A lone read asks for its own bytes and no more. Every answer must be of
+the version that was planned for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from dare.errors import InputError
+from dare.tensors import stores
+from dare.tensors.addresses import Address, access_to
+from dare.tensors.stores import Answer, Stamp
+
+PIECE = 8 << 20
+"""The most bytes that one request asks for."""
+AHEAD_BYTES = 32 << 20
+"""The most that is read ahead of what is needed, of one source."""
+LONE_BYTES = 2 << 20
+"""The most that is asked for at once where nothing was read ahead."""
+MOST_RUNS = 16
+"""Places of one file that are read on from at the same time."""
+STALE_SECONDS = 5.0
+"""What lies unused for so long makes room for other pieces."""
+NEAR = 16
+"""A read belongs to a run if it begins at most so many times its own size after it."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Bytes that were asked for."""
+
+    begin: int
+    end: int
+    answer: Future[Answer]
+    left: int
+    """Bytes that nobody has read yet."""
+    users: int = 0
+    touched: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class _Run:
+    """A part of a file that is read in order."""
+
+    begin: int
+    place: int
+    """The last that was wanted."""
+    end: int
+    """Up to where everything was asked for."""
+    step: int
+    """How far ahead is asked for."""
+
+    def goes_on(self, begin: int, near: int) -> bool:
+        """Whether a place is in the run, as far as it has come, or follows it."""
+        return max(self.begin, self.place - near) <= begin <= self.end + near
+
+
+class Ahead:
+    """How much may be read ahead by the files of one source, and how much of it is taken."""
+
+    def __init__(self, limit_bytes: int = AHEAD_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.lock = threading.Lock()
+        self._held = 0
+        self._files: list[StoreFile] = []
+
+    def join(self, file: StoreFile) -> None:
+        """A file has been opened."""
+        with self.lock:
+            self._files.append(file)
+
+    def leave(self, file: StoreFile) -> None:
+        """A file has been closed."""
+        with self.lock:
+            self._files = [other for other in self._files if other is not file]
+
+    def take(self, nbytes: int) -> bool:
+        """Take room, of which stale pieces make some; the lock must be held."""
+        if self._held + nbytes > self.limit_bytes:
+            before = time.monotonic() - STALE_SECONDS
+            for file in self._files:
+                file.drop_stale(before)
+        if self._held + nbytes > self.limit_bytes:
+            return False
+        self._held += nbytes
+        return True
+
+    def give(self, nbytes: int) -> None:
+        """Give room back; the lock must be held."""
+        self._held -= nbytes
+
+
+class StoreFile:
+    """An object in a store, open for reading at any position, from any thread.
+
+    With a `stamp` nothing is asked for yet, and what is read must be of that version. Without one
+    the first bytes are asked for, which say what the version is.
+    """
+
+    def __init__(self, path: Address, stamp: Stamp | None = None, ahead: Ahead | None = None):
+        self.path = path
+        self._ahead = ahead or Ahead()
+        self._lock = self._ahead.lock
+        self._first = memoryview(b"")
+        self._pieces: list[_Piece] = []
+        self._runs: list[_Run] = []
+        self._is_fixed = access_to(path)[1].names is not None
+        if stamp is None:
+            try:
+                seen = stores.look(path)
+            except FileNotFoundError:
+                raise InputError(f"{path}: no such file") from None
+            self._first, stamp = memoryview(seen.data), seen.stamp
+        self.stamp = stamp
+        self.size: int = stamp[0]
+        self._ahead.join(self)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._ahead.leave(self)
+        with self._lock:
+            for piece in list(self._pieces):
+                self._drop(piece)
+
+    # ------------------------------------------------------------ ahead
+
+    def prefetch(self, position: int, nbytes: int) -> None:
+        """Say that these bytes will be read soon."""
+        with self._lock:
+            self._expect(position, min(position + nbytes, self.size), self._ahead.limit_bytes)
+
+    def _expect(self, begin: int, end: int, near: int, *, asks: bool = True) -> None:
+        """These bytes are wanted: see what of them, and of what follows, to ask for."""
+        run = next((r for r in reversed(self._runs) if r.goes_on(begin, near)), None)
+        if run is None:
+            run = _Run(begin, begin, end, end - begin)
+        else:
+            self._runs.remove(run)
+            if begin > run.place:  # and not what was announced before
+                run.step = min(2 * max(run.step, end - begin), self._ahead.limit_bytes)
+                run.place = begin
+            asks = True
+        self._runs.append(run)
+        del self._runs[:-MOST_RUNS]
+        if asks:
+            self._ask_between(begin, end, 1)
+        target = min(begin + run.step, self.size)
+        run.end = self._ask_between(max(run.end, end), target, min(PIECE, run.step) // 2)
+
+    def _ask_between(self, place: int, end: int, least: int) -> int:
+        """Ask for what was not asked for yet, if there is room; return how far it goes now.
+
+        Less than `least` is not worth a request, and is asked for with what follows it.
+        """
+        while place < end:
+            if (there := self._at(place)) is not None:
+                place = there.end
+                continue
+            stop = min(end, place + PIECE, self._next_after(place))
+            if stop - place < least or not self._ahead.take(stop - place):
+                break
+            asked = stores.ask_range(self.path, place, stop)
+            self._pieces.append(_Piece(place, stop, asked, stop - place))
+            place = stop
+        return place
+
+    def _at(self, position: int) -> _Piece | None:
+        return next((p for p in self._pieces if p.begin <= position < p.end), None)
+
+    def _next_after(self, position: int) -> int:
+        """Where the next piece begins, or the file ends."""
+        return min((p.begin for p in self._pieces if p.begin > position), default=self.size)
+
+    def _drop(self, piece: _Piece) -> None:
+        if piece in self._pieces:
+            self._pieces.remove(piece)
+            self._ahead.give(piece.end - piece.begin)
+            piece.answer.cancel()
+
+    def drop_stale(self, before: float) -> None:
+        """Let go of what was not touched since; the lock must be held."""
+        for piece in list(self._pieces):
+            if piece.touched < before and not piece.users and piece.answer.done():
+                self._drop(piece)
+
+    # ------------------------------------------------------------ reading
+
+    def read_at(self, into: memoryview, position: int) -> int:
+        """Fill a buffer; return how many bytes there were before the end of the file."""
+        end = min(position + len(into), self.size)
+        place = position
+        for stop, data in self._parts(position, end):
+            into[place - position : stop - position] = data
+            place = stop
+        return max(0, end - position)
+
+    def _parts(self, place: int, end: int) -> Iterator[tuple[int, memoryview]]:
+        """What lies between two places, piece by piece, each with where it ends."""
+        if place < end <= len(self._first):
+            yield end, self._first[place:end]
+            return
+        while place < end:
+            size = end - place
+            with self._lock:
+                self._expect(place, end, NEAR * size, asks=size > LONE_BYTES)
+                piece = self._at(place)
+                if piece is not None:
+                    piece.users += 1
+                stop = min(end, piece.end if piece else self._next_after(place))
+            if piece is None:
+                stop = min(stop, place + LONE_BYTES)
+                data = self._checked(stores.ask_range(self.path, place, stop))
+            elif (found := self._received(piece, place, stop)) is not None:
+                data = found
+            else:
+                continue
+            yield stop, data
+            place = stop
+
+    def _received(self, piece: _Piece, begin: int, end: int) -> memoryview | None:
+        """Some bytes of a piece; None if it could not be had, so that they are asked for again."""
+        data = None
+        try:
+            data = self._checked(piece.answer)[begin - piece.begin : end - piece.begin]
+        except _Changed:
+            raise
+        except (InputError, CancelledError):
+            pass
+        with self._lock:
+            piece.users -= 1
+            piece.left -= end - begin
+            piece.touched = time.monotonic()
+            if data is None or piece.left <= 0:
+                self._drop(piece)
+        return data
+
+    def _checked(self, asked: Future[Answer]) -> memoryview:
+        """What came, if it is of the version that it must be of."""
+        try:
+            answer = asked.result()
+        except FileNotFoundError:
+            raise _Changed(f"{self.path}: is gone since the merge was planned") from None
+        is_same = answer.size == self.size if self._is_fixed else answer.stamp == self.stamp
+        if not is_same:
+            raise _Changed(f"{self.path}: changed since the merge was planned; run it again")
+        return memoryview(answer.data)
+
+
+class _Changed(InputError):  # noqa: N818
+    """Another object lies there now."""

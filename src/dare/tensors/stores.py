@@ -1,0 +1,561 @@
+"""Stores: what lies at an address is listed, looked at and read in ranges.
+
+obstore does the asking, with its own retries: an answer of 429 or 5xx, a connection that breaks or
+says nothing is tried again after a while. Requests run in threads of their own, many at a time.
+What goes wrong for good becomes an InputError that says what to do, and never repeats what a server
+or a client says in full: signatures and keys stand there.
+
+Credentials are found as each store's own tools find them, in the environment or a profile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import os
+import re
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from dare.errors import HeaderError, InputError
+from dare.tensors.addresses import WEB, Address, access_to
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+INSTALL = "pip install 'dare-merge[stores]'"
+
+CONNECT_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
+"""How long a server may send nothing before it is asked again."""
+REQUEST_SECONDS = 300.0
+"""How long one answer may take as a whole."""
+RETRIES = 5
+RETRY_SECONDS = 120.0
+"""After which nothing is tried again."""
+MOST_REQUESTS = 64
+"""At a time, of this process."""
+END_SECONDS = 2.0
+"""How long the end of the process waits for requests that are under way."""
+FIRST_BYTES = 1 << 17
+"""Of a file, asked for with the first request: it holds most headers."""
+RECENT_SECONDS = 10.0
+"""How long the list of a folder, or the content of a small file in it, is taken as it was."""
+MOST_REMEMBERED = 1 << 20
+"""Bytes of a small file that is remembered for so long."""
+
+FILE_SUFFIXES = {
+    *(".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth", ".toml", ".yaml", ".yml"),
+    *(".txt", ".md", ".jinja", ".model", ".py"),
+}
+"""Nothing is looked for below a web address that ends like this."""
+USUAL_NAMES = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("model.safetensors.index.json", "model.safetensors"),
+    *("adapter_config.json", "adapter_model.safetensors", "modules.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "README.md", "dare-manifest.json"),
+    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
+    *("config_sentence_transformers.json", "sentence_bert_config.json"),
+)
+"""What is looked for below a web address, since a web server cannot list a folder."""
+
+REMEDIES = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to an account that may "
+    "read and list it",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key of an account that may read it",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
+    "hf": "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has some",
+    "http": "give an address with its password or signature in it, which is not written anywhere",
+}
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_REGION = re.compile(r"(?:expecting '|<Region>)([a-z0-9-]{3,30})")
+_RETRIED = re.compile(r"after (\d+) retries")
+
+Result = TypeVar("Result")
+Names = Mapping[str, int | None]
+"""What there is in a folder, by name: the size of a file, None for a folder."""
+Stamp = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Some bytes of an object, and which version of it they are from."""
+
+    data: Any = field(repr=False)
+    size: int
+    """Of the whole object."""
+    version: str
+    """Its ETag, or when it was changed."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """By what the object is known to be the same."""
+        return (self.size, self.version, "")
+
+
+# ---------------------------------------------------------------- asking
+
+
+class _Requests:
+    """Threads that ask, each one thing at a time.
+
+    They are daemons, so that a server that hangs keeps no process from ending. obstore has calls
+    for asyncio too, but those crash the interpreter if it ends at the wrong moment.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads = self._idle = self._process = 0
+
+    def start(self, request: Callable[[], Result]) -> Future[Result]:
+        """Have something done in a thread."""
+        from concurrent.futures import Future
+
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._process != os.getpid():  # a new process, or a copy of one without its threads
+                self._threads, self._idle, self._process = 0, 0, os.getpid()
+                self._waiting.clear()
+                atexit.register(self._end)
+            self._waiting.append((future, request))
+            if self._idle < len(self._waiting) and self._threads < MOST_REQUESTS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="dare-stores", daemon=True).start()
+            self._changed.notify()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.notify_all()
+                while not self._waiting:
+                    self._changed.wait()
+                self._idle -= 1
+                future, request = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(request())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, request
+
+    def _end(self) -> None:
+        """Let what is under way come to an end: it must not come back while Python goes away."""
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: self._idle == self._threads, END_SECONDS)
+
+
+_requests = _Requests()
+_stores: dict[Any, Any] = {}
+_recent: dict[tuple[str, str], tuple[float, Any]] = {}
+_looks: dict[str, Future[Answer]] = {}
+_lock = threading.Lock()
+
+
+def forget() -> None:
+    """Forget connections, and what was seen of folders: something has changed."""
+    with _lock:
+        _stores.clear()
+        _recent.clear()
+        _looks.clear()
+
+
+def _recall(kind: str, path: Address) -> Any:
+    """What was found a moment ago; None if nothing was looked for."""
+    with _lock:
+        since, found = _recent.get((kind, str(path)), (-RECENT_SECONDS, None))
+    return found if time.monotonic() - since < RECENT_SECONDS else None
+
+
+def _remember(kind: str, path: Address, found: Result) -> Result:
+    """Keep what was found for a moment."""
+    now = time.monotonic()
+    with _lock:
+        for old in [k for k, (since, _) in _recent.items() if now - since >= RECENT_SECONDS]:
+            del _recent[old]
+        _recent[kind, str(path)] = (now, found)
+    return found
+
+
+def _insist(path: Address, request: Callable[[], Result]) -> Result:
+    """Ask; what obstore does not try again (a body that is not what was asked for) is, here."""
+    for attempt in range(RETRIES + 1):
+        try:
+            return request()
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            text = str(error)
+            is_final = _STATUS.search(text) or _RETRIED.search(text) or not _is_passing(error)
+            if is_final or attempt == RETRIES:
+                raise _explained(path, error) from None
+        time.sleep(min(8.0, 0.1 * 2**attempt))
+    raise AssertionError
+
+
+def _is_passing(error: Exception) -> bool:
+    from obstore import exceptions
+
+    if isinstance(error, exceptions.GenericError):
+        return "without LOCATION" not in str(error)
+    return False
+
+
+# ---------------------------------------------------------------- connecting
+
+
+def _locate(path: Address) -> tuple[Any, str]:
+    """The client for a place, and what the place is called there."""
+    place, access = access_to(path)
+    if path.scheme == "hf" and not access.url:
+        raise InputError(f"{path}: a model on the hub can only be read as a base or a model")
+    if access.url:
+        key, root = path.relative_to(place).as_posix(), access.url
+    elif path.scheme in WEB:
+        key, root = unquote(path.key), f"{path.scheme}://{path.authority}"
+    else:
+        key, root = path.key, f"{path.scheme}://{path.authority}"
+    headers = dict(access.headers)
+    if access.password and "authorization" not in headers:
+        coded = base64.b64encode(unquote(access.password).encode()).decode()
+        headers["Authorization"] = f"Basic {coded}"
+    url = f"{root}?{access.query}" if access.query else root
+    known = (os.getpid(), path.scheme, url, tuple(sorted(headers.items())))
+    with _lock:
+        if known not in _stores:
+            _stores[known] = _connect(path, url, headers)
+        return _stores[known], "" if key == "." else key
+
+
+def can_read() -> bool:
+    """Whether obstore is installed."""
+    return find_spec("obstore") is not None
+
+
+def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
+    try:
+        from obstore import store
+    except ImportError:
+        raise InputError(f"{path}: reading from a store needs obstore: {INSTALL}") from None
+    settings: dict[str, Any] = {}
+    is_web = urlsplit(url).scheme in WEB
+    options: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=PATIENCE_SECONDS),
+        "timeout": timedelta(seconds=REQUEST_SECONDS),
+        "allow_http": is_web or _allows_http(path),
+    }
+    if headers:
+        options["default_headers"] = dict(headers)
+    if path.scheme == "s3":
+        settings |= _s3_settings()
+    retries = {
+        "max_retries": RETRIES,
+        "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=200),
+            "max_backoff": timedelta(seconds=8),
+            "base": 2,
+        },
+    }
+    try:
+        connect: Any = store.from_url
+        return connect(url, client_options=options, retry_config=retries, **settings)
+    except Exception as error:
+        raise _explained(path, error) from None
+
+
+def _allows_http(path: Address) -> bool:
+    """Whether an endpoint of S3 may be asked without TLS: on this machine, or if it is allowed."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if path.scheme != "s3" or not endpoint.startswith("http://"):
+        return False
+    host = urlsplit(endpoint).hostname or ""
+    if host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host):
+        return True
+    if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes"):
+        return True
+    raise InputError(
+        f"{path}: the endpoint of S3 (AWS_ENDPOINT_URL) is http://{host}, where keys and weights "
+        "can be read on the way; use https, or set AWS_ALLOW_HTTP=true"
+    )
+
+
+def aws_session() -> Any:
+    """A session of boto3, which finds profiles, roles and regions; None without boto3."""
+    try:
+        import boto3  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return boto3.Session()
+
+
+def _s3_settings() -> dict[str, Any]:
+    """What obstore does not find in the environment by itself: a profile, a role, no account."""
+    given = os.environ.keys()
+    settings: dict[str, Any] = {}
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3"):
+        settings["endpoint"] = endpoint
+    has_keys = "AWS_ACCESS_KEY_ID" in given and "AWS_PROFILE" not in given
+    if has_keys or "AWS_SKIP_SIGNATURE" in given or (session := aws_session()) is None:
+        return settings
+    if session.region_name:
+        settings["region"] = session.region_name
+    if session.get_credentials() is None:
+        return settings | {"skip_signature": True}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return settings | {"credential_provider": Boto3CredentialProvider(session)}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
+    """Ask for some bytes of an object, which begin inside it; fewer come if it ends before."""
+    store, key = _locate(path)
+
+    def get() -> Answer:
+        import obstore
+
+        result = obstore.get(store, key, options={"range": (begin, end)})
+        data = memoryview(result.bytes())
+        answer = _answer(result.meta, data)
+        if len(data) != min(end, answer.size) - begin:
+            raise ValueError(f"{len(data)} bytes came in place of {end - begin}")
+        return answer
+
+    return _requests.start(lambda: _insist(path, get))
+
+
+def _answer(meta: Mapping[str, Any], data: Any) -> Answer:
+    version = meta["e_tag"] or meta["version"] or meta["last_modified"].isoformat()
+    return Answer(data, meta["size"], str(version))
+
+
+def look_soon(paths: Iterable[Address]) -> None:
+    """Ask for the first bytes of files that will be looked at."""
+    for path in paths:
+        asked = ask_range(path, 0, FIRST_BYTES)
+        with _lock:
+            _looks[str(path)] = asked
+
+
+def look(path: Address) -> Answer:
+    """The first bytes of a file; FileNotFoundError if there is none."""
+    with _lock:
+        asked = _looks.pop(str(path), None)
+    try:
+        return (asked or ask_range(path, 0, FIRST_BYTES)).result()
+    except InputError as error:
+        if "(416)" in str(error) and (size := _ask_size(path)) == 0:
+            return Answer(b"", size, "empty")
+        raise
+
+
+def read_small(path: Address, most_bytes: int) -> bytes:
+    """The content of a small file; FileNotFoundError if there is none."""
+    store, key = _locate(path)
+
+    def get() -> bytes:
+        import obstore
+
+        result = obstore.get(store, key)
+        if result.meta["size"] > most_bytes:
+            raise HeaderError(f"{path}: larger than {most_bytes} bytes")
+        return bytes(result.bytes())
+
+    content: bytes | None = _recall("content", path)
+    if content is None:
+        content = _requests.start(lambda: _insist(path, get)).result()
+        if len(content) <= MOST_REMEMBERED:
+            _remember("content", path, content)
+    if len(content) > most_bytes:
+        raise HeaderError(f"{path}: larger than {most_bytes} bytes")
+    return content
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def list_folder(path: Address) -> Names:
+    """What there is in a folder of a store; nothing if it is none."""
+    found: Names | None = _recall("folder", path)
+    return _remember("folder", path, _list(path)) if found is None else found
+
+
+def _list(path: Address) -> Names:
+    place, access = access_to(path)
+    if access.names is not None:
+        return _below(access.names, path.relative_to(place).as_posix())
+    if path.scheme in WEB:
+        return {} if path.suffix.lower() in FILE_SUFFIXES else _probe(path)
+    store, key = _locate(path)
+
+    def ask() -> Any:
+        import obstore
+
+        return obstore.list_with_delimiter(store, prefix=key or None)
+
+    found = _requests.start(lambda: _insist(path, ask)).result()
+    names: dict[str, int | None] = {}
+    for folder in found["common_prefixes"]:
+        names[folder.rstrip("/").rpartition("/")[2]] = None
+    for entry in found["objects"]:
+        if entry["path"] != key:  # a mark that some tools leave for a folder
+            names[entry["path"].rpartition("/")[2]] = entry["size"]
+    return names
+
+
+def _below(names: Mapping[str, int], folder: str) -> Names:
+    prefix = "" if folder == "." else f"{folder}/"
+    found: dict[str, int | None] = {}
+    for name, size in names.items():
+        if name.startswith(prefix):
+            first, deeper, _ = name.removeprefix(prefix).partition("/")
+            found[first] = None if deeper else size
+    return found
+
+
+def _probe(path: Address) -> Names:
+    """Which of the usual files a web server has below an address."""
+    asked = {name: _start_head(path / name) for name in USUAL_NAMES}
+    found: dict[str, int | None] = {}
+    refusal = ""
+    for name, future in asked.items():
+        try:
+            found[name] = future.result()
+        except FileNotFoundError:
+            continue
+        except Forbidden as error:
+            refusal = str(error).replace(str(path / name), str(path))
+    if refusal and not found:
+        raise Forbidden(refusal)
+    return found
+
+
+def _start_head(path: Address) -> Future[int]:
+    store, key = _locate(path)
+
+    def head() -> int:
+        import obstore
+
+        meta = obstore.head(store, key)
+        return int(meta["size"])
+
+    return _requests.start(lambda: _insist(path, head))
+
+
+def _ask_size(path: Address) -> int | None:
+    try:
+        return _start_head(path).result()
+    except (FileNotFoundError, Forbidden):  # S3 forbids what is not there to those who cannot list
+        return None
+
+
+def size_of(path: Address) -> int | None:
+    """How large a file is; None if there is none, or none that may be read."""
+    place, access = access_to(path)
+    if access.names is not None:
+        return access.names.get(path.relative_to(place).as_posix())
+    beside = _recall("folder", path.parent)
+    if beside is not None and (path.scheme not in WEB or path.name in USUAL_NAMES):
+        size: int | None = beside.get(path.name)
+        return size
+    found = _recall("size", path)
+    if found is None:
+        found = _remember("size", path, -1 if (asked := _ask_size(path)) is None else asked)
+    return None if found < 0 else int(found)
+
+
+def is_file(path: Address) -> bool:
+    """Whether there is a file at a place."""
+    return bool(path.key) and size_of(path) is not None
+
+
+def status(path: Address) -> os.stat_result:
+    """What the system would say of a file or folder here; FileNotFoundError if there is none."""
+    if path.key and (size := size_of(path)) is not None:
+        return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, 0, 0, 0))
+    if list_folder(path):
+        return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    raise FileNotFoundError(2, "No such file or directory", str(path))
+
+
+# ---------------------------------------------------------------- what went wrong
+
+
+class Forbidden(InputError):  # noqa: N818
+    """A store does not give something to this user."""
+
+
+def _explained(path: Address, error: Exception) -> InputError:
+    """Say what is wrong and what to do, in our words and without secrets."""
+    if isinstance(error, InputError):
+        return error
+    from obstore import exceptions
+
+    text = str(error)
+    status_code, code, region = (found.search(text) for found in (_STATUS, _CODE, _REGION))
+    number = status_code[1] if status_code else ""
+    answer = " ".join(filter(None, (number, code and code[1])))
+    remedy = REMEDIES["http" if path.scheme in WEB else path.scheme]
+    is_elsewhere = code is not None and code[1] in (
+        *("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect"),
+    )
+    if path.scheme == "s3" and (is_elsewhere or "without LOCATION" in text):
+        where = f", {region[1]}" if region else ""
+        return InputError(
+            f"{path}: the bucket {path.authority} lies in another region{where}; set AWS_REGION to "
+            "it"
+        )
+    if number in ("401", "403"):
+        return Forbidden(f"{path}: the store does not give it to you ({answer}); {remedy}")
+    if isinstance(error, exceptions.NotSupportedError):
+        return InputError(
+            f"{path}: the server does not give parts of a file (it ignores Range), and reading "
+            "needs that; download the file and give its path"
+        )
+    if number == "404":
+        return InputError(
+            f"{path}: the store has no {path.authority} ({answer}); check the address"
+        )
+    if number == "400" and path.scheme != "hf":
+        return InputError(f"{path}: the store does not understand the request ({answer}); {remedy}")
+    tried = _RETRIED.search(text)
+    times = int(tried[1]) + 1 if tried else 1
+    after = f" after {times} tries" if times > 1 else ""
+    return InputError(
+        f"{path}: cannot be read from its store{after}: {_reason(text, answer)}; check the address "
+        "and the network, and run it again: what was merged is kept"
+    )
+
+
+def _reason(text: str, answer: str) -> str:
+    for sign, reason in (
+        ("kind: Timeout", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
+        ("TimedOut", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
+        ("kind: Connect", "no connection"),
+        ("UnexpectedEof", "it broke off inside a file"),
+        ("kind: Interrupted", "it broke off inside a file"),
+        ("UnexpectedRange", "it sent another range than was asked for"),
+        ("Credential", "no credentials were found"),
+    ):
+        if sign in text and not answer:
+            return reason
+    return f"the server answered ({answer})" if answer else "no usable answer came"

@@ -1,0 +1,408 @@
+"""Bases, models and adapters in stores: the same bytes as from files of this machine."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dare
+from dare.analysis.headers import compare_headers
+from dare.api import merge, plan
+from dare.cli import main
+from dare.deltas.compressing import compress
+from dare.errors import InputError, RecipeError
+from dare.inputs.formats import open_model
+from dare.inputs.opening import open_inputs
+from dare.inputs.sources import open_source
+from dare.recipe.schema import Recipe
+from dare.tensors import stores
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import build_header
+from dare.tensors.places import StorePath, to_path
+from file_server import Files, Hollow
+from helpers import read_tensor, save, save_shards, sha256
+
+CONFIG = {"model_type": "tiny", "architectures": ["Tiny"]}
+SHAPES = {
+    "embed.weight": (64, 32),
+    "layers.0.w": (700, 900),
+    "layers.1.w": (300, 500),
+    "norm": (9,),
+}
+
+
+def arrays(seed: int, base: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    noise = {n: random.standard_normal(s).astype(np.float32) * 0.01 for n, s in SHAPES.items()}
+    return {n: (v + (base[n] if base else 0)).astype(np.float16) for n, v in noise.items()}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A directory in shards, a file, and a directory with one file, in a folder."""
+    base = arrays(0)
+    folder = save_shards(tmp_path / "in" / "base", base, 3)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"vocab": {}}}')
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    save(tmp_path / "in" / "math.safetensors", arrays(1, base))
+    save(tmp_path / "in" / "code" / "model.safetensors", arrays(2, base))
+    return tmp_path / "in"
+
+
+def recipe(models: Path, output: Path, places: dict[str, str] | None = None, **more) -> Recipe:
+    """A merge of all three, of which some lie elsewhere."""
+    names = ("base", "math.safetensors", "code")
+    base, *tuned = ((places or {}).get(name, models / name) for name in names)
+    return Recipe(base=base, models=tuned, output=output, verbose=False, **more)
+
+
+def served(web: Files, models: Path) -> dict[str, str]:
+    """All of them on the web."""
+    url = web.add_folder("in", models)
+    return {name: f"{url}/{name}" for name in ("base", "math.safetensors", "code")}
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {
+        path.name: sha256(path)
+        for path in folder.iterdir()
+        if path.name not in ("README.md", "dare-manifest.json")  # which tell where inputs lie
+    }
+
+
+# ---------------------------------------------------------------- merging
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "trim+ties"])
+def test_a_merge_from_a_store_has_the_bytes_of_a_local_one(web, models, tmp_path, method):
+    merge(recipe(models, tmp_path / "here", method=method))
+    places = served(web, models)
+    del places["code"]  # one of them is local
+    merge(recipe(models, tmp_path / "there", places, method=method))
+    here, there = files_of(tmp_path / "here"), files_of(tmp_path / "there")
+    assert here == there
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(there)
+    assert dare.verify(tmp_path / "there").ok
+    size = len(web.content["in/math.safetensors"])
+    passes = 1 if method == "dare+linear" else 3
+    assert web.sent_bytes["in/math.safetensors"] < (passes + 0.5) * size  # a glance and headers
+
+
+def test_the_manifest_tells_addresses_and_repeats_from_them(web, models, tmp_path):
+    places = {name: f"{url}?sig=topsecret" for name, url in served(web, models).items()}
+    web.key = "sig=topsecret"
+    merge(recipe(models, tmp_path / "out", places))
+    for path in (tmp_path / "out").iterdir():
+        assert b"topsecret" not in path.read_bytes()
+    told = json.loads((tmp_path / "out" / "dare-manifest.json").read_bytes())["recipe"]["models"]
+    assert told["base_file"] == f"{web.url}/in/base"
+    assert told["merge_files"] == [f"{web.url}/in/math.safetensors", f"{web.url}/in/code"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{web.url}/in/base" in card
+    assert "license: mit" in card
+    web.key = ""
+    again = dare.load_recipe(tmp_path / "out").model_copy(update={"output": tmp_path / "again"})
+    merge(again)
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+    web.content["in/math.safetensors"] = web.content["in/code/model.safetensors"]
+    other = again.model_copy(update={"output": tmp_path / "other"})
+    with pytest.raises(
+        InputError, match=r"math\.safetensors: is not what it was when the manifest"
+    ):
+        merge(other)
+
+
+def test_an_output_on_the_web_can_be_verified_and_repeated(web, models, tmp_path):
+    merge(recipe(models, tmp_path / "out", served(web, models)))
+    url = web.add_folder("out", tmp_path / "out")
+    assert dare.verify(url).ok
+    assert dare.load_recipe(url).base == to_path(f"{web.url}/in/base")
+    weights = bytearray(web.content["out/model.safetensors"])
+    weights[-1] ^= 1
+    web.content["out/model.safetensors"] = bytes(weights)
+    stores.forget()
+    assert not dare.verify(url).ok
+
+
+def test_an_input_that_is_replaced_during_the_merge_is_noticed(web, models, tmp_path):
+    planned = plan(recipe(models, tmp_path / "out", served(web, models)))
+    web.content["in/math.safetensors"] = web.content["in/code/model.safetensors"]
+    with pytest.raises(InputError, match=r"math\.safetensors: changed since the merge was planned"):
+        merge(planned)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_goes_on_where_a_store_failed(web, models, tmp_path, quick):
+    merge(recipe(models, tmp_path / "here"))
+    places = served(web, models)
+    planned = plan(recipe(models, tmp_path / "out", places, threads=1))
+    web.faults["math.safetensors"] = lambda handler: handler.refuse(500)
+    with pytest.raises(InputError, match=r"the server answered \(500\).* what was merged is kept"):
+        merge(planned)
+    web.faults.clear()
+    merge(recipe(models, tmp_path / "out", places, threads=1))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "here")
+
+
+def test_memory_is_kept_to(web, models, tmp_path):
+    places = served(web, models)
+    for size in (1 << 30, 80 << 20):
+        planned = plan(recipe(models, tmp_path / "out", places, max_memory=size))
+        assert 0 < planned.cost.ahead_bytes <= size // 4
+        assert planned.cost.least_memory <= planned.cost.buffer_bytes <= size
+    assert plan(recipe(models, tmp_path / "out")).cost.ahead_bytes == 0
+
+
+def test_a_plan_can_be_carried_out_by_another_process(web, models, tmp_path):
+    places = {name: f"{url}?sig=topsecret" for name, url in served(web, models).items()}
+    web.key = "sig=topsecret"
+    planned = plan(recipe(models, tmp_path / "out", places))
+    program = (
+        "import pickle, sys; from dare.inputs.sources import Source\n"
+        "source, name = pickle.loads(sys.stdin.buffer.read())\n"
+        "import numpy as np; into = np.empty(source.tensors[name].elements, np.float16)\n"
+        "with source: source.read(name, 0, into.view(source.tensors[name].dtype.carrier))\n"
+        "print(float(into.astype(np.float64).sum()))"
+    )
+    given = pickle.dumps((planned.models[0], "layers.0.w"))
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=given, capture_output=True, check=True
+    )
+    tuned = arrays(1, arrays(0))["layers.0.w"].astype(np.float64).sum()
+    assert float(done.stdout) == pytest.approx(tuned)
+
+
+# ---------------------------------------------------------------- every form of model
+
+
+def test_every_form_of_model_is_read_from_a_store(web, models, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.add_array("tokenizer.ggml.tokens", [f"token {n}" for n in range(20_000)])
+    block = np.frombuffer(np.float16(0.5).tobytes() + bytes(range(32)), np.uint8)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("blk.0.ffn_up.weight", block.reshape(1, 34), raw_dtype=kind)
+    for write in (
+        "write_header_to_file",
+        "write_kv_data_to_file",
+        "write_tensors_to_file",
+        "close",
+    ):
+        getattr(writer, write)()
+    factors = {
+        "base_model.model.layers.0.lora_A.weight": np.ones((2, 900), np.float32),
+        "base_model.model.layers.0.lora_B.weight": np.full((700, 2), 0.5, np.float32),
+    }
+    save(tmp_path / "lora" / "adapter_model.safetensors", factors)
+    config = {"peft_type": "LORA", "lora_alpha": 4, "r": 2}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    compress(
+        models / "base",
+        models / "math.safetensors",
+        tmp_path / "d.delta.safetensors",
+        verbose=False,
+    )
+    base = open_model(models / "base")
+    for local in (tmp_path / "m.gguf", tmp_path / "lora", tmp_path / "d.delta.safetensors"):
+        url = web.add_folder(local.name, local) if local.is_dir() else web.add(local.name, local)
+        with open_model(local, base=base) as here, open_model(to_path(url), base=base) as there:
+            assert here.tensors.keys() == there.tensors.keys()
+            for name in here.tensors:
+                assert read_tensor(here, name) == read_tensor(there, name)
+
+
+def test_pickles_are_refused(web):
+    web.content["m.bin"] = b"pickle"
+    path = to_path(f"{web.url}/m.bin")
+    with pytest.raises(InputError, match="set allow_pickle"):
+        open_model(path)
+    with pytest.raises(InputError, match="read from this machine only"):
+        open_model(path, allow_pickle=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
+def test_damaged_headers_are_refused(web, content):
+    web.content["m.safetensors"] = content
+    with pytest.raises(InputError, match=r"m\.safetensors"):
+        open_source(f"{web.url}/m.safetensors")
+
+
+def test_a_header_that_is_longer_than_the_first_look(web, tmp_path):
+    many = {f"a.rather.long.name.of.a.tensor.{n}": np.full(2, n, np.float32) for n in range(2000)}
+    url = web.add("m.safetensors", save(tmp_path / "m.safetensors", many))
+    with open_source(url) as source:
+        assert len(source.tensors) == 2000
+        assert (
+            read_tensor(source, "a.rather.long.name.of.a.tensor.7")
+            == many["a.rather.long.name.of.a.tensor.7"].tobytes()
+        )
+
+
+def test_a_place_with_nothing_is_told(web, models):
+    with pytest.raises(InputError, match=rf"{web.url}/nothing: no such file"):
+        plan(Recipe(base=f"{web.url}/nothing", models=[models / "math.safetensors"]))
+    with pytest.raises(RecipeError, match="must not hold a password"):
+        Recipe(base="s3://a:b@c/d", models=["x"])
+
+
+# ---------------------------------------------------------------- headers only
+
+
+def test_a_plan_of_many_shards_takes_few_requests(web):
+    """70 billion parameters in 30 shards, five times, with 20 ms to the server."""
+    layers = {
+        f"model.layers.{n}.{part}": shape
+        for n in range(80)
+        for part, shape in {"up": (28672, 8192), "q": (8192, 8192), "norm": (8192,)}.items()
+    }
+    names = list(layers)
+    for model in range(5):
+        places = {}
+        for shard in range(30):
+            part = sorted(names[shard * 8 : shard * 8 + 8])
+            bf16 = STORAGE_TYPES["BF16"]
+            header, infos = build_header([(name, bf16, layers[name]) for name in part], {})
+            size = len(header) + sum(info.nbytes for info in infos.values())
+            web.content[f"{model}/s{shard}.safetensors"] = Hollow(header, size)
+            places |= dict.fromkeys(part, f"s{shard}.safetensors")
+        index = json.dumps({"weight_map": places}).encode()
+        web.content[f"{model}/model.safetensors.index.json"] = index
+    web.delay_seconds = 0.02
+    urls = [f"{web.url}/{model}" for model in range(5)]
+    planned = plan(Recipe(base=urls[0], models=urls[1:], output="merged", verbose=False))
+    assert len(planned.tensors) == 240
+    heads = [line for line in web.asked if line.startswith("GET") and ".safetensors" in line]
+    assert len([line for line in heads if line.endswith("bytes=0-131071")]) == 150
+    assert len(web.asked) < 5 * (30 + len(stores.USUAL_NAMES) + 3)
+    assert sum(web.sent_bytes.values()) < 40e6
+
+
+def test_headers_are_compared_without_weights(web, models, tmp_path):
+    odd = {**arrays(3), "extra": np.zeros(3, np.float16), "norm": np.zeros(10, np.float16)}
+    del odd["layers.1.w"]
+    save(models / "odd.safetensors", odd)
+    places = served(web, models)
+    found = compare_headers(places["base"], [places["code"], f"{web.url}/in/odd.safetensors"])
+    assert not found.fits
+    code, odd_one = found.models
+    assert (code.fits, code.fitting, code.tensors) == (True, 4, 4)
+    assert code.types == {"F16": code.parameters}
+    assert (odd_one.missing, odd_one.extra) == (("layers.1.w",), ("extra",))
+    assert odd_one.mismatched == (("norm", "9 F16", "10 F16"),)
+    assert odd_one.findings == [
+        "lacks layers.1.w",
+        "has what the base has not: extra",
+        "has another shape: norm (9 F16 in the base, 10 F16 here)",
+    ]
+    assert json.loads(json.dumps(found.to_dict()))["models"][0]["fits"] is True
+    weights = sum(n for name, n in web.sent_bytes.items() if name.endswith(".safetensors"))
+    assert weights <= 5 * stores.FIRST_BYTES
+
+
+# ---------------------------------------------------------------- the hub
+
+
+@pytest.fixture
+def on_hub(hub, models, tmp_path):
+    """The three models on a hub, and an empty cache."""
+    stores.forget()
+    for name in ("base", "code"):
+        folder = models / name
+        hub.add(f"org/{name}", {path.name: path.read_bytes() for path in folder.iterdir()})
+    hub.asked.clear()
+    return hub
+
+
+def test_models_on_the_hub_are_merged_where_they_lie(on_hub, models, tmp_path):
+    merge(recipe(models, tmp_path / "here"))
+    (tmp_path / "token").write_text("hf_topsecret")
+    places = {"base": "hf://org/base", "code": "hf://org/code@main"}
+    report = merge(recipe(models, tmp_path / "there", places))
+    assert report.digests.output
+    assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
+    assert not list((tmp_path / "cache").glob("**/*.safetensors"))
+    told = json.loads((tmp_path / "there" / "dare-manifest.json").read_bytes())["recipe"]["models"]
+    commit = on_hub.refs["org/base", "main"]
+    assert told["base_file"] == f"hf://org/base@{commit}"
+    on_hub.add("org/base", {"config.json": b"{}"})  # the branch moves on
+    stores.forget()
+    again = dare.load_recipe(tmp_path / "there").model_copy(update={"output": tmp_path / "again"})
+    merge(again)
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "here")
+    assert {token for _, token in on_hub.tokens} == {""}  # another server does not get ours
+    for path in (tmp_path / "there").iterdir():
+        assert b"topsecret" not in path.read_bytes()
+
+
+def test_a_plan_and_headers_fetch_nothing(on_hub, models, tmp_path):
+    planned = plan(Recipe(base="org/base", models=["org/code"], output="out", verbose=False))
+    commit = on_hub.refs["org/base", "main"]
+    assert planned.recipe.base == Path(f"org/base@{commit}")
+    assert isinstance(planned.base.files[0], StorePath)
+    found = compare_headers("org/base", ["hf://org/code"], verbose=False)
+    assert found.fits
+    assert found.base.file == f"org/base@{commit}"
+    assert found.models[0].file == f"hf://org/code@{on_hub.refs['org/code', 'main']}"
+    assert not (tmp_path / "cache").exists() or not list(
+        (tmp_path / "cache").rglob("*.safetensors")
+    )
+
+
+def test_what_is_in_the_cache_is_taken_from_there(on_hub, models, tmp_path):
+    given = Recipe(base="org/base", models=["org/code"], output="out", verbose=False)
+    merge(given)
+    on_hub.asked.clear()
+    asked = Recipe(base="hf://org/base", models=["org/code"], output="out", verbose=False)
+    planned = plan(asked)
+    assert not [line for line in on_hub.asked if "resolve" in line]
+    assert str(planned.recipe.base).startswith("hf://org/base@")
+    assert not isinstance(planned.base.files[0], StorePath)
+
+
+def test_what_the_hub_does_not_have_is_told(on_hub, models):
+    for text, message in {
+        "hf://org/none": "no model org/none on the hub",
+        "hf://org/base@v9": "the hub has org/base, but no revision 'v9'",
+        "hf://org/base/folder": "the hub has no folder at commit",
+        "hf://org": "is not the address of a model on the hub",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            open_inputs(Recipe(base=text, models=["hf://org/code"], verbose=False))
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_command_line_takes_addresses_and_shows_no_secret(
+    web, models, tmp_path, monkeypatch, capsys
+):
+    places = {name: f"{url}?sig=topsecret" for name, url in served(web, models).items()}
+    web.key = "sig=topsecret"
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(list(words))
+        shown = capsys.readouterr()
+        assert "topsecret" not in shown.out + shown.err
+        return status, shown.out, shown.err
+
+    base, math, code = places.values()
+    status, shown, _ = run("plan", "--base", base, "--merge", math, code, "--output", "out")
+    assert status == 0
+    assert f"{web.url}/in/math.safetensors" in shown
+    status, shown, _ = run("analyze", "--headers", "--json", base, math)
+    assert (status, json.loads(shown)["fits"]) == (0, True)
+    status, shown, _ = run("analyze", "--headers", base, math)
+    assert "All models fit the base" in shown
+    web.key = "sig=other"
+    stores.forget()
+    status, _, shown = run("merge", "--base", base, "--merge", math, "--output", "out", "--debug")
+    assert status == 1
+    assert "does not give it to you (403)" in shown
