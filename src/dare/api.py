@@ -44,7 +44,7 @@ from dare.planning.plan import Plan
 from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
-from dare.run.merge_job import execute_on_cluster
+from dare.run.merge_job import check_for_cluster, execute_on_cluster
 from dare.run.progress import COMPILING, show_progress
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
@@ -108,6 +108,7 @@ def merge(
     started = time.perf_counter()
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     recipe = planned.recipe
+    check_for_cluster(planned)
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
         settle(layout)

@@ -18,6 +18,7 @@ from dare.run.graph import Copy, Merge, Step, list_steps
 from dare.run.merge_job import MergeJob
 from dare.run.node import Bundle, Node, bundle
 from dare.run.schedule import Schedule
+from dare.run.sightings import with_absolute_paths
 from dare.tensors.chunks import CHUNK
 from helpers import save, write_recipe
 
@@ -183,3 +184,16 @@ def test_the_cluster_is_no_part_of_what_a_merge_is(recipe):
     assert fingerprint(dare.plan(shared)) == fingerprint(dare.plan(recipe))
     repeated = recipe.model_copy(update={"output_digest": "0" * 32})
     assert repeated.model_copy(update={"cluster": "auto"}).output_digest == "0" * 32
+
+
+def test_outputs_in_stores_are_refused_before_anything_is_written(recipe):
+    given = {"output": "s3://bucket/merged.safetensors", "cluster": "auto"}
+    with pytest.raises(RecipeError, match='cluster = "auto": nodes write to a file system'):
+        dare.merge(recipe.model_copy(update=given))
+
+
+def test_a_recipe_with_inputs_in_a_store_can_be_sent(recipe):
+    stored = recipe.model_copy(update={"base": "s3://bucket/base.safetensors"})
+    sent = pickle.loads(pickle.dumps(with_absolute_paths(stored)))
+    assert sent == stored
+    assert type(sent.base) is type(stored.base)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dare import kernels
-from dare.errors import InputError, OutputError
+from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import open_inputs
 from dare.kernels.linalg import one_blas_thread
 from dare.output.fingerprint import fingerprint
@@ -31,6 +31,10 @@ from dare.run.schedule import Batch
 from dare.run.sightings import Sighting, look_at_all, with_absolute_paths
 from dare.run.worker import Worker
 from dare.stages.outside import load_installed_stages, load_stages
+from dare.tensors.places import StorePath
+
+if TYPE_CHECKING:
+    from dare.output.store_output import StoreOutput
 
 SAMPLE_SIDE = 16
 """Of the matrix that is merged before the first batch."""
@@ -51,10 +55,13 @@ class MergeJob:
     """Of the partial output."""
     metadata: Mapping[str, str]
     """Of its files, which decides where their tensors begin."""
+    fetches: bool = True
+    """Whether models on the hub are fetched, or read from there."""
 
     @classmethod
     def of(cls, plan: Plan, folder: Path, metadata: Mapping[str, str]) -> MergeJob:
         """Describe a plan to others."""
+        files = (file for source in (plan.base, *plan.models) for file in source.files)
         return cls(
             with_absolute_paths(plan.recipe),
             plan.backend,
@@ -63,6 +70,7 @@ class MergeJob:
             look_at_all(plan.recipe, (plan.base, *plan.models)),
             folder.absolute(),
             metadata,
+            fetches=not any(isinstance(file, StorePath) for file in files),
         )
 
     def open(self, threads: int) -> OpenedMerge:
@@ -71,7 +79,7 @@ class MergeJob:
         for file in self.stage_files:
             load_stages(file)
         here = self.recipe.model_copy(update={"threads": threads, "verbose": False})
-        recipe, inputs = open_inputs(here, rescales=False)
+        recipe, inputs = open_inputs(here, rescales=False, fetches=self.fetches)
         plan = make_plan(
             recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=self.backend
         )
@@ -147,9 +155,20 @@ def warm_up(plan: Plan) -> None:
         execute(sample, ArraySink([replace(sample.tensors[0].base, dtype=tensor.dtype)]))
 
 
+def check_for_cluster(plan: Plan) -> None:
+    """Refuse what nodes cannot do together, before anything is written."""
+    target = plan.recipe.output
+    if plan.recipe.cluster is not None and isinstance(target, StorePath):
+        raise RecipeError(
+            f'cluster = "{plan.recipe.cluster}": nodes write to a file system that all of them '
+            f"see, and {target} is in a store; merge into a folder and copy that, or leave "
+            "cluster out"
+        )
+
+
 def execute_on_cluster(
     plan: Plan,
-    output: PartialOutput,
+    output: PartialOutput | StoreOutput,
     metadata: Mapping[str, str],
     *,
     done: Sequence[Record] = (),
@@ -163,6 +182,7 @@ def execute_on_cluster(
     """
     recipe = plan.recipe
     assert recipe.cluster is not None
+    assert isinstance(output, PartialOutput)  # check_for_cluster has looked
     job = MergeJob.of(plan, output.folder, metadata)
     settings = Settings(
         recipe.cluster,

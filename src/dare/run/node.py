@@ -136,10 +136,11 @@ class Node:
         return self.opened.threads, self.opened.mark
 
     def run(self, batch: Batch[Any]) -> Done:
-        """Do a batch as soon as a worker is free; its bytes are asked for before."""
+        """Do a batch as soon as a worker is free; while it waits, its bytes are asked for."""
         assert self.scout is not None
-        for step in itertools.islice(_flat(batch.steps), AHEAD):
-            self.scout.prefetch(step)
+        if self.seats.empty():
+            for step in itertools.islice(_flat(batch.steps), AHEAD):
+                self.scout.prefetch(step)
         seat = self.seats.get()
         try:
             assert seat.worker is not None

@@ -14,6 +14,7 @@ from dare.inputs.sources import Source
 from dare.recipe.schema import Recipe
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest
+from dare.tensors.places import StorePath
 
 SAMPLES = 3
 """Chunks of each input whose digests are compared: the first, the last, and some between."""
@@ -82,7 +83,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe for another process: what lies here is named from the root on."""
 
     def absolute(path: Path) -> Path:
-        return path.absolute() if path.exists() else path  # else it is a name on the hub
+        is_here = not isinstance(path, StorePath) and path.exists()
+        return path.absolute() if is_here else path  # else it is in a store, or on the hub
 
     output = None if recipe.output is None else recipe.output.absolute()
     return recipe.with_files(
