@@ -166,7 +166,7 @@ def wait_for(condition, seconds: float = 120.0) -> None:
 
 
 SHAPES = {
-    "embed": (8000, 2048),
+    "table": (1 << 24,),
     **{f"layers.{n}.w": (700, 1100) for n in range(12)},
     "norm": (512,),
 }
