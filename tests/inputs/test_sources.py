@@ -352,6 +352,22 @@ def test_bytes_are_asked_for_in_pieces_the_system_reads_ahead(tmp_path, monkeypa
     assert asked == [(first, 300_000, needed), (first + 300_000, 300_000, needed)]
 
 
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="nobody can say what is in memory")
+def test_what_is_in_memory_is_not_asked_for(tmp_path, monkeypatch):
+    path = save(tmp_path / "m.safetensors", {"w": np.zeros(200_000, np.float32)})
+    path.read_bytes()
+    looks, asked = [], []
+    monkeypatch.setattr(files, "_is_in_memory", lambda _file: False)
+    monkeypatch.setattr(os, "preadv", lambda *what: looks.append(what) or len(looks) < 4)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, *what: asked.append(what))
+    with open_source(path) as source:
+        for _ in range(2 + 4 + 8):
+            source.prefetch("w", 0, 10)
+        assert (len(looks), asked) == (3, [])  # looked at after 0, 1 and 3 more
+        source.prefetch("w", 0, 10)
+        assert len(asked) == 1  # and what is no longer there is asked for at once
+
+
 def test_a_walk_asks_for_what_comes_next(tmp_path, monkeypatch):
     chunks = 2 * CHUNKS_AHEAD
     path = save(tmp_path / "m.safetensors", {"w": np.zeros(chunks * CHUNK, np.uint8)})

@@ -42,20 +42,21 @@ class Cost:
     @cached_property
     def bytes_read(self) -> int:
         """Bytes that are read at least (a survey that cannot remember reads more than once)."""
-        total = 0
-        for tensor in self.plan.tensors:
-            base = tensor.base.nbytes
-            models = [
-                (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
-                for m in tensor.models
-            ]
-            once = base + sum(size for _, size in models)
-            total += once
-            if tensor.is_merged:
-                stages = self.plan.stages
-                total += sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
-                total += once * stages[-1].surveys(tensor.combine)
-        return total
+        return sum(map(self.bytes_read_of, self.plan.tensors))
+
+    def bytes_read_of(self, tensor: TensorPlan) -> int:
+        """The same for one tensor."""
+        base = tensor.base.nbytes
+        models = [
+            (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
+            for m in tensor.models
+        ]
+        once = base + sum(size for _, size in models)
+        if not tensor.is_merged:
+            return once
+        stages = self.plan.stages
+        surveys = sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
+        return once + surveys + once * stages[-1].surveys(tensor.combine)
 
     @cached_property
     def bytes_written(self) -> int:
