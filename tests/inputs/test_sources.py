@@ -356,11 +356,11 @@ def test_bytes_are_asked_for_in_pieces_the_system_reads_ahead(tmp_path, monkeypa
 def test_what_is_in_memory_is_not_asked_for(tmp_path, monkeypatch):
     path = save(tmp_path / "m.safetensors", {"w": np.zeros(200_000, np.float32)})
     path.read_bytes()
-    looks, asked = [], []
+    looks, asked, opened = [], [], open_source(path)
     monkeypatch.setattr(files, "_is_in_memory", lambda _file: False)
     monkeypatch.setattr(os, "preadv", lambda *what: looks.append(what) or len(looks) < 4)
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, *what: asked.append(what))
-    with open_source(path) as source:
+    with opened as source:
         for _ in range(2 + 4 + 8):
             source.prefetch("w", 0, 10)
         assert (len(looks), asked) == (3, [])  # looked at after 0, 1 and 3 more
