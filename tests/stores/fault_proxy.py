@@ -133,7 +133,7 @@ class FaultProxy:
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     @property
     def endpoint(self) -> str:
@@ -161,9 +161,11 @@ class FaultProxy:
         self._started.set_result(server.sockets[0].getsockname()[1])
         self._loop.run_forever()
         server.close()
-        for task in (tasks := asyncio.all_tasks(self._loop)):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        while tasks := asyncio.all_tasks(self._loop):  # one may have begun in the meantime
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0.05))  # in which connections are closed
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

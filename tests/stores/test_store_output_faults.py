@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fault_proxy import Fault
+from fault_proxy import Fault, FaultProxy
 from small_models import digests, recipe
 from swift_server import SECRET_KEY
 
@@ -21,10 +21,16 @@ OUT = "runs/out"
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch):
-    """Few tries and short time-outs, so that a store that never recovers is known soon."""
+    """Few tries, so that a store that never recovers is known soon."""
     monkeypatch.setattr(s3, "TRIES", 3)
-    monkeypatch.setattr(s3, "ANSWER_SECONDS", 2)
     s3._opened.clear()
+
+
+def expect(fault: Fault, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a fault happen; who waits for an answer that never comes waits shortly."""
+    if fault.kind == "hang":
+        monkeypatch.setattr(s3, "ANSWER_SECONDS", 5)
+    proxy.inject(fault)
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +58,8 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_what_passes_is_tried_again(bucket, proxy, models, expected, tmp_path, fault):
-    proxy.inject(fault)
+def test_what_passes_is_tried_again(bucket, proxy, models, expected, tmp_path, monkeypatch, fault):
+    expect(fault, proxy, monkeypatch)
     dare.merge(recipe(models, bucket.url(OUT)))
     assert fault.happened
     assert digests(bucket.download(OUT, tmp_path)) == expected
@@ -82,9 +88,9 @@ LASTING = {
 
 @pytest.mark.parametrize(("fault", "text"), LASTING.values(), ids=LASTING)
 def test_what_lasts_is_told_and_the_same_merge_goes_on(
-    bucket, proxy, models, expected, tmp_path, fault, text
+    bucket, proxy, models, expected, tmp_path, monkeypatch, fault, text
 ):
-    proxy.inject(fault)
+    expect(fault, proxy, monkeypatch)
     with pytest.raises(OutputError, match=text) as raised:
         dare.merge(recipe(models, bucket.url(OUT)))
     assert re.match(rf"s3://{bucket.name}/?", str(raised.value))
