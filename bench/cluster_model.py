@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import pickle
 import random
 import resource
@@ -475,6 +476,28 @@ TROUBLES: dict[str, dict[str, Any]] = {
 }
 
 
+def show_bounds(layout: str, clusters: Sequence[Cluster], batches: Sequence[int]) -> None:
+    """The table of one model without a simulation: what each part would take by itself."""
+    elements = [math.prod(shape) for _, shape in LAYOUTS[layout]()]
+    total, chunks = sum(elements), sum(-(-count // CHUNK) for count in elements)
+    read, written = total * BYTES_READ / 1e12, total * BYTES_WRITTEN / 1e12
+    print(
+        f"**{TITLES[layout]}**: reads {read:.2f} TB, writes {written:.2f} TB, {chunks:,} chunks\n"
+    )
+
+    def rows() -> Iterator[list[str]]:
+        for cluster in clusters:
+            threads = cluster.nodes * cluster.cores
+            times = [total / rate / threads for rate in cluster.limits(cluster.nodes).values()]
+            for mib in batches:
+                count = -(-total * BYTES_READ // (mib << 20))
+                times.append(count * cluster.driver_batch + chunks * cluster.driver_step)
+            yield [str(cluster.nodes), *map(show_time, times)]
+
+    parts = [*clusters[0].limits(1), *(f"driver, {mib} MiB" for mib in batches)]
+    table(["nodes", *parts], rows())
+
+
 def show_cluster(
     layout: str, clusters: Sequence[Cluster], batches: Sequence[int], method: str
 ) -> None:
@@ -517,6 +540,7 @@ def main() -> None:
     )
     parser.add_argument("--call-ms", type=float, default=1.3, help="what Ray takes for a batch")
     parser.add_argument("--method", default="dare+linear")
+    parser.add_argument("--bounds", action="store_true", help="no simulation")
     parser.add_argument("--core-rate", type=float, help="million elements/s; else measured")
     parser.add_argument("--step-us", type=float, help="of the driver for a step; else measured")
     parser.add_argument("--driver", choices=LAYOUTS, help=argparse.SUPPRESS)
@@ -547,7 +571,9 @@ def main() -> None:
             )
             for nodes in given.nodes
         ]
-        show_cluster(layout, clusters, given.batches, given.method)
+        show_bounds(layout, clusters, given.batches)
+        if not given.bounds:
+            show_cluster(layout, clusters, given.batches, given.method)
 
 
 if __name__ == "__main__":
