@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 STORES := .venv-stores
+# Without npm, az:// is not tested.
+AZURITE := azurite@3.37.0
 BENCH := .venv-bench
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -14,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
-	test-peers test-stores bench pre-commit check-workflows clean
+	test-peers test-cluster test-stores bench pre-commit check-workflows clean
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -27,6 +29,7 @@ help:
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the pages in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
+	@echo "make test-cluster  merges on a Ray cluster of three nodes, killed and restarted (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
@@ -56,6 +59,7 @@ $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 $(STORES)/ready: requirements-stores.txt
 	$(PYTHON) -m venv $(STORES)
 	$(STORES)/bin/python $(PIP) --requirement requirements-stores.txt
+	if command -v npm; then npm install --silent --prefix $(STORES) $(AZURITE); fi
 	touch $@
 
 $(BENCH)/ready: pyproject.toml
@@ -94,6 +98,9 @@ test-browser: $(VENV)/tools-ready
 
 test-real: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet tests/real
+
+test-cluster: $(VENV)/dev-ready
+	$(BIN)/python tests/cluster/inside.py
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers

@@ -34,8 +34,8 @@ _NAMES = {
     "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
-        "DareError DareWarning EvaluationError HeaderError InputError MismatchError OutputError "
-        "RecipeError VerificationError"
+        "ClusterError DareError DareWarning EvaluationError HeaderError InputError MismatchError "
+        "OutputError RecipeError VerificationError"
     ),
     "output.report": "Report",
     "output.slices": "SliceReport",

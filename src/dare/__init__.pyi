@@ -38,6 +38,7 @@ from dare.deltas.compressing import compress as compress
 from dare.deltas.live import LiveDelta as LiveDelta, load_delta as load_delta
 from dare.deltas.reports import DeltaReport as DeltaReport, Restoration as Restoration
 from dare.errors import (
+    ClusterError as ClusterError,
     DareError as DareError,
     DareWarning as DareWarning,
     EvaluationError as EvaluationError,

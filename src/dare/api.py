@@ -58,6 +58,7 @@ from dare.planning.slices import Division, Slice
 from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
+from dare.run.merge_job import check_for_cluster, execute_on_cluster
 from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.slices import Feedback, SharedCensuses
 from dare.tensors.chunks import chunk_span
@@ -82,6 +83,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
+    path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
         from dare.inputs.mergekit import convert_yaml
 
@@ -122,6 +124,7 @@ def merge(
     started = time.perf_counter()
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     recipe = planned.recipe
+    check_for_cluster(planned)
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
         settle(layout)
@@ -136,13 +139,23 @@ def merge(
         noticed += _take_over(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
-        records = execute(
-            planned,
-            output,
-            done=output.resumed,
-            progress=meter.advance,
-            announce=lambda: display.announce(COMPILING),
-        )
+        if recipe.cluster is None:
+            records = execute(
+                planned,
+                output,
+                done=output.resumed,
+                progress=meter.advance,
+                announce=lambda: display.announce(COMPILING),
+            )
+        else:
+            records = execute_on_cluster(
+                planned,
+                output,
+                metadata_of(embedded_manifest(planned)),
+                done=output.resumed,
+                progress=meter.advance,
+                announce=display.announce,
+            )
         report = make_report(
             planned,
             records,
@@ -381,7 +394,7 @@ def apply_delta(
     file = open_delta(delta)
     if file.notes.scheme == "lossless":
         flags = {"overwrite": overwrite, "resume": resume, "verbose": verbose}
-        return restore(base, file, Path(output), **flags, **settings)
+        return restore(base, file, to_path(output), **flags, **settings)
     notes = file.notes
     entry = ModelEntry(file=delta, seed=notes.seed)
     stages: dict[str, Any] = {}

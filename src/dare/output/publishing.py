@@ -30,6 +30,7 @@ from dare.output.targets import (
     MARK,
     MARK_NAME,
     REPLACED,
+    check_is_here,
     has_mark,
     manifest_path,
     partial_folder,
@@ -138,6 +139,7 @@ def finished_before(layout: Layout) -> Found | None:
 
 def settle(layout: Layout) -> None:
     """Clear away what such a process left, or one that died while clearing away."""
+    check_is_here(layout)
     if finished_before(layout) is not None or _has_mark_only(layout):
         _clear_away(layout, [])
 

@@ -312,7 +312,7 @@ class FinishingOutput(PartialOutput):
     def _open_files(self) -> None:
         self._files.join()
 
-    def _intact(self, records: list[Record]) -> list[Record]:
+    def intact(self, records: list[Record]) -> list[Record]:
         """Hash again what was not synced by its slice, or lies near what another has written."""
         near = self._near_others(records)
         doubted = {
@@ -320,7 +320,7 @@ class FinishingOutput(PartialOutput):
             for record in records
             if (key := (record.tensor, record.chunk)) in near or not self._found.is_synced(key)
         }
-        hashed = super()._intact([r for r in records if (r.tensor, r.chunk) in doubted])
+        hashed = super().intact([r for r in records if (r.tensor, r.chunk) in doubted])
         return [r for r in records if (r.tensor, r.chunk) not in doubted] + hashed
 
     def _near_others(self, records: list[Record]) -> set[tuple[str, int]]:

@@ -77,10 +77,7 @@ def is_only_name(path: Path) -> bool:
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to touch an input, ever, and to replace an output unless told to."""
     target = layout.target
-    if layout.is_sent:
-        raise OutputError(
-            f"{target}: only a merge can be written to a store; choose a place on this machine"
-        )
+    check_is_here(layout)
     _check_name(target)
     _check_inputs(layout, inputs)
     if not os.path.lexists(target):
@@ -99,6 +96,15 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         _check_folder(target)
     else:
         _check_manifest(target)
+
+
+def check_is_here(layout: Layout) -> None:
+    """Refuse a place in a store; merges do not come here with one."""
+    if layout.is_sent:
+        raise OutputError(
+            f"{layout.target}: only a merge can be written to a store; choose a place on this "
+            "machine"
+        )
 
 
 def _check_name(target: Path) -> None:

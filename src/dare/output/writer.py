@@ -183,8 +183,8 @@ class PartialOutput:
             self._check_free_space()
             self._is_void = False
             self._files.reserve()
-            self.resumed = self._intact(self.resumed)
-            self.doubtful = self._intact(self.doubtful)
+            self.resumed = self.intact(self.resumed)
+            self.doubtful = self.intact(self.doubtful)
         except BaseException:
             self.__exit__()
             raise
@@ -291,7 +291,7 @@ class PartialOutput:
                 f"{show_size(free)} free; make room or choose another place, then run it again"
             )
 
-    def _intact(self, records: list[Record]) -> list[Record]:
+    def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk on disk has the digest the journal says."""
 
         def is_intact(record: Record) -> bool:

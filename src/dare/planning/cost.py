@@ -90,8 +90,9 @@ class Cost:
         if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
             floats += len(plan.models) + 4 + 1 + plan.has_deltas
         lanes = 2
-        stored = inputs_and_output * self.widest * chunks_at_once
-        buffers = CHUNK * (stored + 4 * floats + lanes) + ALIGNMENT
+        stored, computed = inputs_and_output * self.widest, 4 * floats + lanes
+        together = chunks_at_once if self.is_fused else 1
+        buffers = CHUNK * (chunks_at_once * stored + together * computed) + ALIGNMENT
         return buffers + sum(source.reading_bytes for source in (plan.base, *plan.models))
 
     @cached_property

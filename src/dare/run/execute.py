@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from dare import kernels
+from dare.errors import RecipeError
 from dare.inputs.reading import read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import Record
@@ -47,6 +48,11 @@ def execute(
     that this one is a part of; else they are drawn here. With a `share`, only its chunks are
     merged. `make_worker` makes what does the steps.
     """
+    if plan.recipe.cluster is not None:
+        raise RecipeError(
+            f'cluster = "{plan.recipe.cluster}": only merges of files into files run on a cluster; '
+            "leave cluster out here"
+        )
     records = list(done)
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
