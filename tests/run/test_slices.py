@@ -559,3 +559,9 @@ def test_an_output_in_a_store_is_refused(tmp_path, refused):
     )
     with pytest.raises(OutputError, match=r"^s3://bucket/merged: slices need an output on a file"):
         refused(recipe)
+
+
+def test_slices_on_a_cluster_are_refused(tmp_path):
+    recipe = recipe_for(tmp_path, cluster="auto")
+    with pytest.raises(RecipeError, match="leave one of the two out"):
+        dare.merge_slice(recipe, "1/2")
