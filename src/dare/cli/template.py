@@ -24,6 +24,7 @@ EXAMPLES = {
     "shard_size": "5GB",
     "max_memory": "1GiB",
     "threads": 4,
+    "cluster": "auto",
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 
