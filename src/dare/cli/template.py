@@ -25,6 +25,7 @@ EXAMPLES = {
     "max_memory": "1GiB",
     "threads": 4,
     "cluster": "auto",
+    "cluster_log": "batches.jsonl",
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 
