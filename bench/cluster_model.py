@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import pickle
 import random
 import resource
@@ -41,7 +42,6 @@ import numpy as np
 import dare
 from dare.inputs.sources import Source
 from dare.output.journal import Journal, Record
-from dare.output.report import make_report
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
@@ -173,6 +173,11 @@ def record_of(step: Step) -> Record:
     return Record(step.tensor, step.chunk, digests, digests[0], figures, (0, 0))
 
 
+def resident_bytes() -> int:
+    """What the process has in memory now (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def measure_driver(layout: str, method: str) -> dict[str, float]:
     """Time and memory of the driver: before the first batch, for each step, and at the end."""
     found: dict[str, float] = {}
@@ -195,7 +200,7 @@ def measure_driver(layout: str, method: str) -> dict[str, float]:
     lap("pickling")
     if not all(isinstance(step, Merge) for step in steps):
         return found
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_bytes()
     limit = (64 << 20) // BYTES_READ
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -215,19 +220,15 @@ def measure_driver(layout: str, method: str) -> dict[str, float]:
         lap("batches")
         found["batches_s"] -= at_nodes
         found["journal_mb"] = (Path(folder) / "journal").stat().st_size / 1e6
-        found["record_bytes"] = (
-            (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / len(records)
-        )
+        found["record_bytes"] = (resident_bytes() - before) / len(records)
         read = Journal(Path(folder) / "journal", DIGEST)
         read.read()
         read.close()
         lap("reading")
-    make_report(plan, records, seconds=1, bytes_read=0, resumed_chunks=0)
-    lap("report")
     share = len(steps) / len(records)
-    for figure in ("batches_s", "reading_s", "report_s", "journal_mb"):
+    for figure in ("batches_s", "reading_s", "journal_mb"):
         found[figure] *= share
-    found["end_mb"] = before / 1024 + found["record_bytes"] * len(steps) / 1e6
+    found["end_mb"] = (before + found["record_bytes"] * len(steps)) / 1e6
     return found
 
 
@@ -458,13 +459,13 @@ def show_driver(layouts: Sequence[str], methods: Sequence[str]) -> dict[str, dic
             yield f"{found[f'{lap}_s']:.1f} s"
         yield f"{found['job_mb']:.1f} MB"
         yield f"{found['schedule_mb']:,.0f} MB"
-        for lap in ("batches", "reading", "report"):
+        for lap in ("batches", "reading"):
             yield f"{found[f'{lap}_s']:.1f} s" if f"{lap}_s" in found else "–"
         yield f"{found['journal_mb']:,.0f} MB" if "journal_mb" in found else "–"
         yield f"{found['end_mb']:,.0f} MB" if "end_mb" in found else "–"
 
     head = ["model", "method", "steps", "plan", "list steps", "schedule", "pickle the job"]
-    head += ["job", "memory then", "all batches", "reading the journal", "report"]
+    head += ["job", "memory then", "all batches", "reading the journal"]
     table([*head, "journal", "memory at the end"], (row(*key) for key in figures))
     return {name: figures[name, methods[0]] for name in layouts}
 
@@ -473,6 +474,28 @@ TROUBLES: dict[str, dict[str, Any]] = {
     "5 % slow": {"slow_share": 0.05},
     "and 5 % lost": {"slow_share": 0.05, "lost_share": 0.05, "replaced_after": 60.0},
 }
+
+
+def show_bounds(layout: str, clusters: Sequence[Cluster], batches: Sequence[int]) -> None:
+    """The table of one model without a simulation: what each part would take by itself."""
+    elements = [math.prod(shape) for _, shape in LAYOUTS[layout]()]
+    total, chunks = sum(elements), sum(-(-count // CHUNK) for count in elements)
+    read, written = total * BYTES_READ / 1e12, total * BYTES_WRITTEN / 1e12
+    print(
+        f"**{TITLES[layout]}**: reads {read:.2f} TB, writes {written:.2f} TB, {chunks:,} chunks\n"
+    )
+
+    def rows() -> Iterator[list[str]]:
+        for cluster in clusters:
+            threads = cluster.nodes * cluster.cores
+            times = [total / rate / threads for rate in cluster.limits(cluster.nodes).values()]
+            for mib in batches:
+                count = -(-total * BYTES_READ // (mib << 20))
+                times.append(count * cluster.driver_batch + chunks * cluster.driver_step)
+            yield [str(cluster.nodes), *map(show_time, times)]
+
+    parts = [*clusters[0].limits(1), *(f"driver, {mib} MiB" for mib in batches)]
+    table(["nodes", *parts], rows())
 
 
 def show_cluster(
@@ -517,6 +540,7 @@ def main() -> None:
     )
     parser.add_argument("--call-ms", type=float, default=1.3, help="what Ray takes for a batch")
     parser.add_argument("--method", default="dare+linear")
+    parser.add_argument("--bounds", action="store_true", help="no simulation")
     parser.add_argument("--core-rate", type=float, help="million elements/s; else measured")
     parser.add_argument("--step-us", type=float, help="of the driver for a step; else measured")
     parser.add_argument("--driver", choices=LAYOUTS, help=argparse.SUPPRESS)
@@ -547,7 +571,9 @@ def main() -> None:
             )
             for nodes in given.nodes
         ]
-        show_cluster(layout, clusters, given.batches, given.method)
+        show_bounds(layout, clusters, given.batches)
+        if not given.bounds:
+            show_cluster(layout, clusters, given.batches, given.method)
 
 
 if __name__ == "__main__":

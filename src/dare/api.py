@@ -281,6 +281,11 @@ def _finish(
 
 def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
     """The layout of an output that slices can write to."""
+    if planned.recipe.cluster is not None:
+        raise RecipeError(
+            f'cluster = "{planned.recipe.cluster}": slices run without a cluster; leave one of '
+            "the two out"
+        )
     if planned.layout is not None and planned.layout.is_sent:
         raise OutputError(
             f"{planned.layout.target}: slices need an output on a file system that all of them "

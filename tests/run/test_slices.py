@@ -549,3 +549,19 @@ def test_starting_over_is_not_for_slices(tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text(recipe_for(tmp_path).to_toml())
     assert main([str(tmp_path / "recipe.toml"), "--slice", "1/2", "--no-resume"]) == 2
     assert "delete the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("refused", [lambda r: dare.merge_slice(r, "1/2"), dare.finish])
+def test_an_output_in_a_store_is_refused(tmp_path, refused):
+    given = recipe_for(tmp_path)
+    recipe = dare.Recipe(
+        base=given.base, models=list(given.models), output="s3://bucket/merged", verbose=False
+    )
+    with pytest.raises(OutputError, match=r"^s3://bucket/merged: slices need an output on a file"):
+        refused(recipe)
+
+
+def test_slices_on_a_cluster_are_refused(tmp_path):
+    recipe = recipe_for(tmp_path, cluster="auto")
+    with pytest.raises(RecipeError, match="leave one of the two out"):
+        dare.merge_slice(recipe, "1/2")
