@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 STORES := .venv-stores
+# Without npm, az:// is not tested.
+AZURITE := azurite@3.37.0
 BENCH := .venv-bench
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -57,6 +59,7 @@ $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 $(STORES)/ready: requirements-stores.txt
 	$(PYTHON) -m venv $(STORES)
 	$(STORES)/bin/python $(PIP) --requirement requirements-stores.txt
+	if command -v npm; then npm install --silent --prefix $(STORES) $(AZURITE); fi
 	touch $@
 
 $(BENCH)/ready: pyproject.toml

@@ -28,12 +28,11 @@ class MemoryObjects:
     """The number of the call that is the last one."""
     answers_are_lost: bool = False
     """Whether that call is carried out."""
-    age: float = 0.0
     _numbers: Any = field(default_factory=itertools.count)
     _lock: Any = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        for name in ("get", "put", "put_new", "mark_of", "list", "delete"):
+        for name in ("get", "put", "put_new", "mark_of", "age", "list", "delete"):
             setattr(self, name, self._breaking(name))
         for name in ("begin", "send", "sent", "complete", "abort"):
             setattr(self, name, self._breaking(name))
@@ -74,8 +73,11 @@ class MemoryObjects:
     def _mark_of(self, key: str) -> str | None:
         return self.marks.get(key, "") if key in self.objects else None
 
-    def _list(self, prefix: str) -> dict[str, float]:
-        return {key: self.age for key in sorted(self.objects) if key.startswith(prefix)}
+    def _age(self, key: str) -> float | None:
+        return 0.0 if key in self.objects else None
+
+    def _list(self, folder: str) -> list[str]:
+        return [key for key in sorted(self.objects) if key.startswith(f"{folder}/")]
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -15,10 +15,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fault_proxy import FaultProxy
-from servers import S3, SwiftServer
+from servers import AZURITE, S3, AzuriteServer, SwiftServer
 from small_models import make_models
 
 from dare.planning import parts
+from dare.tensors.stores import forget
 
 _NUMBERS = itertools.count()
 
@@ -99,6 +100,29 @@ def bucket(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     made = Bucket(f"bucket-{next(_NUMBERS)}", s3_server, s3_server.client())
     made.client.create_bucket(Bucket=made.name)
     return made
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    """A blob store on loopback, where node and Azurite are installed."""
+    if not AZURITE.exists():
+        pytest.skip(f"{AZURITE.parents[3]}: there is no Azurite; it needs npm")
+    with (
+        tempfile.TemporaryDirectory(prefix="dare-azurite-") as folder,
+        AzuriteServer(Path(folder)) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+def container(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of an empty container; the environment leads to its server."""
+    for name, value in azurite.environment.items():
+        monkeypatch.setenv(name, value)
+    name = f"container-{next(_NUMBERS)}"
+    azurite.make_container(name)
+    forget()
+    return f"az://{name}"
 
 
 @pytest.fixture

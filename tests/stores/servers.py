@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import ctypes
+import email.utils
+import hashlib
+import hmac
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +25,11 @@ import swift_server
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DARE_STORES_PYTHON", ROOT / ".venv-stores/bin/python"))
 """One that has Swift; `make test-stores` installs it."""
+AZURITE = (
+    Path(os.environ.get("DARE_AZURITE", ROOT / ".venv-stores/node_modules/azurite"))
+    / "dist/src/blob/main.js"
+)
+"""Which `make test-stores` installs where npm is there."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +103,80 @@ class SwiftServer:
         timer.cancel()
         if not line:
             raise OSError(f"Swift did not start:\n{(self._folder / 'log').read_text()}")
-        self.s3 = S3(f"http://127.0.0.1:{json.loads(line)['port']}")
+        started = json.loads(line)
+        self.s3 = S3(f"http://127.0.0.1:{started['port']}")
+        self.processes: list[int] = started["processes"]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
+
+
+class AzuriteServer:
+    """Microsoft's emulator of its blob store, while it is entered; it dies with this process."""
+
+    ACCOUNT = "devstoreaccount1"
+    KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    """Both are the same in every Azurite, and public."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> Self:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        arguments = ["--blobHost", "127.0.0.1", "--blobPort", str(self.port), "--silent"]
+        arguments += ["--location", self._folder, "--disableTelemetry", "--skipApiVersionCheck"]
+        self._process = subprocess.Popen(
+            ["node", AZURITE, *arguments],
+            stdout=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,  # noqa: PLW1509
+        )
+        until = time.monotonic() + 60
+        while not self._listens():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise OSError("Azurite did not start")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which obstore finds it."""
+        return {
+            "AZURE_STORAGE_USE_EMULATOR": "true",
+            "AZURITE_BLOB_STORAGE_URL": f"http://127.0.0.1:{self.port}",
+            "AZURE_STORAGE_ACCOUNT_NAME": self.ACCOUNT,
+        }
+
+    def make_container(self, name: str) -> None:
+        """Make one by a signed request, which obstore has no call for."""
+        date = email.utils.formatdate(usegmt=True)
+        place = f"/{self.ACCOUNT}/{self.ACCOUNT}/{name}\nrestype:container"
+        signed = "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:2021-08-06\n{place}"
+        digest = hmac.new(base64.b64decode(self.KEY), signed.encode(), hashlib.sha256).digest()
+        headers = {
+            "x-ms-date": date,
+            "x-ms-version": "2021-08-06",
+            "Content-Length": "0",
+            "Authorization": f"SharedKey {self.ACCOUNT}:{base64.b64encode(digest).decode()}",
+        }
+        url = f"http://127.0.0.1:{self.port}/{self.ACCOUNT}/{name}?restype=container"
+        request = urllib.request.Request(url, method="PUT", headers=headers)
+        with urllib.request.urlopen(request) as answer:
+            assert answer.status == 201
+
+
+def die_with_parent() -> None:
+    """Have the process that is about to run killed when this one dies."""
+    ctypes.CDLL(None).prctl(swift_server.PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 if __name__ == "__main__":  # for a look by hand

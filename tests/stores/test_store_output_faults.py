@@ -72,7 +72,7 @@ LASTING = {
     ),
     "slow down": (
         Fault("status", "PUT", PARTS, after=2),
-        r"refuses, after up to 4 tries.*SlowDown",
+        r"refuses, after up to 3 tries.*SlowDown",
     ),
     "resets": (Fault("reset", "PUT", PARTS, after=2), "does not answer"),
     "hangs": (Fault("hang", "PUT", PARTS, after=2), "does not answer"),
@@ -97,7 +97,7 @@ def test_what_lasts_is_told_and_the_same_merge_goes_on(
     assert bucket.uploads() == []
 
 
-def test_a_store_that_is_slow_is_waited_for_in_bounded_memory(bucket, proxy, models, tmp_path):
+def test_a_store_that_is_slow_is_waited_for(bucket, proxy, models, tmp_path):
     proxy.bandwidth = 15 << 20
     proxy.latency = 0.05
     dare.merge(recipe(models, bucket.url(OUT)))

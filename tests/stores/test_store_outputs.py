@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from safetensors.numpy import load, load_file
 from small_models import digests, recipe
+from swift_server import SECRET_KEY
 
 import dare
 from dare.errors import OutputError
+from dare.tensors.stores import forget
 
 MIB = 1 << 20
 
@@ -29,3 +36,48 @@ def test_an_output_in_s3_has_the_bytes_of_a_local_one(bucket, models, tmp_path, 
     assert not [key for key in bucket.keys("") if ".partial" in key]
     with pytest.raises(OutputError, match="exists already"):
         dare.merge(recipe(models, bucket.url(f"runs/{name}"), **settings))
+
+
+def test_the_program_merges_from_s3_to_s3_and_verifies(bucket, models, tmp_path):
+    """One recipe, one SHA-256: files to a file, S3 to S3; and safetensors loads what is there."""
+    here = [str(models / f"{name}.safetensors") for name in ("base", "math", "code")]
+    there = [bucket.put(f"in/{Path(file).name}", Path(file)) for file in here]
+    local, stored = tmp_path / "local.safetensors", bucket.url("out.safetensors")
+    for (base, *tuned), output in ((here, str(local)), (there, stored)):
+        dare_program("--base", base, "--merge", *tuned, "--output", output, "--seed", "7")
+    assert bucket.get("out.safetensors") == local.read_bytes()
+    assert dare_program("verify", stored).startswith("Intact  6 tensors")
+    assert set(load_file(local)) == set(load(bucket.get("out.safetensors")))
+    printed = dare_program("merge", "--recipe", stored, "--overwrite")
+    assert bucket.get("out.safetensors") == local.read_bytes()
+    for text in (printed, bucket.get("out.safetensors.manifest.json").decode()):
+        assert SECRET_KEY not in text
+        assert bucket.s3.access_key not in text
+
+
+def test_an_output_that_was_changed_in_the_store_is_found_out(bucket, models):
+    dare.merge(recipe(models, bucket.url("out.safetensors")))
+    content = bytearray(bucket.get("out.safetensors"))
+    content[-1] ^= 1
+    bucket.put("out.safetensors", bytes(content))
+    forget()
+    assert not dare.verify(bucket.url("out.safetensors")).ok
+
+
+def test_only_merges_are_written_to_stores(bucket, models):
+    with pytest.raises(OutputError, match="only a merge can be written to a store"):
+        dare.compress(
+            models / "base.safetensors",
+            models / "math.safetensors",
+            bucket.url("math.delta.safetensors"),
+            drop_rate=0.9,
+            verbose=False,
+        )
+    assert bucket.keys("") == []
+
+
+def dare_program(*arguments: str) -> str:
+    command = [sys.executable, "-m", "dare", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr

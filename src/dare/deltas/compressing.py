@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import MAX_METADATA, Described
+from dare.tensors.places import to_path
 from dare.tensors.sizes import parse_size, show_size
 
 AnyPath = str | PathLike[str]
@@ -86,7 +86,7 @@ def compress(
             target_error,
         )
         job = lossy_job(given, asked)
-    target, plan = Path(output), job.plan
+    target, plan = to_path(output), job.plan
     layout = Layout(target, {target.name: ()})
     settle(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]

@@ -145,7 +145,7 @@ def extract_adapter(
     change = _open(base, model, as_stored, fan_in_fan_out)
     chosen = _choose(change, modules)
     inputs = [*change.base.files, *change.model.files]
-    with AdapterOutput(Path(output), kind, inputs, overwrite=overwrite) as writing:
+    with AdapterOutput(to_path(output), kind, inputs, overwrite=overwrite) as writing:
         with reading([change.base, change.model]):
             extracted = list(_extract(change, chosen, wanted, writing))
             ranks = {module.name: module.rank for module in extracted}

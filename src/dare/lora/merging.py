@@ -35,6 +35,7 @@ from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.run.execute import draw_conclusions, execute
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
+from dare.tensors.places import to_path
 from dare.tensors.sizes import show_size
 
 Floats = NDArray[np.float32]
@@ -225,7 +226,7 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
     """Carry a plan out: write the adapter and say what was done."""
     started = time.perf_counter()
     inputs = [file for adapter in plan.adapters for file in adapter.files]
-    with AdapterOutput(Path(output), plan.dtype, inputs, overwrite=overwrite) as writing:
+    with AdapterOutput(to_path(output), plan.dtype, inputs, overwrite=overwrite) as writing:
         modules = []
         for module, merged, bias in _summed(plan) if plan.is_additive else _elementwise(plan):
             if merged.rank == 0:

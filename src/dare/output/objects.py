@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+MARK = "dare"
+"""What our mark is called among the metadata of an object."""
 GOES_ON = "run the same merge again, it goes on where it stopped"
 
 
@@ -50,8 +52,11 @@ class Objects(Protocol):
     def mark_of(self, key: str) -> str | None:
         """The mark of an object, or nothing if it has none; None if there is no object."""
 
-    def list(self, prefix: str) -> Mapping[str, float]:
-        """The keys that begin so, and how many seconds ago each was stored."""
+    def age(self, key: str) -> float | None:
+        """How many seconds ago an object was stored; None if there is none."""
+
+    def list(self, folder: str) -> list[str]:
+        """The keys below a folder."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, if they are there."""

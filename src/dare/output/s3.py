@@ -12,10 +12,11 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from dare.errors import OutputError
-from dare.output.objects import GOES_ON, Sent, Upload
+from dare.output.objects import GOES_ON, MARK, Sent, Upload
 from dare.planning.parts import UPLOADS
 from dare.tensors.stores import INSTALL, aws_session
 
@@ -24,8 +25,6 @@ TRIES = 6
 CONNECT_SECONDS = 10
 ANSWER_SECONDS = 30
 KEYS_AT_ONCE = 1000
-MARK = "dare"
-"""What our mark is called among an object's metadata."""
 
 _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _TAKEN = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
@@ -134,14 +133,20 @@ class S3Objects:
             answer = self._ask("head_object", *_ABSENT, Key=key)
         return None if answer is None else str(answer.get("Metadata", {}).get(MARK, ""))
 
-    def list(self, prefix: str) -> dict[str, float]:
-        found = {}
-        with self._explaining(prefix):
+    def age(self, key: str) -> float | None:
+        with self._explaining(key):
+            answer = self._ask("head_object", *_ABSENT, Key=key)
+        if answer is None:
+            return None
+        # By the clock of the store alone: ours may be wrong.
+        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return float((now - answer["LastModified"]).total_seconds())
+
+    def list(self, folder: str) -> list[str]:
+        with self._explaining(folder):
             pages = self._client.get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=prefix):
-                for entry in page.get("Contents", ()):
-                    found[entry["Key"]] = _age(page, entry["LastModified"])
-        return found
+            found = pages.paginate(Bucket=self._bucket, Prefix=f"{folder}/")
+            return [entry["Key"] for page in found for entry in page.get("Contents", ())]
 
     def delete(self, keys: Iterable[str]) -> None:
         rest = list(keys)
@@ -270,11 +275,3 @@ def _md5(content: bytes) -> str:
 
 def _code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code") or "unknown")
-
-
-def _age(answer: Mapping[str, Any], stored: Any) -> float:
-    """Seconds since something was stored, by the clock of the store alone."""
-    from email.utils import parsedate_to_datetime
-
-    now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-    return float((now - stored).total_seconds())

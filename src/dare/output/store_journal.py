@@ -93,7 +93,7 @@ class StoreJournal:
 
     def read_parts(self, fingerprint: str) -> dict[PartName, SentPart]:
         """What is known of the parts of a merge."""
-        keys = [key for key in self._objects.list(f"{self.folder}/journal/") if self._part(key)]
+        keys = [key for key in self._objects.list(f"{self.folder}/journal") if self._part(key)]
         found: dict[PartName, SentPart] = {}
         with ThreadPoolExecutor(READERS) as pool:
             for key, text in zip(keys, pool.map(self._objects.get, keys), strict=True):
@@ -120,14 +120,14 @@ class StoreJournal:
 
     def is_empty(self) -> bool:
         """Whether there is nothing but mark and lock."""
-        return set(self._objects.list(f"{self.folder}/")) <= {self._mark, self.lock}
+        return set(self._objects.list(self.folder)) <= {self._mark, self.lock}
 
     def claim(self) -> None:
         """Mark the folder as ours, or find our mark there."""
         found = self._objects.get(self._mark)
         if found is not None and MARK.startswith(found):
             return
-        others = sorted(set(self._objects.list(f"{self.folder}/")) - {self._mark, self.lock})
+        others = sorted(set(self._objects.list(self.folder)) - {self._mark, self.lock})
         if found is not None or others:
             raise OutputError(
                 f"{self._objects.describe(self.folder)}: holds {(others or [self._mark])[0]} and "
@@ -164,7 +164,7 @@ class StoreJournal:
     def clear(self, *, keep_lock: bool = False) -> None:
         """Remove everything; what tells that there is something to remove goes last."""
         last = {self._finish, self._mark, self.lock}
-        others = set(self._objects.list(f"{self.folder}/")) - {*last, self._start}
+        others = set(self._objects.list(self.folder)) - {*last, self._start}
         last -= {self.lock} if keep_lock else set()
         for keys in ({self._start}, others, last):
             self._objects.delete(sorted(keys))

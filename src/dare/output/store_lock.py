@@ -51,7 +51,7 @@ class StoreLock:
                 threading.Thread(target=self._live, name="dare-lock", daemon=True).start()
                 return
             found = self._objects.get(self._key)
-            silent = self._objects.list(self._key).get(self._key)
+            silent = self._objects.age(self._key)
             if found is None or silent is None:
                 continue
             if not _is_dead(found) and silent < SILENT_SECONDS:

@@ -190,7 +190,7 @@ class StoreOutput:
                 if mark == upload.mark:
                     self._published.add(file)
         under_way = [file for file in started.uploads if file not in self._published]
-        kept = set(self._objects.list(f"{self._journal.folder}/first/"))
+        kept = set(self._objects.list(f"{self._journal.folder}/first"))
         listed = self._each(lambda file: self._objects.sent(started.uploads[file]), under_way)
         lost = 0
         for file, sent in zip(under_way, listed, strict=True):
@@ -295,8 +295,11 @@ class StoreOutput:
         file, info = self._files.places[name]
         place = info.start + offset
         self._sender.reserve(data.size)
-        filling = self._filled(file, part_at(self._parts[file], place))
-        filling.pieces[place] = data.tobytes()
+        while data.size:  # of several chunks, it may be
+            part = part_at(self._parts[file], place)
+            piece, data = np.split(data, [part.start + part.nbytes - place])
+            self._filled(file, part).pieces[place] = piece.tobytes()
+            place += piece.size
 
     def record(self, records: Sequence[Record]) -> None:
         for record in records:

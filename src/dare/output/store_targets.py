@@ -16,6 +16,7 @@ from dare.output.journal import Found
 from dare.output.objects import Objects
 from dare.output.s3 import open_bucket
 from dare.output.sealing import SEAL
+from dare.output.staged import StagedObjects
 from dare.output.store_journal import StoreJournal
 from dare.output.targets import manifest_path, partial_folder
 from dare.planning.layout import Layout
@@ -35,9 +36,11 @@ def open_objects(target: StorePath) -> Objects:
         raise OutputError(f"{target}: is not a name for an output; give one within the bucket")
     if target.scheme == "s3":
         return open_bucket(target.authority)
+    if target.scheme in ("gs", "az"):
+        return StagedObjects(store_path(partial_folder(target)))
     raise OutputError(
-        f"{target}: outputs cannot be written to {target.scheme}:// addresses; choose s3:// or "
-        " a place on this machine"
+        f"{target}: outputs cannot be written to {target.scheme}:// addresses; choose s3://, "
+        "gs://, az:// or a place on this machine"
     )
 
 
@@ -59,11 +62,9 @@ def existing(layout: Layout, objects: Objects) -> list[str]:
     """The names of what lies where the output would be."""
     target = store_path(layout.target)
     if layout.is_directory:
-        prefix = f"{target.key}/"
-        return [key.removeprefix(prefix) for key in objects.list(prefix)]
+        return [key.removeprefix(f"{target.key}/") for key in objects.list(target.key)]
     names = (target.name, manifest_path(target).name)
-    found = objects.list(target.key)
-    return [name for name in names if key_of(layout, name) in found]
+    return [name for name in names if objects.mark_of(key_of(layout, name)) is not None]
 
 
 def written_names(layout: Layout, objects: Objects) -> list[str] | None:

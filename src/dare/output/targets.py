@@ -9,6 +9,7 @@ carries a mark; one without it is somebody else's and stays as it is.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from dare.errors import InputError, OutputError
 from dare.output.sealing import read_sealed
 from dare.planning.layout import Layout
+from dare.planning.slices import Slice
 from dare.tensors.places import StorePath
 
 MANIFEST_NAME = "dare-manifest.json"
@@ -42,6 +44,20 @@ def manifest_path(target: Path) -> Path:
     return target / MANIFEST_NAME
 
 
+def slice_journal(folder: Path, part: Slice) -> Path:
+    """Where a slice of a merge keeps its journal."""
+    return folder / f"slice-{part.number}-of-{part.of}.jsonl"
+
+
+def slice_journals(folder: Path) -> dict[Slice, Path]:
+    """The journals of slices that are there."""
+    found = {}
+    for path in folder.glob("slice-*-of-*.jsonl"):
+        if name := re.fullmatch(r"slice-([0-9]{1,6})-of-([0-9]{1,6})", path.stem):
+            found[Slice(*map(int, name.groups()))] = path
+    return dict(sorted(found.items()))
+
+
 def has_mark(folder: Path) -> bool:
     """Whether a folder is one in which an output is being made, or was."""
     mark = folder / MARK_NAME
@@ -61,10 +77,7 @@ def is_only_name(path: Path) -> bool:
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to touch an input, ever, and to replace an output unless told to."""
     target = layout.target
-    if layout.is_sent:
-        raise OutputError(
-            f"{target}: only a merge can be written to a store; choose a place on this machine"
-        )
+    check_is_here(layout)
     _check_name(target)
     _check_inputs(layout, inputs)
     if not os.path.lexists(target):
@@ -83,6 +96,15 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         _check_folder(target)
     else:
         _check_manifest(target)
+
+
+def check_is_here(layout: Layout) -> None:
+    """Refuse a place in a store; merges do not come here with one."""
+    if layout.is_sent:
+        raise OutputError(
+            f"{layout.target}: only a merge can be written to a store; choose a place on this "
+            "machine"
+        )
 
 
 def _check_name(target: Path) -> None:

@@ -497,6 +497,26 @@ def status(path: Address) -> os.stat_result:
     raise FileNotFoundError(2, "No such file or directory", str(path))
 
 
+# ---------------------------------------------------------------- for those who write
+
+
+def connection(path: Address) -> Any:
+    """The client for the bucket or container that a place lies in."""
+    return _locate(path)[0]
+
+
+def taken() -> type[Exception]:
+    """What a client raises if an object should be new and is not."""
+    from obstore import exceptions
+
+    return exceptions.AlreadyExistsError
+
+
+def explain(path: Address, error: Exception) -> str:
+    """What is wrong and what to do, in our words and without secrets."""
+    return str(_explained(path, error))
+
+
 # ---------------------------------------------------------------- what went wrong
 
 
