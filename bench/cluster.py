@@ -11,7 +11,6 @@ cluster is in a network of its own, which has nothing but loopback (see tests/cl
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -82,25 +81,13 @@ def run_cluster(folders: list[Path], output: Path, log: Path) -> dict[str, float
     }
 
 
-def processor_seconds() -> float:
-    """What all processes here have taken, with those that have ended; we are alone here."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            ticks += sum(map(int, stat.read_text().rpartition(")")[2].split()[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def measure(kind: str, folders: list[Path], place: Path) -> dict[str, float]:
     """One merge in a process of its own."""
     output = place / "merged"
-    before = processor_seconds()
     command = [sys.executable, __file__, "--one", kind, str(output), *map(str, folders)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    time.sleep(2)  # until the nodes' processes have ended
-    taken = processor_seconds() - before
     shutil.rmtree(output)
-    return {**json.loads(found), "processor": taken}
+    return json.loads(found)
 
 
 def start_nodes(folder: Path) -> list[subprocess.Popen[str]]:
@@ -138,8 +125,6 @@ def compare(folders: list[Path], place: Path, runs: int) -> None:
     busy = [run["in batches"] / (len(NODES) * run["work"]) for run in found["cluster"]]
     starting = statistics.median(run["starting"] for run in found["cluster"])
     print(f"nodes were ready after {starting:.1f} s, and busy {statistics.median(busy):.1%} then")
-    taken = {kind: statistics.median(r["processor"] for r in runs) for kind, runs in found.items()}
-    print(", ".join(f"{kind}: {seconds:.1f} s of processors" for kind, seconds in taken.items()))
 
 
 def main() -> None:
