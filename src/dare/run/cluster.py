@@ -32,6 +32,8 @@ from dare.tensors.sizes import show_size
 
 BATCH_BYTES = 64 << 20
 """What a batch reads at the most, unless a single step reads more."""
+MANY_NODES, MORE = 16, 4
+"""From so many nodes on batches are so many times as large, or the driver could not keep up."""
 WAITING = 2
 """Batches that wait at a node while its threads have theirs."""
 LOOK_SECONDS = 2.0
@@ -376,9 +378,10 @@ class _Driver:
     def _hand_out(self) -> None:
         """Give every node as much as its threads can do, and a little more."""
         held = Counter(call.member.id for call in self._calls.values())
+        limit = self._settings.limit * (MORE if len(self._members) > MANY_NODES else 1)
         while hungry := [m for m in self._ready() if held[m.id] < m.threads + WAITING]:
             member = min(hungry, key=lambda member: held[member.id] / member.threads)
-            batch = self._schedule.take_now(self._settings.limit)
+            batch = self._schedule.take_now(limit)
             if batch is None:
                 return
             if (batch := self._without_conclusions(batch)).steps:
