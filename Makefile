@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
-	test-peers test-stores bench pre-commit check-workflows clean
+	test-peers test-cluster test-stores bench pre-commit check-workflows clean
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -29,6 +29,7 @@ help:
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the pages in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
+	@echo "make test-cluster  merges on a Ray cluster of three nodes, killed and restarted (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
@@ -97,6 +98,9 @@ test-browser: $(VENV)/tools-ready
 
 test-real: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet tests/real
+
+test-cluster: $(VENV)/dev-ready
+	$(BIN)/python tests/cluster/inside.py
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers

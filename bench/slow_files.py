@@ -5,9 +5,9 @@
     python bench/slow_files.py slow_files bench/data/llama-50m --output /dev/shm
 
 Each row mounts the folder with another delay. Before every run, the kernel forgets what it has read
-of these files. Beside the merge stand `cat`, one reader in order, and many readers at once, which
-shows what the file system can give. Seconds of a merge are those of its report: Python and the
-kernels are there already.
+of these files. Beside the merge stand `cat`, many readers at once, which shows what the file
+system can give, and one thread that only asks and reads. Seconds of a merge are those of its
+report: Python and the kernels are there already.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import dare
+from dare.inputs.reading import read_chunks
+from dare.inputs.sources import open_source
 
 PIECE = 1 << 20
 READERS = 64
@@ -74,6 +76,17 @@ def read_at_once(files: Sequence[Path]) -> float:
     return time.perf_counter() - started
 
 
+def read_asked(files: Sequence[Path]) -> float:
+    """One thread that reads what it has asked for a little before, as a merge does."""
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_source(file)) for file in files]
+        for name in sources[0].tensors:
+            for _ in read_chunks(sources, name):
+                pass
+    return time.perf_counter() - started
+
+
 def merge(folders: Sequence[Path], method: str, output: Path) -> float:
     base, *models = folders
     recipe = dare.Recipe(base=base, models=models, method=method, output=output, verbose=False)
@@ -94,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = sorted(path.name for path in given.folder.iterdir())
     for method in METHODS:  # so that kernels are there
         merge([given.folder / name for name in names], method, output)
-    print(f"{'ms':>5} {'MB':>5} {'cat':>7} {'at once':>8}", *(f"{m:>13}" for m in METHODS))
+    columns = [f"{name:>11}" for name in ("cat", "at once", "asked", *METHODS)]
+    print(f"{'ms':>5} {'MB':>5}", *(columns[3:] if given.only_merges else columns))
     for delay in given.delays:
         with mounted(given.program, given.folder, delay, given.in_flight) as place:
             device = place.stat().st_dev
@@ -103,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folders = [place / name for name in names]
             files = [folder / "model.safetensors" for folder in folders]
             seconds = []
-            for read in () if given.only_merges else (read_in_order, read_at_once):
+            for read in () if given.only_merges else (read_in_order, read_at_once, read_asked):
                 forget(files)
                 seconds.append(read(files))
             for method in METHODS:

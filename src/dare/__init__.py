@@ -24,7 +24,7 @@ _NAMES = {
         "Configuration DARESparsityAnalyzer LayerSparsityMetrics SparsityAnalysis "
         "dare_merge_readiness"
     ),
-    "api": "apply_delta load_recipe merge merge_arrays plan",
+    "api": "apply_delta finish load_recipe merge merge_arrays merge_slice plan",
     "compat": (
         "DareConfig DareMerger dare_drop dare_merge dare_slerp_merge dare_sparsify "
         "dare_ties_merge detect_delta_sparsity ties_disjoint_merge ties_elect_sign "
@@ -34,10 +34,11 @@ _NAMES = {
     "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
-        "DareError DareWarning EvaluationError HeaderError InputError MismatchError OutputError "
-        "RecipeError VerificationError"
+        "ClusterError DareError DareWarning EvaluationError HeaderError InputError MismatchError "
+        "OutputError RecipeError VerificationError"
     ),
     "output.report": "Report",
+    "output.slices": "SliceReport",
     "output.verification": "Verification verify",
     "planning.plan": "Plan",
     "recipe.schema": "ModelEntry Recipe TensorRule",

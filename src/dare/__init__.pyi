@@ -14,9 +14,11 @@ from dare.analysis.sparsity import (
 )
 from dare.api import (
     apply_delta as apply_delta,
+    finish as finish,
     load_recipe as load_recipe,
     merge as merge,
     merge_arrays as merge_arrays,
+    merge_slice as merge_slice,
     plan as plan,
 )
 from dare.compat import (
@@ -36,6 +38,7 @@ from dare.deltas.compressing import compress as compress
 from dare.deltas.live import LiveDelta as LiveDelta, load_delta as load_delta
 from dare.deltas.reports import DeltaReport as DeltaReport, Restoration as Restoration
 from dare.errors import (
+    ClusterError as ClusterError,
     DareError as DareError,
     DareWarning as DareWarning,
     EvaluationError as EvaluationError,
@@ -47,6 +50,7 @@ from dare.errors import (
     VerificationError as VerificationError,
 )
 from dare.output.report import Report as Report
+from dare.output.slices import SliceReport as SliceReport
 from dare.output.verification import Verification as Verification, verify as verify
 from dare.planning.plan import Plan as Plan
 from dare.recipe.schema import ModelEntry as ModelEntry, Recipe as Recipe, TensorRule as TensorRule

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -17,15 +17,22 @@ from dare.errors import (
     DareWarning,
     InputError,
     Notice,
+    OutputError,
     RecipeError,
     VerificationError,
 )
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
-from dare.output.destinations import check_target, finished_before, open_output, settle
+from dare.output.destinations import (
+    AnyOutput,
+    check_target,
+    finished_before,
+    open_output,
+    settle,
+)
 from dare.output.fingerprint import fingerprint
-from dare.output.journal import Record
+from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
     embedded_manifest,
@@ -37,14 +44,23 @@ from dare.output.manifest import (
 from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
+from dare.output.slices import (
+    FinishingOutput,
+    Gone,
+    SliceOutput,
+    SliceReport,
+)
 from dare.output.writer import ArraySink
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.planning.slices import Division, Slice
 from dare.recipe.document import read_toml, recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.execute import execute, with_same_inputs
-from dare.run.progress import COMPILING, show_progress
+from dare.run.merge_job import check_for_cluster, execute_on_cluster
+from dare.run.progress import COMPILING, Display, Meter, show_progress
+from dare.run.slices import Feedback, SharedCensuses
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.places import to_path
@@ -108,6 +124,7 @@ def merge(
     started = time.perf_counter()
     planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
     recipe = planned.recipe
+    check_for_cluster(planned)
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
     if resume and (finished := _finished_before(planned)) is not None:
         settle(layout)
@@ -115,56 +132,205 @@ def merge(
     noticed = glance(planned)
     _warn(recipe, [*planned.warnings, *noticed])
     _rehearse(planned, layout)
-
-    bytes_read = 0
-    counting = threading.Lock()
-    metadata = metadata_of(embedded_manifest(planned))
     with (
-        open_output(
-            layout, metadata, fingerprint(planned), planned.stamps, resume=resume
-        ) as output,
+        open_output(*_output_of(planned, layout), resume=resume) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
-        if output.started_over:
-            text = f"{output.folder}: {output.started_over}"
-            noticed.append(Notice(Concern.LEFTOVERS, text))
-            _warn(recipe, noticed[-1:])
-
-        def advance(nbytes: int) -> None:
-            nonlocal bytes_read
-            with counting:
-                bytes_read += nbytes
-            display.advance(nbytes)
-
-        if output.doubtful:
-            display.announce("comparing the inputs with those of the earlier try")
-            output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
+        noticed += _take_over(planned, output, display)
+        meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
-        records = execute(
-            planned,
-            output,
-            done=output.resumed,
-            progress=advance,
-            announce=lambda: display.announce(COMPILING),
-        )
+        if recipe.cluster is None:
+            records = execute(
+                planned,
+                output,
+                done=output.resumed,
+                progress=meter.advance,
+                announce=lambda: display.announce(COMPILING),
+            )
+        else:
+            records = execute_on_cluster(
+                planned,
+                output,
+                metadata_of(embedded_manifest(planned)),
+                done=output.resumed,
+                progress=meter.advance,
+                announce=display.announce,
+            )
         report = make_report(
             planned,
             records,
             seconds=time.perf_counter() - started,
-            bytes_read=bytes_read,
+            bytes_read=meter.bytes_read,
             resumed_chunks=len(output.resumed),
             noticed=noticed,
         )
-        check_digests(planned, report.digests)
-        embedded = _embedded(planned, report)
-        output.add_files(sidecar_files(planned, report))
-        problems = output.finish(
-            checked_metadata(layout, embedded),
-            full_manifest(planned, report, embedded),
-            overwrite=overwrite,
+        return _publish(planned, output, report, len(noticed), overwrite=overwrite)
+
+
+def merge_slice(
+    recipe: AnyRecipe | Plan,
+    slice: str,  # noqa: A002 (it is the word for it)
+    *,
+    overwrite: bool = False,
+    wait: float = 600,
+    backend: str = "cpu",
+) -> SliceReport:
+    """Do one part of a merge, such as `3/16`, the third of sixteen, counted from 1.
+
+    Each part is for a process of its own, on any machine that shares the files. The last one that
+    is done publishes the output and has its report. A slice that ranks the elements of whole models
+    needs what the others find in their tensors: it waits for those that run, so many seconds if
+    there is no news, and does the others' looking itself.
+    """
+    started = time.perf_counter()
+    part = Slice.parse(slice)
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
+    layout = _shared_layout(planned, overwrite=overwrite)
+    if (finished := _finished_before(planned)) is not None:
+        settle(layout)
+        return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
+    noticed = glance(planned)
+    _warn(planned.recipe, [*planned.warnings, *noticed])
+    _rehearse(planned, layout)
+    done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
+    report = None
+    if not done.unfinished:
+        with suppress(Gone, Busy):  # another was as far at the same moment, and publishes it
+            report = _finish(planned, layout, noticed, overwrite=overwrite, wait=wait)
+    return replace(done, seconds=time.perf_counter() - started, report=report)
+
+
+def _do_slice(
+    planned: Plan,
+    layout: Layout,
+    part: Slice,
+    noticed: list[Notice],
+    *,
+    overwrite: bool,
+    wait: float,
+) -> SliceReport:
+    """Make the chunks of a slice, and see which slices are not complete then."""
+    division = Division(planned, part.of)
+    share = division.share(part.number)
+    total = planned.cost.bytes_read * division.nbytes(share) // division.total
+    with (
+        SliceOutput(*_output_of(planned, layout), part, share, overwrite=overwrite) as output,
+        show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
+    ):
+        noticed += _take_over(planned, output, display)
+        meter = Meter(display)
+        display.advance(_bytes_taken_over(planned, output.resumed))
+        identity = f"{fingerprint(planned)} {planned.stamps}"
+        feedback = Feedback(meter.advance, lambda: display.announce(COMPILING), display.announce)
+        known = SharedCensuses(
+            planned, part, division, output.folder, identity, wait, feedback
+        ).conclusions()
+        execute(
+            planned,
+            output,
+            done=output.resumed,
+            progress=feedback.progress,
+            announce=feedback.compiling,
+            known=known,
+            share=share,
         )
-    late = [Notice(Concern.LEFTOVERS, f"{layout.target} is complete, but {p}") for p in problems]
-    _warn(recipe, [*report.warnings[len(planned.warnings) + len(noticed) :], *late])
+        output.end(meter.bytes_read)
+    return SliceReport(
+        slice=str(part),
+        chunks=sum(map(len, share.values())),
+        resumed_chunks=len(output.resumed),
+        bytes_read=meter.bytes_read,
+        seconds=0.0,
+        unfinished=output.unfinished(),
+        report=None,
+    )
+
+
+def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
+    """Publish an output whose slices are all done; raise OutputError if something is missing."""
+    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
+    layout = _shared_layout(planned, overwrite=overwrite)
+    if (finished := _finished_before(planned)) is not None:
+        settle(layout)
+        return finished
+    noticed = glance(planned)
+    _warn(planned.recipe, [*planned.warnings, *noticed])
+    return _finish(planned, layout, noticed, overwrite=overwrite)
+
+
+def _finish(
+    planned: Plan, layout: Layout, noticed: list[Notice], *, overwrite: bool, wait: float = 0
+) -> Report:
+    with (
+        FinishingOutput(*_output_of(planned, layout), wait=wait) as output,
+        show_progress(0, "finishing", visible=planned.recipe.verbose) as display,
+    ):
+        noticed = [*noticed, *_take_over(planned, output, display)]
+        output.check_complete(planned)
+        output.adopt()
+        report = make_report(
+            planned,
+            output.resumed,
+            seconds=output.seconds,
+            bytes_read=output.bytes_read,
+            resumed_chunks=output.resumed_chunks,
+            noticed=noticed,
+        )
+        return _publish(planned, output, report, len(noticed), overwrite=overwrite)
+
+
+def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
+    """The layout of an output that slices can write to."""
+    if planned.recipe.cluster is not None:
+        raise RecipeError(
+            f'cluster = "{planned.recipe.cluster}": slices run without a cluster; leave one of '
+            "the two out"
+        )
+    if planned.layout is not None and planned.layout.is_sent:
+        raise OutputError(
+            f"{planned.layout.target}: slices need an output on a file system that all of them "
+            "see, not in a store; merge without --slice, or copy the output there afterwards"
+        )
+    return checked_layout(planned, overwrite=overwrite)
+
+
+def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], str, str]:
+    """What an output under way is known by."""
+    metadata = metadata_of(embedded_manifest(planned))
+    return layout, metadata, fingerprint(planned), planned.stamps
+
+
+def _take_over(planned: Plan, output: AnyOutput, display: Display) -> list[Notice]:
+    """Say what is not used of an earlier try, and see whether the rest was made of these inputs."""
+    noticed = []
+    if output.started_over:
+        text = f"{output.folder}: {output.started_over}"
+        noticed.append(Notice(Concern.LEFTOVERS, text))
+        _warn(planned.recipe, noticed)
+    if output.doubtful:
+        display.announce("comparing the inputs with those of the earlier try")
+        output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
+    return noticed
+
+
+def _publish(
+    planned: Plan, output: AnyOutput, report: Report, noticed: int, *, overwrite: bool
+) -> Report:
+    """Put the last files beside the weights and give the output its name.
+
+    So many of the report's warnings were noticed since the plan and have been shown.
+    """
+    check_digests(planned, report.digests)
+    embedded = _embedded(planned, report)
+    output.add_files(sidecar_files(planned, report))
+    problems = output.finish(
+        checked_metadata(output.layout, embedded),
+        full_manifest(planned, report, embedded),
+        overwrite=overwrite,
+    )
+    target = output.layout.target
+    late = [Notice(Concern.LEFTOVERS, f"{target} is complete, but {p}") for p in problems]
+    _warn(planned.recipe, [*report.warnings[len(planned.warnings) + noticed :], *late])
     return replace(report, warnings=(*report.warnings, *late))
 
 

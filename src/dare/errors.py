@@ -6,6 +6,7 @@
     │   └── HeaderError    … because its safetensors header or index is not valid
     ├── MismatchError      the inputs do not fit together; lists every finding
     ├── OutputError        the output cannot be written, or would destroy something
+    ├── ClusterError       a cluster cannot be reached, or a node of it cannot be used
     ├── VerificationError  an output has no manifest to compare it with
     └── EvaluationError    an evaluator gave no scores for a candidate; has what it printed
 
@@ -70,6 +71,10 @@ class MismatchError(DareError):
 
 class OutputError(DareError):
     """The output cannot be written: it exists, it is an input, or the disk is full."""
+
+
+class ClusterError(DareError):
+    """A cluster cannot be reached, a node of it cannot be used, or none is left."""
 
 
 class VerificationError(DareError):

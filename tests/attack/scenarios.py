@@ -36,6 +36,7 @@ MODELS = (*MODELS, "../inputs/two.safetensors")
 FOLDERS = ("--base", "../inputs/base", "--merge", "../inputs/one", "../inputs/two")
 SETTINGS = ("--method", "dare_ties", "--drop-rate", "0.4", "--threads", "1")
 SHARDS = (*FOLDERS, *SETTINGS, "--shard-size", "1MB")
+CENSUS = ("--method", "trim+ties", "--scope", "model", "--threads", "1")
 EXTRACT = ("lora", "extract", "--base", "../inputs/small", "--model", "../inputs/tuned")
 ADAPTERS = ("lora", "merge", "../inputs/adapter-1", "../inputs/adapter-2")
 COMPRESS = ("compress", "../inputs/base", "../inputs/one", "--threads", "1")
@@ -55,12 +56,21 @@ class Scenario:
     output: str
     arguments: tuple[str, ...]
     before: tuple[str, ...] | None = None
+    slices: int = 0
+    """Of so many slices all but the last are done before, and the command is the last."""
 
     @property
     def command(self) -> tuple[str, ...]:
         """The whole command line."""
+        return self.commands[-1]
+
+    @property
+    def commands(self) -> list[tuple[str, ...]]:
+        """The command lines of all slices, or the only one."""
         again = () if self.before is None else ("--overwrite",)
-        return (*self.arguments, "--output", self.output, "--quiet", *again)
+        whole = (*self.arguments, "--output", self.output, "--quiet", *again)
+        slices = (f"{number}/{self.slices}" for number in range(1, self.slices + 1))
+        return [(*whole, "--slice", text) for text in slices] or [whole]
 
     @property
     def is_file(self) -> bool:
@@ -77,6 +87,8 @@ SCENARIOS = [
     Scenario(
         "directory again", "out", SHARDS, (*FOLDERS, *SETTINGS, "--seed", "1", "--scale", "0.5")
     ),
+    Scenario("slice", "out.safetensors", (*MODELS, *CENSUS), slices=3),
+    Scenario("slice of a directory", "out", SHARDS, slices=2),
     Scenario("extract", "out", (*EXTRACT, "--rank", "4")),
     Scenario("extract again", "out", (*EXTRACT, "--rank", "4"), (*EXTRACT, "--rank", "2")),
     Scenario("adapters", "out", ADAPTERS),
@@ -254,6 +266,9 @@ def find_end(place: Place, scenario: Scenario) -> End:
     if scenario.before is not None:
         made = place.run((*scenario.before, "--output", scenario.output))
         assert made.status == 0, made.err
+    for command in scenario.commands[:-1]:
+        made = place.run(command)
+        assert made.status == 0, made.err
     start = contents(place.work)
     ends, counts = [], []
     for reads in (False, True):
@@ -330,12 +345,13 @@ def check_between(place: Place, scenario: Scenario, context: str) -> bool:
                 f"{context}: weights and manifest are not of one merge, and verify says intact"
             )
         return weights == end.new[scenario.output]
+    is_old = scenario.output in end.start
     if scenario.output not in found:
-        assert not end.start, f"{context}: the old output is gone and the new one is not there"
+        assert not is_old, f"{context}: the old output is gone and the new one is not there"
         return False
     if has(found, end.new, end):
         return True
-    assert end.start, f"{context}: the output is there and is not complete"
+    assert is_old, f"{context}: the output is there and is not complete"
     assert has(found, end.start, end), f"{context}: the output is neither the old nor the new one"
     return False
 
@@ -345,7 +361,8 @@ def check_end(place: Place, scenario: Scenario, context: str) -> None:
     end = place.end(scenario)
     is_new = check_between(place, scenario, context)
     again = place.run(scenario.command)
-    is_there = again.status == 1 and is_new and not end.start and "exists already" in again.err
+    is_old = scenario.output in end.start
+    is_there = again.status == 1 and is_new and not is_old and "exists already" in again.err
     assert again.status == 0 or is_there, f"{context}: then {again.err}"
     check_whole(place, scenario, f"{context}, and then again")
 

@@ -6,8 +6,8 @@ import random
 import signal
 
 from interposing import Job
+from scenarios import SCENARIOS as ALL
 from scenarios import (
-    SCENARIOS,
     Place,
     Scenario,
     check_between,
@@ -17,6 +17,8 @@ from scenarios import (
     chosen,
 )
 
+SCENARIOS = [scenario for scenario in ALL if not scenario.slices]
+"""Slices are for `test_slices_killed.py`."""
 KILLS = 1000
 """At full size, over all scenarios."""
 CROWDS = 160

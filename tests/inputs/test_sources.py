@@ -343,11 +343,29 @@ def test_bytes_are_asked_for_in_pieces_the_system_reads_ahead(tmp_path, monkeypa
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, *what: asked.append(what))
     monkeypatch.setattr(files, "_read_ahead", lambda _device: 300_000)
+    monkeypatch.setattr(files, "_is_in_memory", lambda _file: False)
+    monkeypatch.setattr(files.LocalFile, "_is_there", lambda _file, _position: False)
     with open_source(path) as source:
         source.prefetch("w", 50_000, 150_000)
     first = path.stat().st_size - 600_000
     needed = os.POSIX_FADV_WILLNEED
     assert asked == [(first, 300_000, needed), (first + 300_000, 300_000, needed)]
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="nobody can say what is in memory")
+def test_what_is_in_memory_is_not_asked_for(tmp_path, monkeypatch):
+    path = save(tmp_path / "m.safetensors", {"w": np.zeros(200_000, np.float32)})
+    path.read_bytes()
+    looks, asked, opened = [], [], open_source(path)
+    monkeypatch.setattr(files, "_is_in_memory", lambda _file: False)
+    monkeypatch.setattr(os, "preadv", lambda *what: looks.append(what) or len(looks) < 4)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, *what: asked.append(what))
+    with opened as source:
+        for _ in range(2 + 4 + 8):
+            source.prefetch("w", 0, 10)
+        assert (len(looks), asked) == (3, [])  # looked at after 0, 1 and 3 more
+        source.prefetch("w", 0, 10)
+        assert len(asked) == 1  # and what is no longer there is asked for at once
 
 
 def test_a_walk_asks_for_what_comes_next(tmp_path, monkeypatch):

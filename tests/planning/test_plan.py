@@ -287,7 +287,10 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
         ({"w": np.zeros(4, np.float64)}, {}),
     ],
 )
-def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(model, settings):
+def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(
+    model, settings, monkeypatch
+):
+    monkeypatch.setattr("dare.planning.cost.CHUNKS_AT_ONCE", 1)
     base = {"w": np.zeros(4, np.float16)}
     weights = settings.pop("weights", [None, None])
     entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]
@@ -298,7 +301,8 @@ def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(model, se
     assert made.cost.workspace_bytes - usual.cost.workspace_bytes == 4 * CHUNK * (2 + 4 + 1) + wider
 
 
-def test_a_thread_takes_memory_for_the_widest_type():
+def test_a_thread_takes_memory_for_the_widest_type(monkeypatch):
+    monkeypatch.setattr("dare.planning.cost.CHUNKS_AT_ONCE", 1)
     narrow = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float16)})
     wide = plan_of({"w": np.zeros(4, np.float16)}, {"w": np.zeros(4, np.float64)})
     assert (
@@ -318,8 +322,18 @@ def test_the_forecast_of_memory_is_the_interpreter_and_every_threads_share():
     assert surveyed.cost.buffer_bytes == surveyed.cost.threads * each <= 100_000_000
 
 
+def test_chunks_are_read_together_if_half_of_the_memory_allows_it():
+    def at_once(max_memory, threads=2):
+        return plan_of(BASE, BASE, threads=threads, max_memory=max_memory).cost.chunks_at_once
+
+    assert at_once("1GiB") == 4
+    need = plan_of(BASE, BASE, threads=2).cost.workspace_bytes
+    assert (at_once(4 * need), at_once(4 * need - 1)) == (4, 2)
+    assert at_once(4 * need, threads=8) == 1
+
+
 def test_threads_are_as_many_as_memory_allows():
-    need = plan_of(BASE, BASE, threads=1).cost.workspace_bytes
+    need = plan_of(BASE, BASE, threads=1).cost.least_memory
     assert plan_of(BASE, BASE, threads=8, max_memory=8 * need).cost.threads == 8
     assert plan_of(BASE, BASE, threads=8, max_memory=4 * need - 1).cost.threads == 3
     assert plan_of(BASE, BASE, threads=8, max_memory=need).cost.threads == 1
@@ -329,7 +343,7 @@ def test_threads_are_as_many_as_memory_allows():
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_too_little_memory_is_refused_with_an_amount_that_is_enough(method, kind):
     base = {"w": np.zeros(4, kind)}
-    need = plan_of(base, base, method=method).cost.workspace_bytes
+    need = plan_of(base, base, method=method).cost.least_memory
     match = f"max_memory = {need - 1}: one thread needs {need} bytes; allow at least"
     with pytest.raises(RecipeError, match=match) as caught:
         plan_of(base, base, method=method, max_memory=need - 1)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fault_proxy import Fault
+from obstore.store import from_url
 from small_models import digests, recipe
 
 import dare
@@ -63,6 +64,21 @@ def test_everything_in_s3(bucket, models, stored, tmp_path):
     assert dare.verify(bucket.url("out")).ok
     again = dare.load_recipe(bucket.url("out"))
     assert str(again.base) == stored["base"]
+
+
+def test_models_in_azures_store(container, models, tmp_path):
+    store = from_url(container)
+    for name in ("base", "math"):
+        store.put(f"m/{name}.safetensors", models / f"{name}.safetensors")
+    dare.merge(recipe(models, tmp_path / "local" / "out.safetensors"))
+    places = {name: f"{container}/m/{name}.safetensors" for name in ("base", "math")}
+    dare.merge(elsewhere(models, tmp_path / "stored" / "out.safetensors", **places))
+    assert digests(tmp_path / "stored") == digests(tmp_path / "local")
+    folder = to_path(f"{container}/m")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "base.safetensors",
+        "math.safetensors",
+    ]
 
 
 def test_directories_in_shards_are_listed_and_copied(bucket, tmp_path):

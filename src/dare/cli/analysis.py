@@ -65,6 +65,20 @@ class Options:
             help=Recipe.model_fields["max_memory"].description,
         ),
     ] = "1GiB"
+    cluster: Annotated[
+        str | None,
+        Parameter(
+            group=RESOURCES,
+            metavar="auto|ADDRESS",
+            help=Recipe.model_fields["cluster"].description,
+        ),
+    ] = None
+    cluster_log: Annotated[
+        Path | None,
+        Parameter(
+            group=RESOURCES, metavar="FILE", help=Recipe.model_fields["cluster_log"].description
+        ),
+    ] = None
 
 
 Judged = tuple[Analysis, Readiness, Advice]

@@ -35,6 +35,7 @@ from dare.errors import (
     VerificationError,
     did_you_mean,
 )
+from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
 from dare.run.progress import COMPILING
 from dare.run.rates import estimate
@@ -60,6 +61,23 @@ def merge(
         Parameter(show_default=False, group=RUN, help="Go on where an interrupted merge stopped."),
     ] = True,
     dry_run: Annotated[bool, switch("Only say what would be done: dare plan.", group=RUN)] = False,
+    part: Annotated[
+        str | None,
+        Parameter(
+            name="--slice",
+            metavar="NUMBER/OF",
+            group=RUN,
+            help="Do one part only, such as 3/16; the last one that is done publishes the output.",
+        ),
+    ] = None,
+    wait: Annotated[
+        float,
+        Parameter(
+            metavar="SECONDS",
+            group=RUN,
+            help="How long a slice waits without news for others that run.",
+        ),
+    ] = 600,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -71,6 +89,13 @@ def merge(
     asked = _asked_recipe(recipe, config, flags, verbose=verbose, quiet=quiet)
     if dry_run:
         return _show_plan(asked, json=json, quiet=quiet)
+    if part is not None and not resume:
+        raise UsageError(
+            "--slice and --no-resume given: a slice cannot know what the others have done; delete "
+            "the folder OUTPUT.partial to start over"
+        )
+    if part is not None:
+        Slice.parse(part)  # before anything is read
     console = show.console(json=json, quiet=not asked.verbose)
     planned = api.plan(asked, fetches=True)
     api.checked_layout(planned, overwrite=overwrite, resume=resume)
@@ -78,7 +103,39 @@ def merge(
     show.plan_summary(console, planned, kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DareWarning)  # the report has them
+        if part is not None:
+            done = api.merge_slice(planned, part, overwrite=overwrite, wait=wait)
+            show.slice_report(console, done)
+            if json:
+                show.json(done.to_json())
+            return DONE
         report = api.merge(planned, overwrite=overwrite, resume=resume)
+    show.report(console, report)
+    if json:
+        show.json(report.to_json())
+    return DONE
+
+
+@takes_recipe
+def finish(
+    recipe: RecipePath = None,
+    /,
+    *,
+    config: Config = None,
+    overwrite: Overwrite = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    stage: StageFiles = None,
+    debug: Debug = False,
+    **flags: Any,
+) -> int:
+    """Publish what slices have made."""
+    asked = _asked_recipe(recipe, config, flags, verbose=verbose, quiet=quiet)
+    console = show.console(json=json, quiet=not asked.verbose)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DareWarning)  # the report has them
+        report = api.finish(asked, overwrite=overwrite)
     show.report(console, report)
     if json:
         show.json(report.to_json())

@@ -134,6 +134,8 @@ FIELDS: dict[str, Flag] = {
     "threads": Flag(int, RESOURCES),
     "max_memory": Flag(str, RESOURCES, metavar="SIZE"),
     "shard_size": Flag(str, RESOURCES, metavar="SIZE"),
+    "cluster": Flag(str, RESOURCES, metavar="auto|ADDRESS"),
+    "cluster_log": Flag(Path, RESOURCES, metavar="FILE"),
     "delta_threshold": Flag(float, OUTPUT),
 }
 """The fields of a recipe, in the order of `--help`."""

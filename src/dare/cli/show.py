@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dare.analysis.headers import HeaderComparison
     from dare.deltas.reports import DeltaReport, Restoration
     from dare.output.report import ModelReport, Report
+    from dare.output.slices import SliceReport
     from dare.output.verification import Verification
     from dare.run.rates import Estimate
 
@@ -167,6 +168,24 @@ def report(console: Console, report: Report) -> None:
             f"{report.output} is written ({show_size(report.bytes_written)})",
             {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"},
         )
+
+
+def slice_report(console: Console, done: SliceReport) -> None:
+    """What a slice did, and who is not done yet; the whole report, if it was the last."""
+    title = f"Slice {done.slice} is done in {done.seconds:.1f} s"
+    pace = f"{times(done.chunks, 'piece')}, {show_size(done.bytes_read)} read"
+    if done.resumed_chunks:
+        pace += f", {times(done.resumed_chunks, 'piece')} taken over from the interrupted run"
+    console.print(Text.assemble((title, "bold green"), f"  {pace}"))
+    if done.report is not None:
+        report(console, done.report)
+    elif done.unfinished:
+        numbers = ", ".join(map(str, done.unfinished[:8]))
+        more = len(done.unfinished) - 8
+        others = f"{numbers} and {more} more" if more > 0 else numbers
+        console.print(shown(f"Slices that are not done: {others}. The last one publishes."))
+    else:
+        console.print(shown("Another slice has published the output."))
 
 
 def compressed(console: Console, report: DeltaReport) -> None:

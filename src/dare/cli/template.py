@@ -24,6 +24,8 @@ EXAMPLES = {
     "shard_size": "5GB",
     "max_memory": "1GiB",
     "threads": 4,
+    "cluster": "auto",
+    "cluster_log": "batches.jsonl",
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 

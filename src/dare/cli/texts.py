@@ -40,7 +40,19 @@ the base. The method says how deltas are thinned out and combined: see
   dare --config recipe.toml --drop-rate 0.95 --quiet
   dare -b base -m math code -o merged --method dare+ties --weight 0.7 0.3 \
        --drop-rate 0.9 0.5 --tensors '*.mlp.*: drop_rate=0.8' --dtype BF16
-  dare merged.safetensors --output again.safetensors""",
+  dare merged.safetensors --output again.safetensors
+  dare recipe.toml --slice 3/16        the third of sixteen parts, on any machine""",
+    "finish": """Publish an output that slices have made.
+
+The last slice that is done publishes the output by itself. This does it where
+that one could not: it takes the recipe and the flags of `dare merge`, checks
+that every piece is there, and gives the output its name. The exit status is 1
+if something is missing; the message says which slices have it to do.
+
+[bold]Examples[/bold]
+
+  dare finish recipe.toml
+  dare finish recipe.toml --json""",
     "plan": """Say what a merge would do and cost.
 
 Reads headers, no weights. Takes the flags of `dare merge`. How long the merge

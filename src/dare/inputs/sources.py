@@ -164,7 +164,8 @@ class InputFiles(Source):
             opened.close()
 
     def stamps(self) -> list[Any]:
-        return list(self._stamps.values())
+        # without the device, to which machines that share the files give other numbers
+        return [(*stamp[:2], *stamp[3:]) for stamp in self._stamps.values()]
 
     def __enter__(self) -> Self:
         self._users += 1

@@ -1,8 +1,8 @@
 """Have Numba compile a kernel of `cpu` to machine code that runs without Numba.
 
-To what Numba makes, an entry is added that takes arrays as they lie in memory, and the two
-functions of Numba's runtime that kernels call, for the arrays they make themselves. All of it is
-one object file, which asks the process only for what every C library has.
+To what Numba makes, an entry is added that takes arrays as they lie in memory, and the functions
+of Numba's runtime that kernels call, for the arrays they make themselves. All of it is one object
+file, which asks the process only for what every C library has.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ INFO_BYTES, INFO_DATA = 48, 24
 where the data are."""
 
 
-def compile_kernel(name: str, described: Sequence[str]) -> Code | None:
+def compile_kernel(name: str, described: Sequence[str]) -> Code:
     """Compile a kernel for arguments of these types, as `native.describe` calls them.
 
-    None if it needs more than there will be: then only Numba can run it.
+    Without machine code if it needs more than there will be: then only Numba can run it.
     """
     options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiler: Any = njit(nogil=True, error_model="numpy", **options)(getattr(cpu, name).py_func)
@@ -41,7 +41,7 @@ def compile_kernel(name: str, described: Sequence[str]) -> Code | None:
     module = binding.parse_assembly(str(_entry(symbol, compiled, arguments)))
     module.link_in(library._final_module, preserve=True)
     if _foreign_functions(module) or WORD.width != 8 * ctypes.sizeof(ctypes.c_void_p):
-        return None
+        return Code(symbol, [], [], False, b"")
     for part in (*module.functions, *module.global_variables):
         if not part.is_declaration and part.name != symbol:
             part.linkage = "internal"  # kernels must not meet each other's
@@ -141,27 +141,29 @@ def _fields(builder: ir.IRBuilder, array: Any, kind: Any) -> list[Any]:
 
 
 def _add_runtime(module: ir.Module) -> None:
-    """Numba's two functions, by `malloc` and `free`."""
-    malloc = ir.Function(module, ir.FunctionType(WORD, [WORD]), "malloc")
+    """Numba's functions for memory, by `malloc` and `free`."""
+    malloc = ir.Function(module, ir.FunctionType(POINTER, [WORD]), "malloc")
     free = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "free")
-    allocate = ir.Function(
-        module, ir.FunctionType(POINTER, [WORD, WORD32]), "NRT_MemInfo_alloc_aligned"
-    )
-    builder = ir.IRBuilder(allocate.append_basic_block())
-    nbytes, alignment = allocate.args[0], builder.zext(allocate.args[1], WORD)
+
+    def define(name: str, returned: Any, *arguments: Any) -> tuple[ir.IRBuilder, Any]:
+        function = ir.Function(module, ir.FunctionType(returned, arguments), name)
+        function.linkage = "linkonce_odr"
+        return ir.IRBuilder(function.append_basic_block()), function.args
+
+    builder, (nbytes, alignment) = define("NRT_MemInfo_alloc_aligned", POINTER, WORD, WORD32)
+    alignment = builder.zext(alignment, WORD)
     info = builder.call(malloc, [builder.add(builder.add(nbytes, alignment), WORD(INFO_BYTES))])
-    with builder.if_then(builder.icmp_unsigned("!=", info, WORD(0))):
-        unaligned = builder.add(info, builder.add(alignment, WORD(INFO_BYTES - 1)))
+    address = builder.ptrtoint(info, WORD)
+    with builder.if_then(builder.icmp_unsigned("!=", address, WORD(0))):
+        unaligned = builder.add(address, builder.add(alignment, WORD(INFO_BYTES - 1)))
         data = builder.sub(unaligned, builder.urem(unaligned, alignment))
         for offset, value in {0: WORD(1), INFO_DATA: data}.items():
-            place = builder.add(info, WORD(offset))
+            place = builder.add(address, WORD(offset))
             builder.store(value, builder.inttoptr(place, WORD.as_pointer()))
-    builder.ret(builder.inttoptr(info, POINTER))
-    release = ir.Function(
-        module, ir.FunctionType(ir.VoidType(), [POINTER]), "NRT_MemInfo_call_dtor"
-    )
-    builder = ir.IRBuilder(release.append_basic_block())
-    builder.call(free, release.args)
-    builder.ret_void()
-    for function in (allocate, release):
-        function.linkage = "linkonce_odr"
+    builder.ret(info)
+    builder, arguments = define("NRT_Allocate", POINTER, WORD)
+    builder.ret(builder.call(malloc, arguments))
+    for name in ("NRT_MemInfo_call_dtor", "NRT_Free"):
+        builder, arguments = define(name, ir.VoidType(), POINTER)
+        builder.call(free, arguments)
+        builder.ret_void()

@@ -466,11 +466,35 @@ def count_low(found, high, counts):
 
 
 @kernel
-def count_equal(found, cut):
+def count_equal(found, ends, cut, counts):
+    first = 0
+    for piece in range(ends.size):
+        count = 0
+        for i in range(first, ends[piece]):
+            count += found[i] == cut
+        counts[piece] = count
+        first = ends[piece]
+
+
+@kernel
+def count_magnitudes(raw, base_raw, out, counts):
+    base = np.empty(TILE, f32)
+    bits = np.empty(TILE, u32)
     count = 0
-    for i in range(found.size):
-        count += found[i] == cut
-    return count
+    peak = u32(0)
+    for first in range(0, raw.size, TILE):
+        used = min(TILE, raw.size - first)
+        decode(base_raw[first : first + used], base)
+        for i in range(used):
+            bits[i] = u32(bits_of(to_float(raw[first + i]) - base[i]) & MAGNITUDE)
+            peak = max(peak, bits[i])
+        begin = count
+        for i in range(used):
+            out[count] = bits[i]
+            count += bits[i] != u32(0)
+        for i in range(begin, count):
+            counts[out[i] >> u32(15)] += 1
+    return count, peak
 
 
 @kernel

@@ -43,7 +43,7 @@ class Code(NamedTuple):
     is_tuple: bool
     """Whether it returns them as a tuple."""
     machine_code: bytes
-    """An object file."""
+    """An object file; empty if only Numba can run the kernel."""
 
 
 def find(name: str, types: Sequence[str]) -> Code | None:

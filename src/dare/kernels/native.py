@@ -60,18 +60,17 @@ class Kernel:
         with _loading:
             if key not in self._variants:
                 code = kept.find(self._name, types) or self._compile(types)
-                run = kept.load(self._name, code) if code else self._by_numba()
+                run = kept.load(self._name, code) if code.machine_code else self._by_numba()
                 self._variants[key] = run
             return self._variants[key]
 
-    def _compile(self, types: Sequence[str]) -> kept.Code | None:
+    def _compile(self, types: Sequence[str]) -> kept.Code:
         for announce in _announcers:
             announce()
         from dare.kernels.compiling import compile_kernel
 
         code = compile_kernel(self._name, types)
-        if code is not None:
-            kept.keep(self._name, types, code)
+        kept.keep(self._name, types, code)
         return code
 
     def _by_numba(self) -> Callable[..., Any]:

@@ -157,9 +157,25 @@ def count_low(found: Bits, high: int, counts: NDArray[np.int64]) -> None:
     counts += np.bincount(low, minlength=counts.size)
 
 
-def count_equal(found: Bits, cut: int) -> int:
-    """Count the magnitudes that equal `cut`."""
-    return int((found == cut).sum())
+def count_equal(found: Bits, ends: NDArray[np.int64], cut: int, counts: NDArray[np.int64]) -> None:
+    """Count in each piece the magnitudes that equal `cut`; `ends` are where pieces end."""
+    pieces = np.split(found == cut, ends[:-1])
+    counts[:] = [np.count_nonzero(piece) for piece in pieces]
+
+
+def count_magnitudes(
+    raw: Raw, base_raw: Raw, out: Bits, counts: NDArray[np.int64]
+) -> tuple[int, int]:
+    """`magnitudes` of a delta that has not been taken yet, and `count_high` of them.
+
+    Returns how many there are, and the largest.
+    """
+    values, base = np.empty((2, raw.size), np.float32)
+    decode(base_raw, base)
+    delta(raw, base, np.full(raw.size, 255, np.uint8), values, 0)
+    count = magnitudes(values, out)
+    count_high(out[:count], counts)
+    return count, int(out[:count].max(initial=0))
 
 
 def gather(raw: Raw, base: Floats, lanes: Lanes, out: Bits) -> int:

@@ -27,11 +27,9 @@ PRIME64 = (
 )
 FIRST, SECOND = PRIME64[:2]
 SCRAMBLING, AVALANCHE = PRIME32[0], u64(0x165667919E3779F9)
-START = np.array(
-    [
-        *(PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2]),
-        *(PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0]),
-    ]
+START = (
+    *(PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2]),
+    *(PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0]),
 )
 HALF, ALL = u64(32), u64(0xFFFFFFFF)
 SCRAMBLE, LOW, HIGH = 0, 8, 16
@@ -107,7 +105,8 @@ def digest_pieces(addresses, sizes, secret, words, out):
     place, keys = sums.ctypes.data, secret.ctypes.data
     for number in range(addresses.size):
         address, size = addresses[number], sizes[number]
-        sums[:] = START
+        for i in range(8):
+            sums[i] = START[i]
         blocks = (size - 1) // BLOCK
         for block in range(blocks):
             take_block(place, address + BLOCK * block, keys)

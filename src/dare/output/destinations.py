@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from dare.output import publishing, targets
 from dare.output.journal import Found
@@ -15,6 +15,8 @@ from dare.tensors.places import StorePath
 if TYPE_CHECKING:
     from dare.output.store_output import StoreOutput
 
+AnyOutput: TypeAlias = "PartialOutput | StoreOutput"
+
 
 def open_output(
     layout: Layout,
@@ -23,7 +25,7 @@ def open_output(
     stamps: str = "",
     *,
     resume: bool = True,
-) -> PartialOutput | StoreOutput:
+) -> AnyOutput:
     """An output under way; to be used as a context manager."""
     if isinstance(layout.target, StorePath):
         from dare.output.store_output import StoreOutput

@@ -5,14 +5,20 @@ inputs were known from there on; the lines after it are finished chunks. A line 
 check fits, which is taken over the fingerprint and the line, so that neither a damaged line nor one
 of another merge is ever believed; what it speaks of is done again. `finished` is written when
 everything is in place but the name.
+
+A slice of a merge has a journal of its own, with the same lines, so that they can be put behind
+those of another. A line `slice` begins what a slice did; `synced` says that all of its chunks are
+done, and on the disk.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +30,9 @@ from dare.tensors.digest import DIGEST_LENGTH, bytes_digest
 from dare.tensors.files import NO_LINKS
 
 JOURNAL_VERSION = 2
+
+LOCK_POLL_SECONDS = 0.05
+LONGEST_LAST_LINE = 1024
 
 Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -48,9 +57,36 @@ class Record:
     """Of a coded chunk: what is added up over all of them."""
 
 
+Key = tuple[str, int]
+"""A chunk: its tensor, and its number."""
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What a slice says of itself when its chunks are on the disk."""
+
+    bytes_read: Count
+    resumed_chunks: Count
+
+
+@dataclass
+class Part:
+    """What a journal says of one slice."""
+
+    started: float
+    """When it was first started, in seconds since 1970."""
+    synced: Synced | None = None
+    """None while it is under way."""
+
+
 @cache
 def _records() -> TypeAdapter[Record]:
     return TypeAdapter(Record)
+
+
+@cache
+def _accounts() -> TypeAdapter[Synced]:
+    return TypeAdapter(Synced)
 
 
 @dataclass
@@ -59,29 +95,76 @@ class Found:
 
     fingerprint: str | None = None
     """The merge it is of; None if its first line cannot be believed."""
-    records: dict[tuple[str, int], tuple[str, Record]] = field(default_factory=dict)
+    records: dict[Key, tuple[str, Record]] = field(default_factory=dict)
     """The last record of each chunk, and the stamps of the inputs that it was made from."""
     finished: str | None = None
     """The digest of the manifest, if only the name was missing."""
+    stamps: str = ""
+    """By what the inputs were known last."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """Slices, as they are written."""
+    makers: dict[Key, str] = field(default_factory=dict)
+    """The slice that made a chunk, for those that one made."""
+
+    def is_synced(self, key: Key) -> bool:
+        """Whether a chunk was made by a slice that has seen all it made to the disk."""
+        part = self.parts.get(self.makers.get(key, ""))
+        return part is not None and part.synced is not None
+
+    def add(self, other: Found) -> None:
+        """Take over what another journal says, if it is of the same merge."""
+        if other.fingerprint == self.fingerprint:
+            self.records |= other.records
+            self.parts |= other.parts
+            for key in other.records:
+                self.makers.pop(key, None)
+            self.makers |= other.makers
 
 
 def read_journal(text: bytes) -> Found:
     """Believe what can be believed of a journal."""
     lines = checked_lines(text)
     found = Found(next(lines, {}).get("fingerprint"))
-    stamps = ""
+    maker = ""
     for line in lines:
-        if "stamps" in line:
-            stamps = str(line["stamps"])
-        elif "finished" in line:
-            found.finished = str(line["finished"])
-        else:
-            try:
+        try:
+            if "stamps" in line:
+                found.stamps, maker = str(line["stamps"]), ""
+            elif "finished" in line:
+                found.finished = str(line["finished"])
+            elif "slice" in line:
+                maker = str(line["slice"])
+                found.parts.setdefault(maker, Part(float(line["started"]))).synced = None
+            elif "synced" in line:
+                account = json.dumps(line["synced"])
+                found.parts[maker].synced = _accounts().validate_json(account, strict=True)
+            else:
                 record = _records().validate_json(json.dumps(line), strict=True)
-            except ValidationError:
-                continue
-            found.records[record.tensor, record.chunk] = stamps, record
+                key = record.tensor, record.chunk
+                found.records[key] = found.stamps, record
+                found.makers.pop(key, None)
+                if maker:
+                    found.makers[key] = maker
+        except (ValidationError, KeyError, TypeError, ValueError):
+            continue
     return found
+
+
+def _merge_of(text: bytes) -> str | None:
+    """The merge that a journal is of; None if its first line cannot be believed."""
+    return next(checked_lines(text.partition(b"\n")[0]), {}).get("fingerprint")
+
+
+def is_complete(path: Path, fingerprint: str) -> bool:
+    """Whether the last line of a slice's journal says that all is on the disk."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LAST_LINE))
+            line = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+    except FileNotFoundError:
+        return False
+    body, _, check = line.rpartition(b',"check":"')
+    return body.startswith(b'{"synced"') and check == f'{_check(body, fingerprint)}"}}'.encode()
 
 
 def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
@@ -130,27 +213,44 @@ def with_checks(lines: Iterable[dict[str, Any]], fingerprint: str) -> bytes:
     return bytes(text)
 
 
-class Journal:
-    """A journal that is open, and locked for this process."""
+class Busy(OutputError):  # noqa: N818
+    """Another process has the journal."""
 
-    def __init__(self, path: Path, fingerprint: str, *, create: bool = True) -> None:
+
+class Journal:
+    """A journal that is open, and locked for this process.
+
+    Whoever has it is waited for so many seconds. One that is gone is made again, if `create`.
+    """
+
+    def __init__(
+        self, path: Path, fingerprint: str, *, create: bool = True, wait: float = 0
+    ) -> None:
         self.fingerprint = fingerprint
+        self._path = path
         flags = os.O_RDWR | os.O_APPEND | NO_LINKS | (os.O_CREAT if create else 0)
-        self._file = os.open(path, flags, 0o666)
+        end = time.monotonic() + wait
+        while not self._open(flags):
+            if time.monotonic() >= end:
+                raise Busy(f"{path.parent}: another process is writing this output")
+            time.sleep(LOCK_POLL_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311 (not all at once)
+
+    def _open(self, flags: int) -> bool:
+        """Open and lock it, and see that it still has its name: it may have been published."""
+        self._file = os.open(self._path, flags, 0o666)
         try:
-            is_ours = _lock(self._file) and os.path.samestat(os.fstat(self._file), path.stat())
+            is_ours = _lock(self._file) and os.path.samestat(
+                os.fstat(self._file), self._path.stat()
+            )
         except OSError:  # it was published and is gone
             is_ours = False
         if not is_ours:
             self.close()
-            raise OutputError(f"{path.parent}: another process is writing this output")
+        return is_ours
 
     def read(self) -> Found:
         """What it says; what is written next begins a line of its own."""
-        size = os.fstat(self._file).st_size
-        text = os.pread(self._file, size, 0)
-        while len(text) < size and (more := os.pread(self._file, size - len(text), len(text))):
-            text += more
+        text = read_whole(self._file)
         if text and not text.endswith(b"\n"):
             os.write(self._file, b"\n")
         return read_journal(text)
@@ -165,6 +265,28 @@ class Journal:
         """Say by what the inputs are known from here on."""
         self._append([{"stamps": stamps}])
 
+    def begin_slice(self, name: str) -> None:
+        """Say who does what follows; that it is not complete is on the disk then."""
+        self._append([{"slice": name, "started": time.time()}])
+        os.fsync(self._file)
+
+    def end_slice(self, synced: Synced) -> None:
+        """Say that all chunks of the slice are on the disk."""
+        self._append([{"synced": asdict(synced)}])
+        os.fsync(self._file)
+
+    def absorb(self, paths: Iterable[Path]) -> None:
+        """Take the lines of other journals of this merge over, which are on the disk then."""
+        for path in paths:
+            file = os.open(path, os.O_RDONLY | NO_LINKS)
+            try:
+                text = read_whole(file)
+            finally:
+                os.close(file)
+            if _merge_of(text) == self.fingerprint:
+                self._write(text.partition(b"\n")[2] + b"\n")
+        os.fsync(self._file)
+
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
         self._append(map(line_of, records))
@@ -175,7 +297,10 @@ class Journal:
         os.fsync(self._file)
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        rest = memoryview(with_checks(lines, self.fingerprint))
+        self._write(with_checks(lines, self.fingerprint))
+
+    def _write(self, text: bytes) -> None:
+        rest = memoryview(text)
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
@@ -184,6 +309,26 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+
+def read_whole(file_descriptor: int) -> bytes:
+    """The content of an open file."""
+    size = os.fstat(file_descriptor).st_size
+    text = os.pread(file_descriptor, size, 0)
+    while len(text) < size and (more := os.pread(file_descriptor, size - len(text), len(text))):
+        text += more
+    return text
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process has a journal open."""
+    try:
+        Journal(path, "", create=False).close()
+    except Busy:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def _lock(file_descriptor: int) -> bool:

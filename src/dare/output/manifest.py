@@ -155,6 +155,8 @@ def _told_recipe(plan: Plan) -> Recipe:
             "input_digests": None,
             "output_digest": None,
             "search": None,
+            "cluster": None,
+            "cluster_log": None,
         }
     )
 

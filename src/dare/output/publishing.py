@@ -38,7 +38,7 @@ from dare.output.targets import (
 )
 from dare.planning.layout import Layout
 from dare.tensors.digest import bytes_digest
-from dare.tensors.files import as_stream, open_input
+from dare.tensors.files import NO_LINKS, as_stream, open_input
 
 COPIED_BYTES = 1 << 20
 """How much is copied at a time."""
@@ -242,8 +242,18 @@ def claim(folder: Path) -> list[Path]:
                 "move it away, this is where the output is made"
             ) from None
     if not has_mark(folder):
-        write_synced(folder / MARK_NAME, MARK)
+        _mark(folder)
     return made
+
+
+def _mark(folder: Path) -> None:
+    """Write our mark, as others may do at the same moment."""
+    file_descriptor = os.open(folder / MARK_NAME, os.O_WRONLY | os.O_CREAT | NO_LINKS, 0o666)
+    try:
+        os.write(file_descriptor, MARK)
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)
 
 
 def disclaim(folder: Path) -> None:

@@ -9,6 +9,7 @@ carries a mark; one without it is somebody else's and stays as it is.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from dare.errors import InputError, OutputError
 from dare.output.sealing import read_sealed
 from dare.planning.layout import Layout
+from dare.planning.slices import Slice
 from dare.tensors.places import StorePath
 
 MANIFEST_NAME = "dare-manifest.json"
@@ -40,6 +42,20 @@ def manifest_path(target: Path) -> Path:
     if target.suffix == ".safetensors":
         return target.with_name(target.name + ".manifest.json")
     return target / MANIFEST_NAME
+
+
+def slice_journal(folder: Path, part: Slice) -> Path:
+    """Where a slice of a merge keeps its journal."""
+    return folder / f"slice-{part.number}-of-{part.of}.jsonl"
+
+
+def slice_journals(folder: Path) -> dict[Slice, Path]:
+    """The journals of slices that are there."""
+    found = {}
+    for path in folder.glob("slice-*-of-*.jsonl"):
+        if name := re.fullmatch(r"slice-([0-9]{1,6})-of-([0-9]{1,6})", path.stem):
+            found[Slice(*map(int, name.groups()))] = path
+    return dict(sorted(found.items()))
 
 
 def has_mark(folder: Path) -> bool:

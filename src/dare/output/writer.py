@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import MismatchError, OutputError, VerificationError
-from dare.output.journal import Found, Journal, Record
+from dare.output.journal import Found, Journal, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
 from dare.output.sealing import seal
 from dare.output.targets import (
@@ -31,6 +31,7 @@ from dare.output.targets import (
     is_only_name,
     manifest_path,
     partial_folder,
+    slice_journals,
 )
 from dare.planning.layout import Layout
 from dare.tensors.chunks import chunk_count, chunk_span
@@ -175,15 +176,15 @@ class PartialOutput:
     def __enter__(self) -> Self:
         try:
             with self._explaining(self.folder):
-                self._made = claim(self.folder)
+                self._made = self._claim()
                 self._open_journal()
                 self._open_files()
             self._is_void = not self.resumed and not self.doubtful
             self._check_free_space()
             self._is_void = False
             self._files.reserve()
-            self.resumed = self._intact(self.resumed)
-            self.doubtful = self._intact(self.doubtful)
+            self.resumed = self.intact(self.resumed)
+            self.doubtful = self.intact(self.doubtful)
         except BaseException:
             self.__exit__()
             raise
@@ -199,35 +200,65 @@ class PartialOutput:
             self._journal.close()
         self._journal = None
 
+    def _claim(self) -> list[Path]:
+        return claim(self.folder)
+
     def _open_files(self) -> None:
         self._files.make()
 
     def _open_journal(self) -> None:
-        path = self.folder / JOURNAL_NAME
-        if os.path.lexists(path) and not is_only_name(path):
-            remove(path)
-        journal = self._journal = Journal(path, self._fingerprint)
+        journal = self._journal = self._lock(JOURNAL_NAME)
+        self._refuse_beside_slices()
+        if self._resume:
+            journal.absorb(slice_journals(self.folder).values())
         found = journal.read()
-        kept = {MARK_NAME, JOURNAL_NAME}
-        leftovers = [path for path in self.folder.iterdir() if path.name not in kept]
         if self._resume and found.fingerprint == self._fingerprint:
             self._take_over(found)
-            made = self._made_files()
-            leftovers = [
-                path for path in leftovers if path.name not in made or not is_only_name(path)
-            ]
+            self._clear({MARK_NAME, JOURNAL_NAME, *self._made_files()})
         else:
-            if leftovers and self._resume:
-                self.started_over = (
-                    "its journal cannot be read, so it starts over"
-                    if found.fingerprint is None
-                    else "was left by another merge or another version, and is not used"
-                )
-            journal.start()
-        for leftover in leftovers:  # sidecars of an earlier try, too: they are written again
-            remove(leftover)
+            self._start_over(journal, found)
         journal.note_stamps(self._stamps)
         sync_folder(self.folder)
+
+    def _lock(self, name: str, wait: float = 0) -> Journal:
+        """Open one of the journals, for this process alone."""
+        path = self.folder / name
+        if os.path.lexists(path) and not is_only_name(path):
+            remove(path)
+        return Journal(path, self._fingerprint, wait=wait)
+
+    def _refuse_beside_slices(self) -> None:
+        journals = slice_journals(self.folder)
+        if running := [part for part, path in journals.items() if is_held(path)]:
+            raise OutputError(
+                f"{self.folder}: slices are writing this output ({', '.join(map(str, running))}); "
+                "wait until they are done, or stop them"
+            )
+
+    def _start_over(self, journal: Journal, found: Found) -> None:
+        """Forget what was left there, and say why, if that was not asked for."""
+        journal.start()
+        if self._clear({MARK_NAME, JOURNAL_NAME}) and self._resume:
+            self.started_over = (
+                "its journal cannot be read, so it starts over"
+                if found.fingerprint is None
+                else "was left by another merge or another version, and is not used"
+            )
+
+    def _clear(self, kept: Collection[str]) -> bool:
+        """Remove all but these files; say whether there was anything.
+
+        Sidecars of an earlier try are removed, too: they are written again.
+        """
+        leftovers = [
+            path
+            for path in self.folder.iterdir()
+            if path.name not in kept
+            or (path.name not in (MARK_NAME, JOURNAL_NAME) and not is_only_name(path))
+        ]
+        for leftover in leftovers:
+            remove(leftover)
+        return bool(leftovers)
 
     def _made_files(self) -> Collection[str]:
         """The files that chunks are written into."""
@@ -260,11 +291,14 @@ class PartialOutput:
                 f"{show_size(free)} free; make room or choose another place, then run it again"
             )
 
-    def _intact(self, records: list[Record]) -> list[Record]:
+    def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk on disk has the digest the journal says."""
 
         def is_intact(record: Record) -> bool:
-            return bytes_digest(self._read_chunk(record)) == record.output
+            try:
+                return bytes_digest(self._read_chunk(record)) == record.output
+            except OSError:  # the disk does not give it back
+                return False
 
         with ThreadPoolExecutor() as pool:
             return list(itertools.compress(records, pool.map(is_intact, records)))

@@ -42,20 +42,21 @@ class Cost:
     @cached_property
     def bytes_read(self) -> int:
         """Bytes that are read at least (a survey that cannot remember reads more than once)."""
-        total = 0
-        for tensor in self.plan.tensors:
-            base = tensor.base.nbytes
-            models = [
-                (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
-                for m in tensor.models
-            ]
-            once = base + sum(size for _, size in models)
-            total += once
-            if tensor.is_merged:
-                stages = self.plan.stages
-                total += sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
-                total += once * stages[-1].surveys(tensor.combine)
-        return total
+        return sum(map(self.bytes_read_of, self.plan.tensors))
+
+    def bytes_read_of(self, tensor: TensorPlan) -> int:
+        """The same for one tensor."""
+        base = tensor.base.nbytes
+        models = [
+            (m, self.plan.source_of(tensor, m).bytes_for(tensor.name, tensor.elements))
+            for m in tensor.models
+        ]
+        once = base + sum(size for _, size in models)
+        if not tensor.is_merged:
+            return once
+        stages = self.plan.stages
+        surveys = sum(tensor.survey_reads(stages, m) * (base + size) for m, size in models)
+        return once + surveys + once * stages[-1].surveys(tensor.combine)
 
     @cached_property
     def bytes_written(self) -> int:
@@ -89,8 +90,9 @@ class Cost:
         if not self.is_fused:  # all values, an election's sums, a survey's magnitudes, zeros
             floats += len(plan.models) + 4 + 1 + plan.has_deltas
         lanes = 2
-        stored = inputs_and_output * self.widest * chunks_at_once
-        buffers = CHUNK * (stored + 4 * floats + lanes) + ALIGNMENT
+        stored, computed = inputs_and_output * self.widest, 4 * floats + lanes
+        together = chunks_at_once if self.is_fused else 1
+        buffers = CHUNK * (chunks_at_once * stored + together * computed) + ALIGNMENT
         return buffers + sum(source.reading_bytes for source in (plan.base, *plan.models))
 
     @cached_property

@@ -208,6 +208,13 @@ class PlanData:
         """The tensors that are merged."""
         return (tensor for tensor in self.tensors if tensor.is_merged)
 
+    def is_surveyed(self, tensor: TensorPlan) -> bool:
+        """Whether a chunk of a tensor depends on more than its own elements."""
+        return tensor.is_merged and (
+            self.combine.surveys(tensor.combine)
+            or any(tensor.surveyed_stages(self.stages, model) for model in tensor.models)
+        )
+
     @cached_property
     def has_deltas(self) -> bool:
         """Whether models are given by deltas, not only by weights."""

@@ -49,7 +49,7 @@ Policy = Literal["error", "base"]
 
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "delta_threshold", "verbose"),
-    *("shard_size", "max_memory", "threads", "output_digest", "search"),
+    *("shard_size", "max_memory", "threads", "cluster", "cluster_log", "output_digest", "search"),
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 
@@ -132,6 +132,12 @@ class Recipe(Strict, Resolving):
     )
     threads: int | None = Field(
         None, gt=0, description="Worker threads; one for each core if not given."
+    )
+    cluster: str | None = Field(
+        None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
+    )
+    cluster_log: AnyPath | None = Field(
+        None, description="Where a line of JSON goes for each batch that a cluster has done."
     )
     input_digests: tuple[str, ...] | None = Field(
         None, description="What the inputs must hash to, base first, as their manifest says."

@@ -134,7 +134,7 @@ def sample_plan(plan: Plan, tensor: TensorPlan, shape: tuple[int, int]) -> Plan:
     info = base_source.tensors[tensor.name]
     return replace(
         plan,
-        recipe=plan.recipe.model_copy(update={"threads": 1}),
+        recipe=plan.recipe.model_copy(update={"threads": 1, "cluster": None}),
         base=base_source,
         models=tuple(sources),
         tensors=(replace(tensor, shape=shape, base=info),),

@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from dare import kernels
+from dare.errors import RecipeError
 from dare.inputs.reading import read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import Record
 from dare.output.writer import ArraySink, Sink
-from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
+from dare.planning.slices import Share
 from dare.run.backend import Backend
 from dare.run.graph import Conclude, Copy, Id, Merge, Step, list_census_steps, list_steps
 from dare.run.threads import run_steps
@@ -38,13 +39,20 @@ def execute(
     progress: Progress = lambda _nbytes: None,
     announce: Callable[[], None] = lambda: None,
     known: Conclusions | None = None,
+    share: Share | None = None,
     make_worker: MakeWorker = Worker,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
     `announce` is called if kernels have to be compiled first. `known` are the conclusions of a plan
-    that this one is a part of; else they are drawn here. `make_worker` makes what does the steps.
+    that this one is a part of; else they are drawn here. With a `share`, only its chunks are
+    merged. `make_worker` makes what does the steps.
     """
+    if plan.recipe.cluster is not None:
+        raise RecipeError(
+            f'cluster = "{plan.recipe.cluster}": only merges of files into files run on a cluster; '
+            "leave cluster out here"
+        )
     records = list(done)
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
@@ -54,7 +62,7 @@ def execute(
             records.extend(made)
 
     finished = {(record.tensor, record.chunk) for record in done}
-    steps = list_steps(plan, finished, known or ())
+    steps = list_steps(plan, finished, known or (), share)
     _run(plan, steps, sink, progress, announce, known or {}, collect, make_worker)
     return records
 
@@ -86,30 +94,33 @@ def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) 
     return [
         record
         for record in same
-        if record.tensor in whole or not _is_surveyed(plan, tensors[record.tensor])
+        if record.tensor in whole or not plan.is_surveyed(tensors[record.tensor])
     ]
-
-
-def _is_surveyed(plan: Plan, tensor: TensorPlan) -> bool:
-    """Whether a chunk of a tensor depends on more than its own elements."""
-    return tensor.is_merged and (
-        plan.combine.surveys(tensor.combine)
-        or any(tensor.surveyed_stages(plan.stages, model) for model in tensor.models)
-    )
 
 
 def draw_conclusions(plan: Plan) -> Conclusions:
     """Look at all tensors for the stages that ask for it, so that parts of the plan can be run."""
-    conclusions: dict[Id, Any] = {}
+    return do_census_steps(plan, list_census_steps(plan), {}, kind=Conclude)
+
+
+def do_census_steps(
+    plan: Plan,
+    steps: Iterable[Step],
+    known: Mapping[Id, Any],
+    *,
+    kind: type[Step] = Step,
+    progress: Progress = lambda _nbytes: None,
+    announce: Callable[[], None] = lambda: None,
+) -> dict[Id, Any]:
+    """Do looks or draw conclusions; return the results of one kind of steps, or of all."""
+    found: dict[Id, Any] = {}
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
-        for step, result in zip(steps, results, strict=True):
-            if isinstance(step, Conclude):
-                conclusions[step.id] = result
+        pairs = zip(steps, results, strict=True)
+        found.update((step.id, result) for step, result in pairs if isinstance(step, kind))
 
-    steps = list_census_steps(plan)
-    _run(plan, steps, ArraySink(()), lambda _n: None, lambda: None, {}, collect)
-    return conclusions
+    _run(plan, steps, ArraySink(()), progress, announce, known, collect)
+    return found
 
 
 def _run(

@@ -18,6 +18,7 @@ from typing import Any
 
 from dare.planning.data import CensusPlan, Fate, TensorPlan
 from dare.planning.plan import Plan
+from dare.planning.slices import Share
 from dare.tensors.chunks import chunk_span
 
 Id = tuple[Any, ...]
@@ -104,25 +105,30 @@ def conclusion_id(census: CensusPlan, number: int) -> Id:
 
 
 def list_steps(
-    plan: Plan, done: Collection[tuple[str, int]] = (), known: Collection[Id] = ()
+    plan: Plan,
+    done: Collection[tuple[str, int]] = (),
+    known: Collection[Id] = (),
+    share: Share | None = None,
 ) -> list[Step]:
     """All steps but the chunks that are done and the conclusions that are known.
 
-    Comparisons of integers come first, since they may end the merge; but not if the output is sent
-    in parts, which fill in the order of the files.
+    With a share, only what makes its chunks. Comparisons of integers come first, since they may end
+    the merge; but not if the output is sent in parts, which fill in the order of the files.
     """
     conclusions = _conclusions(plan)
     copies: list[Step] = []
     steps: list[Step] = []
     is_sent = plan.layout is not None and plan.layout.is_sent
     for group, tensor in enumerate(plan.tensors, start=1):
-        chunks = [c for c in range(tensor.chunks) if (tensor.name, c) not in done]
+        to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
+        chunks = [c for c in to_make if (tensor.name, c) not in done]
         if tensor.fate is Fate.MERGED:
             steps += _merging(plan, tensor, chunks, conclusions, group)
         else:
+            name, elements = tensor.name, tensor.elements
             place = group if is_sent else 0
             (steps if is_sent else copies).extend(
-                Copy(("copy", tensor.name, c), (), place, _size(tensor, c), tensor.name, c)
+                Copy(("copy", name, c), (), place, chunk_span(c, elements)[1], name, c)
                 for c in chunks
             )
     is_merged = any(not isinstance(step, Copy) for step in steps)
@@ -189,13 +195,7 @@ def _merging(
     if plan.combine.surveys(tensor.combine):
         yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.elements, tensor.name)
         surveys.append(survey_all_id(tensor))
-    needs = tuple(surveys)
-    for chunk in chunks:
-        yield Merge(
-            *(("merge", tensor.name, chunk), needs, group, _size(tensor, chunk)),
-            *(tensor.name, chunk),
-        )
-
-
-def _size(tensor: TensorPlan, chunk: int) -> int:
-    return chunk_span(chunk, tensor.elements)[1]
+    needs, name, elements = tuple(surveys), tensor.name, tensor.elements
+    for chunk in chunks:  # millions of them, in a large model
+        size = chunk_span(chunk, elements)[1]
+        yield Merge(("merge", name, chunk), needs, group, size, name, chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,21 @@ class Display:
 
     advance: Callable[[int], None]
     announce: Callable[[str], None]
+
+
+class Meter:
+    """Counts the bytes that threads have read, and shows them."""
+
+    def __init__(self, display: Display) -> None:
+        self.bytes_read = 0
+        self._display = display
+        self._counting = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        """So many more."""
+        with self._counting:
+            self.bytes_read += nbytes
+        self._display.advance(nbytes)
 
 
 @contextmanager

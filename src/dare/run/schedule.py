@@ -17,6 +17,10 @@ from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 
+SMALLEST = 16
+"""Batches get smaller towards the end, but not smaller than this part of the largest."""
+
+
 class AnyStep(Protocol):
     """A piece of work."""
 
@@ -116,7 +120,7 @@ class Schedule(Generic[Step]):
 
     def _take(self, limit: int) -> Batch[Step] | None:
         places: list[int] = []
-        room = min(limit, self._left // (2 * self.takers))
+        room = min(limit, max(limit // SMALLEST, self._left // (2 * self.takers)))
         while self._ready and self._is_near(self._ready[0]):
             elements = self.steps[self._ready[0]].elements
             if places and elements > room:

@@ -155,26 +155,40 @@ class Block:
         self.kernels.trim(self.values, np.uint32(cut), ties_kept)
         self.leave_nonzero()
 
-    def magnitudes(self, out: NDArray[np.uint32]) -> tuple[int, int]:
-        """Gather the bits of all magnitudes but zero; return how many, and how many survived."""
-        if self.is_noted and not self.least:
-            lanes, kept = self._lanes()
-            gather = self._gather if self.mask else self._gather_all
-            count = gather(lanes, out)
+    def magnitudes(
+        self, out: NDArray[np.uint32], counts: NDArray[np.int64] | None = None
+    ) -> tuple[int, int]:
+        """Gather the bits of all magnitudes but zero; return how many, and how many survived.
+
+        `counts[m >> 15]` goes up by one for every magnitude m.
+        """
+        if self.is_noted and not self.mask and not self.least and counts is not None:
+            return self._count_all(out, counts), self.size
+        if self.is_noted and self.mask is not None and not self.least:
+            lanes, survivors = self._lanes()
+            count = self._gather(lanes, out)
             if int(out[:count].max(initial=0)) > INFINITY and self.settle():
-                count = gather(lanes, out)
-            return count, kept
-        return int(self.kernels.magnitudes(self.values, out)), self._survivors
+                count = self._gather(lanes, out)
+        else:
+            count = int(self.kernels.magnitudes(self.values, out))
+            survivors = self._survivors
+        if counts is not None:
+            self.kernels.count_high(out[:count], counts)
+        return count, survivors
+
+    def _count_all(self, out: NDArray[np.uint32], counts: NDArray[np.int64]) -> int:
+        """The same where nothing was dropped, in one kernel."""
+        count, peak = self.kernels.count_magnitudes(self.tuned, self.origin, out, counts)
+        if peak > INFINITY and self.settle():
+            wrong = np.zeros_like(counts)
+            self.kernels.count_high(out[:count], wrong)
+            counts -= wrong
+            count, _ = self.kernels.count_magnitudes(self.tuned, self.origin, out, counts)
+        return int(count)
 
     def _gather(self, lanes: NDArray[np.uint8], out: NDArray[np.uint32]) -> int:
         base = self._scratch.base_of(self.kernels, self.origin)
         return int(self.kernels.gather(self.tuned, base, lanes, out))
-
-    def _gather_all(self, lanes: NDArray[np.uint8], out: NDArray[np.uint32]) -> int:
-        """The same where nothing was dropped; the values are not kept."""
-        values = self._scratch.merged[: self.size]
-        self._take(lanes, values)
-        return int(self.kernels.magnitudes(values, out))
 
     def kept_lanes(self) -> NDArray[np.uint8]:
         """255 for each element that no stage has dropped, else 0; for the next use of the block."""

@@ -52,39 +52,37 @@ class Magnitudes:
         self.elements = 0
         self._walk = walk
         self._kernels: Any = None
-        self._remembered: list[NDArray[np.uint32]] | None = None
-        self._all = np.empty(0, np.uint32)
+        self._remembered: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
+        """All of them, and where each chunk ends."""
 
-    def __call__(self) -> Iterator[tuple[Any, NDArray[np.uint32]]]:
-        """What each chunk has."""
+    def __call__(
+        self, counts: NDArray[np.int64] | None = None
+    ) -> Iterator[tuple[Any, NDArray[np.uint32], NDArray[np.int64]]]:
+        """In pieces, with where in a piece each chunk ends; all in one if they are remembered.
+
+        When they are first seen, they can be counted by their upper 16 bits.
+        """
         if self._remembered is not None:
-            yield from ((self._kernels, found) for found in self._remembered)
+            yield self._kernels, *self._remembered
             return
         self.survivors = self.elements = 0
         needed, room = math.prod(self._walk.shape), self._walk.spare_bytes // 4
         remembered = np.empty(min(needed, room), np.uint32)
         passing = np.empty(0 if needed <= room else CHUNK, np.uint32)
-        seen: list[NDArray[np.uint32]] = []
+        ends: list[int] = []
         end, is_enough = 0, True
         for block in self._walk():
             self._kernels = block.kernels
             self.elements += block.size
             is_enough = is_enough and remembered.size - end >= block.size
             into = remembered[end:] if is_enough else passing
-            count, survivors = block.magnitudes(into)
+            count, survivors = block.magnitudes(into, counts)
             self.survivors += survivors
             end += count
-            seen.append(into[:count])
-            yield block.kernels, into[:count]
-        if is_enough:
-            self._remembered, self._all = seen, remembered[:end]
-
-    def together(self) -> Iterator[tuple[Any, NDArray[np.uint32]]]:
-        """The same in as few pieces as possible."""
-        if self._remembered is None:
-            yield from self()
-        elif self._remembered:
-            yield self._kernels, self._all
+            ends.append(end)
+            yield block.kernels, into[:count], np.array([count])
+        if is_enough and ends:
+            self._remembered = remembered[:end], np.array(ends)
 
 
 def survey_cut(walk: Walk, *, keep_ratio: float, scope: Scope) -> Cut:
@@ -103,8 +101,8 @@ def _wanted(keep_ratio: float, survivors: int) -> int:
 def count_high(magnitudes: Magnitudes) -> NDArray[np.int64]:
     """Count magnitudes by their upper 16 bits; the survivors are known afterwards."""
     counts = np.zeros(HIGH_COUNTS, np.int64)
-    for kernels, found in magnitudes():
-        kernels.count_high(found, counts)
+    for _ in magnitudes(counts):
+        pass
     return counts
 
 
@@ -122,16 +120,18 @@ def find_cut(magnitudes: Magnitudes, counts: NDArray[np.int64], wanted: int) -> 
 def count_low(magnitudes: Magnitudes, high: int) -> NDArray[np.int64]:
     """Count the magnitudes with these upper 16 bits by their lower 15."""
     counts = np.zeros(LOW_COUNTS, np.int64)
-    for kernels, found in magnitudes.together():
+    for kernels, found, _ in magnitudes():
         kernels.count_low(found, np.uint32(high), counts)
     return counts
 
 
 def _cut_at(magnitudes: Magnitudes, cut: int, wanted: int) -> Cut:
     """Keep the first few of the magnitudes that equal the cut."""
-    ties = np.array(
-        [kernels.count_equal(found, np.uint32(cut)) for kernels, found in magnitudes()], np.int64
-    )
+    counted = [np.empty(0, np.int64)]
+    for kernels, found, ends in magnitudes():
+        counted.append(np.empty(ends.size, np.int64))
+        kernels.count_equal(found, ends, np.uint32(cut), counted[-1])
+    ties = np.concatenate(counted)
     return Cut(cut, ties, _first(wanted, ties))
 
 

@@ -285,11 +285,13 @@ class OutputFile:
     def __init__(self, path: Path, size: int | None) -> None:
         make = 0 if size is None else os.O_CREAT
         self._buffered = os.open(path, os.O_RDWR | make | NO_LINKS, 0o666)
-        self._direct = -1
+        self._writing = self._direct = -1
         self._memory: NDArray[np.uint8] | None = None
         try:
             if size is not None:
                 os.truncate(self._buffered, size)
+            # NFS writes whole pages of a file that may be read, over what other machines wrote.
+            self._writing = os.open(path, os.O_WRONLY | NO_LINKS)
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         except (AttributeError, OSError) as error:  # no O_DIRECT on this system or file system
             if getattr(error, "errno", errno.EINVAL) != errno.EINVAL:
@@ -320,8 +322,8 @@ class OutputFile:
         written = first
         if first < last:
             written = self._write_directly(view[first:last], position + first) + first
-        _write_all(self._buffered, view[:first], position)
-        _write_all(self._buffered, view[written:], position + written)
+        _write_all(self._writing, view[:first], position)
+        _write_all(self._writing, view[written:], position + written)
 
     def _write_directly(self, view: memoryview, position: int) -> int:
         """Write whole pages; return how many bytes went this way."""
@@ -354,10 +356,10 @@ class OutputFile:
 
     def close(self) -> None:
         """Close."""
-        for file_descriptor in (self._buffered, self._direct):
+        for file_descriptor in (self._buffered, self._writing, self._direct):
             if file_descriptor >= 0:
                 os.close(file_descriptor)
-        self._buffered = self._direct = -1
+        self._buffered = self._writing = self._direct = -1
         self._memory = None
 
 

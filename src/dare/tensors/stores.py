@@ -258,8 +258,9 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=PATIENCE_SECONDS),
         "timeout": timedelta(seconds=REQUEST_SECONDS),
-        "allow_http": is_web or _allows_http(path),
     }
+    if is_web or _allows_http(path):
+        options["allow_http"] = True
     if headers:
         options["default_headers"] = dict(headers)
     if path.scheme == "s3":

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
+from dare.analysis.measure.job import AnalysisJob, tensor_of
 from dare.analysis.measure.kinds import kind_of, layer_of
 from dare.analysis.measure.measuring import (
     AddUp,
@@ -49,7 +50,11 @@ from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.machine import available_cores
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.run.progress import show_progress
+from dare.run.cluster import BATCH_BYTES, Settings, run_on_cluster
+from dare.run.graph import Step
+from dare.run.node import bundle
+from dare.run.progress import Display, show_progress
+from dare.run.sightings import look_at_all, with_absolute_paths
 from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
@@ -72,12 +77,15 @@ def analyze(
     allow_pickle: bool = False,
     max_memory: int | str = 1 << 30,
     threads: int | None = None,
+    cluster: str | None = None,
+    cluster_log: AnyPath | None = None,
     verbose: bool = True,
 ) -> Analysis:
     """Look at all weights of a base and its fine-tunes once, and say what their deltas look like.
 
     Anything that `merge` reads can be analyzed. Tensors that do not fit together are left out and
     listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
+    The nodes of a Ray `cluster` do it if one is named.
     """
     started = time.perf_counter()
     recipe, inputs = open_to_compare(
@@ -87,6 +95,8 @@ def analyze(
         allow_pickle=allow_pickle,
         max_memory=max_memory,
         threads=threads,
+        cluster=cluster,
+        cluster_log=cluster_log,
         verbose=verbose,
     )
     folder = inputs.folders[0]
@@ -154,9 +164,10 @@ class Study:
     """By model, layer and kind."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def collect(self, steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
+    def collect(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
         """Keep what steps have found that are the last of their tensors."""
         for step, result in zip(steps, results, strict=True):
+            assert isinstance(step, MeasureStep)
             self._collect(step, result)
 
     def _collect(self, step: MeasureStep, result: Any) -> None:
@@ -210,7 +221,7 @@ def _study(base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: 
     if not models:
         raise RecipeError("no models: name at least one to be compared with the base")
     study = Study(base, models, *find_subjects(base, models))
-    measure(study, spectra, recipe.max_memory, recipe.threads, verbose=recipe.verbose)
+    measure(study, spectra, recipe.max_memory, recipe.threads, recipe, verbose=recipe.verbose)
     return study
 
 
@@ -219,13 +230,11 @@ def measure(
     spectra: Spectra = "none",
     max_memory: int = 1 << 30,
     threads: int | None = None,
+    recipe: Recipe | None = None,
     *,
     verbose: bool = False,
 ) -> None:
-    """Read everything once."""
-    from dare.analysis.measure import kernels
-    from dare.kernels.cpu import announcing
-
+    """Read everything once: here, or on the cluster that the recipe names."""
     sources = tuple(study.models.values())
     per_thread = workspace_bytes(study.base, sources)
     if per_thread > max_memory:
@@ -237,11 +246,24 @@ def measure(
     matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
     steps = list(list_steps(sources, study.subjects, matrices))
     study.bytes_read = sum(step.nbytes for step in steps)
+    with show_progress(study.bytes_read, "analyzing", visible=verbose) as display:
+        if recipe is None or recipe.cluster is None:
+            _measure_here(study, steps, threads, display)
+        else:
+            _measure_there(study, steps, recipe, display)
+
+
+def _measure_here(
+    study: Study, steps: Sequence[MeasureStep], threads: int, display: Display
+) -> None:
+    from dare.analysis.measure import kernels
+    from dare.kernels.cpu import announcing
+
+    sources = tuple(study.models.values())
     with ExitStack() as stack:
         for source in (study.base, *sources):
             stack.enter_context(source)
         stack.enter_context(one_blas_thread())
-        display = stack.enter_context(show_progress(study.bytes_read, "analyzing", visible=verbose))
         stack.enter_context(announcing(lambda: display.announce(COMPILING)))
         run_steps(
             steps,
@@ -251,6 +273,32 @@ def measure(
         )
         for source in (study.base, *sources):
             source.check_unchanged()
+
+
+def _measure_there(
+    study: Study, steps: Sequence[MeasureStep], recipe: Recipe, display: Display
+) -> None:
+    assert recipe.cluster is not None
+    sources = (study.base, *study.models.values())
+    shapes = [s.subject.base.shape for s in steps if isinstance(s, MeasureSpectrum)]
+    whole = max((costs.bytes_of(shape) for shape in shapes), default=0)
+    job = AnalysisJob(with_absolute_paths(recipe), look_at_all(recipe, sources), whole)
+    widest = max(info.dtype.itemsize for source in sources for info in source.tensors.values())
+    settings = Settings(
+        recipe.cluster,
+        recipe.threads,
+        BATCH_BYTES // (len(sources) * widest),
+        recipe.cluster_log,
+        display.announce,
+    )
+    display.announce(f"analyzing on the cluster {recipe.cluster}")
+    run_on_cluster(
+        job,
+        bundle(steps, tensor_of),
+        settings,
+        collect=study.collect,
+        progress=display.advance,
+    )
 
 
 # ---------------------------------------------------------------- before the pass

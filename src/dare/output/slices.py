@@ -1,0 +1,371 @@
+"""An output under way that several processes make together, and the one that finishes it.
+
+Each slice has a journal of its own in `OUT.partial`, which it holds while it runs. The main journal
+names the merge; a slice holds it for the moment in which it joins, and whoever finishes the output
+until that has its name. When all chunks of a slice are written, it syncs the files and says so in
+the last line of its journal. The one that finds every slice complete puts the journals together,
+checks the chunks that lie near those of another slice, and publishes.
+
+Why only those: a slice has seen its bytes to the disk, as a merge by one process does, which does
+not read them again either. But a network file system may write a page as a whole, and with it old
+bytes of a neighbour that another machine has written. So what shares a page with the chunks of
+another slice is hashed again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from dare.errors import InputError, OutputError
+from dare.output.journal import (
+    Busy,
+    Found,
+    Journal,
+    Part,
+    Record,
+    Synced,
+    is_complete,
+    is_held,
+    read_journal,
+)
+from dare.output.publishing import sync_folder
+from dare.output.report import Report
+from dare.output.targets import (
+    JOURNAL_NAME,
+    MARK_NAME,
+    has_mark,
+    slice_journal,
+    slice_journals,
+)
+from dare.output.writer import PartialOutput
+from dare.planning.layout import Layout
+from dare.planning.plan import Plan
+from dare.planning.slices import Division, Share, Slice
+from dare.tensors.chunks import chunk_span
+from dare.tensors.json_values import json_ready
+
+JOIN_SECONDS = 60.0
+"""How long a slice waits for others that join."""
+PROBE_SECONDS = 2.0
+"""How long it waits for its own journal, which others hold for a moment to see if it runs."""
+LARGEST_PAGE = 1 << 16
+"""Bytes that a file system may write at once, though fewer were given to it."""
+
+
+@dataclass(frozen=True)
+class SliceReport:
+    """What one slice of a merge did."""
+
+    slice: str
+    """As in `3/16`."""
+    chunks: int
+    """How many it has."""
+    resumed_chunks: int
+    bytes_read: int
+    seconds: float
+    unfinished: tuple[int, ...]
+    """The numbers of the slices that were not complete when this one was."""
+    report: Report | None
+    """Of the whole merge, if this slice was the last and published the output."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {**asdict(self), "report": self.report and self.report.to_dict()}
+
+    def to_json(self) -> str:
+        """The report as JSON; a number that is not finite becomes a string."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
+
+
+class SliceOutput(PartialOutput):
+    """The output as one slice of a merge writes it; call `end` at the end."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        fingerprint: str,
+        stamps: str,
+        part: Slice,
+        share: Share,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__(layout, metadata, fingerprint, stamps)
+        self.part = part
+        self._share = share
+        self._overwrite = overwrite
+        self._known: set[tuple[str, int]] = set()
+        """The chunks that its own journal speaks of."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        elsewhere = [r for r in self.resumed if (r.tensor, r.chunk) not in self._known]
+        self.record(elsewhere)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+        self._is_void = False  # others may have begun
+        super().__exit__(None if kind is None else Exception, *error)
+
+    def _open_journal(self) -> None:
+        with self._joining() as main:
+            found = self._join(main)
+            self._journal = self._lock_own()
+        for made in self._made:  # whoever publishes does not know that they are new
+            sync_folder(made.parent)
+        own = self._journal.read()
+        if own.fingerprint != self._fingerprint:
+            self._journal.start()
+        self._known = set(own.records)
+        self._take_over(Found(records=found.records | own.records))
+        self._journal.note_stamps(self._stamps)
+        self._journal.begin_slice(str(self.part))
+        sync_folder(self.folder)
+
+    @contextmanager
+    def _joining(self) -> Iterator[Journal]:
+        """Hold the main journal for a moment, so that slices join one after the other."""
+        try:
+            main = self._lock(JOURNAL_NAME, wait=JOIN_SECONDS)
+        except Busy:
+            raise OutputError(
+                f"{self.folder}: another process is writing this output, and not as a slice; "
+                "wait until it is done, or stop it"
+            ) from None
+        try:
+            yield main
+        finally:
+            main.close()
+
+    def _join(self, main: Journal) -> Found:
+        """Find out what is under way there, and whether this slice fits in."""
+        found = main.read()
+        if found.fingerprint != self._fingerprint:
+            self._begin(main, found)
+            return Found()
+        if found.stamps != self._stamps:
+            if running := self._running():
+                raise InputError(
+                    f"{self.folder}: the inputs are not the files that slice {running[0]} reads "
+                    "(their times, sizes or inodes differ); all slices must read the same files, "
+                    "on a file system that they share"
+                )
+            main.note_stamps(self._stamps)
+        journals = slice_journals(self.folder)
+        if former := [path for part, path in journals.items() if part.of != self.part.of]:
+            if running := [part for part in self._running() if part.of != self.part.of]:
+                raise OutputError(
+                    f"{self.folder}: this merge is under way in {running[0].of} slices "
+                    f"({_listed(running)} running); go on with {running[0].of}, or stop them first"
+                )
+            main.absorb(former)
+            found = main.read()
+            for path in former:
+                path.unlink()
+        return found
+
+    def _begin(self, main: Journal, found: Found) -> None:
+        """Be the first slice of this merge."""
+        if running := self._running():
+            raise OutputError(
+                f"{self.folder}: slices of another merge are writing there ({_listed(running)}); "
+                "wait until they are done, or choose another output"
+            )
+        if self.layout.target.exists() and not self._overwrite:
+            shutil.rmtree(self.folder)
+            raise OutputError(f"{self.layout.target}: other slices have just published it")
+        self._start_over(main, found)
+        main.note_stamps(self._stamps)
+
+    def _running(self) -> list[Slice]:
+        """The other slices that are running."""
+        journals = slice_journals(self.folder)
+        return [part for part, path in journals.items() if part != self.part and is_held(path)]
+
+    def _lock_own(self) -> Journal:
+        try:
+            return self._lock(slice_journal(self.folder, self.part).name, wait=PROBE_SECONDS)
+        except Busy:
+            raise OutputError(
+                f"{self.folder}: slice {self.part} is running already; give each process a slice "
+                "of its own"
+            ) from None
+
+    def _open_files(self) -> None:
+        """Open the files; make them, unless another slice has."""
+        try:
+            self._files.join()
+        except FileNotFoundError:
+            self._files.close()
+            with self._joining():
+                self._files.make()
+            for file in self._files.opened.values():
+                file.sync()
+
+    def _is_expected(self, record: Record) -> bool:
+        return record.chunk in self._share.get(record.tensor, ())
+
+    def end(self, bytes_read: int) -> None:
+        """See all chunks to the disk, and say so."""
+        assert self._journal is not None
+        with self._explaining(self.folder):
+            for file in self._files.opened.values():
+                file.sync()
+            self._journal.end_slice(Synced(bytes_read, len(self.resumed)))
+
+    def unfinished(self) -> tuple[int, ...]:
+        """The slices that have not said that they are complete; none if all is published."""
+        with self._explaining(self.folder):
+            return self._find_unfinished()
+
+    def _find_unfinished(self) -> tuple[int, ...]:
+        left = []
+        adopted: Mapping[str, Part] | None = None
+        for number in range(1, self.part.of + 1):
+            part = Slice(number, self.part.of)
+            path = slice_journal(self.folder, part)
+            if is_complete(path, self._fingerprint):
+                continue
+            if not path.exists():  # not begun, or what it says has gone into the main journal
+                try:
+                    adopted = adopted or read_journal(self._main.read_bytes()).parts
+                except FileNotFoundError:
+                    return ()
+                account = adopted.get(str(part))
+                if account is not None and account.synced is not None:
+                    continue
+            left.append(number)
+        return tuple(left)
+
+    @property
+    def _main(self) -> Path:
+        return self.folder / JOURNAL_NAME
+
+
+class Gone(OutputError):  # noqa: N818
+    """Nothing is under way there, or no more."""
+
+
+class FinishingOutput(PartialOutput):
+    """The output of which slices have made the chunks; to be adopted and finished if all are."""
+
+    def __init__(self, *given: Any, wait: float = 0) -> None:
+        super().__init__(*given)
+        self._wait = wait
+        self._found = Found()
+        self.bytes_read = self.resumed_chunks = 0
+        """What the slices say of themselves, together."""
+        self.seconds = 0.0
+        """Since the first of them started."""
+
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+        self._is_void = False  # slices have begun
+        super().__exit__(kind, *error)
+
+    def _claim(self) -> list[Path]:
+        if not has_mark(self.folder):
+            raise Gone(f"{self.folder}: is not there, so there is nothing to finish")
+        return []
+
+    def _open_journal(self) -> None:
+        path = self.folder / JOURNAL_NAME
+        try:
+            journal = Journal(path, self._fingerprint, create=False, wait=self._wait)
+        except FileNotFoundError:
+            raise Gone(f"{self.folder}: has no journal, so there is nothing to finish") from None
+        self._journal = journal
+        self._refuse_beside_slices()
+        self._found = journal.read()
+        if self._found.fingerprint != self._fingerprint:
+            raise OutputError(
+                f"{self.folder}: was left by another merge or another version; finish it with the "
+                "recipe and the version that began it, or delete the folder"
+            )
+        for file in slice_journals(self.folder).values():
+            self._found.add(read_journal(file.read_bytes()))
+        accounts = [p.synced for p in self._found.parts.values() if p.synced is not None]
+        self.bytes_read = sum(account.bytes_read for account in accounts)
+        self.resumed_chunks = sum(account.resumed_chunks for account in accounts)
+        now = time.time()
+        self.seconds = now - min((p.started for p in self._found.parts.values()), default=now)
+        self._take_over(self._found)
+
+    def adopt(self) -> None:
+        """Make the slices' journals one, which is on the disk then, and clear away the rest."""
+        assert self._journal is not None
+        with self._explaining(self.folder):
+            self._journal.absorb(slice_journals(self.folder).values())
+            self._clear({MARK_NAME, JOURNAL_NAME, *self._made_files()})
+            self._journal.note_stamps(self._stamps)
+            sync_folder(self.folder)
+
+    def _open_files(self) -> None:
+        self._files.join()
+
+    def intact(self, records: list[Record]) -> list[Record]:
+        """Hash again what was not synced by its slice, or lies near what another has written."""
+        near = self._near_others(records)
+        doubted = {
+            key
+            for record in records
+            if (key := (record.tensor, record.chunk)) in near or not self._found.is_synced(key)
+        }
+        hashed = super().intact([r for r in records if (r.tensor, r.chunk) in doubted])
+        return [r for r in records if (r.tensor, r.chunk) not in doubted] + hashed
+
+    def _near_others(self, records: list[Record]) -> set[tuple[str, int]]:
+        """The chunks in reach of a page with bytes of another slice, or of the header."""
+        spans: dict[str, list[tuple[int, int, tuple[str, int]]]] = {}
+        for record in records:
+            file, info = self._files.places[record.tensor]
+            start, count = chunk_span(record.chunk, info.elements)
+            place = info.start + start * info.dtype.itemsize
+            key = record.tensor, record.chunk
+            spans.setdefault(file, []).append((place, place + count * info.dtype.itemsize, key))
+        near = set()
+        for of_file in spans.values():
+            of_file.sort()
+            makers = ["", *(self._found.makers.get(key, "") for *_, key in of_file)]
+            borders = [
+                start
+                for (start, *_), (before, maker) in zip(of_file, pairwise(makers), strict=True)
+                if before != maker
+            ]
+            for start, end, key in of_file:
+                at = bisect_left(borders, start - LARGEST_PAGE)
+                if at < len(borders) and borders[at] < end + LARGEST_PAGE:
+                    near.add(key)
+        return near
+
+    def check_complete(self, planned: Plan) -> None:
+        """Refuse to finish if chunks are missing; say which slices have them to do."""
+        done = {(record.tensor, record.chunk) for record in self.resumed}
+        chunks = [(t.name, chunk) for t in planned.tensors for chunk in range(t.chunks)]
+        missing = [key for key in chunks if key not in done]
+        if not missing:
+            return
+        what = f"{len(missing):,} of {len(chunks):,} pieces are missing"
+        if self._found.parts:
+            division = Division(planned, Slice.parse(list(self._found.parts)[-1]).of)
+            owners = sorted({division.owner(*key) for key in missing})
+            what += f", those of {_listed([Slice(number, division.of) for number in owners])}"
+        raise OutputError(
+            f"{self.folder}: {what}; run these slices again, or run the merge without --slice, "
+            "which does the rest by itself"
+        )
+
+
+def _listed(parts: Sequence[Slice]) -> str:
+    """The first few of some slices."""
+    shown = ", ".join(map(str, parts[:8]))
+    return f"{shown} and {len(parts) - 8} more" if len(parts) > 8 else shown

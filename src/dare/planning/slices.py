@@ -1,0 +1,99 @@
+"""A plan cut into slices, for processes that know nothing of each other but the plan.
+
+Which chunks belong to which slice follows from the plan alone. A slice is a run of chunks in the
+order of the output's files, as many bytes as any other: so it reads and writes long runs, and
+few pages of a file have bytes of two slices. What a stage surveys as a whole stays whole.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dare.errors import RecipeError
+from dare.planning.plan import Plan
+from dare.tensors.chunks import chunk_span
+
+MOST_SLICES = 10_000
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slice:
+    """One of so many parts of a merge, counted from 1.
+
+    >>> print(Slice.parse("3/16"))
+    3/16
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        """Read `3/16`."""
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
+        number, of = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= of <= MOST_SLICES:
+            raise RecipeError(
+                f"slice {text!r}: write NUMBER/OF, as in 3/16: the third of sixteen, counted "
+                f"from 1; at most {MOST_SLICES}"
+            )
+        return cls(number, of)
+
+    def __str__(self) -> str:
+        """As it is written."""
+        return f"{self.number}/{self.of}"
+
+
+Share = Mapping[str, range]
+"""The chunks of a slice, by tensor; tensors that it has no part of are not there."""
+
+
+class Division:
+    """Who of so many slices does what."""
+
+    def __init__(self, plan: Plan, of: int) -> None:
+        self.of = of
+        self._tensors = {tensor.name: tensor for tensor in plan.tensors}
+        self._whole = {tensor.name for tensor in plan.tensors if plan.is_surveyed(tensor)}
+        self._start: dict[str, int] = {}
+        """Bytes that are read and written before a tensor."""
+        self._nbytes: dict[str, int] = {}
+        done = 0
+        for tensor in plan.tensors:
+            written = tensor.elements * tensor.dtype.itemsize
+            self._start[tensor.name] = done
+            self._nbytes[tensor.name] = plan.cost.bytes_read_of(tensor) + written
+            done += self._nbytes[tensor.name]
+        self.total = max(done, 1)
+        """Bytes that are read and written in all."""
+
+    def owner(self, name: str, chunk: int = 0) -> int:
+        """The number of the slice that has a chunk: the one that has its middle byte."""
+        elements = max(self._tensors[name].elements, 1)
+        start, count = (0, elements) if name in self._whole else chunk_span(chunk, elements)
+        twice_middle = 2 * self._start[name] * elements
+        twice_middle += self._nbytes[name] * (2 * start + count)
+        return min(twice_middle * self.of // (2 * self.total * elements), self.of - 1) + 1
+
+    def share(self, number: int) -> Share:
+        """What one slice has to do."""
+        share: dict[str, range] = {}
+        for name, tensor in self._tensors.items():
+            chunks = range(tensor.chunks)
+            first, end = (
+                bisect_left(chunks, slice_, key=lambda chunk: self.owner(name, chunk))
+                for slice_ in (number, number + 1)
+            )
+            if first < end:
+                share[name] = range(first, end)
+        return share
+
+    def nbytes(self, share: Share) -> int:
+        """About how many of the total belong to a share."""
+        return sum(
+            self._nbytes[name] * len(chunks) // self._tensors[name].chunks
+            for name, chunks in share.items()
+        )

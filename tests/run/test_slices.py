@@ -1,0 +1,567 @@
+"""Slices of a merge, one after the other or beside each other, end in the bytes of one process."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import dare
+from dare import DareWarning, InputError, OutputError, RecipeError
+from dare.cli import main
+from dare.output.slices import FinishingOutput, SliceOutput
+from dare.output.targets import slice_journals
+from dare.output.writer import OutputFiles, PartialOutput
+from dare.planning.slices import Division, Slice
+from dare.run import slices as sharing
+from helpers import listing, save, sha256, write_recipe
+
+METHODS = {
+    "dare+linear": {},
+    "trim+ties": {"stages": {"trim": {"scope": "model"}}},
+    "trim+breadcrumbs+linear": {"stages": {"trim": {"scope": "model", "keep_ratio": 0.5}}},
+    "slerp": {},
+    "tsv": {},
+}
+
+
+def arrays():
+    """Tensors of two chunks, and two models of them; one tensor is only compared."""
+    generator = np.random.default_rng(0)
+    base = {f"w{n}": generator.standard_normal((10_000, 60 + n), np.float32) for n in range(4)}
+    base["ids"] = np.arange(700_000, dtype=np.int64)
+    models = [
+        {
+            name: value
+            if name == "ids"
+            else value + np.float32(0.0003) * generator.standard_normal(value.shape, np.float32)
+            for name, value in base.items()
+        }
+        for _ in range(2)
+    ]
+    return base, models
+
+
+def recipe_for(folder, method="dare+linear", **settings):
+    base, models = arrays()
+    return write_recipe(folder, base, models, method=method, **METHODS[method], **settings)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The SHA-256 of the output of one process, by method."""
+    digests = {}
+
+    def find(method):
+        if method not in digests:
+            recipe = recipe_for(tmp_path_factory.mktemp("whole"), method)
+            dare.merge(recipe)
+            digests[method] = sha256(recipe.output)
+        return digests[method]
+
+    return find
+
+
+def partial(recipe):
+    return recipe.output.with_name(recipe.output.name + ".partial")
+
+
+def slice_output(recipe, text):
+    """What a process that does this slice holds."""
+    planned = dare.plan(recipe)
+    part = Slice.parse(text)
+    share = Division(planned, part.of).share(part.number)
+    return SliceOutput(*dare.api._output_of(planned, planned.layout), part, share)
+
+
+def stopped(recipe, text, monkeypatch, after):
+    """Run a slice that fails after some writes, as a disk would."""
+    count = 0
+    real = OutputFiles.write
+
+    def failing(self, name, offset, data):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise OutputError("the disk is full (injected)")
+        real(self, name, offset, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFiles, "write", failing)
+        with pytest.raises(OutputError, match="injected"):
+            dare.merge_slice(recipe, text)
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_four_slices_in_any_order_give_the_bytes_of_one_process(tmp_path, expected, method):
+    recipe = recipe_for(tmp_path, method)
+    before = listing(tmp_path)
+    for text in ("2/4", "4/4", "1/4"):
+        done = dare.merge_slice(recipe, text)
+        assert done.report is None
+        assert done.unfinished
+        assert not recipe.output.exists()
+    done = dare.merge_slice(recipe, "3/4")
+    assert done.unfinished == ()
+    assert done.report.output == recipe.output
+    assert sha256(recipe.output) == expected(method)
+    assert dare.verify(recipe.output).ok
+    assert set(listing(tmp_path)) - set(before) == {
+        "out.safetensors",
+        "out.safetensors.manifest.json",
+    }
+
+
+def test_the_manifest_is_that_of_one_process(tmp_path):
+    base, models = arrays()
+    made = {}
+    for way in ("whole", "sliced"):
+        recipe = write_recipe(tmp_path / way, base, models, shard_size="3MB")
+        recipe = recipe.model_copy(update={"output": tmp_path / way / "out"})
+        if way == "whole":
+            report = dare.merge(recipe)
+        else:
+            reports = [dare.merge_slice(recipe, f"{n}/3") for n in (1, 2, 3)]
+            report = reports[-1].report
+            assert report.bytes_read == sum(r.bytes_read for r in reports)
+        manifest = json.loads((recipe.output / "dare-manifest.json").read_text())
+        for word in ("seconds", "resumed_chunks"):
+            manifest["report"].pop(word)
+        manifest.pop("check")
+        manifest["files"].pop("README.md", None)
+        made[way] = manifest, report.digests, listing(recipe.output)
+    assert made["whole"] == made["sliced"]
+
+
+def test_more_slices_than_there_is_work(tmp_path, expected):
+    recipe = recipe_for(tmp_path)
+    reports = [dare.merge_slice(recipe, f"{n}/12") for n in range(1, 13)]
+    assert any(report.chunks == 0 for report in reports)
+    assert reports[-1].report is not None
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_one_slice_is_a_merge(tmp_path, expected):
+    recipe = recipe_for(tmp_path)
+    assert dare.merge_slice(recipe, "1/1").report is not None
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+# ---------------------------------------------------------------- interrupted
+
+
+def test_a_slice_that_failed_goes_on_where_it_stopped(tmp_path, expected, monkeypatch):
+    recipe = recipe_for(tmp_path)
+    stopped(recipe, "1/2", monkeypatch, after=1)
+    assert dare.merge_slice(recipe, "2/2").unfinished == (1,)
+    done = dare.merge_slice(recipe, "1/2")
+    assert 0 < done.resumed_chunks < done.chunks
+    assert done.report.resumed_chunks == done.resumed_chunks
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "trim+ties"])
+def test_a_merge_without_slices_goes_on_from_all_journals(tmp_path, expected, monkeypatch, method):
+    recipe = recipe_for(tmp_path, method)
+    stopped(recipe, "3/3", monkeypatch, after=1)
+    done = dare.merge_slice(recipe, "2/3").chunks
+    assert dare.merge(recipe).resumed_chunks > done
+    assert sha256(recipe.output) == expected(method)
+    assert not partial(recipe).exists()
+
+
+def test_slices_go_on_from_a_merge_without(tmp_path, expected, monkeypatch):
+    recipe = recipe_for(tmp_path)
+    real = PartialOutput.record
+
+    def fail(self, records):
+        real(self, records)
+        raise OutputError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialOutput, "record", fail)
+        with pytest.raises(OutputError, match="injected"):
+            dare.merge(recipe)
+    reports = [dare.merge_slice(recipe, f"{n}/2") for n in (1, 2)]
+    assert sum(report.resumed_chunks for report in reports) > 0
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_another_number_of_slices_goes_on_when_none_is_running(tmp_path, expected):
+    recipe = recipe_for(tmp_path)
+    done = dare.merge_slice(recipe, "1/2").chunks
+    reports = [dare.merge_slice(recipe, f"{n}/3") for n in (1, 2, 3)]
+    assert sum(report.resumed_chunks for report in reports) == done
+    assert reports[-1].report is not None
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, monkeypatch):
+    recipe = recipe_for(tmp_path)
+    dare.merge_slice(recipe, "1/2")
+
+    def fail(*_given, **_more):
+        raise OutputError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dare.output.writer.publish", fail)
+        with pytest.raises(OutputError, match="injected"):
+            dare.merge_slice(recipe, "2/2")
+    report = dare.finish(recipe)
+    assert report.resumed_chunks == 0
+    assert report.bytes_read > 0
+    assert sha256(recipe.output) == expected("dare+linear")
+    assert not partial(recipe).exists()
+
+
+def test_a_slice_again_publishes_what_failed_to_be_published(tmp_path, expected, monkeypatch):
+    recipe = recipe_for(tmp_path)
+    dare.merge_slice(recipe, "1/2")
+    monkeypatch.setattr("dare.output.writer.publish", lambda *_a, **_k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dare.merge_slice(recipe, "2/2")
+    monkeypatch.undo()
+    assert slice_journals(partial(recipe)) == {}
+    assert dare.merge_slice(recipe, "1/2").report is not None
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_a_slice_that_finds_integers_that_differ_leaves_the_others_alone(tmp_path):
+    base, models = arrays()
+    models[1]["ids"] = models[1]["ids"] + 1
+    recipe = write_recipe(tmp_path, base, models)
+    outcomes = []
+    for number in (1, 2, 3, 4):
+        try:
+            outcomes.append(dare.merge_slice(recipe, f"{number}/4").unfinished)
+        except dare.MismatchError as error:
+            outcomes.append(str(error))
+    assert sum("ids: the I64 values" in outcome for outcome in map(str, outcomes)) in (1, 2)
+    assert partial(recipe).exists()
+    with pytest.raises(OutputError, match="pieces are missing"):
+        dare.finish(recipe)
+
+
+# ---------------------------------------------------------------- finish
+
+
+def test_finish_says_which_slices_are_missing_and_leaves_all_as_it_is(tmp_path, expected):
+    recipe = recipe_for(tmp_path)
+    for number in (1, 3):
+        dare.merge_slice(recipe, f"{number}/4")
+    before = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
+    with pytest.raises(OutputError, match=r"\d of 10 pieces are missing, those of 2/4, 4/4; run"):
+        dare.finish(recipe)
+    after = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
+    assert before == after
+    dare.merge_slice(recipe, "2/4")
+    assert dare.merge_slice(recipe, "4/4").report is not None
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_finish_without_slices_says_so(tmp_path):
+    recipe = recipe_for(tmp_path)
+    with pytest.raises(OutputError, match="nothing to finish"):
+        dare.finish(recipe)
+    assert not partial(recipe).exists()
+
+
+def test_finish_does_not_touch_what_another_merge_has_begun(tmp_path):
+    recipe = recipe_for(tmp_path)
+    dare.merge_slice(recipe, "1/2")
+    other = recipe.model_copy(update={"seed": 1})
+    with pytest.raises(OutputError, match="left by another merge"):
+        dare.finish(other)
+    assert dare.merge_slice(recipe, "2/2").report is not None
+
+
+# ---------------------------------------------------------------- side by side
+
+
+def test_the_same_slice_twice_is_refused(tmp_path):
+    recipe = recipe_for(tmp_path)
+    with (
+        slice_output(recipe, "1/2"),
+        pytest.raises(OutputError, match="slice 1/2 is running already"),
+    ):
+        slice_output(recipe, "1/2").__enter__()
+
+
+def test_a_merge_and_finish_beside_running_slices_are_refused(tmp_path, expected):
+    recipe = recipe_for(tmp_path)
+    with slice_output(recipe, "1/2"):
+        for refused in (dare.merge, dare.finish):
+            with pytest.raises(OutputError, match=r"slices are writing this output \(1/2\)"):
+                refused(recipe)
+        with pytest.raises(OutputError, match="slices are writing"):
+            dare.merge(recipe, resume=False)
+        assert dare.merge_slice(recipe, "2/2").unfinished == (1,)
+    dare.merge_slice(recipe, "1/2")
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
+    recipe = recipe_for(tmp_path)
+    planned = dare.plan(recipe)
+    monkeypatch.setattr("dare.output.slices.JOIN_SECONDS", 0.1)
+    with (
+        PartialOutput(*dare.api._output_of(planned, planned.layout)),
+        pytest.raises(OutputError, match="writing this output, and not as a slice"),
+    ):
+        dare.merge_slice(recipe, "1/2")
+
+
+def test_another_number_of_slices_beside_running_ones_is_refused(tmp_path):
+    recipe = recipe_for(tmp_path)
+    with (
+        slice_output(recipe, "2/2"),
+        pytest.raises(OutputError, match=r"under way in 2 slices \(2/2 running\); go on with 2"),
+    ):
+        dare.merge_slice(recipe, "1/3")
+
+
+def test_another_merge_beside_running_slices_is_refused_and_starts_over_later(tmp_path):
+    recipe = recipe_for(tmp_path)
+    other = recipe.model_copy(update={"seed": 1, "verbose": True, "delta_threshold": 1.0})
+    with (
+        slice_output(recipe, "2/2"),
+        pytest.raises(OutputError, match=r"slices of another merge are writing there \(2/2\)"),
+    ):
+        dare.merge_slice(other, "1/2")
+    dare.merge_slice(recipe, "2/2")
+    with pytest.warns(DareWarning, match="left by another merge"):
+        assert dare.merge_slice(other, "1/2").unfinished == (2,)
+    assert dare.merge_slice(other, "2/2").report is not None
+
+
+def test_slices_that_read_other_files_are_refused(tmp_path):
+    recipe = recipe_for(tmp_path)
+    _, models = arrays()
+    with slice_output(recipe, "2/2"):
+        save(recipe.models[0].file, models[0])  # the same, and yet another file
+        with pytest.raises(InputError, match="not the files that slice 2/2 reads"):
+            dare.merge_slice(recipe, "1/2")
+
+
+def test_inputs_that_were_copied_in_between_are_compared(tmp_path, expected):
+    recipe = recipe_for(tmp_path)
+    done = dare.merge_slice(recipe, "1/2")
+    _, models = arrays()
+    save(recipe.models[0].file, models[0])
+    assert dare.merge_slice(recipe, "2/2").report is not None
+    assert done.chunks
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
+    recipe = recipe_for(tmp_path)
+    dare.merge_slice(recipe, "1/2")
+    _, models = arrays()
+    save(recipe.models[0].file, {**models[0], "w0": models[0]["w0"] + np.float32(1)})
+    with pytest.raises(OutputError, match=r"pieces are missing, those of 1/2"):
+        dare.merge_slice(recipe, "2/2")
+    assert dare.merge_slice(recipe, "1/2").report is not None
+    whole = recipe.model_copy(update={"output": tmp_path / "whole.safetensors"})
+    dare.merge(whole)
+    assert sha256(recipe.output) == sha256(whole.output)
+
+
+# ---------------------------------------------------------------- what is checked at the end
+
+
+def hashed_by_finish(recipe, monkeypatch):
+    """The chunks that are read back when the output is finished."""
+    read = []
+    real = FinishingOutput._read_chunk
+
+    def reading(self, record):
+        read.append((record.tensor, record.chunk))
+        return real(self, record)
+
+    monkeypatch.setattr(FinishingOutput, "_read_chunk", reading)
+    dare.finish(recipe)
+    return read
+
+
+@pytest.fixture
+def all_but_the_name(tmp_path, monkeypatch):
+    """Two slices that are complete, and not published."""
+    recipe = recipe_for(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("dare.api._finish", lambda *_given, **_more: None)
+        for number in (1, 2):
+            dare.merge_slice(recipe, f"{number}/2")
+    return recipe
+
+
+def chunk_at_border(recipe):
+    planned = dare.plan(recipe)
+    order = [(t.name, chunk) for t in planned.tensors for chunk in range(t.chunks)]
+    division = Division(planned, 2)
+    place = [division.owner(*key) for key in order].index(2)
+    return order, place
+
+
+def test_only_what_lies_near_another_slice_or_the_header_is_hashed_again(
+    all_but_the_name, monkeypatch
+):
+    recipe = all_but_the_name
+    order, border = chunk_at_border(recipe)
+    read = hashed_by_finish(recipe, monkeypatch)
+    assert sorted(read) == sorted([order[0], order[border - 1], order[border]])
+
+
+def rot(recipe, key):
+    """Change a byte in the middle of a chunk."""
+    planned = dare.plan(recipe)
+    files = OutputFiles(partial(recipe), planned.layout, {})
+    # the header has other metadata, so the place is found from the end
+    name, chunk = key
+    with (partial(recipe) / recipe.output.name).open("r+b") as file:
+        size = file.seek(0, 2)
+        info = files.places[name][1]
+        end = max(i.start + i.nbytes for _, i in files.places.values())
+        file.seek(size - (end - info.start) + chunk * (1 << 19) * info.dtype.itemsize + 100)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_page_that_another_machine_wrote_over_is_noticed(all_but_the_name, expected):
+    recipe = all_but_the_name
+    order, border = chunk_at_border(recipe)
+    rot(recipe, order[border])
+    with pytest.raises(OutputError, match=r"1 of 10 pieces are missing, those of 2/2"):
+        dare.finish(recipe)
+    assert dare.merge_slice(recipe, "2/2").report is not None
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_a_merge_without_slices_hashes_all_again(all_but_the_name, expected):
+    recipe = all_but_the_name
+    order, _ = chunk_at_border(recipe)
+    rot(recipe, order[2])
+    assert dare.merge(recipe).resumed_chunks == len(order) - 1
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+def test_what_a_slice_did_not_sync_is_hashed_again(tmp_path, expected, monkeypatch):
+    recipe = recipe_for(tmp_path)
+    monkeypatch.setattr(SliceOutput, "end", lambda _self, _bytes_read: None)
+    for number in (1, 2):
+        assert dare.merge_slice(recipe, f"{number}/2").unfinished
+    order, _ = chunk_at_border(recipe)
+    assert sorted(hashed_by_finish(recipe, monkeypatch)) == sorted(order)
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+# ---------------------------------------------------------------- censuses
+
+
+def test_a_slice_waits_for_the_looks_of_one_that_runs(tmp_path, expected, monkeypatch):
+    recipe = recipe_for(tmp_path, "trim+ties", verbose=True)
+    said = []
+    printing = lambda text, **_to: said.append(text)  # noqa: E731
+    monkeypatch.setattr(dare.run.progress, "print", printing, raising=False)
+    monkeypatch.setattr(sharing, "POLL_SECONDS", 0.01)
+    reports = {}
+
+    def do(text):
+        reports[text] = dare.merge_slice(recipe, text)
+
+    with slice_output(recipe, "2/2"):
+        waiting = threading.Thread(target=do, args=["1/2"], daemon=True)
+        waiting.start()
+        while not any("waiting for the looks of slice 2 of 2" in text for text in said):
+            assert waiting.is_alive()
+            time.sleep(0.01)
+    do("2/2")
+    waiting.join(60)
+    assert [r.report is not None for r in reports.values()].count(True) == 1
+    assert sha256(recipe.output) == expected("trim+ties")
+
+
+def test_a_slice_that_gives_no_news_is_not_waited_for(tmp_path):
+    recipe = recipe_for(tmp_path, "trim+ties")
+    with slice_output(recipe, "2/2"):
+        done = dare.merge_slice(recipe, "1/2", wait=0.0)
+    assert done.unfinished == (2,)
+
+
+def test_looks_are_not_made_twice(tmp_path, monkeypatch):
+    recipe = recipe_for(tmp_path, "trim+ties")
+    dare.merge_slice(recipe, "1/2")
+    monkeypatch.setattr(sharing.SharedCensuses, "_look", lambda *_given: 1 / 0)
+    assert dare.merge_slice(recipe, "2/2").report is not None
+
+
+def test_damaged_looks_are_made_again(tmp_path, expected):
+    recipe = recipe_for(tmp_path, "trim+ties")
+    dare.merge_slice(recipe, "1/2")
+    files = list(partial(recipe).glob("*.looks-*"))
+    assert len(files) == 8  # two models, two rounds, two slices
+    for number, file in enumerate(files):
+        text = file.read_bytes()
+        at = len(text) * number // len(files)
+        file.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+    assert dare.merge_slice(recipe, "2/2").report is not None
+    assert sha256(recipe.output) == expected("trim+ties")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_says_who_is_not_done_and_then_reports(tmp_path, capsys):
+    recipe = recipe_for(tmp_path)
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    command = [str(tmp_path / "recipe.toml"), "--verbose", "--slice"]
+    assert main([*command, "1/2"]) == 0
+    assert "Slices that are not done: 2. The last one publishes." in capsys.readouterr().out
+    assert main(["finish", command[0]]) == 1
+    assert "those of 2/2" in capsys.readouterr().err
+    assert main([*command, "2/2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["slice"] == "2/2"
+    assert document["unfinished"] == []
+    assert document["report"]["output"] == str(recipe.output)
+
+
+def test_finish_publishes_by_command(all_but_the_name, expected, capsys):
+    recipe = all_but_the_name
+    toml = recipe.output.with_name("recipe.toml")
+    toml.write_text(recipe.to_toml())
+    assert main(["finish", str(toml), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_chunks"] == 0
+    assert sha256(recipe.output) == expected("dare+linear")
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "3", "a/b", "-1/4", "1/20000", ""])
+def test_a_slice_that_makes_no_sense_is_refused(tmp_path, text):
+    with pytest.raises(RecipeError, match="write NUMBER/OF"):
+        dare.merge_slice(recipe_for(tmp_path), text)
+
+
+def test_starting_over_is_not_for_slices(tmp_path, capsys):
+    (tmp_path / "recipe.toml").write_text(recipe_for(tmp_path).to_toml())
+    assert main([str(tmp_path / "recipe.toml"), "--slice", "1/2", "--no-resume"]) == 2
+    assert "delete the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("refused", [lambda r: dare.merge_slice(r, "1/2"), dare.finish])
+def test_an_output_in_a_store_is_refused(tmp_path, refused):
+    given = recipe_for(tmp_path)
+    recipe = dare.Recipe(
+        base=given.base, models=list(given.models), output="s3://bucket/merged", verbose=False
+    )
+    with pytest.raises(OutputError, match=r"^s3://bucket/merged: slices need an output on a file"):
+        refused(recipe)
+
+
+def test_slices_on_a_cluster_are_refused(tmp_path):
+    recipe = recipe_for(tmp_path, cluster="auto")
+    with pytest.raises(RecipeError, match="leave one of the two out"):
+        dare.merge_slice(recipe, "1/2")
