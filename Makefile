@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
 .PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
-	test-peers test-cluster test-stores bench pre-commit check-workflows clean
+	test-peers test-cluster test-everywhere test-stores bench pre-commit check-workflows clean
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -31,6 +31,7 @@ help:
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-cluster  merges on a Ray cluster of three nodes, killed and restarted (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
+	@echo "make test-everywhere  one recipe on threads, a cluster, slices and a store: one SHA-256"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
 	@echo "make check-workflows  look for weak spots in .github/"
@@ -101,6 +102,9 @@ test-real: $(VENV)/dev-ready
 
 test-cluster: $(VENV)/dev-ready
 	$(BIN)/python tests/cluster/inside.py
+
+test-everywhere: $(VENV)/dev-ready $(STORES)/ready
+	$(BIN)/python tests/cluster/inside.py -rP -k test_one_sha256
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
-
 SMALLEST = 16
 """Batches get smaller towards the end, but not smaller than this part of the largest."""
 
