@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dare.inputs.sources import ArraySource
+from dare.kernels import kept
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
@@ -227,7 +228,7 @@ def test_where_rates_are_kept(platform, variables, expected, tmp_path, monkeypat
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert calibration.cache_folder().as_posix() == expected.replace("HOME", tmp_path.as_posix())
+    assert kept.cache_folder().as_posix() == expected.replace("HOME", tmp_path.as_posix())
 
 
 # ---------------------------------------------------------------- measuring

@@ -21,6 +21,7 @@ import numpy as np
 
 from dare import kernels
 from dare.inputs.sources import ArraySource
+from dare.kernels.kept import cache_folder
 from dare.kernels.reference import encode
 from dare.output.writer import ArraySink
 from dare.planning.data import TensorPlan
@@ -173,13 +174,3 @@ def _measure_file(folder: Path, path: Path, clock: Callable[[], float]) -> Disk:
     reading = clock() - started
     os.close(opened)
     return Disk(str(folder), written / max(writing, 1e-9), read / max(reading, 1e-9))
-
-
-def cache_folder() -> Path:
-    """Where this user's programs keep what they can make again."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    if home is None and sys.platform == "win32":
-        home = os.environ.get("LOCALAPPDATA")
-    if home:
-        return Path(home) / "dare"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "dare"

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dare import __version__
+from dare.kernels.kept import cache_folder
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
 from dare.planning.plan import Plan
@@ -24,7 +25,6 @@ from dare.run.calibration import (
     LOADING_SECONDS,
     Disk,
     Speed,
-    cache_folder,
     measure_disk,
     measure_speed,
 )
