@@ -98,7 +98,7 @@ class _AskedFor(BaseException):
 def asked_recipe(*arguments: object) -> Recipe:
     """The recipe that a command line asks for; nothing is read but the recipe file."""
 
-    def stop(recipe: Recipe) -> None:
+    def stop(recipe: Recipe, **_how: object) -> None:
         raise _AskedFor(recipe)
 
     with mock.patch("dare.api.plan", stop), pytest.raises(_AskedFor) as caught:

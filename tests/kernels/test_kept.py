@@ -131,12 +131,14 @@ def test_what_cannot_be_kept_is_run_all_the_same(tmp_path, monkeypatch):
     assert (decoded() == expected()).all()
 
 
-def test_numba_runs_what_cannot_be_kept(folder, monkeypatch):
+def test_numba_runs_what_cannot_be_kept_and_that_is_known_the_next_time(folder, monkeypatch):
     from dare.kernels import compiling
 
     monkeypatch.setattr(compiling, "_foreign_functions", lambda _module: {"foreign"})
     assert (decoded() == expected()).all()
-    assert not [*folder.glob("*.kernel")]
+    assert [*folder.glob("*.kernel")]
+    monkeypatch.setattr(compiling, "compile_kernel", None)
+    assert (decoded() == expected()).all()
 
 
 def test_there_is_no_other_kernel():

@@ -34,6 +34,8 @@ BATCH_BYTES = 64 << 20
 """What a batch reads at the most, unless a single step reads more."""
 MANY_NODES, MORE = 16, 4
 """From so many nodes on batches are so many times as large, or the driver could not keep up."""
+SMALLEST = 16
+"""The part of a batch that is the least, towards the end."""
 WAITING = 2
 """Batches that wait at a node while its threads have theirs."""
 LOOK_SECONDS = 2.0
@@ -80,7 +82,8 @@ def run_on_cluster(
     conclusions here, since that needs what all nodes have found and reads nothing.
     """
     with _connected(settings.address) as ray, _Log(settings.log) as log:
-        driver = _Driver(ray, job, settings, Schedule(steps, known), log)
+        schedule = Schedule(steps, known, smallest=settings.limit // SMALLEST)
+        driver = _Driver(ray, job, settings, schedule, log)
         driver.collect, driver.progress, driver.conclude = collect, progress, conclude
         try:
             doubtful = driver.run()

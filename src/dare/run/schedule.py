@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
-SMALLEST = 16
-"""Batches get smaller towards the end, but not smaller than this part of the largest."""
-
 
 class AnyStep(Protocol):
     """A piece of work."""
@@ -65,18 +62,20 @@ class Schedule(Generic[Step]):
         *,
         takers: int = 1,
         groups_ahead: int | None = None,
+        smallest: int = 0,
     ) -> None:
         """Take in all steps; `known` are results that are there already.
 
-        Batches get smaller towards the end, so that all `takers` end together. Steps wait that are
-        more than `groups_ahead` groups ahead of the first that is not done, if results take much
-        room.
+        Batches get smaller towards the end, so that all `takers` end together, but not smaller than
+        `smallest` elements. Steps wait that are more than `groups_ahead` groups ahead of the first
+        that is not done, if results take much room.
         """
         self.stop = threading.Event()
         """Set when no more steps are to be done."""
         self.steps = steps
         self.takers = takers
         self._groups_ahead = groups_ahead
+        self._smallest = smallest
         self._changed = threading.Condition()
         self._results = dict(known)
         self._wanted = Counter(need for step in steps for need in step.needs)
@@ -119,7 +118,7 @@ class Schedule(Generic[Step]):
 
     def _take(self, limit: int) -> Batch[Step] | None:
         places: list[int] = []
-        room = min(limit, max(limit // SMALLEST, self._left // (2 * self.takers)))
+        room = min(limit, max(self._smallest, self._left // (2 * self.takers)))
         while self._ready and self._is_near(self._ready[0]):
             elements = self.steps[self._ready[0]].elements
             if places and elements > room:
