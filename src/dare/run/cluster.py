@@ -33,7 +33,8 @@ from dare.tensors.sizes import show_size
 BATCH_BYTES = 64 << 20
 """What a batch reads at the most, unless a single step reads more."""
 MANY_NODES, MORE = 16, 4
-"""From so many nodes on batches are so many times as large, or the driver could not keep up."""
+"""With more nodes batches are so many times as large, and never smaller than else the largest, or
+the driver could not keep up."""
 SMALLEST = 16
 """The part of a batch that is the least, towards the end."""
 WAITING = 2
@@ -381,7 +382,9 @@ class _Driver:
     def _hand_out(self) -> None:
         """Give every node as much as its threads can do, and a little more."""
         held = Counter(call.member.id for call in self._calls.values())
-        limit = self._settings.limit * (MORE if len(self._members) > MANY_NODES else 1)
+        limit = self._settings.limit
+        if len(self._members) > MANY_NODES:
+            limit, self._schedule.smallest = MORE * limit, limit
         while hungry := [m for m in self._ready() if held[m.id] < m.threads + WAITING]:
             member = min(hungry, key=lambda member: held[member.id] / member.threads)
             batch = self._schedule.take_now(limit)

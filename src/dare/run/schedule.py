@@ -75,7 +75,7 @@ class Schedule(Generic[Step]):
         self.steps = steps
         self.takers = takers
         self._groups_ahead = groups_ahead
-        self._smallest = smallest
+        self.smallest = smallest
         self._changed = threading.Condition()
         self._results = dict(known)
         self._wanted = Counter(need for step in steps for need in step.needs)
@@ -118,7 +118,7 @@ class Schedule(Generic[Step]):
 
     def _take(self, limit: int) -> Batch[Step] | None:
         places: list[int] = []
-        room = min(limit, max(self._smallest, self._left // (2 * self.takers)))
+        room = min(limit, max(self.smallest, self._left // (2 * self.takers)))
         while self._ready and self._is_near(self._ready[0]):
             elements = self.steps[self._ready[0]].elements
             if places and elements > room:
