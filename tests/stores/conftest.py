@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ from dare.planning import parts
 from dare.tensors.stores import forget
 
 _NUMBERS = itertools.count()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a job that a shell runs in the background; the processes under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
