@@ -37,7 +37,8 @@ def compile_kernel(name: str, described: Sequence[str]) -> Code:
     arguments = tuple(_numba_type(text) for text in described)
     compiler.compile(arguments)
     compiled = compiler.overloads[arguments]
-    library, symbol = compiled.library, "dare " + " ".join([name, *described])
+    library = compiled._asdict()["library"]
+    symbol = "dare " + " ".join([name, *described])
     module = binding.parse_assembly(str(_entry(symbol, compiled, arguments)))
     module.link_in(library._final_module, preserve=True)
     if _foreign_functions(module) or WORD.width != 8 * ctypes.sizeof(ctypes.c_void_p):
