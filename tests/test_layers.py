@@ -15,6 +15,7 @@ import dare
 ROOT = Path(dare.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
+    ("web",),
     ("demo",),
     ("compat", "darex"),
     ("studies",),

@@ -18,6 +18,8 @@ from dare.output.page.themes import THEMES, vega_config
 from dare.output.page.words import number
 
 SHELL = "dare.output.page"
+CLOSED = "base-uri 'none'; form-action 'none'"
+"""What no page does."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,43 @@ def render_page(
 
     `script` and `style` are files among the package's templates, added to those of all pages.
     """
-    start = _resource(SHELL, "start.js")
-    scripts = [library, _resource(SHELL, "page.js"), _resource(package, script)]
     own = [_resource(package, style)] if style else []
+    return render_template(
+        package,
+        template,
+        scripts=[library, _resource(SHELL, "page.js"), _resource(package, script)],
+        styles=own,
+        policy="default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'",
+        filters=filters,
+        drawings=[{"name": figure.name, "spec": _spec(figure)} for figure in figures],
+        **values,
+    )
+
+
+def render_template(
+    package: str,
+    template: str,
+    *,
+    scripts: Sequence[str],
+    styles: Sequence[str],
+    policy: str,
+    filters: Mapping[str, Callable[..., Any]] | None = None,
+    allowed: str = "",
+    **values: Any,
+) -> str:
+    """One text from a package's template, with these scripts and styles in it.
+
+    `policy` says what the page may load, `allowed` which scripts besides its own.
+    """
+    start = _resource(SHELL, "start.js")
     environment = _environment(package)
     environment.filters |= {"number": number, **(filters or {})}
     text: str = environment.get_template(template).render(
-        policy=_policy([start, *scripts]),
+        policy=f"{_script_policy([start, *scripts], allowed)}; {policy}; {CLOSED}",
         colours={name: theme.colours for name, theme in THEMES.items()},
-        style="".join([_resource(SHELL, "page.css"), *own]),
+        style="".join([_resource(SHELL, "page.css"), *styles]),
         start=start,
         scripts=scripts,
-        drawings=[{"name": figure.name, "spec": _spec(figure)} for figure in figures],
         themes={name: vega_config(theme) for name, theme in THEMES.items()},
         **values,
     )
@@ -85,16 +112,13 @@ def _resource(package: str, name: str) -> str:
     return files(package).joinpath("templates", name).read_text("utf-8")
 
 
-def _policy(scripts: Iterable[str]) -> str:
-    """Nothing is fetched, and only the page's own scripts run (Vega compiles its expressions)."""
+def _script_policy(scripts: Iterable[str], allowed: str) -> str:
+    """Only the page's own scripts run, and what is allowed (Vega compiles its expressions)."""
     digests = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for text in scripts
     )
-    return (
-        f"default-src 'none'; script-src {digests} 'unsafe-eval'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
+    return f"script-src {digests} {allowed} 'unsafe-eval'"
 
 
 def _spec(figure: Figure) -> dict[str, Any]:

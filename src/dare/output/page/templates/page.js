@@ -11,6 +11,7 @@ const darePage = (() => {
   const views = new Map();
   const chosen = new Map();  // by figure: what was picked in its own lists, for the next drawing
   const shared = new Map();  // signals that all figures have
+  const listeners = [];  // called with the theme's name when the colours have changed
 
   const shownTheme = () => {
     const picked = root.dataset.theme;
@@ -50,6 +51,21 @@ const darePage = (() => {
     for (const figure of figures) await draw(figure, name);
     if (name !== shownTheme()) return;
     root.dataset.drawn = name;
+    for (const listener of listeners) listener(name);
+  }
+
+  function add(name, spec) {
+    const figure = { name, spec };
+    figures.push(figure);
+    return draw(figure, shownTheme());
+  }
+
+  async function update(name, datasets) {
+    const { spec } = figures.find((figure) => figure.name === name);
+    Object.assign(spec.datasets, datasets);  // for the next drawing
+    const view = views.get(name);
+    for (const [key, rows] of Object.entries(datasets)) view?.data(key, rows);
+    await view?.runAsync();
   }
 
   async function setSignal(name, value) {
@@ -126,5 +142,14 @@ const darePage = (() => {
     drawAll();
   });
   system.addEventListener("change", drawAll);
-  return { read, drawAll, setSignal, say: (text) => { status.textContent = text; } };
+  return {
+    read,
+    drawAll,
+    add,
+    update,
+    shownTheme,
+    setSignal,
+    onTheme: (listener) => { listeners.push(listener); },
+    say: (text) => { status.textContent = text; },
+  };
 })();

@@ -1,0 +1,1 @@
+export function openBrowserEngine() { return { kind: "browser" }; }

@@ -1,0 +1,1 @@
+export function readSafetensors(buffer) { return new Map(); }

@@ -1,0 +1,1 @@
+export function openLocalEngine() { return { kind: "local" }; }

@@ -1,0 +1,58 @@
+// What the reader has set, as values by name. All that is not at its default stands in the address,
+// so that a link keeps it: `?drop.p=0.5&live.method=dare%2Bties`.
+
+const read = (text, like) =>
+  typeof like === "number" ? Number(text) : typeof like === "boolean" ? text === "true" : text;
+
+/** Values by name, of the types that `defaults` have: numbers, booleans and texts. */
+export function createState(defaults) {
+  const values = { ...defaults };
+  const listeners = [];
+  let writing = 0;
+
+  for (const [name, text] of new URLSearchParams(location.search)) {
+    if (!(name in defaults)) continue;
+    const value = read(text, defaults[name]);
+    if (!Number.isNaN(value)) values[name] = value;
+  }
+
+  function write() {
+    writing = 0;
+    const kept = new URLSearchParams();
+    for (const [name, value] of Object.entries(values)) {
+      if (value !== defaults[name]) kept.set(name, value);
+    }
+    const query = kept.toString();
+    history.replaceState(null, "", `${location.pathname}${query && `?${query}`}${location.hash}`);
+  }
+
+  return {
+    get: (name) => values[name],
+
+    /** Change values, and call everybody who listens to one of them once. */
+    set(changes) {
+      const changed = Object.keys(changes).filter((name) => values[name] !== changes[name]);
+      if (!changed.length) return;
+      Object.assign(values, changes);
+      writing ||= setTimeout(write, 150);  // browsers refuse more than some hundred in half a minute
+      for (const { names, listener } of listeners) {
+        if (names.some((name) => changed.includes(name))) listener();
+      }
+    },
+
+    /** Call back when one of these changes; a name that ends with a dot stands for all that begin so. */
+    on(names, listener) {
+      const all = Object.keys(defaults);
+      const meant = names.flatMap((name) =>
+        name.endsWith(".") ? all.filter((known) => known.startsWith(name)) : [name],
+      );
+      listeners.push({ names: meant, listener });
+    },
+
+    /** The address that keeps everything as it is now. */
+    link() {
+      write();
+      return location.href;
+    },
+  };
+}
