@@ -119,9 +119,7 @@ class Guard:
             return refuse(request, 403, f"This server answers to {self._key.hosts[0]} only.")
         origin = request.headers.get("origin", f"http://{host}")
         asker = request.headers.get("sec-fetch-site", "same-origin")
-        is_link = (
-            request.headers.get("sec-fetch-mode") == "navigate" and request.scope["path"] == "/"
-        )
+        is_link = request.headers.get("sec-fetch-mode") == "navigate" and _is_page(request)
         if origin != f"http://{host}" or (asker not in ("same-origin", "none") and not is_link):
             return refuse(request, 403, "Another site has asked for this, which it may not.")
         return None
@@ -129,7 +127,7 @@ class Guard:
     def _entrance(self, request: Request) -> Response | None:
         """The answer to one who has a token to exchange, or none, or a wrong one."""
         given = request.query_params.get("token")
-        if given is not None and request.scope["path"] == "/":
+        if given is not None and _is_page(request):
             return self._exchange(request, given)
         kind, _, in_header = request.headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer":
@@ -184,6 +182,11 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return left.pop() if left else await receive()
 
     return receive_again
+
+
+def _is_page(request: Request) -> bool:
+    """Whether the page itself is asked for."""
+    return bool(request.scope["path"] == "/")
 
 
 def _same(given: str, expected: str) -> bool:

@@ -42,7 +42,7 @@ Work = Callable[[dict[str, Any], Check], Any]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Cancelled(Exception):
+class Cancelled(Exception):  # noqa: N818 (nothing went wrong)
     """Nobody waits for the answer any more."""
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -51,10 +52,8 @@ def serve(
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
         gc.enable()  # which a command does without, and a server runs for long
-        try:
+        with suppress(KeyboardInterrupt):  # which is how one ends it
             server.run(sockets=[listening])
-        except KeyboardInterrupt:
-            pass  # which is how one ends it
 
 
 def _listen(port: int | None) -> socket.socket:

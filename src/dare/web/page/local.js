@@ -6,11 +6,13 @@ export function openLocalEngine() {
     kind: "local",
     whyNot: () => null,
 
-    /** Also has `warnings`, of the last merge: what `dare plan` warns of. */
     async merge(setting, signal) {
-      const { sha256, warnings } = await ask("merge", { setting }, signal);
-      this.warnings = warnings;
-      return sha256;
+      return (await ask("merge", { setting }, signal)).sha256;
+    },
+
+    /** What `dare plan` warns of, as texts; only this engine has it. */
+    async warnings(setting, signal) {
+      return (await ask("merge", { setting }, signal)).warnings;
     },
 
     async score(setting, amount, signal) {
@@ -21,8 +23,6 @@ export function openLocalEngine() {
     async write(setting, prompts, signal) {
       return (await ask("write", { setting, prompts }, signal)).texts;
     },
-
-    warnings: [],
   };
 }
 
