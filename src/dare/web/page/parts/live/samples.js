@@ -1,0 +1,48 @@
+// What the merged model writes: fixed prompts with their right answers, and the reader's own.
+import { make } from "./elements.js";
+
+const EACH = 2;
+const ENGLISH = "And God said unto ";
+const LONGEST = 60;
+
+/** The samples' rows; `tasks` are those of prompts.json. */
+export function samplesTable(place, tasks) {
+  const asked = tasks.flatMap(({ name, examples }) =>
+    examples.slice(0, EACH).map(([prompt, answer]) => ({ task: name, prompt, answer })));
+  asked.push({ task: "english", prompt: ENGLISH, answer: null });
+  const cells = asked.map(({ prompt }) => {
+    const cell = make("td", { className: "written" }, "…");
+    place.append(make("tr", {}, make("th", { scope: "row" }, make("code", {}, prompt)), cell));
+    return cell;
+  });
+  return {
+    prompts: asked.map(({ prompt }) => prompt),
+    show(texts) {
+      texts.forEach((text, index) => showAnswer(cells[index], text, asked[index].answer));
+    },
+  };
+}
+
+/** Put what was written into a cell, and whether it is right; answer null: nothing is right or wrong. */
+export function showAnswer(cell, text, answer) {
+  const code = make("code", {}, text === "" ? "(nothing)" : printable(text));
+  if (answer === null) return cell.replaceChildren(code);
+  const isRight = text === answer;
+  const mark = make("span", { className: isRight ? "right" : "wrong" }, isRight ? "✓" : "✗");
+  mark.setAttribute("role", "img");
+  mark.setAttribute("aria-label", isRight ? "right" : "wrong");
+  const remark = isRight ? [] : [make("span", { className: "answer" }, `right: ${answer}`)];
+  cell.replaceChildren(mark, " ", code, ...remark);
+}
+
+/** Bytes that have no picture as dots. */
+const printable = (text) => text.replace(/[\u0000-\u001f\u007f-\u00a0\u00ad]/g, "·");
+
+/** Why a prompt cannot be asked, or null. */
+export function whyNotAsk(prompt) {
+  if (prompt.length > LONGEST) return `A prompt has at most ${LONGEST} characters here.`;
+  if ([...prompt].some((letter) => letter.charCodeAt(0) > 255)) {
+    return "These models read bytes: letters up to ÿ.";
+  }
+  return null;
+}
