@@ -250,6 +250,8 @@ def verification(console: Console, result: Verification) -> None:
         console.print(Text.assemble((verdict, "bold red"), f"  {path}"))
     for problem in (*result.problems, *result.changed):
         console.print(Padding(shown(problem), (0, 0, 0, 4), expand=False))
+    if result.sha256 is not None:
+        console.print(f"  SHA-256 of the weights  {result.sha256}", soft_wrap=True, highlight=False)
 
 
 def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:

@@ -65,7 +65,8 @@ will take is measured once for each method and kept (about a second).
     "verify": """Check that an output is what was written.
 
 Hashes the weights and compares them with the manifest, bit for bit. The exit
-status is 0 if all outputs are intact, and 1 if one is not.
+status is 0 if all outputs are intact, and 1 if one is not. The SHA-256 that it
+prints is of the bytes of all tensors in order of name.
 
 [bold]Examples[/bold]
 
