@@ -1,5 +1,6 @@
 // What the merged model writes: fixed prompts with their right answers, and the reader's own.
-import { make } from "./elements.js";
+import { make } from "../../controls.js";
+import { isAbort } from "./loading.js";
 
 const EACH = 2;
 const ENGLISH = "And God said unto ";
@@ -7,6 +8,7 @@ const LONGEST = 60;
 
 /** The samples' rows; `tasks` are those of prompts.json. */
 export function samplesTable(place, tasks) {
+  const card = place.closest(".card");
   const asked = tasks.flatMap(({ name, examples }) =>
     examples.slice(0, EACH).map(([prompt, answer]) => ({ task: name, prompt, answer })));
   asked.push({ task: "english", prompt: ENGLISH, answer: null });
@@ -19,7 +21,9 @@ export function samplesTable(place, tasks) {
     prompts: asked.map(({ prompt }) => prompt),
     show(texts) {
       texts.forEach((text, index) => showAnswer(cells[index], text, asked[index].answer));
+      delete card.dataset.stale;
     },
+    dim() { card.dataset.stale = "true"; },
   };
 }
 
@@ -37,6 +41,37 @@ export function showAnswer(cell, text, answer) {
 
 /** Bytes that have no picture as dots. */
 const printable = (text) => text.replace(/[\u0000-\u001f\u007f-\u00a0\u00ad]/g, "·");
+
+/** The field for the reader's own prompt; `write(prompt, signal)` gives a promise, or null: not now. */
+export function ownPrompt(place, state, write) {
+  const field = place.querySelector("input");
+  const answer = place.querySelector("[data-place=answer]");
+  let controller = null;
+
+  async function ask() {
+    controller?.abort();
+    controller = new AbortController();
+    const { signal } = controller;
+    const prompt = state.get("live.ask");
+    const why = whyNotAsk(prompt);
+    if (why || !prompt) return answer.replaceChildren(why ?? "");
+    try {
+      const texts = await write(prompt, signal);
+      if (texts && !signal.aborted) showAnswer(answer, texts[0], null);
+    } catch (error) {
+      if (!isAbort(error)) answer.replaceChildren(error.message);
+    }
+  }
+
+  const follow = () => { if (field.value !== state.get("live.ask")) field.value = state.get("live.ask"); };
+  field.addEventListener("input", () => state.set({ "live.ask": field.value }));
+  state.on(["live.ask"], () => {
+    follow();
+    ask();
+  });
+  follow();
+  return { ask };
+}
 
 /** Why a prompt cannot be asked, or null. */
 export function whyNotAsk(prompt) {

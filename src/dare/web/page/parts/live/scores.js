@@ -1,6 +1,7 @@
 // A table of scores: a bar for each task with marks to compare it with, and English below.
-import { bits, make, percent } from "./elements.js";
+import { make } from "../../controls.js";
 import { inPercent } from "./measuring.js";
+import { bits, percent } from "./numbers.js";
 
 /**
  * The table in its place, whose rows are in the page already: `[data-task]` with a `.gauge`, `.value`.
