@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from dare.api import merge
 from dare.errors import DareError, InputError, VerificationError
@@ -57,6 +59,14 @@ def is_refused(path: Path) -> bool:
         return True
 
 
+def test_the_sha256_is_of_the_bytes_in_order_of_name(merged, sharded):
+    ordered = [safetensors.numpy.load_file(merged)[name].tobytes() for name in ("h", "n", "s", "w")]
+    expected = hashlib.sha256(b"".join(ordered)).hexdigest()
+    assert verify(merged).sha256 == verify(sharded).sha256 == expected
+    assert f"SHA-256 of the weights: {expected}" in str(verify(merged))
+    assert verify(merged, sha256=False).sha256 is None
+
+
 def data_start(path: Path) -> int:
     with path.open("rb") as file:
         return read_header(LocalFile(file.fileno()), str(path)).data_start
@@ -70,7 +80,7 @@ def test_a_merge_is_intact(output):
     assert found.ok
     assert found.problems == ()
     assert (found.tensors, found.bytes_checked) == (4, DATA_BYTES)
-    assert str(found) == f"{output}: 4 tensors, 34 bytes, intact"
+    assert str(found).splitlines()[0] == f"{output}: 4 tensors, 34 bytes, intact"
 
 
 def test_a_merge_is_intact_without_the_manifest_beside_it(output):

@@ -40,6 +40,7 @@ from dare.recipe.schema import Recipe
 from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
+from dare.stages.catalogue import catalogue
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
@@ -190,6 +191,9 @@ def _asked_recipe(
 
 def verify(
     *outputs: Annotated[Path, Parameter(help="Outputs of finished merges, files or directories.")],
+    sha256: Annotated[
+        bool, Parameter(help="Also take the SHA-256 of the weights; without it, this is quicker.")
+    ] = True,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -204,7 +208,7 @@ def verify(
     found = []
     for path in outputs:
         try:
-            found.append(verify_output(path, verbose=not quiet))
+            found.append(verify_output(path, verbose=not quiet, sha256=sha256))
         except (InputError, VerificationError) as error:
             found.append(Verification(path, (str(error),), tensors=0, bytes_checked=0))
             if quiet:
@@ -239,7 +243,7 @@ def methods(
             )
     console = show.console(json=json)
     if json:
-        show.json(jsonlib.dumps(show.catalogue(names or STAGES), indent=2, ensure_ascii=False))
+        show.json(jsonlib.dumps(catalogue(names or STAGES), indent=2, ensure_ascii=False))
     elif names:
         for shown in names:
             show.stage(console, STAGES[shown])
@@ -333,13 +337,38 @@ def demo(
         ),
     ] = None,
     quick: Annotated[bool, switch("Fewer prompts and seeds: rough figures, sooner.")] = False,
+    models: Annotated[
+        Path | None,
+        Parameter(help="Only write the models into this directory, to try things on: 15 MB."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
     """Run the demonstration."""
+    if models is not None:
+        return _write_demo_models(models, json=json)
     from dare.demo import run_demo
 
     result = run_demo(show.console(json=json), output=output, quick=quick)
     if json:
         print(jsonlib.dumps(result.to_dict(), indent=2))
+    return DONE
+
+
+def _write_demo_models(folder: Path, *, json: bool) -> int:
+    from dare.demo.broken import BROKEN, write_models
+
+    names = write_models(folder)
+    if json:
+        show.json(jsonlib.dumps({name: str(folder / name) for name in names}, indent=2))
+        return DONE
+    whole = [name for name in names if name not in BROKEN]
+    place, first = shlex.quote(str(folder)), whole[0]
+    merged = " ".join(f"{place}/{name}" for name in whole[1:])
+    steps = {
+        "merge": f"dare --base {place}/{first} --merge {merged} --method sum "
+        "--output merged.safetensors",
+        "broken": f"dare analyze {place}/{first} {place}/add-nan {place}/add-far",
+    }
+    show.next_steps(show.console(), f"{', '.join(names)} are in {folder}", steps)
     return DONE

@@ -250,6 +250,8 @@ def verification(console: Console, result: Verification) -> None:
         console.print(Text.assemble((verdict, "bold red"), f"  {path}"))
     for problem in (*result.problems, *result.changed):
         console.print(Padding(shown(problem), (0, 0, 0, 4), expand=False))
+    if result.sha256 is not None:
+        console.print(f"  SHA-256 of the weights  {result.sha256}", soft_wrap=True, highlight=False)
 
 
 def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
@@ -294,19 +296,6 @@ def stage(console: Console, stage: Stage) -> None:
         console.print(table)
     if stage.paper:
         console.print(Padding(Text(f"Paper: {stage.paper}"), (0, 0, 1, 2), expand=False))
-
-
-def catalogue(names: Iterable[str]) -> dict[str, Any]:
-    """Stages and aliases as plain values, ready for JSON."""
-    facts = ("name", "kind", "summary", "documentation", "paper")
-    shown = []
-    for stage in (STAGES[name] for name in names):
-        parameters = [
-            {fact: getattr(p, fact) for fact in ("name", "default", "range", "description")}
-            for p in stage.parameters.values()
-        ]
-        shown.append({fact: getattr(stage, fact) for fact in facts} | {"parameters": parameters})
-    return {"stages": shown, "aliases": dict(ALIASES)}
 
 
 def _facts(title: str, rows: Mapping[str, str]) -> Table:

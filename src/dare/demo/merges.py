@@ -44,6 +44,7 @@ class Merge:
     scale: float = 1.0
     seed: int = 42
     models: tuple[Path, ...] = tuple(TUNED.values())
+    rescale: bool = True
 
     @property
     def method(self) -> str:
@@ -59,12 +60,13 @@ class Merge:
         """Write the merged model."""
         import dare
 
+        stages = {"dare": {"drop_rate": self.drop_rate, "rescale": self.rescale}}
         recipe = dare.Recipe(
             base=BASE,
             models=list(self.models),
             output=output,
             method=self.method,
-            stages={"dare": {"drop_rate": self.drop_rate}} if self.drop_rate else {},
+            stages=stages if self.drop_rate else {},
             scale=self.scale,
             seed=self.seed,
             verbose=False,

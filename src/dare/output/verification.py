@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.small_files import is_there
-from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, open_source
+from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
 from dare.output.card import NAME as CARD_NAME
 from dare.output.manifest import METADATA_KEY, read_manifest
 from dare.output.sealing import SEAL, UNKNOWN, read_sealed
@@ -28,6 +30,8 @@ from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_
 from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
 from dare.tensors.places import to_path
+
+Outcome = TypeVar("Outcome")
 
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
 """Endings of what people lay beside a model, and no program loads with it."""
@@ -43,6 +47,8 @@ class Verification:
     bytes_checked: int
     changed: tuple[str, ...] = ()
     """What is not as it was written and may well be meant so: the card, pictures beside it."""
+    sha256: str | None = None
+    """Of the bytes of all tensors in order of name; of merged models, if it was asked for."""
 
     @property
     def ok(self) -> bool:
@@ -57,11 +63,18 @@ class Verification:
         """The outcome in a few lines."""
         intact = f"{self.tensors} tensors, {self.bytes_checked:,} bytes, intact"
         outcome = intact if self.ok else "NOT what was written"
-        return "\n  ".join([f"{self.path}: {outcome}", *self.problems, *self.changed])
+        weights = [] if self.sha256 is None else [f"SHA-256 of the weights: {self.sha256}"]
+        return "\n  ".join([f"{self.path}: {outcome}", *self.problems, *self.changed, *weights])
 
 
-def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verification:
+def verify(
+    path: str | os.PathLike[str], *, verbose: bool = False, sha256: bool = True
+) -> Verification:
     """Hash an output again and compare it with its manifest; `verbose` shows progress.
+
+    `sha256` also takes the SHA-256 of a merged model's weights: of the bytes of all tensors in
+    order of name, which any other program can take too. It is one sum over everything, so it takes
+    one core as long as that needs (a second or more for 500 MB), while the rest uses all cores.
 
     Raises VerificationError if there is no manifest to compare with.
     """
@@ -81,7 +94,8 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
     }
     nbytes = sum(info.nbytes for info in source.tensors.values())
     with show_progress(nbytes, "verifying", visible=verbose) as display:
-        digests = _digest_tensors(source, display.advance)
+        weights = hashlib.sha256() if sha256 else None
+        digests = _digest_tensors(source, display.advance, weights)
     whole = model_digest((source.tensors[name], digest) for name, digest in digests.items())
     for file, manifest in manifests.items():
         if whole != manifest.get("output"):
@@ -99,7 +113,8 @@ def verify(path: str | os.PathLike[str], *, verbose: bool = False) -> Verificati
                 problems += _compare_files(path, manifest, set(source.headers), changed)
     except (InputError, KeyError, TypeError, AttributeError) as error:
         problems.append(str(error))
-    return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed))
+    total = None if weights is None else weights.hexdigest()
+    return Verification(path, tuple(problems), len(digests), nbytes, tuple(changed), total)
 
 
 def _is_restored(path: Path) -> bool:
@@ -184,24 +199,42 @@ def _checked_manifest(
     return dict(manifest)
 
 
-def _digest_tensors(source: FileSource, advance: Callable[[int], None]) -> dict[str, str]:
-    """The digest of every tensor, chunks of which are read in threads."""
+def _digest_tensors(
+    source: FileSource, advance: Callable[[int], None], weights: hashlib._Hash | None
+) -> dict[str, str]:
+    """The digest of every tensor, chunks of which are read in threads; all go into `weights`."""
 
-    def digest_chunk(place: tuple[TensorInfo, tuple[int, int]]) -> str:
-        info, (start, count) = place
+    def read_chunk(info: TensorInfo, start: int, count: int) -> tuple[str, str, Raw]:
         raw = np.empty(count, info.dtype.carrier)
         source.read(info.name, start, raw)
         digest = bytes_digest(raw.data)
         advance(raw.nbytes)
-        return digest
+        return info.name, digest, raw
 
-    infos = source.tensors.values()
-    chunks = [(info, span) for info in infos for span in chunk_spans(info.elements)]
+    infos = sorted(source.tensors.values(), key=lambda info: info.name.encode())
+    chunks = ((info, *span) for info in infos for span in chunk_spans(info.elements))
     by_tensor: dict[str, list[str]] = {name: [] for name in source.tensors}
-    with source, ThreadPoolExecutor(available_cores()) as pool:
-        for (info, _), digest in zip(chunks, pool.map(digest_chunk, chunks), strict=True):
-            by_tensor[info.name].append(digest)
+    with source:
+        for name, digest, raw in _in_threads(read_chunk, chunks):
+            by_tensor[name].append(digest)
+            if weights is not None:
+                weights.update(raw.view(np.uint8).data)
     return {name: tensor_digest(digests) for name, digests in by_tensor.items()}
+
+
+def _in_threads(
+    function: Callable[..., Outcome], calls: Iterable[tuple[Any, ...]]
+) -> Iterator[Outcome]:
+    """What the calls return, in their order; only a few are ahead of whoever takes them."""
+    cores = available_cores()
+    waiting: deque[Future[Outcome]] = deque()
+    with ThreadPoolExecutor(cores) as pool:
+        for arguments in calls:
+            waiting.append(pool.submit(function, *arguments))
+            if len(waiting) > 2 * cores:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _compare_weights(

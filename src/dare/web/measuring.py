@@ -1,0 +1,148 @@
+"""What the page shows without computing it: curves over drop rates, and what broken models show.
+
+    python -m dare.web.measuring
+
+writes page/measured.json and page/broken.json; the first takes some minutes. Both are data of the
+package, and tests measure parts of them again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dare
+from dare.demo.broken import write_models
+from dare.demo.merges import BASE, TUNED, Job, Merge, measure_all
+from dare.demo.results import Score
+from dare.errors import DareWarning
+
+PAGE = Path(__file__).parent / "page"
+PROMPTS = 100
+ENGLISH_BYTES = 4096
+SEEDS = (42, 1042, 2042, 3042, 4042)
+RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Right answers over drop rates: of one fine-tune on its own task, or of all on all tasks."""
+
+    name: str
+    models: tuple[str, ...]
+    combine: str
+    rescale: bool = True
+    task: str | None = None
+    """None is the mean of all."""
+
+    def jobs(self, rate: float) -> list[Job]:
+        """A job for each seed; one if there is no chance in it."""
+        paths = tuple(TUNED[name] for name in self.models)
+        tasks = tuple(TUNED) if self.task is None else (self.task,)
+        return [
+            Job(Merge(self.combine, rate, 1.0, seed, paths, self.rescale), PROMPTS, 0, tasks)
+            for seed in (SEEDS if rate else SEEDS[:1])
+        ]
+
+
+CURVES = (
+    *(Curve(f"{name} alone", (name,), "sum", True, name) for name in TUNED),
+    *(Curve(f"{name} alone, not rescaled", (name,), "sum", False, name) for name in TUNED),
+    Curve("all three by dare+sum", tuple(TUNED), "sum"),
+    Curve("all three by dare+ties", tuple(TUNED), "ties"),
+)
+
+BROKEN_MERGES: Mapping[str, tuple[str, ...]] = {
+    "wrong-base": ("base-permuted", "add", "sort", "say"),
+    "nan": ("base", "add-nan", "sort", "say"),
+    "too-far": ("base", "add-far", "sort", "say"),
+}
+"""Base and models, by what is broken."""
+
+
+def measure_curves() -> dict[str, Any]:
+    """Score the models, and merges of them at every drop rate."""
+    models = [Job(path, PROMPTS, ENGLISH_BYTES) for path in (BASE, *TUNED.values())]
+    jobs = [*models, *(job for curve in CURVES for rate in RATES for job in curve.jobs(rate))]
+    scores = dict(zip(jobs, measure_all(jobs, _dots(len(jobs))), strict=True))
+    return {
+        "prompts": PROMPTS,
+        "english_bytes": ENGLISH_BYTES,
+        "seeds": SEEDS,
+        "models": {
+            name: {"right": scores[job].correct, "bits_per_byte": scores[job].bits_per_byte}
+            for name, job in zip(("base", *TUNED), models, strict=True)
+        },
+        "curves": [_curve(curve, scores) for curve in CURVES],
+    }
+
+
+def _curve(curve: Curve, scores: Mapping[Job, Score]) -> dict[str, Any]:
+    return {
+        "name": curve.name,
+        "models": curve.models,
+        "method": f"dare+{curve.combine}",
+        "rescale": curve.rescale,
+        "scale": 1.0,
+        "task": curve.task,
+        "points": [
+            {"drop_rate": rate, "right": [round(scores[job].mean, 3) for job in curve.jobs(rate)]}
+            for rate in RATES
+        ],
+    }
+
+
+def find_broken() -> dict[str, Any]:
+    """What an analysis finds in broken merges, and what a plan warns of."""
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DareWarning)
+        folder = Path(name)
+        write_models(folder)
+        found = {case: _analysed(folder, names) for case, names in BROKEN_MERGES.items()}
+        return {**found, "one-seed": {"warnings": list(_warnings_of_one_seed(folder))}}
+
+
+def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    base, *models = (folder / name for name in names)
+    readiness = dare.assess(dare.analyze(base, models, verbose=False))
+    findings = [
+        {
+            "severity": str(finding.severity),
+            "models": finding.models,
+            "seen": finding.seen,
+            "matters": finding.matters,
+            "remedy": finding.remedy,
+        }
+        for finding in readiness.findings
+    ]
+    command = " ".join(["dare analyze", *(f"demo-models/{name}" for name in names)])
+    return {"verdict": str(readiness.verdict), "command": command, "findings": findings}
+
+
+def _warnings_of_one_seed(folder: Path) -> Iterator[str]:
+    entries = [dare.ModelEntry(file=folder / name, seed=SEEDS[0]) for name in TUNED]
+    recipe = dare.Recipe(base=folder / "base", models=entries, method="dare+sum", verbose=False)
+    for notice in dare.plan(recipe).warnings:
+        yield str(notice)
+
+
+def _dots(total: int) -> Any:
+    done = iter(range(1, total + 1))
+    return lambda: print(f"\r{next(done)} of {total}", end="", file=sys.stderr)
+
+
+def main() -> None:
+    """Measure, and write both files."""
+    for name, document in (("broken", find_broken()), ("measured", measure_curves())):
+        text = json.dumps(document, indent=1, ensure_ascii=False)
+        (PAGE / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
