@@ -6,7 +6,7 @@ import { added, deltaOf, dropped } from "./deltas.js";
 import { MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, toFloats } from "./floats.js";
 import { keepMask } from "./mask.js";
 import { byName } from "./names.js";
-import { readSetting, whyNot } from "./recipe.js";
+import { readSetting, whyNot } from "./setting.js";
 import { sumMagnitudes } from "./sums.js";
 import { trimmed, trimmedTogether } from "./trim.js";
 
