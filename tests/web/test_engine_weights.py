@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from running import run_module
 
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
@@ -20,9 +21,8 @@ from dare.recipe.schema import ModelEntry, Recipe
 from dare.stages import ALIASES, STAGES
 from dare.stages.angles import arc
 from dare.studies.candidates import Candidates
-from dare.tensors.mask import keep_mask, keep_threshold, mask_key, philox4x32
+from dare.tensors.mask import keep_mask, keep_threshold, mask_key
 from helpers import entry, file_bytes
-from running import run_module
 
 Setting = dict[str, Any]
 
@@ -318,7 +318,9 @@ def test_sums_over_several_chunks_are_the_packages(tmp_path: Path) -> None:
     """Norms and angles depend on the order in which a tensor's elements are added up."""
     rng = np.random.default_rng(29)
     base = rng.normal(0, 0.1, CHUNK + 77).astype(np.float32)
-    models = {"base": base} | {name: base + rng.normal(0, 0.1, base.size) for name in ("one", "two")}
+    models = {"base": base} | {
+        name: base + rng.normal(0, 0.1, base.size) for name in ("one", "two")
+    }
     header = {"long": entry("F32", [base.size], 0, base.nbytes)}
     files = {name: tmp_path / f"{name}.safetensors" for name in models}
     for name, values in models.items():
@@ -425,7 +427,7 @@ def test_it_says_which_stages_need_the_package() -> None:
             assert reason is None, method
         else:
             (missing,) = set(stages) - here
-            assert reason.startswith(f"{missing} is not in this page"), method
+            assert reason.startswith(f"{missing} is not in this page's own engine"), method
             assert "dare playground" in reason
 
 
@@ -443,8 +445,8 @@ def test_models_that_do_not_fit_are_refused() -> None:
         return error.message;
       }
     };
-    const merged = (base, tuned) =>
-      mergeModels({ method: "sum", models: [{ name: "add" }] }, new Map([["base", base], ["add", tuned]]));
+    const setting = { method: "sum", models: [{ name: "add" }] };
+    const merged = (base, add) => mergeModels(setting, new Map(Object.entries({ base, add })));
     answer([
       complaint(() => merged(base, new Map())),
       complaint(() => merged(base, weight("BF16", [1, 2], new Uint16Array(2)))),
@@ -460,7 +462,7 @@ def test_models_that_do_not_fit_are_refused() -> None:
         "w: base is BF16 [2], add is BF16 [1, 2]",
         "w: in add, not in the base",
         "w: the I64 values of add differ from the base's and cannot be merged",
-        "w: weights of the type F64 need the local engine, dare playground",
+        "w: weights of type F64 need the local engine, dare playground",
         "This is not a safetensors file.",
         "This is not a safetensors file.",
     ]

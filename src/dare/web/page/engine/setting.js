@@ -25,7 +25,10 @@ const ELSEWHERE = [
 const dropRate = { usual: 0.9, check: checkDropRate };
 const keepRatio = { usual: 0.2, check: (name, value) => checkShare(name, value, true) };
 const STAGES = {
-  dare: { kind: "delta", parameters: { drop_rate: dropRate, rescale: { usual: true, check: checkRescale } } },
+  dare: {
+    kind: "delta",
+    parameters: { drop_rate: dropRate, rescale: { usual: true, check: checkRescale } },
+  },
   trim: { kind: "delta", parameters: { keep_ratio: keepRatio, scope: oneOf("tensor", "model") } },
   linear: { kind: "combine", parameters: {}, weight: (models) => 1 / models },
   sum: { kind: "combine", parameters: {}, weight: () => 1 },
@@ -54,14 +57,14 @@ export function whyNot(method) {
   const missing = stageNames(method).filter((name) => ELSEWHERE.includes(name));
   if (!missing.length) return null;
   const are = missing.length > 1 ? "are" : "is";
-  return `${missing.join(" and ")} ${are} not in this page: for that start "dare playground" on your `
-    + "own machine, which has every method";
+  return `${missing.join(" and ")} ${are} not in this page's own engine: for every method run `
+    + "dare playground on your machine";
 }
 
 /**
- * What a setting asks for: { combine, options, scale, models }, where `combine` is the last stage and
- * `options` its parameters; a model is { name, weight, seed, stages } with [name, parameters] of each
- * delta stage.
+ * What a setting asks for: { combine, options, scale, models }, where `combine` is the last stage
+ * and `options` its parameters. A model is { name, weight, seed, stages }, its stages pairs of a name
+ * and parameters.
  */
 export function readSetting(setting) {
   const { method, stages: tables = {}, models, seed = 42, scale = 1 } = setting;
@@ -100,7 +103,8 @@ function parseMethod(method) {
     }
     if (names.indexOf(name) !== names.lastIndexOf(name)) {
       throw new Error(
-        `method '${method}': ${name} stands in it more than once; the second would do the same again`,
+        `method '${method}': ${name} stands in it more than once; `
+          + "the second would do the same again",
       );
     }
   }
