@@ -17,6 +17,7 @@ from running import run_module
 
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
+from dare.kernels import reference
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.stages import ALIASES, STAGES
 from dare.stages.angles import arc
@@ -46,6 +47,8 @@ TYPES: dict[str, Any] = {
     "F32": np.float32,
     "I64": np.int64,
 }
+OWN = ("drop_rate", "keep_ratio")
+"""Parameters that a model may have of its own."""
 ODD = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 6e4, 3e38, 1.0)
 
 MERGE_ALL = """
@@ -232,6 +235,7 @@ def random_setting(chance: random.Random, names: Sequence[str]) -> Setting:
     if combine == "slerp":
         t = chance.choice([0.0, 0.5, 1.0, chance.random()])
         tables["slerp"] = {"t": t, "on": chance.choice(["weights", "deltas"])}
+    can_trim = "trim" in deltas or combine == "ties"
     count = 2 if combine == "slerp" else chance.randint(1, len(names))
     return {
         "base": "base",
@@ -244,6 +248,7 @@ def random_setting(chance: random.Random, names: Sequence[str]) -> Setting:
                 "name": name,
                 "weight": None if combine == "slerp" else random_weight(chance),
                 "drop_rate": 0.3 if "dare" in deltas and chance.random() < 0.3 else None,
+                "keep_ratio": 0.6 if can_trim and chance.random() < 0.2 else None,
                 "seed": chance.choice([None, None, 7]),
             }
             for name in chance.sample(list(names), count)
@@ -263,7 +268,7 @@ def to_recipe(setting: Setting, files: Mapping[str, Path]) -> Recipe:
                 file=files[model["name"]],
                 weight=model["weight"],
                 seed=model["seed"],
-                settings={k: model[k] for k in ("drop_rate",) if model[k] is not None},
+                settings={name: model[name] for name in OWN if model.get(name) is not None},
             )
             for model in setting["models"]
         ],
@@ -318,24 +323,36 @@ def test_sums_over_several_chunks_are_the_packages(tmp_path: Path) -> None:
     """Norms and angles depend on the order in which a tensor's elements are added up."""
     rng = np.random.default_rng(29)
     base = rng.normal(0, 0.1, CHUNK + 77).astype(np.float32)
-    models = {"base": base} | {
-        name: base + rng.normal(0, 0.1, base.size) for name in ("one", "two")
-    }
+    models = {"base": base}
+    for name in ("one", "two"):
+        models[name] = (base + rng.normal(0, 0.1, base.size)).astype(np.float32)
     header = {"long": entry("F32", [base.size], 0, base.nbytes)}
     files = {name: tmp_path / f"{name}.safetensors" for name in models}
     for name, values in models.items():
-        files[name].write_bytes(file_bytes(header, values.astype(np.float32).tobytes()))
-    plain = {"base": "base", "scale": 1.0, "seed": 1}
+        files[name].write_bytes(file_bytes(header, values.tobytes()))
+
+    code = """
+    import { readFile } from "node:fs/promises";
+    import { readSafetensors } from "./engine/safetensors.js";
+    import { sumMagnitudes, sumProducts } from "./engine/sums.js";
+    const read = async (path) => readSafetensors(Uint8Array.from(await readFile(path)).buffer);
+    const [one, two] = (await Promise.all(given.map(read))).map((model) => model.get("long").data);
+    answer([sumMagnitudes(one), sumProducts(one, two)]);
+    """
+    one, two = (np.split(models[name], [CHUNK]) for name in ("one", "two"))
+    assert run_module(code, [str(files["one"]), str(files["two"])]) == [
+        reference.sum_magnitudes(one[0]) + reference.sum_magnitudes(one[1]),
+        reference.sum_products(one[0], two[0]) + reference.sum_products(one[1], two[1]),
+    ]
+
     both = [{"name": n, "weight": None, "drop_rate": None, "seed": None} for n in ("one", "two")]
     stages: list[dict[str, dict[str, Any]]] = [
         {"dare": {"drop_rate": 0.7, "rescale": "l1"}, "trim": {"keep_ratio": 0.3}, "sum": {}},
         {"slerp": {"t": 0.3}},
         {"dare": {"drop_rate": 0.2}, "slerp": {"t": 0.6, "on": "deltas"}},
     ]
-    settings = [
-        {**plain, "method": "+".join(tables), "stages": tables, "models": both} for tables in stages
-    ]
-    check_merges(settings, files)
+    plain = {"base": "base", "scale": 1.0, "seed": 1, "models": both}
+    check_merges([{**plain, "method": "+".join(t), "stages": t} for t in stages], files)
 
 
 def test_sines_agree_as_far_as_they_are_used() -> None:

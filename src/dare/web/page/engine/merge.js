@@ -3,8 +3,9 @@
 import { arc, cosineOf } from "./arcs.js";
 import { addScaled, countVotes, elect, weightedSum } from "./combine.js";
 import { added, deltaOf, dropped } from "./deltas.js";
-import { MERGED_TYPES, OTHER_WEIGHT_TYPES } from "./floats.js";
-import { bitsOf, fromFloats, keptFloats, toFloats } from "./floats.js";
+import {
+  MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, keptFloats, toFloats,
+} from "./floats.js";
 import { keepMask } from "./mask.js";
 import { byName } from "./names.js";
 import { readSetting, whyNot } from "./setting.js";
@@ -24,10 +25,10 @@ export function mergeModels(setting, models) {
   if (!setting.models.length) return new Map(base);
   const recipe = readSetting(setting);
   for (const { name } of recipe.models) checkFit(base, tensorsOf(models, name), name);
-  const prepared = recipe.models.map((model) => prepare(base, models.get(model.name), model));
+  const byModel = recipe.models.map((model) => prepare(base, models.get(model.name), model));
   const merged = new Map();
   for (const [name, tensor] of base) {
-    const deltas = prepared.map((ofModel) => ofModel.get(name));
+    const deltas = byModel.map((deltasOfModel) => deltasOfModel.get(name));
     merged.set(name, isMerged(tensor) ? mergeTensor(tensor, deltas, recipe) : tensor);
   }
   return merged;
@@ -44,12 +45,12 @@ function isMerged(tensor) {
 }
 
 function checkFit(base, tuned, model) {
-  for (const [name, { dtype, shape, data }] of base) {
+  for (const [name, tensor] of base) {
     const other = tuned.get(name);
     if (!other) throw new Error(`${name}: not in ${model}`);
-    const isAlike = `${other.shape}` === `${shape}`
-      && (other.dtype === dtype || (isMerged(other) && MERGED_TYPES.includes(dtype)));
-    if (!isAlike) {
+    const { dtype, shape, data } = tensor;
+    const isType = other.dtype === dtype || (isMerged(other) && isMerged(tensor));
+    if (!isType || `${other.shape}` !== `${shape}`) {
       throw new Error(
         `${name}: base is ${dtype} [${shape.join(", ")}], `
           + `${model} is ${other.dtype} [${other.shape.join(", ")}]`,
@@ -58,7 +59,7 @@ function checkFit(base, tuned, model) {
     if (OTHER_WEIGHT_TYPES.includes(dtype)) {
       throw new Error(`${name}: weights of type ${dtype} need the local engine, dare playground`);
     }
-    if (!MERGED_TYPES.includes(dtype) && data.some((value, i) => value !== other.data[i])) {
+    if (!isMerged(tensor) && data.some((value, i) => value !== other.data[i])) {
       throw new Error(
         `${name}: the ${dtype} values of ${model} differ from the base's and cannot be merged`,
       );

@@ -2,6 +2,7 @@
 // for each model its weight, its seed and its own values of the parameters.
 
 const ALIASES = {
+  __proto__: null,
   task_arithmetic: "sum",
   dare_linear: "dare+linear",
   dare_ties: "dare+ties",
@@ -25,6 +26,7 @@ const ELSEWHERE = [
 const dropRate = { usual: 0.9, check: checkDropRate };
 const keepRatio = { usual: 0.2, check: (name, value) => checkShare(name, value, true) };
 const STAGES = {
+  __proto__: null,
   dare: {
     kind: "delta",
     parameters: { drop_rate: dropRate, rescale: { usual: true, check: checkRescale } },
@@ -67,7 +69,10 @@ export function whyNot(method) {
  * and parameters.
  */
 export function readSetting(setting) {
-  const { method, stages: tables = {}, models, seed = 42, scale = 1 } = setting;
+  const { method, models } = setting;
+  const tables = setting.stages ?? {};
+  const scale = setting.scale ?? 1;
+  const seed = setting.seed ?? 42;
   const names = parseMethod(method);
   checkTables(tables, names, method);
   checkNumber("scale", scale);
