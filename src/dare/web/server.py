@@ -66,7 +66,7 @@ def make_app(
         begun = asyncio.gather(*early, run_in_threadpool(engine.get), return_exceptions=True)
         yield
         begun.cancel()
-        for end in endings:
+        for end in (engine.close, *endings):
             end()
 
     app = Starlette(
@@ -142,6 +142,11 @@ class EngineOnDemand:
 
                 self._engine = Engine()
             return self._engine
+
+    def close(self) -> None:
+        """End the engine, if there ever was one."""
+        if self._engine is not None:
+            self._engine.close()
 
 
 def _engine_route(engine: EngineOnDemand, name: str) -> Route:

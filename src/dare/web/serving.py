@@ -32,7 +32,7 @@ def serve(
 
     Without a port it is the usual one, or another if that is taken; 0 is any free one.
     """
-    with _listen(port) as listening:
+    with listen(port) as listening:
         key = Key(listening.getsockname()[1])
         server = uvicorn.Server(
             uvicorn.Config(
@@ -56,22 +56,26 @@ def serve(
             server.run(sockets=[listening])
 
 
-def _listen(port: int | None) -> socket.socket:
+def listen(port: int | None) -> socket.socket:
     """A socket that takes connections from this machine."""
-    ports = (USUAL_PORT, 0) if port is None else (port,)
-    for number in ports:
-        listening = socket.socket()
+    try:
+        return _listen(USUAL_PORT if port is None else port)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return _listen(0)
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"port {port} cannot be used: {reason}; give another, or --port 0 for a free one"
+        ) from None
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((LOOPBACK, number))
-        except OSError as error:
-            listening.close()
-            if error.errno == errno.EADDRINUSE and number != ports[-1]:
-                continue
-            reason = error.strerror or error
-            raise OutputError(
-                f"port {number} cannot be used: {reason}; give another, or --port 0 for a free one"
-            ) from None
+        listening.bind((LOOPBACK, port))
         listening.listen(BACKLOG)
-        return listening
-    raise AssertionError("the last port is tried or refused")
+    except BaseException:
+        listening.close()
+        raise
+    return listening
