@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from dare.cli import DONE, UsageError, show
+from dare.cli import DONE, INTERRUPTED, UsageError, show
 from dare.cli.flags import RUN, Debug, Json, switch
 from dare.errors import OutputError
 
@@ -65,8 +65,8 @@ def playground(
 
     from dare.web.serving import serve
 
-    serve(roots, port=port, announce=announce, opens_browser=not no_browser)
-    return DONE
+    was_cut = serve(roots, port=port, announce=announce, opens_browser=not no_browser)
+    return INTERRUPTED if was_cut else DONE
 
 
 def _check_installed() -> None:

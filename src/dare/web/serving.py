@@ -11,14 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import uvicorn
-
 from dare.errors import OutputError
 from dare.web.guard import LOOPBACK, Key
-from dare.web.server import make_app
 
 USUAL_PORT = 8787
 BACKLOG = 128
+GRACE_SECONDS = 2
+"""How long answers that are on their way are waited for at the end."""
 
 
 def serve(
@@ -27,33 +26,44 @@ def serve(
     port: int | None = None,
     announce: Callable[[str], None],
     opens_browser: bool,
-) -> None:
-    """Serve the page until Ctrl-C; `announce` is called with its address when it can be opened.
+) -> bool:
+    """Serve the page until Ctrl-C; return whether that has cut a merge of the user's short.
 
-    Without a port it is the usual one, or another if that is taken; 0 is any free one.
+    `announce` is called with the page's address when it can be opened. Without a port it is the
+    usual one, or another if that is taken; 0 is any free one.
     """
-    with listen(port) as listening:
+    ends: list[bool] = []
+    with suppress(KeyboardInterrupt), listen(port) as listening:
         key = Key(listening.getsockname()[1])
-        server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(key, roots),
-                http="h11",
-                ws="none",
-                loop="asyncio",
-                lifespan="on",
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=2,
-            )
-        )
-        announce(key.address)
+        announce(key.address)  # a browser that comes early waits for its answer
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
         gc.enable()  # which a command does without, and a server runs for long
-        with suppress(KeyboardInterrupt):  # which is how one ends it
-            server.run(sockets=[listening])
+        _run(key, roots, listening, ends)
+    return any(ends)
+
+
+def _run(key: Key, roots: tuple[Path, ...], listening: socket.socket, ends: list[bool]) -> None:
+    import uvicorn
+
+    from dare.web.own import OwnModels
+    from dare.web.server import make_app
+
+    own = OwnModels(roots)
+    app = make_app(key, own.routes, lambda: ends.append(own.close()))
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    uvicorn.Server(settings).run(sockets=[listening])
 
 
 def listen(port: int | None) -> socket.socket:

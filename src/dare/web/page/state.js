@@ -49,6 +49,12 @@ export function createState(defaults) {
       listeners.push({ names: meant, listener });
     },
 
+    /** Set everything that begins so back to what it was, or everything. */
+    reset(prefix = "") {
+      const mine = Object.entries(defaults).filter(([name]) => name.startsWith(prefix));
+      this.set(Object.fromEntries(mine));
+    },
+
     /** The address that keeps everything as it is now. */
     link() {
       write();

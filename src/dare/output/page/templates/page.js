@@ -2,7 +2,7 @@
 "use strict";
 const darePage = (() => {
   const read = (name) => JSON.parse(document.getElementById(name).textContent);
-  const figures = read("figures");
+  const figures = read("figures").map((figure) => ({ ...figure, updates: {} }));
   const themes = read("themes");
   const theme = document.getElementById("theme");
   const status = document.getElementById("status");
@@ -38,6 +38,7 @@ const darePage = (() => {
       tooltip: { theme: name },
     });
     views.set(figure.name, view);
+    for (const [key, rows] of Object.entries(figure.updates)) view.data(key, rows);
     keepChoices(figure, view);
     for (const [signal, value] of shared) view.signal(signal, value);
     await view.runAsync();
@@ -48,21 +49,21 @@ const darePage = (() => {
   async function drawAll() {
     const name = shownTheme();
     root.dataset.drawn = "";
+    for (const listener of listeners) listener(name);
     for (const figure of figures) await draw(figure, name);
     if (name !== shownTheme()) return;
     root.dataset.drawn = name;
-    for (const listener of listeners) listener(name);
   }
 
   function add(name, spec) {
-    const figure = { name, spec };
+    const figure = { name, spec, updates: {} };
     figures.push(figure);
     return draw(figure, shownTheme());
   }
 
   async function update(name, datasets) {
-    const { spec } = figures.find((figure) => figure.name === name);
-    Object.assign(spec.datasets, datasets);  // for the next drawing
+    const { updates } = figures.find((figure) => figure.name === name);
+    Object.assign(updates, datasets);  // for the next drawing too
     const view = views.get(name);
     for (const [key, rows] of Object.entries(datasets)) view?.data(key, rows);
     await view?.runAsync();

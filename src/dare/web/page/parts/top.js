@@ -1,0 +1,3 @@
+export const defaults = {};
+
+export function mount(section, page) {}

@@ -1,0 +1,22 @@
+// Numbers as the page writes them, and where they are shown.
+
+const MINUS = "\u2212";
+
+/** A number with so many digits after the point. */
+export const decimal = (value, digits = 2) => value.toFixed(digits).replace("-", MINUS);
+
+/** The same with its sign. */
+export const signed = (value, digits = 4) => (value < 0 ? "" : "+") + decimal(value, digits);
+
+/** A share of one in per cent. */
+export const percent = (share, digits = 1) => `${decimal(100 * share, digits)} %`;
+
+/** A whole number with thousands set apart. */
+export const whole = (value) => value.toLocaleString("en-US");
+
+/** Write texts into the elements of a section that have `data-shows` of their names. */
+export function show(section, texts) {
+  for (const [name, text] of Object.entries(texts)) {
+    section.querySelector(`[data-shows="${name}"]`).textContent = text;
+  }
+}
