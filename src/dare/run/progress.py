@@ -1,11 +1,15 @@
-"""The progress bar: bytes read, on stderr, and only where somebody is looking."""
+"""The progress bar: bytes read, on stderr, and only where somebody is looking.
+
+Whoever calls the package from a program of their own can show it elsewhere: `progress_shown_by`.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 COMPILING = "compiling kernels (once; a few seconds)"
@@ -18,6 +22,24 @@ class Display:
 
     advance: Callable[[int], None]
     announce: Callable[[str], None]
+
+
+Show = Callable[[int, str], AbstractContextManager[Display]]
+"""Opens a display for so many bytes and a verb."""
+_elsewhere: ContextVar[Show | None] = ContextVar("progress_shown_by", default=None)
+
+
+@contextmanager
+def progress_shown_by(show: Show) -> Iterator[None]:
+    """Have all progress in here shown by `show`, also of what is to be silent, and no bar.
+
+    A display is called by threads, once for each chunk that is read.
+    """
+    token = _elsewhere.set(show)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
 
 
 class Meter:
@@ -41,6 +63,10 @@ def show_progress(total_bytes: int, verb: str, *, visible: bool) -> Iterator[Dis
 
     The bar is named by a verb, such as `merging`.
     """
+    if (show := _elsewhere.get()) is not None:
+        with show(total_bytes, verb) as display:
+            yield display
+        return
     if not visible:
         yield Display(lambda _nbytes: None, lambda _text: None)
         return

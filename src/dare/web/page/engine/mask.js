@@ -25,8 +25,8 @@ export function keepMask(name, size, dropRate, seed, start = 0, draw = 0) {
     let place = Math.max(0, group - start);
     for (let i = place + start - group; place < end; place++, i++) {
       const lane = lanes[i];
-      if (lane < high) keep[place] = 1;
-      else if (lane === high && tieWord(start + place, k0, k1) < low) keep[place] = 1;
+      keep[place] = (lane < high) | 0;  // no branch, which nothing could foresee
+      if (lane === high) keep[place] = tieWord(start + place, k0, k1) < low ? 1 : 0;
     }
   }
   return keep;

@@ -3,7 +3,7 @@
 import { arc, cosineOf } from "./arcs.js";
 import { addScaled, countVotes, elect, weightedSum } from "./combine.js";
 import { added, deltaOf, dropped } from "./deltas.js";
-import { MERGED_TYPES, OTHER_WEIGHT_TYPES, fromFloats, toFloats } from "./floats.js";
+import { MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, toFloats } from "./floats.js";
 import { keepMask } from "./mask.js";
 import { byName } from "./names.js";
 import { readSetting, whyNot } from "./recipe.js";
@@ -68,21 +68,32 @@ function checkFit(base, tuned, model) {
 
 // ---------------------------------------------------------------- delta stages
 
-const prepared = new WeakMap();  // by a model's tensors, what its last settings have given
+const taken = new WeakMap();  // by a model's tensors, its deltas from the base that was last used
+const prepared = new WeakMap();  // and what its last settings have made of them
 
-/** A model's deltas after all its stages: by name { values, factor }, in the order of names. */
+/** A model's deltas after all its stages: by name { values, factor }. */
 function prepare(base, tuned, { stages, seed }) {
   const key = JSON.stringify([seed, stages]);
   const last = prepared.get(tuned);
   if (last?.key === key && last.base === base) return last.deltas;
-  let deltas = byName(base.keys()).filter((name) => isMerged(base.get(name))).map((name) => {
-    const values = deltaOf(toFloats(tuned.get(name)), toFloats(base.get(name)));
-    return { name, values, factor: 1, survivors: values.length };
-  });
+  let deltas = takeDeltas(base, tuned);
   for (const [stage, settings] of stages) deltas = DELTA_STAGES[stage](deltas, settings, seed);
   const found = new Map(deltas.map((delta) => [delta.name, delta]));
   prepared.set(tuned, { key, base, deltas: found });
   return found;
+}
+
+/** A model's deltas in the order of names. */
+function takeDeltas(base, tuned) {
+  const last = taken.get(tuned);
+  if (last?.base === base) return last.deltas;
+  const names = byName(base.keys()).filter((name) => isMerged(base.get(name)));
+  const deltas = names.map((name) => {
+    const values = deltaOf(toFloats(tuned.get(name)), toFloats(base.get(name)));
+    return { name, values, factor: 1, survivors: values.length };
+  });
+  taken.set(tuned, { base, deltas });
+  return deltas;
 }
 
 // A chain has each of them once. So every mask is a first draw, and a trim comes upon deltas that
@@ -94,8 +105,7 @@ const DELTA_STAGES = {
       const keep = keepMask(name, values.length, rate, seed);
       const kept = dropped(values, keep);
       const grown = rescale === "l1" ? l1Factor(values, kept) : rescale ? 1 / (1 - rate) : 1;
-      const survivors = keep.reduce((count, isKept) => count + isKept, 0);
-      return { name, values: kept, factor: factor * grown, survivors };
+      return { name, values: kept, factor: factor * grown, survivors: count(keep) };
     });
   },
 
@@ -110,6 +120,12 @@ const DELTA_STAGES = {
   },
 };
 
+function count(keep) {
+  let kept = 0;
+  for (let i = 0; i < keep.length; i++) kept += keep[i];
+  return kept;
+}
+
 function l1Factor(values, kept) {
   const after = sumMagnitudes(kept);
   return after === 0 ? 1 : sumMagnitudes(values) / after;
@@ -122,10 +138,17 @@ function mergeTensor(base, deltas, { combine, options, models, scale }) {
   const weights = models.map((model) => model.weight);
   const merged = COMBINE_STAGES[combine](deltas, weights, options, floats);
   const data = fromFloats(added(floats, merged, scale), base.dtype);
-  for (let i = 0; i < merged.length; i++) {
-    if (merged[i] === 0) data[i] = base.data[i];
-  }
+  putBack(data, base.data, merged);
   return { ...base, data };
+}
+
+/** Where the merged delta is zero the base's bits are kept. */
+function putBack(data, stored, merged) {
+  const [to, from] = data.BYTES_PER_ELEMENT === 4 ? [bitsOf(data), bitsOf(stored)] : [data, stored];
+  for (let i = 0; i < merged.length; i++) {
+    const isChanged = -((merged[i] !== 0) | 0);
+    to[i] = (to[i] & isChanged) | (from[i] & ~isChanged);
+  }
 }
 
 const COMBINE_STAGES = { linear: sumDeltas, sum: sumDeltas, ties: electDeltas, slerp: turnDeltas };

@@ -1,0 +1,247 @@
+"""What the part "Your own models" asks the server for, under `api/own/`.
+
+    GET   folders?path=        what lies in a folder, or the folders that the user pointed to
+    GET   recipe?path=         the tables of a recipe
+    POST  plan                 what a recipe would do {recipe, overwrite}
+    POST  estimate             how long it takes, measured if need be {recipe}
+    GET   jobs                 all jobs; POST adds one {kind, recipe, overwrite} or {kind, path}
+    POST  jobs/NUMBER/cancel   interrupt it
+    POST  jobs/NUMBER/again    the same once more: an interrupted merge goes on where it stopped
+    GET   jobs/NUMBER/analysis, jobs/NUMBER/report    the JSON, the page
+
+A recipe is the tables of its TOML form. An answer that is no success is `{"error": message}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from dare import api
+from dare.errors import DareError, InputError, OutputError, RecipeError
+from dare.output.destinations import check_target, finished_before
+from dare.output.targets import has_mark, partial_folder
+from dare.planning.data import Fate
+from dare.planning.plan import Plan
+from dare.recipe.document import recipe_from_document
+from dare.recipe.schema import Recipe
+from dare.run.rates import estimate
+from dare.tensors.json_values import json_ready
+from dare.tensors.sizes import show_size, times
+from dare.web.job_process import ANALYSIS
+from dare.web.jobs import Job, Jobs, do_now
+from dare.web.roots import OutsideError, Roots
+
+Asked = Mapping[str, Any]
+NEEDS_RECIPE = ("merge", "analyze")
+
+
+class OwnModels:
+    """The routes, and the jobs behind them; `close` when the server stops."""
+
+    def __init__(self, roots: tuple[Path, ...]) -> None:
+        self._roots = Roots(roots)
+        self._jobs = Jobs()
+
+    def close(self) -> None:
+        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked."""
+        self._jobs.close()
+
+    @property
+    def routes(self) -> list[Route]:
+        """All routes."""
+        answers: dict[str, dict[str, Callable[[Asked], Any]]] = {
+            "folders": {"GET": lambda asked: self._roots.listing(asked.get("path"))},
+            "recipe": {"GET": self._read_recipe},
+            "plan": {"POST": self._plan},
+            "estimate": {"POST": self._estimate},
+            "jobs": {"GET": self._list_jobs, "POST": self._add_job},
+            "jobs/{number:int}/cancel": {"POST": self._cancel},
+            "jobs/{number:int}/again": {"POST": self._repeat},
+            "jobs/{number:int}/analysis": {"GET": self._send_analysis},
+            "jobs/{number:int}/report": {"GET": self._send_report},
+        }
+        return [
+            Route(f"/api/own/{name}", _endpoint(answer), methods=[method])
+            for name, by_method in answers.items()
+            for method, answer in by_method.items()
+        ]
+
+    # ------------------------------------------------------------ recipes and plans
+
+    def _read_recipe(self, asked: Asked) -> dict[str, Any]:
+        path = self._roots.find(str(asked.get("path", "")))
+        return {"recipe": self._roots.admit(api.load_recipe(path)).to_document()}
+
+    def _plan(self, asked: Asked) -> dict[str, Any]:
+        recipe = self._recipe(asked)
+        try:
+            planned = api.plan(recipe)
+        except DareError as error:
+            return {"toml": recipe.to_toml(), **_chain(recipe), "error": str(error)}
+        return {
+            "toml": recipe.to_toml(),
+            **_chain(recipe),
+            **tell_plan(planned),
+            **_tell_output(planned, overwrite=bool(asked.get("overwrite"))),
+        }
+
+    def _estimate(self, asked: Asked) -> dict[str, Any]:
+        return do_now({"kind": "estimate", "recipe": self._recipe(asked).to_document()})
+
+    def _recipe(self, asked: Asked) -> Recipe:
+        document = asked.get("recipe")
+        if not isinstance(document, dict):
+            raise RecipeError("recipe: must be a table")
+        return self._roots.admit(recipe_from_document(document, "recipe"))
+
+    # ------------------------------------------------------------ jobs
+
+    def _list_jobs(self, _asked: Asked) -> list[dict[str, Any]]:
+        return [job.to_dict() for job in self._jobs.all()]
+
+    def _add_job(self, asked: Asked) -> dict[str, Any]:
+        kind = asked.get("kind")
+        if kind == "verify":
+            path = self._roots.find_model(str(asked.get("path", "")))
+            return self._jobs.add({"kind": kind, "path": str(path)}).to_dict()
+        if kind not in NEEDS_RECIPE:
+            raise InputError(f"{kind!r}: there is no such job")
+        recipe = self._recipe(asked)
+        overwrite = bool(asked.get("overwrite"))
+        if kind == "merge":
+            api.plan(recipe)  # what does not fit is said at once, and not after a wait
+            if recipe.output is None:
+                raise RecipeError("output is missing: say where the merged model shall go")
+        request = {"kind": kind, "recipe": recipe.to_document(), "overwrite": overwrite}
+        return self._jobs.add(request).to_dict()
+
+    def _cancel(self, asked: Asked) -> dict[str, Any]:
+        job = self._find(asked)
+        self._jobs.cancel(job)
+        return job.to_dict()
+
+    def _repeat(self, asked: Asked) -> dict[str, Any]:
+        return self._add_job(self._find(asked).request)
+
+    def _find(self, asked: Asked) -> Job:
+        return self._jobs.find(int(asked["number"]))
+
+    # ------------------------------------------------------------ analyses
+
+    def _send_analysis(self, asked: Asked) -> Response:
+        return FileResponse(self._analysed(asked).folder / ANALYSIS, media_type="application/json")
+
+    def _send_report(self, asked: Asked) -> Response:
+        return FileResponse(self._jobs.draw(self._analysed(asked)), media_type="text/html")
+
+    def _analysed(self, asked: Asked) -> Job:
+        job = self._find(asked)
+        if not (job.folder / ANALYSIS).exists():
+            raise InputError(f"job {job.number} has no analysis")
+        return job
+
+
+# ---------------------------------------------------------------- plans in words
+
+
+def tell_plan(planned: Plan) -> dict[str, Any]:
+    """What a plan says, as the command shows it."""
+    cost, recipe = planned.cost, planned.recipe
+    fates = Counter(tensor.fate for tensor in planned.tensors)
+    fates[Fate.LEFT_OUT] = len(planned.left_out)
+    elements = sum(tensor.elements for tensor in planned.tensors)
+    types = ", ".join(sorted({tensor.base.dtype.name for tensor in planned.tensors}))
+    expected = estimate(planned, measure=False)
+    return {
+        "facts": {
+            "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
+            "weights": f"{elements:,} elements, {types}",
+            "reads": f"{show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}",
+            "writes": show_size(cost.bytes_written),
+            "memory": cost.memory_line,
+            "with": times(cost.threads, "thread"),
+        },
+        "takes": expected and str(expected),
+        "models": [
+            {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
+            for name, entry, weight, seed in zip(
+                planned.model_names, recipe.models, recipe.weights(), recipe.seeds(), strict=True
+            )
+        ],
+        "notes": list(planned.notes),
+        "warnings": list(map(str, planned.warnings)),
+        "left_out": list(planned.left_out),
+    }
+
+
+def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
+    """Where the output goes, what is in the way, and whether an interrupted merge is there."""
+    layout = planned.layout
+    if layout is None:
+        return {}
+    inputs = [file for source in (planned.base, *planned.models) for file in source.files]
+    problem = None
+    try:
+        check_target(layout, inputs, overwrite=overwrite)
+    except OutputError as error:
+        problem = None if finished_before(layout) is not None else str(error)
+    partial = partial_folder(layout.target)
+    return {
+        "output": str(layout.target),
+        "output_problem": problem,
+        "exists": layout.target.exists(),
+        "interrupted": str(partial) if has_mark(partial) else None,
+    }
+
+
+def _chain(recipe: Recipe) -> dict[str, Any]:
+    """The stages of a method, which of them drops, and whether models have weights."""
+    drops = [stage.name for stage, _ in recipe.chain if "drop_rate" in stage.parameters]
+    combine = recipe.chain[-1][0]
+    return {
+        "chain": [stage.name for stage, _ in recipe.chain],
+        "drops": drops[0] if drops else None,
+        "weighs": combine.default_weight is not None,
+        "names": [entry.name for entry in recipe.models],
+    }
+
+
+# ---------------------------------------------------------------- requests and answers
+
+
+def _endpoint(answer: Callable[[Asked], Any]) -> Callable[[Request], Any]:
+    """A function of what is asked for as one of a request; it runs in a thread."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            asked = {**request.query_params, **await _body(request), **request.path_params}
+            answered = await run_in_threadpool(answer, asked)
+        except DareError as error:
+            status = 403 if isinstance(error, OutsideError) else 400
+            return JSONResponse({"error": str(error)}, status)
+        if isinstance(answered, Response):
+            return answered
+        return JSONResponse(json_ready(answered))
+
+    return respond
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON of a request; the server's guard has seen to its size."""
+    content = await request.body()
+    try:
+        document = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        raise InputError("the request is not JSON") from None
+    if not isinstance(document, dict):
+        raise InputError("the request must be a table")
+    return document

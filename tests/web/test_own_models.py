@@ -1,0 +1,491 @@
+"""Your own models: folders, plans and jobs of the server, with real models."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+import dare
+from dare.demo.merges import BASE, TUNED
+from dare.errors import DareError, InputError
+from dare.output.targets import MARK
+from dare.output.verification import verify
+from dare.recipe.document import recipe_from_document
+from dare.recipe.schema import Recipe
+from dare.web.jobs import Job, Jobs
+from dare.web.own import OwnModels
+from dare.web.roots import OutsideError, Roots
+from helpers import save
+
+SECONDS = 60.0
+"""What no job here takes, even on a busy machine."""
+
+
+def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what} did not happen in {SECONDS:g} s"
+        time.sleep(0.005)
+
+
+def ended(job: Job) -> Job:
+    wait_until(lambda: job.state not in ("waiting", "running"), f"the end of job {job.number}")
+    return job
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demonstration's models, and three of 24 chunks each."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(BASE, folder / "base")
+    for name, path in TUNED.items():
+        shutil.copytree(path, folder / name)
+    noise = np.random.default_rng(0)
+    base = {f"layers.{n}.weight": noise.normal(0, 0.02, (1024, 1024)) for n in range(12)}
+    for number, name in enumerate(("large-base", "large-one", "large-two")):
+        drift = {
+            key: value + number * 1e-3 * noise.normal(size=value.shape)
+            for key, value in base.items()
+        }
+        save(folder / f"{name}.safetensors", {k: v.astype(np.float32) for k, v in drift.items()})
+    return folder
+
+
+@pytest.fixture
+def output(models: Path, request: pytest.FixtureRequest) -> Path:
+    return models / f"out-{request.node.name[5:60]}.safetensors"
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    jobs = Jobs()
+    yield jobs
+    jobs.close()
+
+
+def large(models: Path, output: Path) -> dict:
+    return {
+        "kind": "merge",
+        "recipe": {
+            "method": "dare+ties",
+            "threads": 1,
+            "verbose": False,
+            "models": {
+                "base_file": str(models / "large-base.safetensors"),
+                "merge_files": [
+                    str(models / f"large-{name}.safetensors") for name in ("one", "two")
+                ],
+                "output_file": str(output),
+            },
+        },
+    }
+
+
+def small(models: Path, output: Path | None = None, **settings: object) -> dict:
+    files = {
+        "base_file": str(models / "base"),
+        "merge_files": [str(models / "add"), str(models / "say")],
+    }
+    if output is not None:
+        files["output_file"] = str(output)
+    return {"method": "dare+sum", "dare": {"drop_rate": 0.5}, **settings, "models": files}
+
+
+def recipe_of(document: dict) -> Recipe:
+    return recipe_from_document(document, "test")
+
+
+def run_a_little(job: Job) -> int:
+    """Let the process of a merge do some chunks of its work and stand still; return its id."""
+    wait_until(lambda: job.total_bytes or job.state == "failed", "the first news")
+    pid = job.pid
+    assert pid is not None, job.problem
+    os.kill(pid, signal.SIGSTOP)
+    while not job.done_bytes:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)
+    assert job.done_bytes < job.total_bytes
+    return pid
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models: Path) -> bytes:
+    output = models / "undisturbed.safetensors"
+    recipe = large(models, output)["recipe"]
+    dare.merge(recipe_of(recipe))
+    return output.read_bytes()
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def test_a_merge_runs_and_says_what_it_did(jobs, models, output):
+    seen: set[tuple[str, int, int]] = set()
+    job = jobs.add(large(models, output))
+    while job.state in ("waiting", "running"):
+        seen.add((job.verb, job.done_bytes, job.total_bytes))
+        time.sleep(0.002)
+    assert job.state == "done", job.problem
+    merging = sorted(done for verb, done, _ in seen if verb == "merging")
+    assert len(merging) >= 3
+    assert job.result["sha256"] == verify(output).sha256
+    assert job.result["resumed_chunks"] == 0
+    assert [model["name"] for model in job.result["models"]] == ["large-one", "large-two"]
+    assert job.result["models"][0]["drop_rate_realised"] == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_cancelled_merge_goes_on_where_it_stopped(jobs, models, output, undisturbed):
+    job = jobs.add(large(models, output))
+    pid = run_a_little(job)
+    jobs.cancel(job)
+    os.kill(pid, signal.SIGCONT)
+    assert ended(job).state == "stopped"
+    assert job.problem is None
+    assert not output.exists()
+    assert output.with_name(f"{output.name}.partial").is_dir()
+    again = ended(jobs.add(job.request))
+    assert again.state == "done", again.problem
+    assert 0 < again.result["resumed_chunks"] < 24
+    assert output.read_bytes() == undisturbed
+
+
+def test_the_command_goes_on_where_a_job_stopped(jobs, models, output, undisturbed, tmp_path):
+    job = jobs.add(large(models, output))
+    pid = run_a_little(job)
+    jobs.cancel(job)
+    os.kill(pid, signal.SIGCONT)
+    ended(job)
+    recipe = recipe_of(job.request["recipe"])
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    report = dare.merge(tmp_path / "recipe.toml")
+    assert report.resumed_chunks > 0
+    assert output.read_bytes() == undisturbed
+
+
+def test_one_job_runs_and_the_others_wait(jobs, models, output):
+    first = jobs.add(large(models, output))
+    pid = run_a_little(first)
+    second = jobs.add({"kind": "analyze", "recipe": small(models)})
+    third = jobs.add({"kind": "analyze", "recipe": small(models)})
+    time.sleep(0.3)
+    assert [job.state for job in jobs.all()] == ["running", "waiting", "waiting"]
+    jobs.cancel(third)
+    assert third.state == "stopped"
+    os.kill(pid, signal.SIGCONT)
+    assert [ended(job).state for job in (first, second, third)] == ["done", "done", "stopped"]
+    assert second.result["verdict"] == "ready with changes"
+
+
+def test_a_crash_takes_nothing_else_down(jobs, models, output, undisturbed):
+    job = jobs.add(large(models, output))
+    os.kill(run_a_little(job), signal.SIGKILL)
+    assert ended(job).state == "failed"
+    assert "SIGKILL" in job.problem
+    assert "memory" in job.problem
+    again = ended(jobs.add(job.request))
+    assert again.state == "done", again.problem
+    assert output.read_bytes() == undisturbed
+
+
+def test_what_the_package_refuses_is_said_in_its_words(jobs, models, output):
+    output.write_bytes(b"mine")
+    job = ended(jobs.add(large(models, output)))
+    assert job.state == "failed"
+    assert job.problem.startswith(f"{output}: exists already; choose another output")
+    assert output.read_bytes() == b"mine"
+
+
+def test_a_server_that_stops_interrupts_its_job(models, output, undisturbed):
+    jobs = Jobs()
+    job = jobs.add(large(models, output))
+    waiting = jobs.add(large(models, output))
+    pid = run_a_little(job)
+    os.kill(pid, signal.SIGCONT)
+    jobs.close()
+    assert (job.state, waiting.state) == ("stopped", "stopped")
+    assert not Path("/proc", str(pid)).exists()
+    with pytest.raises(InputError, match="stopping"):
+        jobs.add(large(models, output))
+    report = dare.merge(recipe_of(job.request["recipe"]))
+    assert report.resumed_chunks > 0
+    assert output.read_bytes() == undisturbed
+
+
+SERVER = """
+import json, sys, time
+from dare.web.jobs import Jobs
+jobs = Jobs()
+job = jobs.add(json.loads(sys.argv[1]))
+while not job.total_bytes: time.sleep(0.001)
+print(job.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_server_that_is_killed_takes_its_job_along(models, output, undisturbed):
+    request = large(models, output)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, json.dumps(request)], stdout=subprocess.PIPE
+    )
+    with server:
+        pid = int(server.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot be done before
+        server.kill()
+        server.wait()
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not _is_alive(pid), "the end of the job")
+    assert not output.exists()
+    dare.merge(recipe_of(request["recipe"]))
+    assert output.read_bytes() == undisturbed
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- roots
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Roots, Path, Path]:
+    """Roots, the folder that they are, and one beside it."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder in (inside, outside):
+        save(folder / "math" / "model.safetensors", {"w": np.zeros(4, np.float32)})
+    return Roots([inside]), inside, outside
+
+
+def test_what_is_inside_is_found(places):
+    roots, inside, _ = places
+    assert roots.find(str(inside / "math")) == inside / "math"
+    assert roots.find_output(inside / "out") == inside / "out"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "{outside}",
+        "{outside}/math",
+        "{inside}/../outside/math",
+        "{inside}/math/../../outside",
+        "{inside}-not",
+        "..",
+        "~/x",
+        "math",
+        "/",
+        "",
+        "s3://bucket/model",
+        "https://host/model",
+    ],
+)
+def test_what_is_outside_is_refused(places, path):
+    roots, inside, outside = places
+    given = path.format(inside=inside, outside=outside)
+    for find in (roots.find, roots.find_model, roots.find_output):
+        with pytest.raises(OutsideError):
+            find(given)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "{inside}/a\0b"])
+def test_what_is_no_path_is_refused(places, path):
+    roots, inside, _ = places
+    with pytest.raises(DareError):
+        roots.find(path.format(inside=inside))
+
+
+def test_links_that_lead_out_are_refused(places):
+    roots, inside, outside = places
+    (inside / "link").symlink_to(outside / "math")
+    (inside / "within").symlink_to(inside / "math")
+    with pytest.raises(OutsideError, match=r"leads to .*outside"):
+        roots.find_model(inside / "link")
+    with pytest.raises(OutsideError):
+        roots.find_output(inside / "link" / "out")
+    assert roots.find_model(inside / "within") == inside / "within"
+    shown = {entry["name"] for entry in roots.listing(str(inside))["entries"]}
+    assert shown == {"math", "within"}
+
+
+def test_a_model_whose_files_lie_elsewhere_is_refused(places):
+    roots, inside, outside = places
+    (inside / "mixed").mkdir()
+    (inside / "mixed" / "model.safetensors").symlink_to(outside / "math" / "model.safetensors")
+    with pytest.raises(OutsideError):
+        roots.find_model(inside / "mixed")
+    (inside / "math" / "config.json").symlink_to(outside / "config.json")
+    with pytest.raises(OutsideError):
+        roots.find_model(inside / "math" / "model.safetensors")
+
+
+def test_the_folders_themselves_are_no_output(places):
+    roots, inside, _ = places
+    with pytest.raises(OutsideError):
+        roots.find_output(inside)
+    with pytest.raises(InputError, match="is not a folder"):
+        roots.find_output(inside / "not" / "there")
+
+
+def test_a_folder_shows_what_can_be_opened_or_chosen(places):
+    roots, inside, _ = places
+    (inside / "recipe.toml").write_text("")
+    (inside / "secret.txt").write_text("")
+    (inside / ".hidden").mkdir()
+    (inside / "<b>empty").mkdir()
+    (inside / "lora").mkdir()
+    (inside / "lora" / "adapter_config.json").write_text("{}")
+    (inside / "out.partial").mkdir()
+    (inside / "out.partial" / "dare-partial.txt").write_bytes(MARK)
+    listed = roots.listing(str(inside))
+    assert {entry["name"]: (entry["kind"], entry["holds"]) for entry in listed["entries"]} == {
+        "<b>empty": ("folder", ""),
+        "lora": ("model", "adapter"),
+        "math": ("model", "safetensors"),
+        "out.partial": ("interrupted", ""),
+        "recipe.toml": ("recipe", ""),
+    }
+    assert listed["above"] is None
+    size = (inside / "math" / "model.safetensors").stat().st_size
+    assert next(e["nbytes"] for e in listed["entries"] if e["name"] == "math") == size
+    assert roots.listing(None)["entries"][0]["path"] == str(inside)
+    assert roots.listing(str(inside / "math"))["above"] == str(inside)
+
+
+# ---------------------------------------------------------------- over the wire
+
+
+@pytest.fixture
+def client(models: Path) -> Iterator[TestClient]:
+    own = OwnModels((models,))
+    with TestClient(Starlette(routes=own.routes)) as client:
+        yield client
+    own.close()
+
+
+def test_a_plan_says_what_will_be_done(client, models, output):
+    answer = client.post("/api/own/plan", json={"recipe": small(models, output)}).json()
+    assert answer["facts"]["tensors"].endswith("merged")
+    assert [model["name"] for model in answer["models"]] == ["add", "say"]
+    assert (answer["drops"], answer["weighs"]) == ("dare", True)
+    assert (answer["output"], answer["output_problem"]) == (str(output), None)
+    assert tomllib.loads(answer["toml"]) == small(models, output)
+    taken = client.post("/api/own/estimate", json={"recipe": small(models, output)}).json()
+    assert taken["takes"].startswith("about ")
+
+
+def test_what_does_not_fit_is_said_in_the_packages_words(client, models):
+    recipe = small(models)
+    recipe["models"]["merge_files"] = [str(models / "large-one.safetensors")]
+    with pytest.raises(dare.MismatchError) as said:
+        dare.plan(recipe_of(recipe))
+    answer = client.post("/api/own/plan", json={"recipe": recipe}).json()
+    assert answer["error"] == str(said.value)
+    assert tomllib.loads(answer["toml"]) == recipe
+
+
+def test_an_output_in_the_way_needs_overwrite(client, models, output):
+    output.write_bytes(b"mine")
+    body = {"recipe": small(models, output)}
+    refused = client.post("/api/own/plan", json=body).json()
+    assert "exists already" in refused["output_problem"]
+    allowed = client.post("/api/own/plan", json={**body, "overwrite": True}).json()
+    assert allowed["output_problem"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_file": "/tmp/elsewhere.safetensors"}, "outside of"),
+        ({"base_file": "/etc"}, "outside of"),
+        ({"base_file": "org/name"}, "outside of"),
+        ({"merge_files": []}, "no models"),
+    ],
+)
+@pytest.mark.parametrize("address", ["plan", "jobs", "estimate"])
+def test_recipes_that_lead_out_are_refused(client, models, output, change, message, address):
+    recipe = small(models, output)
+    recipe["models"] |= change
+    body = {"recipe": recipe, "kind": "merge"}
+    answer = client.post(f"/api/own/{address}", json=body)
+    assert answer.status_code in (400, 403)
+    assert message in answer.json()["error"]
+    assert client.get("/api/own/jobs").json() == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"cluster": "auto"}, {"cluster_log": "/tmp/log"}, {"chat_template": "/etc/passwd"}],
+)
+def test_settings_that_leave_the_folders_are_refused(client, models, settings):
+    answer = client.post("/api/own/plan", json={"recipe": small(models, **settings)})
+    assert answer.status_code in (400, 403)
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"recipe": 1}'])
+def test_odd_requests_are_answered(client, body):
+    answer = client.post("/api/own/plan", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]
+
+
+def test_there_are_no_other_jobs(client):
+    assert client.post("/api/own/jobs", json={"kind": "draw"}).status_code == 400
+    assert client.post("/api/own/jobs/7/cancel", json={}).status_code == 400
+    assert client.get("/api/own/jobs/7/report").status_code == 400
+
+
+def test_a_recipe_is_read(client, models, output):
+    recipe = small(models, output, seed=7)
+    path = models / "recipe.toml"
+    path.write_text(recipe_of(recipe).to_toml())
+    assert client.get("/api/own/recipe", params={"path": str(path)}).json() == {"recipe": recipe}
+    assert client.get("/api/own/recipe", params={"path": "/etc/hosts"}).status_code == 403
+
+
+def test_an_analysis_a_merge_and_its_verification(client, models, output):
+    body = {"kind": "analyze", "recipe": small(models)}
+    number = client.post("/api/own/jobs", json=body).json()["number"]
+
+    def finished(number: int) -> dict:
+        found: dict = {}
+
+        def is_finished() -> bool:
+            found.update(client.get("/api/own/jobs").json()[number - 1])
+            return found["state"] not in ("waiting", "running")
+
+        wait_until(is_finished)
+        assert found["state"] == "done", found["problem"]
+        return found
+
+    finished(number)
+    document = client.get(f"/api/own/jobs/{number}/analysis").json()
+    assert document["schema"] == "dare-analysis/1"
+    page = client.get(f"/api/own/jobs/{number}/report")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "merge report" in page.text
+    body = {"kind": "merge", "recipe": small(models, output)}
+    merged = finished(client.post("/api/own/jobs", json=body).json()["number"])
+    body = {"kind": "verify", "path": merged["result"]["output"]}
+    verified = finished(client.post("/api/own/jobs", json=body).json()["number"])
+    assert verified["result"]["ok"]
+    assert verified["result"]["sha256"] == merged["result"]["sha256"] == verify(output).sha256
+    again = client.post(f"/api/own/jobs/{merged['number']}/again", json={}).json()
+    wait_until(lambda: client.get("/api/own/jobs").json()[again["number"] - 1]["state"] == "failed")
