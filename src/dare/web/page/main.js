@@ -1,7 +1,9 @@
 // Starts the page: the state from the address, the engine, and every part in its section.
+/* global darePage */
 import { openEngine } from "./engines.js";
 import { loadModel } from "./models.js";
 import { breathe } from "./pace.js";
+import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
 import * as arc from "./parts/arc.js";
 import * as breaking from "./parts/breaking.js";
@@ -39,6 +41,8 @@ async function mountOne(name, part) {
   }
 }
 
+publishColours();
+darePage.onTheme(publishColours);
 const mounted = [];
 for (const [name, part] of Object.entries(parts)) {
   mounted.push(mountOne(name, part));

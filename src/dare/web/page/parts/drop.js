@@ -6,7 +6,7 @@ import { dropped } from "../engine/merge.js";
 import { addFigure } from "../figures.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
-import { addCursor, drawMatrix, paintScale, usualSize } from "../pictures.js";
+import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
 import { decimal, percent, show, signed, whole } from "../words.js";
 import { addAnswers } from "./answers.js";
@@ -69,7 +69,6 @@ export function mount(section, { state, engine, loadModel }) {
     drawMatrix(before, delta, SIDE, { limit });
     drawMatrix(mask, delta, SIDE, { limit, alpha });
     drawMatrix(result, after, SIDE, { limit, alpha });
-    paintScale(section.querySelector(".scale i"));
   }
 
   function showNumbers(p, rescale) {
