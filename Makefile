@@ -12,11 +12,19 @@ BENCH := .venv-bench
 # What is never imported need not be compiled; what is, is kept for the next process that starts.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
+# The arithmetic of the playground's language models. The binary is committed; the compiler is pinned,
+# so that it is the same one each time.
+ENGINE := src/dare/web/page/engine
+WASM := $(ENGINE)/llama.wasm
+WASM_FLAGS := -target wasm32-freestanding -mcpu=generic+simd128+bulk_memory -O3 -std=c11 -nostdlib \
+	-Wall -Wextra -Werror -fvisibility=hidden -Wl,--no-entry -Wl,--export-dynamic \
+	-Wl,--export=__heap_base -Wl,--strip-all -Wl,-z,stack-size=65536
 # uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
-.PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
-	test-peers test-cluster test-everywhere test-stores bench pre-commit check-workflows clean
+.PHONY: help demo test lint types unit coverage docs playground test-attack test-browser \
+	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
+	check-workflows wasm clean
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -26,6 +34,7 @@ help:
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make playground  build the playground as static files into site/playground/"
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the pages in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
@@ -33,6 +42,7 @@ help:
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make test-everywhere  one recipe on threads, a cluster, slices and a store: one SHA-256"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
+	@echo "make wasm        compile what the playground computes in the browser (changes no byte)"
 	@echo "make pre-commit  check all files, and from now on what each commit changes"
 	@echo "make check-workflows  look for weak spots in .github/"
 	@echo "make bench       speed and memory beside mergekit and others (needs 20 GB of disk)"
@@ -89,6 +99,9 @@ coverage: $(VENV)/dev-ready
 docs: $(VENV)/dev-ready
 	$(BIN)/mkdocs build --strict
 
+playground: $(VENV)/dev-ready
+	$(BIN)/dare playground --build site/playground
+
 test-attack: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal tests/attack \
 		--attack-size $(ATTACK_SIZE) --attack-seed $(ATTACK_SEED)
@@ -115,6 +128,10 @@ test-stores: $(VENV)/dev-ready $(STORES)/ready
 bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python
 	$(BENCH)/bin/python bench/methods.py --peers-python $(PEERS)/bin/python
+
+wasm: $(VENV)/tools-ready
+	$(BIN)/python -m ziglang cc $(WASM_FLAGS) -o $(WASM) $(ENGINE)/llama.c
+	chmod 644 $(WASM)
 
 pre-commit: $(VENV)/tools-ready
 	$(BIN)/pre-commit install

@@ -44,6 +44,7 @@ HOMES = {
     **dict.fromkeys(("analyze", "advise", "report"), "analysis"),
     **dict.fromkeys(("compress", "apply"), "deltas"),
     "sweep": "search",
+    "playground": "playground",
 }
 """Modules that commands stand in, if not in `commands`."""
 WITH_COMMANDS = ("lora", "search")

@@ -40,6 +40,7 @@ from dare.recipe.schema import Recipe
 from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
+from dare.stages.catalogue import catalogue
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
@@ -242,7 +243,7 @@ def methods(
             )
     console = show.console(json=json)
     if json:
-        show.json(jsonlib.dumps(show.catalogue(names or STAGES), indent=2, ensure_ascii=False))
+        show.json(jsonlib.dumps(catalogue(names or STAGES), indent=2, ensure_ascii=False))
     elif names:
         for shown in names:
             show.stage(console, STAGES[shown])

@@ -298,19 +298,6 @@ def stage(console: Console, stage: Stage) -> None:
         console.print(Padding(Text(f"Paper: {stage.paper}"), (0, 0, 1, 2), expand=False))
 
 
-def catalogue(names: Iterable[str]) -> dict[str, Any]:
-    """Stages and aliases as plain values, ready for JSON."""
-    facts = ("name", "kind", "summary", "documentation", "paper")
-    shown = []
-    for stage in (STAGES[name] for name in names):
-        parameters = [
-            {fact: getattr(p, fact) for fact in ("name", "default", "range", "description")}
-            for p in stage.parameters.values()
-        ]
-        shown.append({fact: getattr(stage, fact) for fact in facts} | {"parameters": parameters})
-    return {"stages": shown, "aliases": dict(ALIASES)}
-
-
 def _facts(title: str, rows: Mapping[str, str]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")

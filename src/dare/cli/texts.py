@@ -203,6 +203,18 @@ a minute.
 
   dare demo
   dare demo --output demo --json""",
+    "playground": """Try merges in the browser: a page that explains and computes.
+
+Serves the page to this machine alone and opens it. Move a slider, and the
+demonstration's models are merged and scored anew; or merge models of your own
+from the folders that you name. The address has a token: who has it may do what
+the page does. Ctrl-C ends it. Needs the extra `web`.
+
+[bold]Examples[/bold]
+
+  dare playground
+  dare playground models outputs --port 0 --no-browser
+  dare playground --build site/playground     static files, for any web server""",
 }
 """Each command's help; the first line is what the list of commands shows."""
 

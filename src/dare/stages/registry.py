@@ -69,6 +69,16 @@ class Parameter:
         """Whether it is measured, so that it may change from layer to layer."""
         return any(choice.get("type") == "number" for choice in _choices(self._schema))
 
+    @property
+    def control(self) -> dict[str, Any]:
+        """How it can be asked for: `type`, with its `options` or limits, and `optional`.
+
+        The type is "boolean", "choice", "number" or "integer". Limits are named as in JSON Schema.
+        """
+        kinds = _choices(self._schema)
+        is_optional = len(kinds) < len(self._schema.get("anyOf", kinds))
+        return {**_control(kinds), "optional": is_optional}
+
     def check(self, value: Any, where: str) -> Any:
         """Return the value if it fits, else say where it does not.
 
@@ -121,6 +131,20 @@ def _described(schema: Mapping[str, Any]) -> str:
     low = [f"{schema[key]} {sign} " for key, sign in _LOWER.items() if key in schema]
     high = [f" {sign} {schema[key]}" for key, sign in _UPPER.items() if key in schema]
     return "".join([*low, "x", *high]) if low or high else str(schema["type"])
+
+
+def _control(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if len(kinds) == 1 and not {"enum", "const"} & kinds[0].keys():
+        (kind,) = kinds
+        return {name: kind[name] for name in ("type", *_LOWER, *_UPPER) if name in kind}
+    return {"type": "choice", "options": [value for kind in kinds for value in _values(kind)]}
+
+
+def _values(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """All values of a type that has few."""
+    if schema.get("type") == "boolean":
+        return True, False
+    return [schema["const"]] if "const" in schema else schema["enum"]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.recipe.settings import with_settings
 from dare.run.execute import collector_paused, execute
+from dare.run.worker import Progress
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 
 Arrays = dict[str, NDArray[Any]]
@@ -93,17 +94,20 @@ class Candidates:
         self,
         settings: Mapping[str, Any] | Recipe = AS_THEY_ARE,
         into: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        progress: Progress = lambda _nbytes: None,
     ) -> Candidate:
         """Merge by the recipe with some settings changed, or by one that has some of its models.
 
         The arrays of an earlier candidate can be given to be filled again, which saves the time
-        that fresh memory takes.
+        that fresh memory takes. `progress` is called with bytes that were read, in the threads that
+        read them; what it raises ends the merge.
         """
         recipe = self._recipe(settings)
         plan = self._plan(recipe)
         arrays = _fresh(plan) if into is None else _checked(plan, into)
         homes = _find_homes(plan, arrays, {name: name for name in arrays})
-        return Candidate(arrays, _carry_out(plan, homes), recipe)
+        return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
 
     @collector_paused()
     def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe = AS_THEY_ARE) -> str:
@@ -195,8 +199,10 @@ def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- outputs
 
 
-def _carry_out(plan: Plan, homes: Mapping[str, _Home]) -> str:
-    digests = digests_of(plan, execute(plan, _LiveSink(homes)))
+def _carry_out(
+    plan: Plan, homes: Mapping[str, _Home], progress: Progress = lambda _nbytes: None
+) -> str:
+    digests = digests_of(plan, execute(plan, _LiveSink(homes), progress=progress))
     check_digests(plan, digests)
     return digests.output
 

@@ -9,13 +9,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from dare.demo.broken import BROKEN, WEIGHTS, broken_model
 from dare.demo.merges import BASE, TUNED
 from dare.demo.tasks import TASKS, held_out_english
 from dare.output.page.shell import SHELL, Section, render_template
+from dare.output.page.writing import write_file
+from dare.stages import STAGES
+from dare.stages.catalogue import catalogue
+from dare.web.drawing import drawing_library
 
 EngineKind = Literal["browser", "local"]
 PACKAGE = "dare.web"
 PAGE = Path(__file__).parent / "page"
+MODELS: Mapping[str, Callable[[], bytes]] = {
+    **{name: (home / WEIGHTS).read_bytes for name, home in {"base": BASE, **TUNED}.items()},
+    **{name: partial(broken_model, name) for name in BROKEN},
+}
+"""What each model's file holds, by the names that a setting has for them."""
 PROMPTS = 100
 """For each task, of those that no model was trained on; as many as `dare demo` asks."""
 ENGLISH_BYTES = 4096
@@ -43,13 +53,14 @@ def page_assets(kind: EngineKind) -> Assets:
     found: dict[str, Callable[[], bytes]] = {
         "index.html": partial(render_index, kind),
         "vega.js": drawing_library,
+        "methods.json": methods,
         "prompts.json": prompts,
     }
     for path in PAGE.rglob("*"):
         if path.is_file() and path.suffix in {".js", ".wasm", ".json", ".svg"}:
             found[path.relative_to(PAGE).as_posix()] = path.read_bytes
-    for name, folder in {"base": BASE, **TUNED}.items():
-        found[f"models/{name}.safetensors"] = (folder / "model.safetensors").read_bytes
+    for name, read in MODELS.items():
+        found[f"models/{name}.safetensors"] = read
     return found
 
 
@@ -70,13 +81,9 @@ def render_index(kind: EngineKind) -> bytes:
     ).encode()
 
 
-def drawing_library() -> bytes:
-    """The JavaScript that draws figures."""
-    import altair
-
-    from dare.output.page.writing import library
-
-    return library(".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])).encode()
+def methods() -> bytes:
+    """Every stage and alias: what it does, and what can be set of it."""
+    return json.dumps(catalogue(STAGES), ensure_ascii=False).encode()
 
 
 def prompts() -> bytes:
@@ -89,9 +96,16 @@ def prompts() -> bytes:
     return json.dumps({"tasks": tasks, "english": english}).encode()
 
 
-def write_folder(folder: Path) -> None:
-    """Write the page for any web server that hands out files."""
-    for name, content in page_assets("browser").items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content())
+def write_folder(folder: Path) -> list[str]:
+    """Write the page for any web server that hands out files; return the names of its files."""
+    assets = page_assets("browser")
+    for name, content in assets.items():
+        write_file(folder / name, content())
+    return sorted(assets)
+
+
+def others_in(folder: Path) -> list[str]:
+    """What a folder holds that is not of the page."""
+    names = page_assets("browser")
+    found = [path for path in folder.rglob("*") if not path.is_dir()]
+    return sorted({path.relative_to(folder).as_posix() for path in found} - names.keys())

@@ -51,9 +51,15 @@ class OwnModels:
         self._roots = Roots(roots)
         self._jobs = Jobs()
 
-    def close(self) -> None:
-        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked."""
+    def close(self) -> bool:
+        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked.
+
+        Returns whether a merge was cut short.
+        """
+        merges = [job for job in self._jobs.all() if job.kind == "merge"]
+        open_before = [job for job in merges if job.state in ("waiting", "running")]
         self._jobs.close()
+        return any(job.state != "done" for job in open_before)
 
     @property
     def routes(self) -> list[Route]:

@@ -32,7 +32,11 @@ export function addFigure(name, spec, description) {
   let failed = false;
   unfinished += 1;
   let drawing = library
-    .then(() => darePage.add(name, whole))
+    .then(() => {
+      whole.datasets = { ...whole.datasets, ...waiting };
+      waiting = null;
+      return darePage.add(name, whole);
+    })
     .catch((error) => {
       failed = true;
       document.getElementById(`chart-${name}`).textContent = error.message;

@@ -30,17 +30,19 @@ function complain(section, error) {
   console.error(error);
 }
 
-async function mountAll() {
-  for (const [name, part] of Object.entries(parts)) {
-    const section = document.getElementById(name);
-    try {
-      await part.mount(section, page);
-    } catch (error) {
-      complain(section, error);
-    }
-    await breathe();  // what is mounted is painted before the next one begins
+async function mountOne(name, part) {
+  const section = document.getElementById(name);
+  try {
+    await part.mount(section, page);
+  } catch (error) {
+    complain(section, error);
   }
 }
 
-await mountAll();
+const mounted = [];
+for (const [name, part] of Object.entries(parts)) {
+  mounted.push(mountOne(name, part));
+  await breathe();  // what is there is painted before the next part begins
+}
+await Promise.all(mounted);
 document.documentElement.dataset.ready = "true";

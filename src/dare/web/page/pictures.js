@@ -59,6 +59,11 @@ export function drawMatrix(canvas, values, columns, { limit, alpha = null }) {
   context.putImageData(image, 0, 0);
 }
 
+/** Paint an element from the colour of -1 to that of 1. */
+export function paintScale(element) {
+  element.style.background = `linear-gradient(to right, ${themeColours("diverging").join(", ")})`;
+}
+
 /** How far from zero all but a hundredth of the values are; never zero. */
 export function usualSize(values) {
   const sizes = Float32Array.from(values, Math.abs).sort();

@@ -1,0 +1,94 @@
+"""The command `dare playground`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from dare.cli import DONE, INTERRUPTED, UsageError, show
+from dare.cli.flags import RUN, Debug, Json, switch
+from dare.errors import OutputError
+
+MOST_PORT = 65535
+NEEDED = ("altair", "jinja2", "starlette", "uvicorn", "vl_convert")
+
+
+def playground(
+    *folders: Annotated[
+        Path,
+        Parameter(
+            help="Where models of your own may lie, and outputs go. [default: this directory]"
+        ),
+    ],
+    port: Annotated[
+        int | None,
+        Parameter(
+            group=RUN, help="The port on this machine; 0 takes a free one. [default: 8787, if free]"
+        ),
+    ] = None,
+    no_browser: Annotated[bool, switch("Print the address, open no browser.", group=RUN)] = False,
+    build: Annotated[
+        Path | None,
+        Parameter(group=RUN, metavar="FOLDER", help="Write the page as static files, and end."),
+    ] = None,
+    overwrite: Annotated[
+        bool, switch("With --build, replace what is in the folder.", group=RUN)
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Serve the playground."""
+    if port is not None and not 0 <= port <= MOST_PORT:
+        raise UsageError(f"--port {port}: ports go from 0 to {MOST_PORT}")
+    _check_installed()
+    if build is not None:
+        return _build(build, overwrite=overwrite, json=json)
+    roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
+    for root in roots:
+        if not root.is_dir():
+            raise UsageError(f"{root}: is not a directory; name those that your models lie in")
+
+    def announce(address: str) -> None:
+        if json:
+            show.json(jsonlib.dumps({"address": address, "pid": os.getpid()}))
+        else:
+            steps = {"open": address, "end": "Ctrl-C"}
+            show.next_steps(show.console(), "The playground is running", steps)
+        sys.stdout.flush()
+
+    from dare.web.serving import serve
+
+    was_cut = serve(roots, port=port, announce=announce, opens_browser=not no_browser)
+    return INTERRUPTED if was_cut else DONE
+
+
+def _check_installed() -> None:
+    if not all(find_spec(name) for name in NEEDED):
+        raise OutputError(
+            "the playground needs starlette and uvicorn, and what a report needs, and not all of "
+            "them are installed: pip install 'dare-merge[web]'"
+        )
+
+
+def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
+    from dare.web.assets import others_in, write_folder
+
+    if not overwrite and (others := others_in(folder)):
+        raise OutputError(
+            f"{folder}: holds {others[0]}, which is not of the page; build into an empty folder, "
+            "or add --overwrite"
+        )
+    written = write_folder(folder)
+    if json:
+        show.json(jsonlib.dumps({"folder": str(folder), "files": written}))
+    else:
+        command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
+        show.next_steps(show.console(), f"{folder} is written", {"look": command})
+    return DONE

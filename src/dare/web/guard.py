@@ -1,0 +1,194 @@
+"""Who may ask the server for anything: the one whom it gave its token, from its own page.
+
+The server listens on this machine only. Other users of the machine, and pages from elsewhere in
+the user's browser, can reach it there all the same. So every request is checked:
+
+- Its Host is ours. Else a foreign name that was made to lead here would count as our own site.
+- It comes from our page or from the address bar, as Origin and Sec-Fetch-Site say.
+- It has the token: in the address, which is exchanged for a cookie, as that cookie, or as a header.
+- A body is small, and JSON by its type, which other sites cannot send without asking first.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass, field
+from html import escape
+from urllib.parse import urlencode
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = "127.0.0.1"
+MOST_BODY_BYTES = 1 << 20
+HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'self'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of every answer."""
+REMEDY = (
+    "The command `dare playground` has printed an address with a token. Copy all of it from the "
+    "terminal to the address bar. If that command has ended, start it again."
+)
+REFUSAL = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>dare playground: {title}</title>
+<style>body {{ font: 1.05rem/1.6 system-ui, sans-serif; max-width: 36rem; margin: 4rem auto;
+padding: 0 1rem; }}</style>
+<h1>{title}</h1>
+<p>{text}</p>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What opens the server, and where it is."""
+
+    port: int
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    once: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    """Opens it one time: other users see the command that starts a browser, with its address."""
+
+    @property
+    def address(self) -> str:
+        """Where the page is, with the token."""
+        return self._with(self.token)
+
+    @property
+    def address_once(self) -> str:
+        """An address that works one time."""
+        return self._with(self.once)
+
+    def _with(self, token: str) -> str:
+        return f"http://{LOOPBACK}:{self.port}/?{urlencode({'token': token})}"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """What the page's address may begin with."""
+        return f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name: a browser has one jar for all ports."""
+        return f"dare-playground-{self.port}"
+
+
+class Guard:
+    """Lets through to the app what may be answered, and tells all others why not."""
+
+    def __init__(self, app: ASGIApp, key: Key) -> None:
+        self._app = app
+        self._key = key
+        self._once: str | None = key.once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in {**HEADERS, "Cache-Control": "no-store"}.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        request = Request(scope, receive)
+        answer = self._stranger(request) or self._entrance(request)
+        if answer is None and request.method not in ("GET", "HEAD"):
+            body = await _read_body(request)
+            answer = body if isinstance(body, Response) else None
+            receive = receive if isinstance(body, Response) else _again(body, receive)
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _stranger(self, request: Request) -> Response | None:
+        """The answer to one who does not speak to us from our own page."""
+        host = request.headers.get("host", "")
+        if host not in self._key.hosts:
+            return refuse(request, 403, f"This server answers to {self._key.hosts[0]} only.")
+        origin = request.headers.get("origin", f"http://{host}")
+        asker = request.headers.get("sec-fetch-site", "same-origin")
+        is_link = request.headers.get("sec-fetch-mode") == "navigate" and _is_page(request)
+        if origin != f"http://{host}" or (asker not in ("same-origin", "none") and not is_link):
+            return refuse(request, 403, "Another site has asked for this, which it may not.")
+        return None
+
+    def _entrance(self, request: Request) -> Response | None:
+        """The answer to one who has a token to exchange, or none, or a wrong one."""
+        given = request.query_params.get("token")
+        if given is not None and _is_page(request):
+            return self._exchange(request, given)
+        kind, _, in_header = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer":
+            held: str | None = in_header.strip()
+        else:
+            held = request.cookies.get(self._key.cookie)
+        if held is None:
+            return refuse(request, 401, f"The token is missing. {REMEDY}")
+        if not _same(held, self._key.token):
+            return refuse(request, 403, f"The token is not this server's. {REMEDY}")
+        return None
+
+    def _exchange(self, request: Request, given: str) -> Response:
+        is_first = self._once is not None and _same(given, self._once)
+        if not is_first and not _same(given, self._key.token):
+            return refuse(request, 403, f"The token is not this server's. {REMEDY}")
+        self._once = None if is_first else self._once
+        others = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
+        answer = RedirectResponse(f"/?{urlencode(others)}" if others else "/", status_code=303)
+        answer.set_cookie(self._key.cookie, self._key.token, httponly=True, samesite="strict")
+        return answer
+
+
+def refuse(request: Request, status: int, text: str) -> Response:
+    """Say no, in the form that the asker reads."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    if request.scope["path"].startswith("/api/"):
+        return JSONResponse({"error": text}, status, headers)
+    title = "No token" if status == 401 else "Not allowed"
+    page = REFUSAL.format(title=title, text=escape(text))
+    return HTMLResponse(page, status, headers)
+
+
+async def _read_body(request: Request) -> bytes | Response:
+    """The body, or why it is not taken."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        return refuse(request, 415, "The body must be JSON, with Content-Type: application/json.")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            return refuse(request, 413, f"The body is larger than {MOST_BODY_BYTES} bytes.")
+    return bytes(body)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Hand out a body that was read, and then what comes after it."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return left.pop() if left else await receive()
+
+    return receive_again
+
+
+def _is_page(request: Request) -> bool:
+    """Whether the page itself is asked for."""
+    return bool(request.scope["path"] == "/")
+
+
+def _same(given: str, expected: str) -> bool:
+    """Compare in a time that does not tell how much is right."""
+    return hmac.compare_digest(given.encode(), expected.encode())

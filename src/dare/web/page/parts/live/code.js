@@ -1,0 +1,40 @@
+// The setting to take along: as a recipe, a command or Python, with the SHA-256 that it gives.
+import { choice } from "../../controls.js";
+import { commandText, needsRecipe, pythonText, recipeText } from "../../recipe.js";
+
+const FORMS = [["command", "Command"], ["recipe", "Recipe (TOML)"], ["python", "Python"]];
+
+/** The card's parts; `shown()` is the setting of now. */
+export function codeCard(card, state, methods, shown) {
+  const text = card.querySelector("#live-text");
+  const digest = card.querySelector("#live-digest");
+  const remark = card.querySelector("[data-place=remark]");
+  const copy = card.querySelector("[data-copies=live-text]");
+  choice(card.querySelector("[data-place=form]"), state, "live.as", { label: "Show it as", options: FORMS });
+
+  function show() {
+    const setting = shown();
+    copy.textContent = "Copy";
+    if (!setting.models.length) {
+      text.textContent = "Without models there is nothing to merge.";
+      remark.textContent = "";
+      return;
+    }
+    const form = state.get("live.as");
+    const isLeft = form === "command" && needsRecipe(setting, methods);
+    text.textContent =
+      form === "recipe" ? recipeText(setting) :
+      form === "python" ? pythonText(setting) : commandText(setting, methods);
+    remark.textContent = isLeft ? "No flag says all of this: save the recipe as recipe.toml." : "";
+  }
+
+  state.on(["live.as"], show);
+  return {
+    show,
+    showDigest(value) {
+      digest.textContent = value;
+      delete card.dataset.stale;
+    },
+    dim() { card.dataset.stale = "true"; },
+  };
+}

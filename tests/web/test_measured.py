@@ -1,0 +1,35 @@
+"""What the page shows without computing it was measured with these models and this program."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dare.demo.merges import BASE, Job, measure
+from dare.web.measuring import CURVES, ENGLISH_BYTES, PAGE, PROMPTS, RATES, SEEDS, find_broken
+
+MEASURED = json.loads((PAGE / "measured.json").read_text("utf-8"))
+
+
+def test_the_base_scores_what_is_said():
+    score = measure(Job(BASE, PROMPTS, ENGLISH_BYTES))
+    said = MEASURED["models"]["base"]
+    assert said["right"] == score.correct
+    assert said["bits_per_byte"] == pytest.approx(score.bits_per_byte, abs=1e-4)
+
+
+@pytest.mark.parametrize(("curve", "rate", "seed"), [(0, 0.9, 1042), (4, 0.5, 42), (7, 0.7, 2042)])
+def test_points_of_the_curves_are_measured_again(curve, rate, seed):
+    place = SEEDS.index(seed)
+    score = measure(CURVES[curve].jobs(rate)[place])
+    said = MEASURED["curves"][curve]
+    assert said["name"] == CURVES[curve].name
+    right = said["points"][RATES.index(rate)]["right"][place]
+    assert right == pytest.approx(score.mean, abs=0.7)  # one prompt that is nearly a tie
+
+
+def test_the_findings_are_those_of_an_analysis():
+    assert json.loads((PAGE / "broken.json").read_text("utf-8")) == json.loads(
+        json.dumps(find_broken())
+    )
