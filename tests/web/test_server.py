@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from sites import Site, serving
 
-from conftest import Site, serving
 from dare.cli import main
 from dare.errors import OutputError
 from dare.web import serving as starting
