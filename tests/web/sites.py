@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 20
+SECONDS = 60
 """What nothing here takes, even on a busy machine."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from sites import Site, serving
+from sites import SECONDS, Site, serving
 
 from dare.cli import main
 from dare.errors import OutputError
@@ -55,7 +55,7 @@ class Client:
     def ask(
         self, method: str, path: str, body: bytes | None = None, *, cookie: bool = True, **headers
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         given = {"Cookie": self.cookie} if cookie else {}
         connection.request(method, path, body, {**given, **named})
@@ -248,7 +248,7 @@ def test_a_large_body_without_a_length_is_refused(client):
         "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
         connection.sendall(head.encode())
         try:
             for _ in range(64):  # 4 MB, and no end
@@ -280,7 +280,7 @@ TRAVERSALS = [
 @pytest.mark.parametrize("path", TRAVERSALS)
 def test_there_is_nothing_but_the_files_of_the_page(client, path):
     request = f"GET {path} HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
         connection.sendall(request.encode())
         assert connection.recv(4096).split()[1] == b"404"
 
@@ -386,7 +386,7 @@ def test_ctrl_c_ends_it_and_is_no_failure(tmp_path):
     with serving(tmp_path) as (site, process):
         assert Client(site).get("/").status == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=SECONDS)
         assert (process.returncode, out, err) == (0, "", "")
 
 
@@ -421,7 +421,7 @@ def test_the_browser_gets_an_address_of_its_own(tmp_path):
         assert client.get(path, cookie=False).status == 403
         assert "Ctrl-C" in said
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(SECONDS) == 0
 
 
 def test_a_port_that_is_taken_is_said_or_avoided(monkeypatch):
@@ -500,5 +500,5 @@ def test_nothing_goes_out_and_the_first_start_is_as_quick(tmp_path):
             assert client.get(f"/{name}").status == 200
         assert list(tmp_path.glob("cache/dare/vega-*.js"))
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(SECONDS) == 0
     assert set(watched.read_text().splitlines()) == {"socket.bind ('127.0.0.1', 0)"}
