@@ -341,9 +341,9 @@ def test_what_makes_no_sense_is_answered_in_words(client):
 
 
 def slow_setting(rate: float) -> dict[str, Any]:
-    """Takes many seconds, unless it is cancelled."""
+    """Takes some ten seconds of a core, unless it is cancelled."""
     models = [{"name": name} for name in ("add", "sort", "say")]
-    stages = {"wudi": {"steps": 5000, "rate": rate}}
+    stages = {"wudi": {"steps": 1000, "rate": rate}}
     return {"setting": {"method": "wudi", "models": models, "stages": stages}}
 
 
@@ -352,31 +352,27 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def test_work_ends_when_the_asker_goes_and_others_do_not_wait(tmp_path):
+def test_others_do_not_wait_and_work_ends_when_the_asker_goes(tmp_path):
     with serving(tmp_path) as (site, process):
         client = Client(site)
         client.post("/api/merge", BASE)
-        gone = []
-        for rate in (1e-5, 2e-5, 3e-5):  # as a slider that is moved
-            body = json.dumps(slow_setting(rate)).encode()
+        asked = []
+        for rate in (1e-5, 2e-5, 3e-5):  # as by a slider that moves
             connection = http.client.HTTPConnection("127.0.0.1", client.port)
             headers = {**JSON, "Cookie": client.cookie}
-            connection.request("POST", "/api/merge", body, headers)
-            gone.append(connection)
+            connection.request("POST", "/api/merge", json.dumps(slow_setting(rate)), headers)
+            asked.append(connection)
         time.sleep(0.5)
-        for connection in gone:
+        assert client.post("/api/merge", {"setting": {"base": "base"}}).status == 200
+        before = cpu_seconds(process.pid)
+        for connection in asked:
             connection.close()
-        begun = time.perf_counter()
-        assert client.post("/api/merge", {**BASE, "setting": {"base": "base"}}).status == 200
-        assert client.get("/").status == 200
-        assert time.perf_counter() - begun < 5
-        for _ in range(60):
+        while True:
             used = cpu_seconds(process.pid)
             time.sleep(0.5)
-            if cpu_seconds(process.pid) - used < 0.1:
+            if cpu_seconds(process.pid) - used < 0.05:
                 break
-        else:
-            pytest.fail("the server works on, and nobody waits")
+        assert cpu_seconds(process.pid) - before < 12, "what nobody waits for is not finished"
 
 
 # ---------------------------------------------------------------- the command
