@@ -211,11 +211,12 @@ def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
 
 def _chain(recipe: Recipe) -> dict[str, Any]:
     """The stages of a method, which of them drops, and whether models have weights."""
-    drops = [stage.name for stage, _ in recipe.chain if "drop_rate" in stage.parameters]
+    rates = {s.name: values["drop_rate"] for s, values in recipe.chain if "drop_rate" in values}
     combine = recipe.chain[-1][0]
     return {
         "chain": [stage.name for stage, _ in recipe.chain],
-        "drops": drops[0] if drops else None,
+        "drops": next(iter(rates), None),
+        "drop_rate": next(iter(rates.values()), None),
         "weighs": combine.default_weight is not None,
         "names": [entry.name for entry in recipe.models],
     }
