@@ -6,7 +6,7 @@ import { added, deltaOf, dropped } from "./deltas.js";
 import { MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, toFloats } from "./floats.js";
 import { keepMask } from "./mask.js";
 import { byName } from "./names.js";
-import { readSetting, whyNot } from "./recipe.js";
+import { readSetting, whyNot } from "./setting.js";
 import { sumMagnitudes } from "./sums.js";
 import { trimmed, trimmedTogether } from "./trim.js";
 
@@ -90,7 +90,7 @@ function takeDeltas(base, tuned) {
   const names = byName(base.keys()).filter((name) => isMerged(base.get(name)));
   const deltas = names.map((name) => {
     const values = deltaOf(toFloats(tuned.get(name)), toFloats(base.get(name)));
-    return { name, values, factor: 1, survivors: values.length };
+    return { name, values, factor: 1, keep: null };
   });
   taken.set(tuned, { base, deltas });
   return deltas;
@@ -105,25 +105,27 @@ const DELTA_STAGES = {
       const keep = keepMask(name, values.length, rate, seed);
       const kept = dropped(values, keep);
       const grown = rescale === "l1" ? l1Factor(values, kept) : rescale ? 1 / (1 - rate) : 1;
-      return { name, values: kept, factor: factor * grown, survivors: count(keep) };
+      return { name, values: kept, factor: factor * grown, keep };
     });
   },
 
   trim(deltas, { keep_ratio: ratio, scope }) {
     if (ratio === 1) return deltas;
-    const survivors = deltas.reduce((count, delta) => count + delta.survivors, 0);
     const all = deltas.map((delta) => delta.values);
+    const counts = deltas.map(countSurvivors);
     const kept = scope === "model"
-      ? trimmedTogether(all, ratio, survivors)
-      : deltas.map((delta) => trimmed(delta.values, ratio, delta.survivors));
+      ? trimmedTogether(all, ratio, counts.reduce((total, count) => total + count, 0))
+      : all.map((values, place) => trimmed(values, ratio, counts[place]));
     return deltas.map((delta, place) => ({ ...delta, values: kept[place] }));
   },
 };
 
-function count(keep) {
-  let kept = 0;
-  for (let i = 0; i < keep.length; i++) kept += keep[i];
-  return kept;
+/** How many elements no earlier stage has dropped, be they zero or not. */
+function countSurvivors({ values, keep }) {
+  if (keep === null) return values.length;
+  let count = 0;
+  for (let i = 0; i < keep.length; i++) count += keep[i];
+  return count;
 }
 
 function l1Factor(values, kept) {

@@ -1,6 +1,7 @@
 // Merge live: the demonstration's models merged as the sliders move, and what comes out of it.
 /* global darePage */
 import { button } from "../controls.js";
+import { whenRested } from "../pace.js";
 import { codeCard } from "./live/code.js";
 import { curveCard } from "./live/curve.js";
 import { isAbort, loadJson, markBusy, whenNear } from "./live/loading.js";
@@ -55,25 +56,19 @@ export async function mount(section, { state, engine }) {
     curve.showMeasured(found);
   });
 
-  let controller = new AbortController();
-  let timer = 0;
-
   function change() {
-    controller.abort();
-    controller = new AbortController();
-    const { signal } = controller;
     for (const part of [scores, samples, code]) part.dim();
     code.show();
     curve.change();
     complain(whyNot(), !problem());
-    clearTimeout(timer);
-    if (!whyNot()) timer = setTimeout(() => follow(shown(), signal), REST_MS);
+    rested();
   }
 
   /** Fill in what a setting gives: rough scores first, then texts and digest, then full scores. */
-  async function follow(setting, signal) {
+  async function follow(signal) {
+    if (whyNot()) return;
+    const setting = shown();
     const ready = markBusy(at("scores"));
-    signal.addEventListener("abort", ready);
     try {
       if (!measurer.seen(setting, FULL)) await showScore(setting, QUICK, signal);
       samples.show(await measurer.write(setting, samples.prompts, signal));
@@ -82,7 +77,7 @@ export async function mount(section, { state, engine }) {
       await showScore(setting, FULL, signal);
       announce(measurer.seen(setting, FULL));
     } catch (error) {
-      if (!isAbort(error) && !signal.aborted) complain(error.message, false);
+      if (!isAbort(error)) complain(error.message, false);
     } finally {
       ready();
     }
@@ -90,11 +85,15 @@ export async function mount(section, { state, engine }) {
 
   async function showScore(setting, amount, signal) {
     const score = await measurer.score(setting, amount, signal);
-    if (signal.aborted) return;
-    scores.show(score, amount, measurer.seen(BASE_ALONE, amount)?.bitsPerByte);
+    scores.show(score, amount);
     curve.mark(setting, score);
-    const base = await measurer.score(BASE_ALONE, amount, signal);
-    if (!signal.aborted) scores.compare(score.bitsPerByte, base.bitsPerByte);
+    compareEnglish(score, amount, signal);
+  }
+
+  /** The base's English is measured once, and not waited for. */
+  async function compareEnglish(score, amount, signal) {
+    const base = await measurer.score(BASE_ALONE, amount).catch(() => null);
+    if (base && !signal.aborted) scores.compare(score.bitsPerByte, base.bitsPerByte);
   }
 
   /** Say why there are no scores; `isEngine`: the local engine would have them. */
@@ -106,6 +105,7 @@ export async function mount(section, { state, engine }) {
     at("scores").querySelector("[data-place=legend]").hidden = Boolean(reason);
   }
 
+  const rested = whenRested(REST_MS, follow);
   state.on(settings.NAMES, change);
   code.show();
   curve.change();
