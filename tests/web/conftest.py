@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -94,30 +96,33 @@ def static_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="session")
 def local_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """The page from the command, with the package behind it."""
-    folder = tmp_path_factory.mktemp("local-site")
-    with playground(folder) as (site, _):
+    with serving(tmp_path_factory.mktemp("local-site")) as (site, _):
         yield site
 
 
-class playground:  # noqa: N801
-    """The command, running in a process of its own; ends by Ctrl-C."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self._command = [sys.executable, "-m", "dare", "playground", str(folder)]
-        self._command += ["--no-browser", "--port", "0", "--json", *flags]
-        self._folder = folder
-
-    def __enter__(self) -> tuple[Site, subprocess.Popen[str]]:
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(self._command, stdout=pipe, stderr=pipe, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, self._process.communicate()[1]
-        return Site(json.loads(line)["address"], "local", self._folder), self._process
-
-    def __exit__(self, *_error: object) -> None:
-        self._process.send_signal(signal.SIGINT)
-        self._process.communicate(timeout=SECONDS)
+@contextmanager
+def serving(folder: Path, **environment: str) -> Iterator[tuple[Site, subprocess.Popen[str]]]:
+    """The command in a process of its own, which is ended as people end it."""
+    command = [sys.executable, "-m", "dare", "playground", str(folder)]
+    process = subprocess.Popen(
+        [*command, "--no-browser", "--port", "0", "--json"],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        document = json.loads(line)
+        assert document["pid"] == process.pid
+        try:
+            yield Site(document["address"], "local", folder), process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.communicate(timeout=SECONDS)
 
 
 @pytest.fixture(scope="session")

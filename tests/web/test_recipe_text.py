@@ -46,7 +46,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rates": [0.1, 0.0, 0.95], "method": "dare+ties", "seed": 7},
     ),
     "an arc, which has no weights": (
-        {"say": False, "m": "dare+slerp", "w": True, "wadd": 0.5, "s": "slerp.t-0.3,slerp.on-deltas"},
+        {
+            "say": False,
+            "m": "dare+slerp",
+            "w": True,
+            "wadd": 0.5,
+            "s": "slerp.t-0.3,slerp.on-deltas",
+        },
         {
             "models": ["add", "sort"],
             "method": "dare+slerp",

@@ -51,9 +51,15 @@ class OwnModels:
         self._roots = Roots(roots)
         self._jobs = Jobs()
 
-    def close(self) -> None:
-        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked."""
+    def close(self) -> bool:
+        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked.
+
+        Returns whether a merge was cut short.
+        """
+        merges = [job for job in self._jobs.all() if job.kind == "merge"]
+        open_before = [job for job in merges if job.state in ("waiting", "running")]
         self._jobs.close()
+        return any(job.state != "done" for job in open_before)
 
     @property
     def routes(self) -> list[Route]:
@@ -205,11 +211,12 @@ def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
 
 def _chain(recipe: Recipe) -> dict[str, Any]:
     """The stages of a method, which of them drops, and whether models have weights."""
-    drops = [stage.name for stage, _ in recipe.chain if "drop_rate" in stage.parameters]
+    rates = {s.name: values["drop_rate"] for s, values in recipe.chain if "drop_rate" in values}
     combine = recipe.chain[-1][0]
     return {
         "chain": [stage.name for stage, _ in recipe.chain],
-        "drops": drops[0] if drops else None,
+        "drops": next(iter(rates), None),
+        "drop_rate": next(iter(rates.values()), None),
         "weighs": combine.default_weight is not None,
         "names": [entry.name for entry in recipe.models],
     }

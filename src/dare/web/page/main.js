@@ -20,6 +20,7 @@ const page = {
   state: createState(defaults),
   engine: openEngine(document.querySelector("meta[name=dare-engine]").content),
   loadModel,
+  complain,
 };
 
 /** Show in a part's own section why it does not work. */
@@ -43,10 +44,11 @@ async function mountOne(name, part) {
 
 publishColours();
 darePage.onTheme(publishColours);
-const mounted = [];
-for (const [name, part] of Object.entries(parts)) {
-  mounted.push(mountOne(name, part));
+const { drop: first, ...others } = parts;
+await mountOne("drop", first);
+const mounted = Object.entries(others).map(async ([name, part]) => {
   await breathe();  // what is there is painted before the next part begins
-}
+  await mountOne(name, part);
+});
 await Promise.all(mounted);
 document.documentElement.dataset.ready = "true";

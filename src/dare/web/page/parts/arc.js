@@ -21,7 +21,7 @@ const [ARC, LINE] = ["on the arc", "on the straight line"];
 const SPACES = [["deltas", "what the models changed"], ["weights", "the whole weights"]];
 const STRAIGHT = "Their cosine is above 0.9995: here the package takes the straight line too.";
 
-export function mount(section, { state, loadModel }) {
+export function mount(section, { state, loadModel, complain }) {
   addControls(section.querySelector(".panel"), state);
   const lengths = addFigure("arc-lengths", lengthsSpec(), "Length over t, on the arc and on the "
     + "straight line. The straight line sags in the middle.");
@@ -74,7 +74,9 @@ export function mount(section, { state, loadModel }) {
     });
   }
 
-  state.on(["arc.first", "arc.second", "arc.on", "arc.tensor"], load);
+  state.on(["arc.first", "arc.second", "arc.on", "arc.tensor"], () => {
+    load().catch((error) => complain(section, error));
+  });
   state.on(["arc.t"], oncePerFrame(redraw));
   return load();
 }

@@ -27,7 +27,7 @@ const RATES = [...Array.from({ length: 20 }, (_, at) => at / 20), 0.97, 0.99];
 const PALE = 0.3;
 const [BEFORE, NOW] = ["as they are", "with these settings"];
 
-export function mount(section, { state, loadModel }) {
+export function mount(section, { state, loadModel, complain }) {
   addControls(section.querySelector(".panel"), state);
   const pictures = [...section.querySelectorAll("canvas[data-picture]")];
   const patch = section.querySelector("canvas[data-patch]");
@@ -124,7 +124,7 @@ export function mount(section, { state, loadModel }) {
     figures.rates.update({ rates: rows });
   }
 
-  state.on(["signs.tensor"], load);
+  state.on(["signs.tensor"], () => load().catch((error) => complain(section, error)));
   state.on(["signs.dare", "signs.p", "signs.keep", "signs.seed"], oncePerFrame(redraw));
   state.on(["signs.keep", "signs.seed"], () => { if (deltas) measureRates(); });
   state.on(["signs.row", "signs.column", "signs.element"], oncePerFrame(showPatch));

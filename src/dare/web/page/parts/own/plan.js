@@ -1,0 +1,76 @@
+// The plan of the recipe: what will be done, what does not fit, what it costs.
+import { number } from "../../analysis/words.js";
+import { make } from "../../controls.js";
+import { whenRested } from "../../pace.js";
+import { ask } from "./server.js";
+
+const REST = 250;  // milliseconds without a change
+
+const facts = (entries) => make("dl", { className: "own-facts" }, ...entries.flatMap(([name, text, id]) => [
+  make("dt", {}, name), make("dd", id ? { id } : {}, text),
+]));
+
+const shown = (value) => (Array.isArray(value) ? value.map(number).join(" to ") : number(value));
+
+function models(plan) {
+  const head = ["model", "weight", "seed"].map((name) => make("th", { scope: "col" }, name));
+  const rows = plan.models.map(({ name, weight, seed }) => make("tr", {},
+    make("th", { scope: "row" }, name), make("td", {}, shown(weight)), make("td", {}, String(seed))));
+  return make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+}
+
+const list = (title, items, className) => items.length
+  ? [make("p", {}, make("b", {}, title)), make("ul", { className }, ...items.map((item) => make("li", {}, item)))]
+  : [];
+
+/** Keeps the plan beside the recipe; `onPlan` gets each one, or null while there is none. */
+export function mountPlan(section, recipe, { onPlan, overwrites }) {
+  const place = section.querySelector("#own-plan-text");
+
+  function showPlan(plan) {
+    if (plan.error) {
+      place.replaceChildren(make("p", { className: "own-problem" }, plan.error));
+      return;
+    }
+    place.replaceChildren(
+      facts([
+        ["method", plan.chain.join(", then ")],
+        ...Object.entries(plan.facts),
+        ["takes", plan.takes ?? "being measured …", "own-takes"],
+      ]),
+      models(plan),
+      ...list("Warnings", plan.warnings, "plain own-warnings"),
+      ...list("Notes", plan.notes, "plain"),
+      ...list("Left out", plan.left_out, "plain"),
+    );
+  }
+
+  async function measure(plan, signal) {
+    if (plan.error || plan.takes) return;
+    const { takes } = await ask("estimate", { recipe: recipe.read() }, signal);
+    section.querySelector("#own-takes").textContent = takes ?? "not known";
+  }
+
+  const update = whenRested(REST, async (signal) => {
+    if (!recipe.isComplete()) {
+      place.replaceChildren(make("p", { className: "own-nothing" }, "Choose a base and at least one fine-tune."));
+      onPlan(null);
+      return;
+    }
+    try {
+      const plan = await ask("plan", { recipe: recipe.read(), overwrite: overwrites() }, signal);
+      if (signal.aborted) return;
+      showPlan(plan);
+      onPlan(plan);
+      await measure(plan, signal);
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      place.replaceChildren(make("p", { className: "own-problem" }, error.message));
+      onPlan(null);
+    }
+  });
+
+  recipe.on(update);
+  update();
+  return { update };
+}
