@@ -22,8 +22,9 @@ WASM_FLAGS := -target wasm32-freestanding -mcpu=generic+simd128+bulk_memory -O3 
 # uv takes a fraction of the processor time that pip takes; pip knows indexes that uv may not.
 DEV := --constraint constraints.txt --requirement requirements-dev.txt
 
-.PHONY: help demo test lint types unit coverage docs test-attack test-browser test-real \
-	test-peers test-cluster test-everywhere test-stores bench pre-commit check-workflows wasm clean
+.PHONY: help demo test lint types unit coverage docs playground test-attack test-browser \
+	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
+	check-workflows wasm clean
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -33,6 +34,7 @@ help:
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make playground  build the playground as static files into site/playground/"
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the pages in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
@@ -96,6 +98,9 @@ coverage: $(VENV)/dev-ready
 
 docs: $(VENV)/dev-ready
 	$(BIN)/mkdocs build --strict
+
+playground: $(VENV)/dev-ready
+	$(BIN)/dare playground --build site/playground
 
 test-attack: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal tests/attack \

@@ -5,7 +5,8 @@ A page says where such a part goes:
     <!-- generated: methods -->
 
 so the page exists in the repository, with its introduction, and what follows is never out of date.
-Two pages are files of the repository's root: contributing.md and changelog.md.
+Two pages are files of the repository's root: contributing.md and changelog.md. The playground is
+added as the static files that `dare playground --build` writes.
 
 `python docs/generate.py methods` prints a part.
 """
@@ -27,6 +28,7 @@ from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
 from dare.tensors.names import EMBEDDINGS
+from dare.web.assets import page_assets
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -43,7 +45,7 @@ _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie in the repository's root."""
+    """Add the pages that lie in the repository's root, and the playground."""
     from mkdocs.structure.files import File
 
     for name, source in FROM_ROOT.items():
@@ -52,6 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for other, its_source in FROM_ROOT.items():
             text = text.replace(f"]({its_source}", f"]({other}")
         files.append(File.generated(config, name, content=text))
+    for name, content in page_assets("browser").items():
+        files.append(File.generated(config, f"playground/{name}", content=content()))
     return files
 
 

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from sites import SECONDS, Site, Tab, serving
 
 from dare.web.assets import write_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HEIGHTS = {390: 844, 1280: 900}
-SECONDS = 20
-
-
-@dataclass(frozen=True)
-class Site:
-    """A page that is being served."""
-
-    address: str
-    """What a browser opens, with the token where there is one."""
-    kind: str
-    """Of its engine: `browser` or `local`."""
-    folder: Path
-    """The built files, or the folder that the server was pointed at."""
-
-    @property
-    def origin(self) -> str:
-        """What all addresses of the page begin with."""
-        parts = urlsplit(self.address)
-        return f"{parts.scheme}://{parts.netloc}"
-
-    def with_state(self, query: str) -> str:
-        """The address that opens the page with some state: `drop.p=0.5&live.seed=7`."""
-        return f"{self.address}{'&' if '?' in self.address else '?'}{query}"
-
-
-@dataclass
-class Tab:
-    """A page in the browser, and everything that it said and asked for."""
-
-    page: Any
-    said: list[str] = field(default_factory=list)
-    """On the console, or as an error."""
-    asked: list[str] = field(default_factory=list)
-    """The addresses of all requests."""
-
-    def asked_elsewhere(self, site: Site) -> list[str]:
-        """Requests that went to no page of ours."""
-        known = (f"{site.origin}/", "data:", f"blob:{site.origin}/")
-        return [address for address in self.asked if not address.startswith(known)]
-
 
 OpenTab = Callable[..., Tab]
 
@@ -94,33 +48,11 @@ def static_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="session")
 def local_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """The page from the command, with the package behind it."""
-    folder = tmp_path_factory.mktemp("local-site")
-    with playground(folder) as (site, _):
+    with serving(tmp_path_factory.mktemp("local-site")) as (site, _):
         yield site
 
 
-class playground:  # noqa: N801
-    """The command, running in a process of its own; ends by Ctrl-C."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self._command = [sys.executable, "-m", "dare", "playground", str(folder)]
-        self._command += ["--no-browser", "--port", "0", "--json", *flags]
-        self._folder = folder
-
-    def __enter__(self) -> tuple[Site, subprocess.Popen[str]]:
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(self._command, stdout=pipe, stderr=pipe, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, self._process.communicate()[1]
-        return Site(json.loads(line)["address"], "local", self._folder), self._process
-
-    def __exit__(self, *_error: object) -> None:
-        self._process.send_signal(signal.SIGINT)
-        self._process.communicate(timeout=SECONDS)
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # another module may have a playwright of its own
 def browser() -> Iterator[Any]:
     """Chromium, where there is one."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -12,10 +12,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from dare.cli import DONE, UsageError, show
+from dare.cli import DONE, INTERRUPTED, UsageError, show
 from dare.cli.flags import RUN, Debug, Json, switch
 from dare.errors import OutputError
 
+MOST_PORT = 65535
 NEEDED = ("altair", "jinja2", "starlette", "uvicorn", "vl_convert")
 
 
@@ -44,6 +45,8 @@ def playground(
     debug: Debug = False,
 ) -> int:
     """Serve the playground."""
+    if port is not None and not 0 <= port <= MOST_PORT:
+        raise UsageError(f"--port {port}: ports go from 0 to {MOST_PORT}")
     _check_installed()
     if build is not None:
         return _build(build, overwrite=overwrite, json=json)
@@ -62,8 +65,8 @@ def playground(
 
     from dare.web.serving import serve
 
-    serve(roots, port=port, announce=announce, opens_browser=not no_browser)
-    return DONE
+    was_cut = serve(roots, port=port, announce=announce, opens_browser=not no_browser)
+    return INTERRUPTED if was_cut else DONE
 
 
 def _check_installed() -> None:

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from dare.demo.broken import BROKEN, WEIGHTS, broken_model
 from dare.demo.merges import BASE, TUNED
 from dare.demo.tasks import TASKS, held_out_english
 from dare.output.page.shell import SHELL, Section, render_template
@@ -20,8 +21,11 @@ from dare.web.drawing import drawing_library
 EngineKind = Literal["browser", "local"]
 PACKAGE = "dare.web"
 PAGE = Path(__file__).parent / "page"
-MODELS: Mapping[str, Path] = {"base": BASE, **TUNED}
-"""The models that come along, by the names that a setting has for them."""
+MODELS: Mapping[str, Callable[[], bytes]] = {
+    **{name: (home / WEIGHTS).read_bytes for name, home in {"base": BASE, **TUNED}.items()},
+    **{name: partial(broken_model, name) for name in BROKEN},
+}
+"""What each model's file holds, by the names that a setting has for them."""
 PROMPTS = 100
 """For each task, of those that no model was trained on; as many as `dare demo` asks."""
 ENGLISH_BYTES = 4096
@@ -55,8 +59,8 @@ def page_assets(kind: EngineKind) -> Assets:
     for path in PAGE.rglob("*"):
         if path.is_file() and path.suffix in {".js", ".wasm", ".json", ".svg"}:
             found[path.relative_to(PAGE).as_posix()] = path.read_bytes
-    for name, folder in MODELS.items():
-        found[f"models/{name}.safetensors"] = (folder / "model.safetensors").read_bytes
+    for name, read in MODELS.items():
+        found[f"models/{name}.safetensors"] = read
     return found
 
 

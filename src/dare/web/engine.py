@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from dare.api import plan
 from dare.demo.llama import Llama
-from dare.demo.merges import CONFIG
+from dare.demo.merges import BASE, CONFIG, TUNED
 from dare.demo.tasks import TASKS, Example, held_out_english
 from dare.errors import RecipeError, did_you_mean
 from dare.inputs.sources import open_source
@@ -62,8 +64,8 @@ class Engine:
     def __init__(self) -> None:
         self._merged: Kept[Merged] = Kept(MODELS_KEPT)
         self._answers: Kept[Answer] = Kept(ANSWERS_KEPT)
+        self._models = Models()
         self._pool = ThreadPoolExecutor(available_cores(), thread_name_prefix="dare-score")
-        self._loading = threading.Lock()
 
     def merge(self, asked: Mapping[str, Any], check: Check) -> Answer:
         """The SHA-256 of the merged weights, and what there is to warn of."""
@@ -95,21 +97,18 @@ class Engine:
 
         return self._answers.get(("write", _key(setting), tuple(prompts)), find, check)
 
-    @cached_property
-    def _all_models(self) -> Candidates:
-        """Every model in memory, from which any setting's weights are made."""
-        base, *others = MODELS.values()
-        return Candidates(Recipe(base=base, models=others, verbose=False))
+    def close(self) -> None:
+        """Begin nothing more, and delete what was written."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._models.close()
 
     def _merge(self, setting: Mapping[str, Any], check: Check) -> Merged:
         def make() -> Merged:
             if not setting.get("models"):
-                return _finish(_stored(_model(setting.get("base", "base"))), ())
-            recipe = recipe_of(setting)
+                return _finish(_stored(self._models.find(setting.get("base", "base"))), ())
+            recipe = recipe_of(setting, self._models.find)
             warnings = tuple(str(notice) for notice in plan(recipe).warnings)
-            with self._loading:
-                candidates = self._all_models
-            made = candidates.make(recipe, progress=lambda _nbytes: check())
+            made = self._models.in_memory().make(recipe, progress=lambda _nbytes: check())
             return _finish(made.arrays, warnings)
 
         return self._merged.get(_key(setting), make, check)
@@ -148,6 +147,42 @@ class Engine:
                 return piece()
 
         return list(self._pool.map(do, work))
+
+
+class Models:
+    """The demonstration's models as files, and in memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, Path] = {"base": BASE, **TUNED}
+        self._held: Candidates | None = None
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+
+    def find(self, name: Any) -> Path:
+        """Where a model lies; one that is broken on purpose is made when it is asked for."""
+        if not isinstance(name, str) or name not in MODELS:
+            raise RecipeError(f"there is no model {name!r}; there are {', '.join(MODELS)}")
+        with self._lock:
+            if name not in self._files:
+                self._made = self._made or tempfile.TemporaryDirectory(prefix="dare-")
+                self._files[name] = Path(self._made.name) / f"{name}.safetensors"
+                self._files[name].write_bytes(MODELS[name]())
+                self._held = None
+            return self._files[name]
+
+    def close(self) -> None:
+        """Delete the models that were made."""
+        with self._lock:
+            if self._made is not None:
+                self._made.cleanup()
+
+    def in_memory(self) -> Candidates:
+        """What makes merges of all models that were ever asked for."""
+        with self._lock:
+            if self._held is None:
+                base, *others = self._files.values()
+                self._held = Candidates(Recipe(base=base, models=others, verbose=False))
+            return self._held
 
 
 class Kept(Generic[Value]):
@@ -192,8 +227,8 @@ def _held(lock: threading.Lock, check: Check) -> Iterator[None]:
 # ---------------------------------------------------------------- settings
 
 
-def recipe_of(setting: Mapping[str, Any]) -> Recipe:
-    """The recipe that a setting stands for."""
+def recipe_of(setting: Mapping[str, Any], find: Callable[[Any], Path]) -> Recipe:
+    """The recipe that a setting stands for; `find` finds a model by its name."""
     known = ("base", "method", "scale", "seed", "models", "stages")
     for name in setting:
         if name not in known:
@@ -202,26 +237,20 @@ def recipe_of(setting: Mapping[str, Any]) -> Recipe:
     return Recipe(
         **given
         | {
-            "base": _model(setting.get("base", "base")),
-            "models": [_entry(model) for model in _part(setting, "models", list)],
+            "base": find(setting.get("base", "base")),
+            "models": [_entry(model, find) for model in _part(setting, "models", list)],
             "verbose": False,
         }
     )
 
 
-def _entry(model: Any) -> ModelEntry:
+def _entry(model: Any, find: Callable[[Any], Path]) -> ModelEntry:
     if not isinstance(model, dict):
         raise RecipeError(f"models: {model!r} must be an object with a name")
     given = {name: value for name, value in model.items() if value is not None}
-    file = _model(given.pop("name", None))
+    file = find(given.pop("name", None))
     fields = {name: given.pop(name) for name in ("weight", "seed") if name in given}
     return ModelEntry(file=file, settings=given, **fields)
-
-
-def _model(name: Any) -> Any:
-    if not isinstance(name, str) or name not in MODELS:
-        raise RecipeError(f"there is no model {name!r}; there are {', '.join(MODELS)}")
-    return MODELS[name]
 
 
 def _part(asked: Mapping[str, Any], name: str, kind: type[Value]) -> Value:
@@ -262,10 +291,10 @@ def _key(setting: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- models
 
 
-def _stored(folder: Any) -> Arrays:
+def _stored(path: Path) -> Arrays:
     """The tensors of a model as they are."""
     arrays = {}
-    with open_source(folder) as source:
+    with open_source(path) as source:
         for name, info in source.tensors.items():
             raw = np.empty(info.elements, info.dtype.carrier)
             source.read(name, 0, raw)

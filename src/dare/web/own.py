@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,15 @@ class OwnModels:
         self._roots = Roots(roots)
         self._jobs = Jobs()
 
-    def close(self) -> None:
-        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked."""
+    def close(self) -> bool:
+        """Interrupt what runs: a merge keeps what is done, and goes on from there when asked.
+
+        Returns whether a merge was cut short.
+        """
+        merges = [job for job in self._jobs.all() if job.kind == "merge"]
+        open_before = [job for job in merges if job.state in ("waiting", "running")]
         self._jobs.close()
+        return any(job.state != "done" for job in open_before)
 
     @property
     def routes(self) -> list[Route]:
@@ -91,7 +97,16 @@ class OwnModels:
             "toml": recipe.to_toml(),
             **_chain(recipe),
             **tell_plan(planned),
-            **_tell_output(planned, overwrite=bool(asked.get("overwrite"))),
+            **_tell_output(planned, self._outputs(), overwrite=bool(asked.get("overwrite"))),
+        }
+
+    def _outputs(self) -> set[str]:
+        """What merges are writing, or will."""
+        merges = [job for job in self._jobs.all() if job.kind == "merge"]
+        return {
+            job.request["recipe"]["models"]["output_file"]
+            for job in merges
+            if job.state in ("waiting", "running")
         }
 
     def _estimate(self, asked: Asked) -> dict[str, Any]:
@@ -183,7 +198,7 @@ def tell_plan(planned: Plan) -> dict[str, Any]:
     }
 
 
-def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
+def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[str, Any]:
     """Where the output goes, what is in the way, and whether an interrupted merge is there."""
     layout = planned.layout
     if layout is None:
@@ -195,21 +210,22 @@ def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
     except OutputError as error:
         problem = None if finished_before(layout) is not None else str(error)
     partial = partial_folder(layout.target)
+    is_left = has_mark(partial) and str(layout.target) not in underway
     return {
         "output": str(layout.target),
         "output_problem": problem,
-        "exists": layout.target.exists(),
-        "interrupted": str(partial) if has_mark(partial) else None,
+        "interrupted": str(partial) if is_left else None,
     }
 
 
 def _chain(recipe: Recipe) -> dict[str, Any]:
     """The stages of a method, which of them drops, and whether models have weights."""
-    drops = [stage.name for stage, _ in recipe.chain if "drop_rate" in stage.parameters]
+    rates = {s.name: values["drop_rate"] for s, values in recipe.chain if "drop_rate" in values}
     combine = recipe.chain[-1][0]
     return {
         "chain": [stage.name for stage, _ in recipe.chain],
-        "drops": drops[0] if drops else None,
+        "drops": next(iter(rates), None),
+        "drop_rate": next(iter(rates.values()), None),
         "weighs": combine.default_weight is not None,
         "names": [entry.name for entry in recipe.models],
     }

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from json import JSONDecodeError
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -46,17 +46,8 @@ class Cancelled(Exception):  # noqa: N818 (nothing went wrong)
     """Nobody waits for the answer any more."""
 
 
-def make_app(
-    key: Key,
-    roots: tuple[Path, ...],
-    others: Sequence[BaseRoute] = (),
-    endings: Sequence[Callable[[], None]] = (),
-) -> ASGIApp:
-    """The page, the engine behind it, and other routes, all of them guarded.
-
-    `roots` are the folders that the user pointed at: routes find them as `app.state.roots`.
-    `endings` are called when the server ends.
-    """
+def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> ASGIApp:
+    """The page, the engine behind it, and other routes, all guarded; `end` is called at the end."""
     files = Files(page_assets("local"))
     engine = EngineOnDemand()
 
@@ -66,8 +57,8 @@ def make_app(
         begun = asyncio.gather(*early, run_in_threadpool(engine.get), return_exceptions=True)
         yield
         begun.cancel()
-        for end in endings:
-            end()
+        engine.close()
+        await run_in_threadpool(end)
 
     app = Starlette(
         routes=[
@@ -78,7 +69,6 @@ def make_app(
         exception_handlers={DareError: _explain, Exception: _apologise},
         lifespan=lifespan,
     )
-    app.state.roots = roots
     return Guard(app, key)
 
 
@@ -142,6 +132,11 @@ class EngineOnDemand:
 
                 self._engine = Engine()
             return self._engine
+
+    def close(self) -> None:
+        """End the engine, if there ever was one."""
+        if self._engine is not None:
+            self._engine.close()
 
 
 def _engine_route(engine: EngineOnDemand, name: str) -> Route:

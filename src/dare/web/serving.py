@@ -11,14 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import uvicorn
-
 from dare.errors import OutputError
 from dare.web.guard import LOOPBACK, Key
-from dare.web.server import make_app
 
 USUAL_PORT = 8787
 BACKLOG = 128
+GRACE_SECONDS = 2
+"""How long answers that are on their way are waited for at the end."""
 
 
 def serve(
@@ -27,51 +26,66 @@ def serve(
     port: int | None = None,
     announce: Callable[[str], None],
     opens_browser: bool,
-) -> None:
-    """Serve the page until Ctrl-C; `announce` is called with its address when it can be opened.
+) -> bool:
+    """Serve the page until Ctrl-C; return whether that has cut a merge of the user's short.
 
-    Without a port it is the usual one, or another if that is taken; 0 is any free one.
+    `announce` is called with the page's address when it can be opened. Without a port it is the
+    usual one, or another if that is taken; 0 is any free one.
     """
-    with _listen(port) as listening:
+    ends: list[bool] = []
+    with suppress(KeyboardInterrupt), listen(port) as listening:
         key = Key(listening.getsockname()[1])
-        server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(key, roots),
-                http="h11",
-                ws="none",
-                loop="asyncio",
-                lifespan="on",
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=2,
-            )
-        )
-        announce(key.address)
+        announce(key.address)  # a browser that comes early waits for its answer
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
         gc.enable()  # which a command does without, and a server runs for long
-        with suppress(KeyboardInterrupt):  # which is how one ends it
-            server.run(sockets=[listening])
+        _run(key, roots, listening, ends)
+    return any(ends)
 
 
-def _listen(port: int | None) -> socket.socket:
+def _run(key: Key, roots: tuple[Path, ...], listening: socket.socket, ends: list[bool]) -> None:
+    import uvicorn
+
+    from dare.web.own import OwnModels
+    from dare.web.server import make_app
+
+    own = OwnModels(roots)
+    app = make_app(key, own.routes, lambda: ends.append(own.close()))
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    uvicorn.Server(settings).run(sockets=[listening])
+
+
+def listen(port: int | None) -> socket.socket:
     """A socket that takes connections from this machine."""
-    ports = (USUAL_PORT, 0) if port is None else (port,)
-    for number in ports:
-        listening = socket.socket()
+    try:
+        return _listen(USUAL_PORT if port is None else port)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return _listen(0)
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"port {port} cannot be used: {reason}; give another, or --port 0 for a free one"
+        ) from None
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((LOOPBACK, number))
-        except OSError as error:
-            listening.close()
-            if error.errno == errno.EADDRINUSE and number != ports[-1]:
-                continue
-            reason = error.strerror or error
-            raise OutputError(
-                f"port {number} cannot be used: {reason}; give another, or --port 0 for a free one"
-            ) from None
+        listening.bind((LOOPBACK, port))
         listening.listen(BACKLOG)
-        return listening
-    raise AssertionError("the last port is tried or refused")
+    except BaseException:
+        listening.close()
+        raise
+    return listening

@@ -6,7 +6,7 @@ import { dropped } from "../engine/merge.js";
 import { addFigure } from "../figures.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
-import { addCursor, drawMatrix, paintScale, usualSize } from "../pictures.js";
+import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
 import { decimal, percent, show, signed, whole } from "../words.js";
 import { addAnswers } from "./answers.js";
@@ -24,16 +24,17 @@ const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 2
 const SMALLEST = 2 ** -15;
 const LARGEST = 2;
 
-export function mount(section, { state, engine, loadModel }) {
+/** The picture comes first, so that there is something to see; the figures when it is there. */
+export async function mount(section, { state, engine, loadModel, complain }) {
   addControls(section.querySelector(".panel"), state);
   const canvases = [...section.querySelectorAll("canvas")];
-  const figures = addFigures();
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
   let delta = null;
   let keep = null;
   let after = null;
   let limit = 1;
   let focus = [40, 64];
+  let figures = null;
 
   async function load() {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];
@@ -42,7 +43,7 @@ export function mount(section, { state, engine, loadModel }) {
     delta = loaded;
     limit = usualSize(delta);
     redraw();
-    measureSeeds();
+    if (figures) measureSeeds();
   }
 
   function redraw() {
@@ -53,6 +54,11 @@ export function mount(section, { state, engine, loadModel }) {
     drawPictures();
     showNumbers(p, rescale);
     showElement(...focus);
+    drawFigures(p);
+  }
+
+  function drawFigures(p) {
+    if (!figures) return;
     const laws = lawsOf(delta, after);
     figures.sizes.update({
       before: sizesOf(delta, SMALLEST, LARGEST),
@@ -69,7 +75,6 @@ export function mount(section, { state, engine, loadModel }) {
     drawMatrix(before, delta, SIDE, { limit });
     drawMatrix(mask, delta, SIDE, { limit, alpha });
     drawMatrix(result, after, SIDE, { limit, alpha });
-    paintScale(section.querySelector(".scale i"));
   }
 
   function showNumbers(p, rescale) {
@@ -121,12 +126,15 @@ export function mount(section, { state, engine, loadModel }) {
     figures.noise.update({ seeds: rows, theory });
   }
 
-  state.on(["drop.model", "drop.tensor"], load);
+  state.on(["drop.model", "drop.tensor"], () => load().catch((error) => complain(section, error)));
   state.on(["drop.p", "drop.rescale", "drop.seed"], oncePerFrame(redraw));
-  state.on(["drop.rescale", "drop.seed"], () => { if (delta) measureSeeds(); });
+  state.on(["drop.rescale", "drop.seed"], () => { if (figures) measureSeeds(); });
   darePage.onTheme(drawPictures);
+  await load();
+  figures = addFigures();
+  redraw();
+  measureSeeds();
   addAnswers(section, state, engine);
-  return load();
 }
 
 function addControls(place, state) {

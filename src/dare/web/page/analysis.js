@@ -1,0 +1,258 @@
+// The view of an analysis: verdict, findings, models, pairs, what dropping costs, advice. The same
+// for a file that was dropped on the page and for an analysis that the server made.
+//
+// Every name in an analysis comes from outside: it is only ever put into the page as text.
+import { listOf, paragraph, wideTable } from "./analysis/elements.js";
+import * as figures from "./analysis/figures.js";
+import { writeToml } from "./analysis/toml.js";
+import {
+  amount, bytes, cosine, duration, listed, number, origin, share, shortName, times,
+} from "./analysis/words.js";
+import { make } from "./controls.js";
+import { addFigure } from "./figures.js";
+
+export { readAnalysis, readFile } from "./analysis/reading.js";
+
+const HEADLINES = {
+  ready: "Ready to merge",
+  "ready with changes": "Ready with changes",
+  "not ready": "Not ready to merge",
+};
+const TONES = {
+  ready: "ready", "ready with changes": "change", "not ready": "stop",
+  strong: "ready", fair: "change", weak: "note",
+};
+const COUNTED = {
+  stop: ["reason to stop", "reasons to stop"],
+  change: ["change to make", "changes to make"],
+  note: ["note", "notes"],
+};
+const OUTPUT = "merged.safetensors";
+const MOST_NAMED = 4;
+
+const card = (title, ...content) =>
+  make("div", { className: "card" }, make("h4", {}, title), ...content);
+
+// ---------------------------------------------------------------- what is said
+
+function counted(found) {
+  const counts = Object.entries(COUNTED).map(([severity, words]) =>
+    [found.filter((finding) => finding.severity === severity).length, words]);
+  const parts = counts.filter(([count]) => count).map(([count, words]) => times(count, ...words));
+  return parts.length ? listed(parts) : "nothing was found that speaks against it";
+}
+
+function verdict({ base, models, readiness }) {
+  const many = models.length > MOST_NAMED;
+  const names = many ? times(models.length, "model") : listed(models.map(({ name }) => name));
+  const each = [...readiness.by_model].map(([name, word]) =>
+    make("li", { className: TONES[word] }, make("b", {}, name), " ", make("span", {}, word)));
+  const list = make("ul", { className: "each" }, ...each);
+  list.setAttribute("aria-label", "Verdict on each model");
+  return make("div", { className: `verdict ${TONES[readiness.verdict]}` },
+    make("h3", { tabIndex: -1 }, HEADLINES[readiness.verdict]),
+    paragraph("lead", make("b", {}, names), " onto ", make("b", {}, shortName(base)),
+      `: ${counted(readiness.findings)}.`),
+    list);
+}
+
+function tiles({ base_dtypes: types, models, pairs, together, advice }) {
+  const change = (model) => figures.relativeNorm(model.total);
+  const largest = models.reduce((most, model) => (change(model) > change(most) ? model : most));
+  const shown = [
+    ["Parameters", amount(largest.total.elements), `${[...types.keys()].join(", ")} base`],
+    ["Largest change", share(change(largest)), `${largest.name}, beside the base`],
+  ];
+  const lost = share(together.cancelled);
+  if (pairs.length) shown.push(["Cancelled", lost, "if all were added up as they are"]);
+  const method = advice.suggestions.find(({ setting }) => setting === "method");
+  if (method) shown.push(["Advised method", String(method.value), `evidence: ${method.evidence}`]);
+  const tile = ([label, value, remark]) =>
+    make("div", {}, make("dt", {}, label), make("dd", {}, value), make("dd", {}, remark));
+  return make("dl", { className: "tiles", dataset: { count: shown.length } }, ...shown.map(tile));
+}
+
+function finding({ rule, severity, models, seen, matters, remedy, figures: numbers }) {
+  const measured = [...numbers].map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const whose = models.length ? [make("b", {}, listed(models)), " "] : [];
+  const badge = make("span", { className: "badge" }, severity[0].toUpperCase() + severity.slice(1));
+  return make("li", { className: severity },
+    make("div", { className: "head" }, badge, make("h4", {}, ...whose, seen)),
+    paragraph("matters", matters),
+    paragraph("", make("b", {}, "What to do:"), " ", remedy),
+    paragraph("figures", [rule, measured].filter(Boolean).join(" · ")));
+}
+
+const findings = ({ readiness }) => readiness.findings.length
+  ? make("ul", { className: "findings" }, ...readiness.findings.map(finding))
+  : paragraph("lead", "Nothing was found that speaks against merging these models.");
+
+function models(analysis) {
+  const columns = [
+    "model", "change", "mean |δ|", "99% below", "largest |δ|", "not changed", "origin",
+  ];
+  const row = ({ total, ...model }) => [
+    model.name,
+    share(figures.relativeNorm(total)),
+    number(total.mean_magnitude),
+    number(total.quantiles.p99),
+    number(total.largest),
+    share(total.elements ? total.zeros / total.elements : 0),
+    origin(model),
+  ];
+  return card("The models", wideTable("Models", columns, analysis.models.map(row)),
+    paragraph("hint", "Change is ‖δ‖ / ‖base‖. δ is a model's weights less the base's."));
+}
+
+function pairs(analysis) {
+  const columns = ["models", "cosine", "in opposite directions", "elements both change"];
+  const rows = analysis.pairs.map(({ first, second, total }) => [
+    `${first} · ${second}`,
+    cosine(total.cosine),
+    share(total.both ? 1 - total.agreeing : 0),
+    amount(total.both),
+  ]);
+  const lost = share(analysis.together.cancelled);
+  return card("How they stand to each other", wideTable("Pairs", columns, rows), paragraph("hint",
+    "A cosine near 0: they do not touch each other. Above, they share what they learned. Below, ",
+    "they work against each other. Chance alone makes half of the changes that both make ",
+    `opposite. Added up as they are, ${lost} of all changes cancel out.`));
+}
+
+function suggestion({ setting, value, model, reason, source, evidence }) {
+  const whose = model === null ? "" : ` for ${model}`;
+  return make("li", { className: TONES[evidence] },
+    make("div", { className: "head" },
+      make("h4", {}, make("code", {}, `${setting} = ${value}`), whose),
+      make("span", { className: "badge" }, `${evidence} evidence`)),
+    paragraph("", reason),
+    paragraph("figures", source));
+}
+
+const advice = ({ advice: { suggestions, doubts } }) => [
+  make("h3", {}, "Advice"),
+  make("ul", { className: "advice" }, ...suggestions.map(suggestion)),
+  ...(doubts.length ? [card("What this cannot know", listOf("plain", doubts))] : []),
+];
+
+/** The advice as a recipe to copy, or to take over with `onTake`. */
+function recipe({ advice: { recipe: advised } }, onTake) {
+  if (!Object.keys(advised).length) {
+    return paragraph("lead", "None of these models should be merged, so there is no recipe.");
+  }
+  const whole = { ...advised, models: { ...advised.models, output_file: OUTPUT } };
+  const code = make("code", { id: "analysis-recipe" }, writeToml(whole));
+  const copy = make("button", { type: "button", dataset: { copies: code.id } }, "Copy");
+  const tools = make("div", { className: "tools" }, copy);
+  if (onTake) {
+    const take = make("button", { type: "button", className: "take" }, "Use this recipe");
+    take.addEventListener("click", () => onTake(advised));
+    tools.prepend(take);
+  }
+  return card("The advice as a recipe", make("pre", { tabIndex: 0 }, code), tools);
+}
+
+function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
+  const folded = (title, items) => make("details", {},
+    make("summary", {}, `${title} (${items.length})`), listOf("plain", items));
+  return make("div", {},
+    paragraph("hint", `${bytes(read)} read in ${duration(seconds)}.`),
+    ...(notes.length ? [folded("What was done so that they fit", notes)] : []),
+    ...(leftOut.length ? [folded("Left out", leftOut)] : []));
+}
+
+// ---------------------------------------------------------------- what is drawn
+
+function chartCard(name, title, caption, height, ...controls) {
+  const chart = make("div", { className: "chart", id: `chart-${name}` });
+  chart.style.minHeight = `${height}px`;
+  const figcaption = make("figcaption", {}, make("h4", {}, title), make("p", {}, caption));
+  return make("figure", { className: "card" }, figcaption, ...controls, chart);
+}
+
+function drawings() {
+  const picker = make("select", { id: "analysis-model" });
+  const labelled = make("div", { className: "control choice" },
+    make("label", { htmlFor: picker.id }, "Model"), picker);
+  const error = chartCard("analysis-error", "What a drop rate costs",
+    "The error that DARE is expected to bring to the outputs of a layer. The dashed line is what " +
+      "a merge is taken to bear. The marks are the rates that are advised.", 380);
+  const change = chartCard("analysis-change", "Where a model changed",
+    "The size of its change beside that of the weights, by layer and kind. “out” stands for " +
+      "tensors of no layer.", 320, labelled);
+  const numbers = make("details", {}, make("summary", {}, "Numbers"));
+  error.append(numbers);
+  const place = make("div", { className: "pair" }, error, change);
+  const drawn = new Map();
+
+  /** Draw a figure, or give the one that is drawn other rows; without any it is hidden. */
+  function draw(name, figure, spec, description, datasets) {
+    figure.hidden = !Object.values(datasets)[0].length;
+    if (figure.hidden) return;
+    if (drawn.has(name)) drawn.get(name).update(datasets);
+    else drawn.set(name, addFigure(name, { ...spec, datasets }, description));
+  }
+
+  function showErrors(analysis) {
+    draw("analysis-error", error, figures.ERROR,
+      "Lines of the expected error over drop rates, one for each model. Its numbers follow.",
+      { rows: figures.errorRows(analysis), bound: figures.BOUND_ROWS });
+    const names = analysis.models.map(({ name }) => name);
+    const byRate = new Map();
+    for (const { drop_rate: rate, model, output_error: cost } of analysis.predictions) {
+      byRate.set(rate, (byRate.get(rate) ?? new Map()).set(model, cost));
+    }
+    const rows = [...byRate].map(([rate, costs]) =>
+      [String(rate), ...names.map((name) => share(costs.get(name) ?? NaN))]);
+    const table = wideTable("Expected error by drop rate", ["drop rate", ...names], rows);
+    numbers.replaceChildren(numbers.firstElementChild, table);
+  }
+
+  function showChanges(analysis) {
+    const showModel = () => draw("analysis-change", change, figures.CHANGE,
+      "Heat map of the relative change of one model, layers by kinds.",
+      { cells: figures.changeRows(analysis.models[picker.value]) });
+    picker.replaceChildren(...analysis.models.map(({ name }, value) =>
+      make("option", { value }, name)));
+    picker.onchange = showModel;
+    showModel();
+  }
+
+  function show(analysis) {
+    showErrors(analysis);
+    showChanges(analysis);
+  }
+
+  return { place, show };
+}
+
+// ---------------------------------------------------------------- the view
+
+/**
+ * A view in a place that is hidden until there is something to show. There is one in a page, as the
+ * figures have names. `onTake` gets the tables of the advised recipe, if the reader wants it.
+ */
+export function openAnalysisView(place, { onTake } = {}) {
+  const top = make("div", { className: "analysis-part" });
+  const bottom = make("div", { className: "analysis-part" });
+  const drawing = drawings();
+  place.classList.add("analysis");
+  place.hidden = true;
+  place.append(top, drawing.place, bottom);
+
+  return {
+    /** Show what `readAnalysis` read. */
+    show(analysis) {
+      place.hidden = false;
+      top.replaceChildren(
+        verdict(analysis), tiles(analysis), findings(analysis), models(analysis),
+        ...(analysis.pairs.length ? [pairs(analysis)] : []),
+      );
+      drawing.show(analysis);
+      bottom.replaceChildren(...advice(analysis), recipe(analysis, onTake), remarks(analysis));
+    },
+    /** Bring the verdict into sight and the keyboard to it. */
+    focus: () => top.querySelector("h3").focus(),
+    clear: () => { place.hidden = true; },
+  };
+}

@@ -1,0 +1,174 @@
+// What is drawn of an analysis: Vega-Lite, and the rows for it.
+import { layerName } from "./words.js";
+
+/** The error of a layer's outputs that a merge is taken to bear; the package's limit. */
+export const BOUND = 0.05;
+export const KINDS = ["attention", "mlp", "norm", "embedding", "head", "other"];
+const DASHES = [[1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3]];
+
+const MANTISSA = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))";
+const color = { field: "model", type: "nominal", title: null, sort: null };
+const place = {
+  x: {
+    field: "rate",
+    type: "quantitative",
+    title: "drop rate",
+    scale: { domain: [0, 1] },
+    axis: { tickCount: 10, grid: true },
+  },
+  y: {
+    field: "error",
+    type: "quantitative",
+    title: "expected error of a layer's outputs",
+    scale: { type: "log", nice: false },
+    axis: {
+      labelExpr: `indexof([1, 2, 5], round(${MANTISSA})) >= 0 ? format(datum.value, '~%') : ''`,
+      labelOverlap: true,
+      ticks: false,
+    },
+  },
+  tooltip: [
+    { field: "model", type: "nominal" },
+    { field: "rate", type: "quantitative", title: "drop rate" },
+    { field: "error", type: "quantitative", title: "error of outputs", format: ".3~%" },
+  ],
+};
+
+const visibleIf = (test) => ({ condition: { test, value: 1 }, value: 0 });
+
+/** The advised rates in words, those of every second model below their marks: curves lie close. */
+const rateLabels = (turn, dy) => ({
+  mark: { type: "text", fontWeight: 600, dy, aria: false },
+  encoding: {
+    ...place,
+    text: { field: "rate", format: ".2~f" },
+    opacity: visibleIf(`datum.isAdvised && datum.dash % 2 === ${turn}`),
+  },
+});
+
+/** Lines over drop rates, with marks at those that are advised. */
+export const ERROR = {
+  height: 300,
+  data: { name: "rows" },
+  layer: [
+    {
+      data: { name: "bound" },
+      mark: { type: "rule", strokeDash: [4, 3], size: 1.5, aria: false },
+      encoding: { y: place.y },
+    },
+    {
+      data: { name: "bound" },
+      mark: { type: "text", align: "left", baseline: "bottom", dx: 4, dy: -3, x: 0, aria: false },
+      encoding: { y: place.y, text: { field: "label" } },
+    },
+    {
+      mark: { type: "line", interpolate: "monotone", aria: false },
+      encoding: {
+        ...place,
+        color,
+        strokeDash: {
+          field: "dash",
+          type: "ordinal",
+          scale: { domain: DASHES.map((_, number) => number), range: DASHES },
+          legend: null,
+        },
+      },
+    },
+    {
+      mark: { type: "point", filled: true, size: 150, aria: false },
+      encoding: { ...place, color, opacity: visibleIf("datum.isAdvised") },
+    },
+    rateLabels(0, -15),
+    rateLabels(1, 18),
+  ],
+};
+export const BOUND_ROWS = [{ error: BOUND, label: `bound ${BOUND * 100}%` }];
+
+/** Layers by kinds. */
+export const CHANGE = {
+  height: 240,
+  data: { name: "cells" },
+  mark: { type: "rect", cornerRadius: 2, aria: false },
+  encoding: {
+    x: {
+      field: "layer",
+      type: "nominal",
+      title: "layer",
+      sort: null,
+      axis: {
+        labelAngle: 0,
+        labelOverlap: "greedy",
+        labelExpr: "datum.label === 'outside' ? 'out' : datum.label",
+      },
+    },
+    y: { field: "kind", type: "nominal", title: null, sort: KINDS },
+    color: {
+      field: "change",
+      type: "quantitative",
+      title: "‖δ‖ / ‖base‖",
+      scale: { type: "sqrt", domainMin: 0, nice: false },
+      legend: { format: ".2~%", gradientLength: 180, gradientThickness: 10, tickCount: 3 },
+    },
+    tooltip: [
+      { field: "layer", type: "nominal" },
+      { field: "kind", type: "nominal" },
+      { field: "change", type: "quantitative", title: "‖δ‖ / ‖base‖", format: ".3~%" },
+      { field: "largest", type: "quantitative", title: "largest |δ|", format: ".3~g" },
+      { field: "elements", type: "quantitative", format: "," },
+    ],
+  },
+};
+
+/** A name that Vega can group by: in its tables of groups `constructor` would be there already. */
+const shownName = (name) => `\u2060${name}`;  // a character without width
+
+/** ‖δ‖ / ‖base‖; infinite for a change of a base that is zero. */
+export function relativeNorm(statistics) {
+  if (statistics.base_norm) return statistics.norm / statistics.base_norm;
+  return statistics.norm ? Infinity : 0;
+}
+
+/** The drop rate that is advised for each model; that of all where it has none of its own. */
+export function advisedRates(analysis) {
+  const rates = new Map(
+    analysis.advice.suggestions
+      .filter(({ setting, value }) => setting === "drop_rate" && typeof value === "number")
+      .map(({ model, value }) => [model, value]),
+  );
+  return new Map(
+    analysis.models
+      .map(({ name }) => [name, rates.get(name) ?? rates.get(null)])
+      .filter(([, rate]) => rate !== undefined),
+  );
+}
+
+/** The curves of all models, as far as there is an error to draw, and the advised rates on them. */
+export function errorRows(analysis) {
+  const numbers = new Map(analysis.models.map((model, number) => [model.name, number]));
+  const rates = advisedRates(analysis);
+  const predicted = analysis.predictions.map((row) => [row.model, row.drop_rate, row.output_error]);
+  const advised = analysis.models
+    .filter(({ name }) => rates.has(name))
+    .map(({ name, total }) => {
+      const rate = rates.get(name);
+      return [name, rate, Math.sqrt(rate / (1 - rate)) * relativeNorm(total), true];
+    });
+  return [...predicted, ...advised]
+    .filter(([name, , error]) => numbers.has(name) && error > 0 && Number.isFinite(error))
+    .map(([name, rate, error, isAdvised = false]) => {
+      const dash = numbers.get(name) % DASHES.length;
+      return { model: shownName(name), rate, error, isAdvised, dash };
+    });
+}
+
+/** How far each kind in each layer of a model is from the base. */
+export function changeRows(model) {
+  return [...model.cells]
+    .sort((first, second) => first.layer - second.layer)
+    .map(({ layer, kind, statistics }) => {
+      const change = relativeNorm(statistics);
+      const { largest, elements } = statistics;
+      const drawn = Number.isFinite(change) ? change : null;
+      return { layer: layerName(layer), kind, change: drawn, largest, elements };
+    });
+}

@@ -1,0 +1,85 @@
+// The part with the local engine: its pieces, and what they tell each other.
+import { tellIn } from "../../analysis/elements.js";
+import { readAnalysis } from "../../analysis.js";
+import { mountFolders } from "./folders.js";
+import { mountJobs } from "./jobs.js";
+import { mountPlan } from "./plan.js";
+import { openRecipe } from "./recipe.js";
+import { addressOf, ask } from "./server.js";
+import { mountSettings } from "./settings.js";
+
+/** Mounts all but the view of the analysis, which `start` is given. */
+export function mountLocal(section, { state }) {
+  const find = (name) => section.querySelector(`#own-${name}`);
+  const recipe = openRecipe(state);
+  const overwrite = find("overwrite");
+  const problems = new Map();  // by what they are about
+
+  function tell(text, about = "asked") {
+    problems.set(about, text);
+    tellIn(find("merge-problem"), [...problems.values()].filter(Boolean).join(" "));
+  }
+
+  const settings = mountSettings(section, recipe);
+
+  function showPlan(plan) {
+    settings.showPlan(plan);
+    const problem = plan?.output_problem ?? "";
+    const partial = plan?.interrupted;
+    tellIn(find("output-problem"), problem);
+    tellIn(find("interrupted"), partial
+      ? `An interrupted merge lies in ${partial}. If it is this one, it goes on where it stopped.`
+      : "");
+    find("analyze").disabled = !plan || Boolean(plan.error);
+    find("start").disabled = !plan || Boolean(plan.error || problem || !plan.output);
+  }
+
+  const overwrites = () => overwrite.checked;
+  const plan = mountPlan(section, recipe, { onPlan: showPlan, overwrites });
+  overwrite.addEventListener("change", plan.update);
+
+  function takeRecipe(advised) {
+    recipe.take(advised);
+    find("recipe").scrollIntoView();
+    find("method").focus();
+  }
+
+  function start(view) {
+    async function showAnalysis(job, { focus = false } = {}) {
+      try {
+        const response = await fetch(addressOf(`jobs/${job.number}/analysis`));
+        view.show(readAnalysis(await response.text()));
+        if (focus) view.focus();
+      } catch (error) {
+        tellIn(find("file-problem"), error.message);
+      }
+    }
+
+    const jobs = mountJobs(section, {
+      showAnalysis,
+      tell,
+      onEnd(job) {
+        if (job.kind === "analyze" && job.state === "done") showAnalysis(job);
+        if (job.kind !== "merge") return;
+        plan.update();
+        folders.refresh();
+      },
+    });
+    const add = (kind) => () =>
+      jobs.post("jobs", { kind, recipe: recipe.read(), overwrite: overwrites() });
+    find("analyze").addEventListener("click", add("analyze"));
+    find("start").addEventListener("click", add("merge"));
+  }
+
+  const folders = mountFolders(section, recipe, {
+    async onRecipe(path) {
+      try {
+        recipe.take((await ask(`recipe?path=${encodeURIComponent(path)}`)).recipe);
+        folders.tell("");
+      } catch (error) {
+        folders.tell(error.message);
+      }
+    },
+  });
+  return { start, takeRecipe };
+}

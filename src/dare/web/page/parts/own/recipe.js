@@ -1,0 +1,93 @@
+// The recipe that is being written: the tables of its TOML form, kept as text in the state.
+import { chainOf } from "../../recipe.js";
+
+const MODELS = { base_file: "", merge_files: [] };
+const isEmpty = (value) => value === undefined || value === null || value === "";
+
+const OF_MODELS = ["file", "weight", "seed"];
+const fileOf = (entry) => (typeof entry === "string" ? entry : entry.file);
+
+/** A model's entry with only some keys; one without settings is its file. */
+function withKeys(entry, stays) {
+  if (typeof entry === "string") return entry;
+  const kept = Object.fromEntries(Object.entries(entry).filter(([name]) => stays(name)));
+  return Object.keys(kept).length === 1 ? kept.file : kept;
+}
+
+/** A place beside the base for an output: a folder beside a folder, a file beside a file. */
+function proposeOutput(base) {
+  const folder = base.slice(0, base.lastIndexOf("/"));
+  return `${folder}/merged${base.endsWith(".safetensors") ? ".safetensors" : ""}`;
+}
+
+/** The recipe in the state, and what changes it. */
+export function openRecipe(state) {
+  function read() {
+    try {
+      const recipe = JSON.parse(state.get("own.recipe") || "{}");
+      return { ...recipe, models: { ...MODELS, ...recipe.models } };
+    } catch {
+      return { models: MODELS };  // an address that somebody has edited
+    }
+  }
+
+  const write = (recipe) => state.set({ "own.recipe": JSON.stringify(recipe) });
+  const setFiles = (files) => write({ ...read(), models: { ...read().models, ...files } });
+
+  return {
+    read,
+    write,
+    files: () => read().models.merge_files.map(fileOf),
+    isComplete: () => Boolean(read().models.base_file && read().models.merge_files.length),
+    on: (listener) => state.on(["own.recipe"], listener),
+
+    setBase(path) {
+      const { output_file: output } = read().models;
+      setFiles({ base_file: path, output_file: output || (path && proposeOutput(path)) });
+    },
+    addModel: (path) => setFiles({ merge_files: [...read().models.merge_files, path] }),
+    removeModel(place) {
+      setFiles({ merge_files: read().models.merge_files.filter((_, number) => number !== place) });
+    },
+    setOutput: (path) => setFiles({ output_file: path }),
+
+    /** Tables of another recipe, with the output that was chosen here if they name none. */
+    take(recipe) {
+      const output = recipe.models.output_file ?? read().models.output_file;
+      const models = output ? { ...recipe.models, output_file: output } : recipe.models;
+      write({ ...recipe, models });
+    },
+
+    /** A value of the whole recipe; an empty one is its default. */
+    set(name, value) {
+      const { [name]: _, ...others } = read();
+      write(isEmpty(value) ? others : { ...others, [name]: value });
+    },
+    setOfStage(stage, name, value) {
+      const recipe = read();
+      write({ ...recipe, [stage]: { ...recipe[stage], [name]: value } });
+    },
+    /** Another method; what belongs to stages that it does not have goes. */
+    setMethod(method, methods) {
+      const chain = chainOf(method, methods);
+      const stages = methods.stages.map(({ name }) => name);
+      const known = methods.stages
+        .filter(({ name, kind }) => kind === "delta" && chain.includes(name))
+        .flatMap(({ parameters }) => parameters.map(({ name }) => name));
+      const { models, ...others } = read();
+      const stays = ([name]) => chain.includes(name) || !stages.includes(name);
+      const kept = Object.fromEntries(Object.entries(others).filter(stays));
+      const entries = models.merge_files.map((entry) =>
+        withKeys(entry, (name) => OF_MODELS.includes(name) || known.includes(name)));
+      write({ ...kept, method, models: { ...models, merge_files: entries } });
+    },
+    /** A value of one model: its weight, its drop rate. */
+    setOfModel(place, name, value) {
+      const entries = [...read().models.merge_files];
+      const entry = entries[place];
+      const changed = { ...(typeof entry === "string" ? { file: entry } : entry), [name]: value };
+      entries[place] = withKeys(changed, (key) => !isEmpty(changed[key]));
+      setFiles({ merge_files: entries });
+    },
+  };
+}

@@ -1,0 +1,500 @@
+"""The server itself, by raw requests: who gets in, what is answered, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from sites import SECONDS, Site, serving
+
+from dare.cli import main
+from dare.errors import OutputError
+from dare.web import serving as starting
+from dare.web.assets import page_assets
+from dare.web.guard import MOST_BODY_BYTES, Guard, Key
+
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Client:
+    """Sends exactly what it is told to, on a new connection each time."""
+
+    def __init__(self, site: Site) -> None:
+        parts = urlsplit(site.address)
+        assert parts.port is not None
+        self.port = parts.port
+        self.host = f"127.0.0.1:{parts.port}"
+        self.token = parse_qs(parts.query)["token"][0]
+        self.cookie = f"dare-playground-{self.port}={self.token}"
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, *, cookie: bool = True, **headers
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        given = {"Cookie": self.cookie} if cookie else {}
+        connection.request(method, path, body, {**given, **named})
+        response = connection.getresponse()
+        answer = Answer(response.status, dict(response.getheaders()), response.read())
+        connection.close()
+        return answer
+
+    def get(self, path: str, **others: Any) -> Answer:
+        return self.ask("GET", path, **others)
+
+    def post(self, path: str, question: Any, **others: Any) -> Answer:
+        return self.ask("POST", path, json.dumps(question).encode(), **{**JSON, **others})
+
+
+@pytest.fixture(scope="module")
+def client(local_site: Site) -> Client:
+    return Client(local_site)
+
+
+BASE = {"setting": {"base": "base", "models": []}}
+
+# ---------------------------------------------------------------- the token
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address(client):
+    answer = client.get(f"/?drop.p=0.5&token={client.token}&live.method=dare%2Bties", cookie=False)
+    assert answer.status == 303
+    assert answer.headers["location"] == "/?drop.p=0.5&live.method=dare%2Bties"
+    name, *settings = answer.headers["set-cookie"].split("; ")
+    assert name == client.cookie
+    assert {word.lower() for word in settings} == {"httponly", "path=/", "samesite=strict"}
+    assert client.get(f"/?token={client.token}", cookie=False).headers["location"] == "/"
+
+
+def test_cookie_or_header_opens_everything(client):
+    bearer = f"Bearer {client.token}"
+    for path in ("/", "/main.js", "/models/add.safetensors"):
+        assert client.get(path).status == 200
+        assert client.get(path, cookie=False, Authorization=bearer).status == 200
+    assert client.post("/api/merge", BASE).status == 200
+    answer = client.post("/api/merge", BASE, cookie=False, Authorization=bearer)
+    assert len(answer.json["sha256"]) == 64
+
+
+@pytest.mark.parametrize("path", ["/", "/main.js", "/models/add.safetensors", "/nothing"])
+def test_without_the_token_a_page_says_what_to_do(client, path):
+    answer = client.get(path, cookie=False)
+    assert answer.status == 401
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert b"dare playground" in answer.body
+    assert b"token" in answer.body
+    assert client.token.encode() not in answer.body
+
+
+@pytest.mark.parametrize("token", ["", "x", "ä", "%00", "token"])
+def test_a_wrong_token_is_refused_wherever_it_stands(client, token):
+    assert client.get(f"/?token={token.replace('ä', '%C3%A4')}", cookie=False).status == 403
+    assert client.get("/", cookie=False, Authorization=f"Bearer {token}").status == 403
+    name = f"dare-playground-{client.port}"
+    assert client.get("/", cookie=False, Cookie=f"{name}={token}").status == 403
+
+
+def test_almost_the_token_is_not_the_token(client):
+    for almost in (client.token[:-1], client.token + "A", client.token.swapcase()):
+        assert client.get(f"/?token={almost}", cookie=False).status == 403
+
+
+def test_the_token_in_the_address_opens_the_page_only(client):
+    assert client.get(f"/main.js?token={client.token}", cookie=False).status == 401
+    answer = client.ask("POST", f"/api/merge?token={client.token}", b"{}", cookie=False, **JSON)
+    assert answer.status == 401
+    assert "token is missing" in answer.json["error"]
+
+
+def test_the_cookie_of_another_port_does_not_count(client):
+    other = f"dare-playground-{client.port + 1}={client.token}"
+    assert client.get("/", cookie=False, Cookie=other).status == 401
+
+
+def test_a_token_for_the_browser_works_one_time():
+    from starlette.applications import Starlette
+    from starlette.testclient import TestClient
+
+    key = Key(8787)
+    with TestClient(Guard(Starlette(), key), base_url="http://127.0.0.1:8787") as asker:
+        statuses = [
+            asker.get(key.address_once, follow_redirects=False).status_code for _ in range(2)
+        ]
+        assert statuses == [303, 403]
+        assert asker.get(key.address, follow_redirects=False).status_code == 303
+
+
+def test_keys_are_long_and_do_not_show():
+    first, second = Key(1), Key(1)
+    assert len({first.token, second.token, first.once, second.once}) == 4
+    assert len(first.token) >= 43
+    assert first.token not in repr(first)
+    assert first.once not in repr(first)
+
+
+# ---------------------------------------------------------------- who asks
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost:1", "[::1]:{port}", ""]
+)
+def test_another_host_is_refused(client, host):
+    answer = client.get("/", Host=host.format(port=client.port))
+    assert answer.status == 403
+    assert b"<h1>" in answer.body
+
+
+def test_localhost_is_this_machine_too(client):
+    host = f"localhost:{client.port}"
+    assert client.get("/", Host=host).status == 200
+    answer = client.post("/api/merge", BASE, Host=host, Origin=f"http://{host}")
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost:{port}", "http://127.0.0.1"]
+)
+def test_another_origin_is_refused_for_every_method(client, method, origin):
+    origin = origin.format(port=client.port)
+    answer = client.ask(method, "/api/merge", b"{}", Origin=origin, **JSON)
+    assert answer.status == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_another_site_cannot_load_our_files(client, site):
+    for path in ("/models/add.safetensors", "/main.js", "/"):
+        answer = client.get(path, Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors")
+        assert answer.status == 403
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_a_link_from_elsewhere_opens_the_page_and_nothing_else(client):
+    link = {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "navigate"}
+    assert client.get("/?drop.p=0.5", **link).status == 200
+    assert client.get("/models/add.safetensors", **link).status == 403
+    typed = {"Sec_Fetch_Site": "none", "Sec_Fetch_Mode": "navigate"}
+    assert client.get("/?drop.p=0.5", **typed).status == 200
+
+
+def test_only_loopback_listens(client):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
+        except OSError:
+            pytest.skip("this machine has no other address")
+        own = probe.getsockname()[0]
+    if own.startswith("127."):
+        pytest.skip("this machine has no other address")
+    with pytest.raises(OSError, match=r"refused|timed out|unreachable"):
+        socket.create_connection((own, client.port), timeout=2)
+
+
+# ---------------------------------------------------------------- bodies
+
+
+def test_a_body_must_be_json_by_its_type(client):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        answer = client.ask("POST", "/api/merge", b"{}", Content_Type=kind)
+        assert answer.status == 415
+        assert "JSON" in answer.json["error"]
+    assert client.ask("POST", "/api/merge", b"{}").status == 415
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(client, body):
+    answer = client.ask("POST", "/api/merge", body, **JSON)
+    assert answer.status == 400
+    assert "the body" in answer.json["error"]
+
+
+def test_a_large_body_is_refused(client):
+    answer = client.ask("POST", "/api/merge", b" " * (MOST_BODY_BYTES + 1), **JSON)
+    assert answer.status == 413
+    padded = json.dumps(BASE).encode().ljust(MOST_BODY_BYTES)
+    assert client.ask("POST", "/api/merge", padded, **JSON).status == 200
+
+
+def test_a_large_body_without_a_length_is_refused(client):
+    head = (
+        f"POST /api/merge HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
+        connection.sendall(head.encode())
+        try:
+            for _ in range(64):  # 4 MB, and no end
+                connection.sendall(piece)
+        except OSError:
+            pass  # the server has hung up
+        assert b"413" in connection.recv(4096).split(b"\r\n")[0]
+
+
+# ---------------------------------------------------------------- files
+
+
+TRAVERSALS = [
+    "/../pyproject.toml",
+    "/..%2f..%2fetc/passwd",
+    "/%2e%2e/%2e%2e/etc/passwd",
+    "/models/../../assets.py",
+    "/models/%2e%2e/%2e%2e/assets.py",
+    "//etc/passwd",
+    "/etc/passwd",
+    "/models/..%5c..%5cassets.py",
+    "/main.js/",
+    "/main.js%00",
+    "/./main.js",
+    "/templates/live.css",
+]
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+def test_there_is_nothing_but_the_files_of_the_page(client, path):
+    request = f"GET {path} HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
+        connection.sendall(request.encode())
+        assert connection.recv(4096).split()[1] == b"404"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html; charset=utf-8"),
+        ("/main.js", "text/javascript; charset=utf-8"),
+        ("/vega.js", "text/javascript; charset=utf-8"),
+        ("/prompts.json", "application/json"),
+        ("/models/add.safetensors", "application/octet-stream"),
+    ],
+)
+def test_files_have_their_types_and_are_asked_for_again_in_few_bytes(client, path, kind):
+    answer = client.get(path)
+    assert (answer.status, answer.headers["content-type"]) == (200, kind)
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    assert "server" not in answer.headers
+    again = client.get(path, If_None_Match=answer.headers["etag"])
+    assert (again.status, again.body) == (304, b"")
+    assert client.get(path, If_None_Match='"another"').body == answer.body
+    assert client.ask("HEAD", path).body == b""
+
+
+def test_wasm_has_its_type():
+    from dare.web.server import TYPES
+
+    assert TYPES[".wasm"] == "application/wasm", "else browsers do not compile it as it arrives"
+
+
+def test_the_page_knows_its_engine(client):
+    assert b'<meta name="dare-engine" content="local">' in client.get("/").body
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def test_a_merge_a_score_and_a_text(client):
+    setting = {"base": "base", "method": "sum", "models": [{"name": "add"}]}
+    amount = {"prompts": 5, "englishBytes": 256}
+    score = client.post("/api/score", {"setting": setting, "amount": amount}).json
+    assert score["asked"] == {"add": 5, "sort": 5, "say": 5}
+    assert score["right"]["add"] > score["right"]["say"]
+    answer = client.post("/api/write", {"setting": setting, "prompts": ["37+58="]})
+    assert answer.json == {"texts": ["95"]}
+    assert answer.headers["cache-control"] == "no-store"
+
+
+def test_what_makes_no_sense_is_answered_in_words(client):
+    answer = client.post("/api/merge", {"setting": {"models": [{"name": "nobody"}]}})
+    assert answer.status == 400
+    assert answer.json["error"].startswith("there is no model 'nobody'; there are base")
+    assert client.get("/api/merge").status in (404, 405)
+
+
+def slow_setting(rate: float) -> dict[str, Any]:
+    """Takes some ten seconds of a core, unless it is cancelled."""
+    models = [{"name": name} for name in ("add", "sort", "say")]
+    stages = {"wudi": {"steps": 1000, "rate": rate}}
+    return {"setting": {"method": "wudi", "models": models, "stages": stages}}
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def test_others_do_not_wait_and_work_ends_when_the_asker_goes(tmp_path):
+    with serving(tmp_path) as (site, process):
+        client = Client(site)
+        client.post("/api/merge", BASE)
+        asked = []
+        for rate in (1e-5, 2e-5, 3e-5):  # as by a slider that moves
+            connection = http.client.HTTPConnection("127.0.0.1", client.port)
+            headers = {**JSON, "Cookie": client.cookie}
+            connection.request("POST", "/api/merge", json.dumps(slow_setting(rate)), headers)
+            asked.append(connection)
+        time.sleep(0.5)
+        assert client.post("/api/merge", {"setting": {"base": "base"}}).status == 200
+        before = cpu_seconds(process.pid)
+        for connection in asked:
+            connection.close()
+        while True:
+            used = cpu_seconds(process.pid)
+            time.sleep(0.5)
+            if cpu_seconds(process.pid) - used < 0.05:
+                break
+        assert cpu_seconds(process.pid) - before < 12, "what nobody waits for is not finished"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_ctrl_c_ends_it_and_is_no_failure(tmp_path):
+    with serving(tmp_path) as (site, process):
+        assert Client(site).get("/").status == 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=SECONDS)
+        assert (process.returncode, out, err) == (0, "", "")
+
+
+def run_command(*flags: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dare", "playground", *flags],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_browser_gets_an_address_of_its_own(tmp_path):
+    opened = tmp_path / "opened"
+    script = tmp_path / "browser"
+    script.write_text(f'#!/bin/sh\necho "$1" > {opened}.new && mv {opened}.new {opened}\n')
+    script.chmod(0o755)
+    with run_command(str(tmp_path), "--port", "0", BROWSER=f"{script} %s") as process:
+        assert process.stdout is not None
+        said = "".join(process.stdout.readline() for _ in range(3))
+        (printed,) = re.findall(r"http://127\.0\.0\.1:\d+/\?token=\S+", said)
+        for _ in range(100):
+            if opened.exists():
+                break
+            time.sleep(0.1)
+        address = opened.read_text().strip()
+        client = Client(Site(printed, "local", tmp_path))
+        assert urlsplit(address).netloc == urlsplit(printed).netloc
+        assert address != printed, "other users see how a browser was called"
+        path = f"/?{urlsplit(address).query}"
+        assert client.get(path, cookie=False).headers["set-cookie"].startswith(client.cookie)
+        assert client.get(path, cookie=False).status == 403
+        assert "Ctrl-C" in said
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0
+
+
+def test_a_port_that_is_taken_is_said_or_avoided(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OutputError, match=f"port {port} cannot be used.*--port 0"):
+            starting.listen(port)
+        monkeypatch.setattr(starting, "USUAL_PORT", port)
+        with starting.listen(None) as other:
+            assert other.getsockname()[0] == "127.0.0.1"
+            assert other.getsockname()[1] not in (0, port)
+    with starting.listen(None) as usual:
+        assert usual.getsockname()[1] == port
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["playground", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    import dare.cli.playground as command
+
+    absent = {"uvicorn"}
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else True)
+    status, out, err = call()
+    assert (status, out) == (1, "")
+    assert "pip install 'dare-merge[web]'" in err
+
+
+def test_a_port_must_be_one():
+    status, _, err = call("--port", "70000")
+    assert status == 2
+    assert "--port 70000: ports go from 0 to 65535" in err
+
+
+def test_folders_must_be_there(tmp_path):
+    status, _, err = call(str(tmp_path / "nowhere"))
+    assert status == 2
+    assert "nowhere: is not a directory" in err
+
+
+# ---------------------------------------------------------------- nothing goes out
+
+WATCH = """
+import os, sys
+
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo"):
+        with open(os.environ["WATCHED"], "a") as file:
+            print(event, arguments[-1], file=file)
+
+sys.addaudithook(watch)
+"""
+
+
+def test_nothing_goes_out_and_the_first_start_is_as_quick(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    watched = tmp_path / "watched"
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        "WATCHED": str(watched),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),  # so that the figures' library is made anew
+    }
+    with serving(tmp_path, **environment) as (site, process):
+        client = Client(site)
+        assert client.get("/").status == 200
+        assert not list(tmp_path.glob("cache/dare/vega-*.js")), "which takes seconds to make"
+        setting = {"method": "dare+sum", "models": [{"name": "add"}]}
+        assert client.post("/api/merge", {"setting": setting}).status == 200
+        for name in page_assets("local"):
+            assert client.get(f"/{name}").status == 200
+        assert list(tmp_path.glob("cache/dare/vega-*.js"))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0
+    assert set(watched.read_text().splitlines()) == {"socket.bind ('127.0.0.1', 0)"}
