@@ -1,7 +1,7 @@
 // The engine that needs no server: workers merge, score and write.
 //
-// One worker merges, and all of them share the jobs about what comes out. Every answer is kept, also
-// those to a request that is aborted later: the next one asks only what is not known yet.
+// One worker merges, and all of them share the jobs about what comes out. Every answer is kept,
+// also those to a request that is aborted later: the next one asks only what is not known yet.
 import { sha256 } from "./digest.js";
 import { Kept } from "./kept.js";
 import { whyNot } from "./merge.js";

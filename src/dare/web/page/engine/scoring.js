@@ -42,7 +42,8 @@ export function answersTo({ kind, items }, model) {
 
 /** What an amount asks: examples by task, and windows of English as long as the context. */
 export function itemsFor(prompts, amount) {
-  const tasks = prompts.tasks.map(({ name, examples }) => [name, examples.slice(0, amount.prompts)]);
+  const tasks = prompts.tasks.map(({ name, examples }) =>
+    [name, examples.slice(0, amount.prompts)]);
   const count = Math.floor(Math.min(amount.englishBytes, prompts.english.length) / CONFIG.context);
   const windows = Array.from({ length: count }, (_, at) =>
     prompts.english.slice(at * CONFIG.context, (at + 1) * CONFIG.context));
