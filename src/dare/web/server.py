@@ -51,9 +51,10 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        begun = asyncio.gather(*map(files.content, SLOW), return_exceptions=True)
+        for name in SLOW:
+            files.begin(name)
         yield
-        begun.cancel()
+        await files.close()
         engine.close()
         await run_in_threadpool(end)
 
@@ -88,19 +89,25 @@ class Files:
         self._assets = assets
         self._made: dict[str, asyncio.Task[File]] = {}
 
-    async def content(self, name: str) -> File:
-        """A file by its name; who comes while it is made waits for the same one."""
+    def begin(self, name: str) -> asyncio.Task[File]:
+        """A file that is made, or was; who comes in between waits for the same one."""
         if name not in self._made:
             making = run_in_threadpool(_make_file, self._assets[name])
             self._made[name] = asyncio.create_task(making)
-        return await asyncio.shield(self._made[name])
+        return self._made[name]
+
+    async def close(self) -> None:
+        """Leave off making files."""
+        for making in self._made.values():
+            making.cancel()
+        await asyncio.gather(*self._made.values(), return_exceptions=True)
 
     async def answer(self, request: Request) -> Response:
         """Send a file, unless the asker has it."""
         name = request.path_params["name"] or "index.html"
         if name not in self._assets:
             return refuse(request, 404, "There is nothing here.")
-        file = await self.content(name)
+        file = await asyncio.shield(self.begin(name))
         headers = {"ETag": file.etag, "Cache-Control": "no-cache"}
         if request.headers.get("if-none-match") == file.etag:
             return Response(status_code=304, headers=headers)
