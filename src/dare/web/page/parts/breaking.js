@@ -1,4 +1,5 @@
 // Break it: four ways to spoil a merge, in the merged model's own answers and in dare's findings.
+/* global darePage */
 import { choice, make, slider, toggle } from "../controls.js";
 import { whenRested } from "../pace.js";
 import { isAbort, loadJson, markBusy, whenNear } from "./live/loading.js";
@@ -71,6 +72,7 @@ export async function mount(section, { state, engine }) {
         await measurer.write(sound, samples.prompts, signal),
         isOn && await measurer.write(broken, samples.prompts, signal));
       await score(sound, isOn && broken, FULL, signal);
+      if (isOn) darePage.say(at("measured").textContent);
     } catch (error) {
       if (!isAbort(error)) at("reason").textContent = error.message;
     } finally {

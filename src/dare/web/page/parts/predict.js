@@ -1,4 +1,5 @@
 // Predict first: the reader draws the curve of right answers over p, then sees the measured one.
+/* global darePage */
 import { button, choice, slider } from "../controls.js";
 import { addFigure } from "../figures.js";
 import { rowsOf } from "./live/curve.js";
@@ -34,8 +35,10 @@ export async function mount(section, { state }) {
       label: `Right at p = ${rate}`, min: 0, max: 100, step: 1, format: (value) => `${value} %`,
     });
   }
-  const reveal = button(at("buttons"), "Show what happens", () =>
-    state.set({ "predict.seen": [...seen(), key()].join() }));
+  const reveal = button(at("buttons"), "Show what happens", () => {
+    state.set({ "predict.seen": [...seen(), key()].join() });
+    darePage.say(`${at("verdict").textContent}. ${at("why").textContent}`);
+  });
   button(at("buttons"), "Guess again", () =>
     state.set({ "predict.seen": seen().filter((name) => name !== key()).join(), [guessName()]: "" }));
   const figure = addFigure("predict", spec(), "Right answers over drop rates: your guess, and once "
@@ -74,7 +77,7 @@ export async function mount(section, { state }) {
       isDrawn ? "Now press “Show what happens”." :
       "The measured curve, with its spread over five seeds, comes after your guess.";
     at("next").textContent = isShown && state.get("predict.q") === "on"
-      ? "Second question: what if the rest is not rescaled? Choose it on the left." : "";
+      ? "Next: what if the rest is not rescaled? Choose question 2." : "";
     section.querySelector("#predict-larger").hidden = !seen().length;
   }
 

@@ -98,6 +98,8 @@ export function curveCard(card, measurer, { settingAt, drops, whyNot }) {
   }
 
   return {
+    say: (text) => { progress.textContent = text; },
+
     showMeasured: ({ curves }) => figure.update({
       measured: curves
         .filter(({ task }) => task === null)

@@ -73,7 +73,7 @@ export function pinsTable(card, state, methods, measurer, engine) {
         if (why) throw new Error(why);
         showScore(line, await measurer.score(setting, FULL, signal));
         const digest = await measurer.merge(setting, signal);
-        line.querySelector("code").textContent = digest.slice(0, 12);
+        line.querySelector("code").textContent = digest.slice(0, 8);
         line.querySelector("code").title = digest;
       } catch (error) {
         if (isAbort(error)) return;

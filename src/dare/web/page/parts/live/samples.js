@@ -57,7 +57,7 @@ export function ownPrompt(place, state, write) {
     if (why || !prompt) return answer.replaceChildren(why ?? "");
     try {
       const texts = await write(prompt, signal);
-      if (texts && !signal.aborted) showAnswer(answer, texts[0], null);
+      if (texts) showAnswer(answer, texts[0], null);
     } catch (error) {
       if (!isAbort(error)) answer.replaceChildren(error.message);
     }

@@ -14,6 +14,8 @@ export function scoreTable(place) {
   const english = place.querySelector("[data-english]");
 
   return {
+    place,
+
     /** Show a score that was measured with this amount. */
     show(score, amount) {
       const { tasks, bitsPerByte } = inPercent(score);
