@@ -135,12 +135,19 @@ def analyze(request: Request, line: Line) -> None:
 def draw(request: Request, line: Line) -> None:
     """Make the report's page of an analysis that was written."""
     from dare.analysis.judge.advice import judge
-    from dare.analysis.page import write_page
+    from dare.analysis.page.assembly import assemble_page
+    from dare.analysis.page.figures import draw_figures
     from dare.analysis.results import Analysis
+    from dare.output.page.writing import write_file
+    from dare.web.drawing import drawing_library  # which is kept, and takes seconds to make
 
     folder = Path(request["folder"])
     analysis: Analysis = Analysis.load(folder / ANALYSIS)
-    write_page(folder / f"{PAGE}.partial", analysis, *judge(analysis))
+    readiness, advice = judge(analysis)
+    figures = draw_figures(analysis, advice, None)
+    library = drawing_library().decode()
+    page = assemble_page(analysis, readiness, advice, None, figures, library)
+    write_file(folder / f"{PAGE}.partial", page.encode())
     (folder / f"{PAGE}.partial").replace(folder / PAGE)
     line.send(result={})
 

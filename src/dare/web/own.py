@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,16 @@ class OwnModels:
             "toml": recipe.to_toml(),
             **_chain(recipe),
             **tell_plan(planned),
-            **_tell_output(planned, overwrite=bool(asked.get("overwrite"))),
+            **_tell_output(planned, self._outputs(), overwrite=bool(asked.get("overwrite"))),
+        }
+
+    def _outputs(self) -> set[str]:
+        """What merges are writing, or will."""
+        merges = [job for job in self._jobs.all() if job.kind == "merge"]
+        return {
+            job.request["recipe"]["models"]["output_file"]
+            for job in merges
+            if job.state in ("waiting", "running")
         }
 
     def _estimate(self, asked: Asked) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def tell_plan(planned: Plan) -> dict[str, Any]:
     }
 
 
-def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
+def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[str, Any]:
     """Where the output goes, what is in the way, and whether an interrupted merge is there."""
     layout = planned.layout
     if layout is None:
@@ -201,11 +210,11 @@ def _tell_output(planned: Plan, *, overwrite: bool) -> dict[str, Any]:
     except OutputError as error:
         problem = None if finished_before(layout) is not None else str(error)
     partial = partial_folder(layout.target)
+    is_left = has_mark(partial) and str(layout.target) not in underway
     return {
         "output": str(layout.target),
         "output_problem": problem,
-        "exists": layout.target.exists(),
-        "interrupted": str(partial) if has_mark(partial) else None,
+        "interrupted": str(partial) if is_left else None,
     }
 
 

@@ -48,6 +48,8 @@ class Entry:
     """Of a model: safetensors, GGUF, pickle or adapter."""
     nbytes: int = 0
     """Of a model: its weights."""
+    opens: bool = False
+    """Whether it is a folder that may hold more."""
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as plain values, ready for JSON."""
@@ -182,11 +184,11 @@ def _folder(path: Path, name: str) -> Entry:
     except OSError:  # which is said where it is opened
         sizes = {}
     if (path / ADAPTER_CONFIG).is_file():
-        return Entry(name, str(path), "model", "adapter", sum(sizes.values()))
+        return Entry(name, str(path), "model", "adapter", sum(sizes.values()), opens=True)
     safetensors = {file: size for file, size in sizes.items() if file.endswith(".safetensors")}
     if len(safetensors) == 1 or SINGLE_NAME in safetensors or (path / INDEX_NAME).is_file():
-        return Entry(name, str(path), "model", "safetensors", sum(safetensors.values()))
+        return Entry(name, str(path), "model", "safetensors", sum(safetensors.values()), opens=True)
     pickles = {file: size for file, size in sizes.items() if file.startswith("pytorch_model")}
     if pickles and not safetensors:
-        return Entry(name, str(path), "model", "pickle", sum(pickles.values()))
-    return Entry(name, str(path), "folder")
+        return Entry(name, str(path), "model", "pickle", sum(pickles.values()), opens=True)
+    return Entry(name, str(path), "folder", opens=True)

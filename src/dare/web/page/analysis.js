@@ -2,6 +2,7 @@
 // for a file that was dropped on the page and for an analysis that the server made.
 //
 // Every name in an analysis comes from outside: it is only ever put into the page as text.
+import { listOf, paragraph, wideTable } from "./analysis/elements.js";
 import * as figures from "./analysis/figures.js";
 import { writeToml } from "./analysis/toml.js";
 import {
@@ -29,126 +30,118 @@ const COUNTED = {
 const OUTPUT = "merged.safetensors";
 const MOST_NAMED = 4;
 
-const titled = (title, ...content) => make("div", { className: "card" }, make("h4", {}, title), ...content);
-
-/** A table that scrolls in its own frame; the first cell of a row is its heading. */
-function tableOf(label, columns, rows) {
-  const cells = (row, [first, ...others] = row) => [
-    make("th", { scope: "row" }, first),
-    ...others.map((cell) => make("td", {}, cell)),
-  ];
-  const head = make("tr", {}, ...columns.map((column) => make("th", { scope: "col" }, column)));
-  const body = rows.map((row) => make("tr", {}, ...cells(row)));
-  const whole = make("table", { className: "compact" }, make("thead", {}, head), make("tbody", {}, ...body));
-  const frame = make("div", { className: "scroll tall", tabIndex: 0, role: "region" }, whole);
-  frame.setAttribute("aria-label", label);
-  return frame;
-}
+const card = (title, ...content) =>
+  make("div", { className: "card" }, make("h4", {}, title), ...content);
 
 // ---------------------------------------------------------------- what is said
 
+function counted(found) {
+  const counts = Object.entries(COUNTED).map(([severity, words]) =>
+    [found.filter((finding) => finding.severity === severity).length, words]);
+  const parts = counts.filter(([count]) => count).map(([count, words]) => times(count, ...words));
+  return parts.length ? listed(parts) : "nothing was found that speaks against it";
+}
+
 function verdict({ base, models, readiness }) {
-  const counts = Object.entries(COUNTED)
-    .map(([severity, words]) => [readiness.findings.filter((f) => f.severity === severity).length, words])
-    .filter(([count]) => count)
-    .map(([count, words]) => times(count, ...words));
-  const names = models.length > MOST_NAMED ? times(models.length, "model") : listed(models.map((m) => m.name));
+  const many = models.length > MOST_NAMED;
+  const names = many ? times(models.length, "model") : listed(models.map(({ name }) => name));
   const each = [...readiness.by_model].map(([name, word]) =>
     make("li", { className: TONES[word] }, make("b", {}, name), " ", make("span", {}, word)));
   const list = make("ul", { className: "each" }, ...each);
   list.setAttribute("aria-label", "Verdict on each model");
   return make("div", { className: `verdict ${TONES[readiness.verdict]}` },
     make("h3", { tabIndex: -1 }, HEADLINES[readiness.verdict]),
-    make("p", { className: "lead" }, make("b", {}, names), " onto ", make("b", {}, shortName(base)),
-      `: ${counts.length ? listed(counts) : "nothing was found that speaks against it"}.`),
+    paragraph("lead", make("b", {}, names), " onto ", make("b", {}, shortName(base)),
+      `: ${counted(readiness.findings)}.`),
     list);
 }
 
-function tiles(analysis) {
-  const { models, pairs, together, advice } = analysis;
+function tiles({ base_dtypes: types, models, pairs, together, advice }) {
   const change = (model) => figures.relativeNorm(model.total);
   const largest = models.reduce((most, model) => (change(model) > change(most) ? model : most));
-  const types = [...analysis.base_dtypes.keys()].join(", ");
   const shown = [
-    ["Parameters", amount(largest.total.elements), `${types} base`],
+    ["Parameters", amount(largest.total.elements), `${[...types.keys()].join(", ")} base`],
     ["Largest change", share(change(largest)), `${largest.name}, beside the base`],
   ];
-  if (pairs.length) shown.push(["Cancelled", share(together.cancelled), "if all were added up as they are"]);
+  const lost = share(together.cancelled);
+  if (pairs.length) shown.push(["Cancelled", lost, "if all were added up as they are"]);
   const method = advice.suggestions.find(({ setting }) => setting === "method");
   if (method) shown.push(["Advised method", String(method.value), `evidence: ${method.evidence}`]);
-  return make("dl", { className: "tiles", dataset: { count: shown.length } }, ...shown.map(
-    ([label, value, remark]) =>
-      make("div", {}, make("dt", {}, label), make("dd", {}, value), make("dd", {}, remark))));
+  const tile = ([label, value, remark]) =>
+    make("div", {}, make("dt", {}, label), make("dd", {}, value), make("dd", {}, remark));
+  return make("dl", { className: "tiles", dataset: { count: shown.length } }, ...shown.map(tile));
 }
 
 function finding({ rule, severity, models, seen, matters, remedy, figures: numbers }) {
   const measured = [...numbers].map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const title = make("h4", {}, ...(models.length ? [make("b", {}, listed(models)), " "] : []), seen);
+  const whose = models.length ? [make("b", {}, listed(models)), " "] : [];
   const badge = make("span", { className: "badge" }, severity[0].toUpperCase() + severity.slice(1));
   return make("li", { className: severity },
-    make("div", { className: "head" }, badge, title),
-    make("p", { className: "matters" }, matters),
-    make("p", {}, make("b", {}, "What to do:"), " ", remedy),
-    make("p", { className: "figures" }, [rule, measured].filter(Boolean).join(" · ")));
+    make("div", { className: "head" }, badge, make("h4", {}, ...whose, seen)),
+    paragraph("matters", matters),
+    paragraph("", make("b", {}, "What to do:"), " ", remedy),
+    paragraph("figures", [rule, measured].filter(Boolean).join(" · ")));
 }
 
 const findings = ({ readiness }) => readiness.findings.length
   ? make("ul", { className: "findings" }, ...readiness.findings.map(finding))
-  : make("p", { className: "lead" }, "Nothing was found that speaks against merging these models.");
+  : paragraph("lead", "Nothing was found that speaks against merging these models.");
 
-const models = (analysis) => titled("The models",
-  tableOf("Models", ["model", "change", "mean |δ|", "99% below", "largest |δ|", "not changed", "origin"],
-    analysis.models.map((model) => [
-      model.name,
-      share(figures.relativeNorm(model.total)),
-      number(model.total.mean_magnitude),
-      number(model.total.quantiles.p99),
-      number(model.total.largest),
-      share(model.total.elements ? model.total.zeros / model.total.elements : 0),
-      origin(model),
-    ])),
-  make("p", { className: "hint" }, "Change is ‖δ‖ / ‖base‖, where δ is a model's weights less the base's."));
+function models(analysis) {
+  const columns = [
+    "model", "change", "mean |δ|", "99% below", "largest |δ|", "not changed", "origin",
+  ];
+  const row = ({ total, ...model }) => [
+    model.name,
+    share(figures.relativeNorm(total)),
+    number(total.mean_magnitude),
+    number(total.quantiles.p99),
+    number(total.largest),
+    share(total.elements ? total.zeros / total.elements : 0),
+    origin(model),
+  ];
+  return card("The models", wideTable("Models", columns, analysis.models.map(row)),
+    paragraph("hint", "Change is ‖δ‖ / ‖base‖. δ is a model's weights less the base's."));
+}
 
 function pairs(analysis) {
+  const columns = ["models", "cosine", "in opposite directions", "elements both change"];
   const rows = analysis.pairs.map(({ first, second, total }) => [
     `${first} · ${second}`,
     cosine(total.cosine),
     share(total.both ? 1 - total.agreeing : 0),
     amount(total.both),
   ]);
-  return titled("How they stand to each other",
-    tableOf("Pairs", ["models", "cosine", "in opposite directions", "elements both change"], rows),
-    make("p", { className: "hint" },
-      "A cosine near 0: they do not touch each other. Above, they share what they learned. Below, they ",
-      "work against each other. Of the elements that both change, chance alone makes half opposite. ",
-      `Added up as they are, ${share(analysis.together.cancelled)} of all changes cancel out.`));
+  const lost = share(analysis.together.cancelled);
+  return card("How they stand to each other", wideTable("Pairs", columns, rows), paragraph("hint",
+    "A cosine near 0: they do not touch each other. Above, they share what they learned. Below, ",
+    "they work against each other. Chance alone makes half of the changes that both make ",
+    `opposite. Added up as they are, ${lost} of all changes cancel out.`));
 }
 
-function advice({ advice: { suggestions, doubts } }) {
-  const shown = ({ setting, value, model, reason, source, evidence }) =>
-    make("li", { className: TONES[evidence] },
-      make("div", { className: "head" },
-        make("h4", {}, make("code", {}, `${setting} = ${value}`), model === null ? "" : ` for ${model}`),
-        make("span", { className: "badge" }, `${evidence} evidence`)),
-      make("p", {}, reason),
-      make("p", { className: "figures" }, source));
-  const parts = [make("h3", {}, "Advice"), make("ul", { className: "advice" }, ...suggestions.map(shown))];
-  if (doubts.length) {
-    const list = make("ul", { className: "plain" }, ...doubts.map((doubt) => make("li", {}, doubt)));
-    parts.push(titled("What this cannot know", list));
-  }
-  return parts;
+function suggestion({ setting, value, model, reason, source, evidence }) {
+  const whose = model === null ? "" : ` for ${model}`;
+  return make("li", { className: TONES[evidence] },
+    make("div", { className: "head" },
+      make("h4", {}, make("code", {}, `${setting} = ${value}`), whose),
+      make("span", { className: "badge" }, `${evidence} evidence`)),
+    paragraph("", reason),
+    paragraph("figures", source));
 }
 
-const withOutput = (recipe) => ({ ...recipe, models: { ...recipe.models, output_file: OUTPUT } });
+const advice = ({ advice: { suggestions, doubts } }) => [
+  make("h3", {}, "Advice"),
+  make("ul", { className: "advice" }, ...suggestions.map(suggestion)),
+  ...(doubts.length ? [card("What this cannot know", listOf("plain", doubts))] : []),
+];
 
 /** The advice as a recipe to copy, or to take over with `onTake`. */
-function recipe(analysis, onTake) {
-  const advised = analysis.advice.recipe;
+function recipe({ advice: { recipe: advised } }, onTake) {
   if (!Object.keys(advised).length) {
-    return make("p", { className: "lead" }, "None of these models should be merged, so there is no recipe.");
+    return paragraph("lead", "None of these models should be merged, so there is no recipe.");
   }
-  const code = make("code", { id: "analysis-recipe" }, writeToml(withOutput(advised)));
+  const whole = { ...advised, models: { ...advised.models, output_file: OUTPUT } };
+  const code = make("code", { id: "analysis-recipe" }, writeToml(whole));
   const copy = make("button", { type: "button", dataset: { copies: code.id } }, "Copy");
   const tools = make("div", { className: "tools" }, copy);
   if (onTake) {
@@ -156,17 +149,16 @@ function recipe(analysis, onTake) {
     take.addEventListener("click", () => onTake(advised));
     tools.prepend(take);
   }
-  return titled("The advice as a recipe", make("pre", { tabIndex: 0 }, code), tools);
+  return card("The advice as a recipe", make("pre", { tabIndex: 0 }, code), tools);
 }
 
-function remarks(analysis) {
-  const list = (title, items) => make("details", {},
-    make("summary", {}, `${title} (${items.length})`),
-    make("ul", { className: "plain" }, ...items.map((item) => make("li", {}, item))));
-  const read = `${bytes(analysis.bytes_read)} read in ${duration(analysis.seconds)}.`;
-  return make("div", {}, make("p", { className: "hint" }, read),
-    ...(analysis.notes.length ? [list("What was done so that they fit", analysis.notes)] : []),
-    ...(analysis.left_out.length ? [list("Left out", analysis.left_out)] : []));
+function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
+  const folded = (title, items) => make("details", {},
+    make("summary", {}, `${title} (${items.length})`), listOf("plain", items));
+  return make("div", {},
+    paragraph("hint", `${bytes(read)} read in ${duration(seconds)}.`),
+    ...(notes.length ? [folded("What was done so that they fit", notes)] : []),
+    ...(leftOut.length ? [folded("Left out", leftOut)] : []));
 }
 
 // ---------------------------------------------------------------- what is drawn
@@ -183,27 +175,27 @@ function drawings() {
   const labelled = make("div", { className: "control choice" },
     make("label", { htmlFor: picker.id }, "Model"), picker);
   const error = chartCard("analysis-error", "What a drop rate costs",
-    "The error that DARE is expected to bring to the outputs of a layer. The dashed line is what a " +
-      "merge is taken to bear. The marks are the rates that are advised.", 380);
+    "The error that DARE is expected to bring to the outputs of a layer. The dashed line is what " +
+      "a merge is taken to bear. The marks are the rates that are advised.", 380);
   const change = chartCard("analysis-change", "Where a model changed",
-    "The size of its change beside that of the weights, by layer and kind. “out” stands for tensors " +
-      "of no layer.", 200, labelled);
+    "The size of its change beside that of the weights, by layer and kind. “out” stands for " +
+      "tensors of no layer.", 320, labelled);
   const numbers = make("details", {}, make("summary", {}, "Numbers"));
   error.append(numbers);
   const place = make("div", { className: "pair" }, error, change);
   const drawn = new Map();
 
   /** Draw a figure, or give the one that is drawn other rows; without any it is hidden. */
-  function draw(name, card, spec, description, datasets) {
-    card.hidden = !Object.values(datasets)[0].length;
-    if (card.hidden) return;
+  function draw(name, figure, spec, description, datasets) {
+    figure.hidden = !Object.values(datasets)[0].length;
+    if (figure.hidden) return;
     if (drawn.has(name)) drawn.get(name).update(datasets);
     else drawn.set(name, addFigure(name, { ...spec, datasets }, description));
   }
 
   function showErrors(analysis) {
     draw("analysis-error", error, figures.ERROR,
-      "Line chart of the expected error over drop rates, a line for each model. Its numbers follow.",
+      "Lines of the expected error over drop rates, one for each model. Its numbers follow.",
       { rows: figures.errorRows(analysis), bound: figures.BOUND_ROWS });
     const names = analysis.models.map(({ name }) => name);
     const byRate = new Map();
@@ -212,16 +204,16 @@ function drawings() {
     }
     const rows = [...byRate].map(([rate, costs]) =>
       [String(rate), ...names.map((name) => share(costs.get(name) ?? NaN))]);
-    const label = "Expected error by drop rate";
-    numbers.replaceChildren(numbers.firstElementChild, tableOf(label, ["drop rate", ...names], rows));
+    const table = wideTable("Expected error by drop rate", ["drop rate", ...names], rows);
+    numbers.replaceChildren(numbers.firstElementChild, table);
   }
 
   function showChanges(analysis) {
     const showModel = () => draw("analysis-change", change, figures.CHANGE,
       "Heat map of the relative change of one model, layers by kinds.",
       { cells: figures.changeRows(analysis.models[picker.value]) });
-    const names = analysis.models.map(({ name }, number) => make("option", { value: number }, name));
-    picker.replaceChildren(...names);
+    picker.replaceChildren(...analysis.models.map(({ name }, value) =>
+      make("option", { value }, name)));
     picker.onchange = showModel;
     showModel();
   }
@@ -230,6 +222,7 @@ function drawings() {
     showErrors(analysis);
     showChanges(analysis);
   }
+
   return { place, show };
 }
 
@@ -250,7 +243,6 @@ export function openAnalysisView(place, { onTake } = {}) {
   return {
     /** Show what `readAnalysis` read. */
     show(analysis) {
-      if (!analysis.models.length) throw new Error("The analysis has no models: there is nothing to show.");
       place.hidden = false;
       top.replaceChildren(
         verdict(analysis), tiles(analysis), findings(analysis), models(analysis),

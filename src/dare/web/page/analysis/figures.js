@@ -3,7 +3,7 @@ import { layerName } from "./words.js";
 
 /** The error of a layer's outputs that a merge is taken to bear; the package's limit. */
 export const BOUND = 0.05;
-const KINDS = ["attention", "mlp", "norm", "embedding", "head", "other"];
+export const KINDS = ["attention", "mlp", "norm", "embedding", "head", "other"];
 const DASHES = [[1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3]];
 
 const MANTISSA = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))";
@@ -119,6 +119,9 @@ export const CHANGE = {
   },
 };
 
+/** A name that Vega can group by: in its tables of groups `constructor` would be there already. */
+const shownName = (name) => `\u2060${name}`;  // a character without width
+
 /** ‖δ‖ / ‖base‖; infinite for a change of a base that is zero. */
 export function relativeNorm(statistics) {
   if (statistics.base_norm) return statistics.norm / statistics.base_norm;
@@ -152,9 +155,10 @@ export function errorRows(analysis) {
     });
   return [...predicted, ...advised]
     .filter(([name, , error]) => numbers.has(name) && error > 0 && Number.isFinite(error))
-    .map(([model, rate, error, isAdvised = false]) => ({
-      model, rate, error, isAdvised, dash: numbers.get(model) % DASHES.length,
-    }));
+    .map(([name, rate, error, isAdvised = false]) => {
+      const dash = numbers.get(name) % DASHES.length;
+      return { model: shownName(name), rate, error, isAdvised, dash };
+    });
 }
 
 /** How far each kind in each layer of a model is from the base. */

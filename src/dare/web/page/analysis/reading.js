@@ -1,4 +1,5 @@
-// Reads an analysis file (docs/analysis-schema.md): what the view shows of it, checked, and no more.
+// Reads an analysis file (docs/analysis-schema.md): what the view shows of it, checked.
+import { KINDS } from "./figures.js";
 
 const SCHEMA = "dare-analysis/1";
 const MOST_BYTES = 256e6;
@@ -44,8 +45,9 @@ const byName = (read) => (value, where) =>
 
 const table = (fields) => (value, where) => {
   if (!isTable(value)) fail(value, where, "is not a table");
-  const read = Object.entries(fields).map(([key, field]) => [key, field(value[key], [...where, key])]);
-  return Object.fromEntries(read);
+  return Object.fromEntries(
+    Object.entries(fields).map(([key, read]) => [key, read(value[key], [...where, key])]),
+  );
 };
 
 /** A recipe's tables as they are; they are only written as TOML. */
@@ -71,7 +73,7 @@ const analysis = table({
     name: text,
     file: text,
     total: statistics,
-    cells: list(table({ layer: real, kind: text, statistics })),
+    cells: list(table({ layer: real, kind: oneOf(...KINDS), statistics })),
     origin: text,
     likely_rank: orNull(real),
     is_adapter: flag,
@@ -114,19 +116,22 @@ const analysis = table({
   }),
 });
 
+const REMEDY = "Choose what `dare analyze … --output analysis.json` wrote.";
+
+function parse(content) {
+  try {
+    return JSON.parse(content);
+  } catch {
+    throw new Error(`This file is not JSON. ${REMEDY}`);
+  }
+}
+
 /** The analysis in a text; an Error says what is wrong with it. */
 export function readAnalysis(content) {
-  let document;
-  try {
-    document = JSON.parse(content);
-  } catch {
-    throw new Error("This file is not JSON. Choose what `dare analyze … --output analysis.json` wrote.");
-  }
+  const document = parse(content);
   const schema = document?.schema;
   if (typeof schema !== "string" || !schema.startsWith("dare-analysis/")) {
-    throw new Error(
-      "This is JSON, but not an analysis. Choose what `dare analyze … --output analysis.json` wrote.",
-    );
+    throw new Error(`This is JSON, but not an analysis. ${REMEDY}`);
   }
   if (schema !== SCHEMA) {
     throw new Error(
@@ -135,7 +140,8 @@ export function readAnalysis(content) {
     );
   }
   try {
-    return analysis(document, []);
+    const read = analysis(document, []);
+    return read.models.length ? read : fail(undefined, ["models", 0]);
   } catch (error) {
     if (!(error instanceof Fault)) throw error;
     throw new Error(`This is not a whole analysis: ${error.message.slice(0, 200)}. Make it again.`);

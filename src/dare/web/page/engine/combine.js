@@ -82,10 +82,15 @@ function weigh(start, count, balance) {
   let hasNaN = false;
   for (let j = 0; j < count; j++) {
     const total = above[j] + below[j];
-    totals[j] = balance === null ? total : balance[start + j];
+    totals[j] = balance === null ? total : signed(balance[start + j]);
     if (total !== total) hasNaN = true;
   }
   return hasNaN;
+}
+
+/** A balance that is NaN, as ∞ − ∞ is, elects what is negative. */
+function signed(balance) {
+  return balance === balance ? balance : -1;
 }
 
 /** Of each element the sum of the side that the total is on, divided; zero if it is on neither. */
@@ -114,7 +119,7 @@ function electOne(i, deltas, weights, shares, balance, merged, sign) {
     if (value < 0) negativeShare = round(negativeShare + round(shares[model]));
   });
   const total = round(positive + negative);
-  const elected = balance === null || total !== total ? total : balance[i];
+  const elected = balance === null || total !== total ? total : signed(balance[i]);
   sign[i] = elected > 0 ? 1 : elected < 0 ? -1 : 0;
   merged[i] = elected > 0 ? positive / (positiveShare || 1)
     : elected < 0 ? negative / (negativeShare || 1)

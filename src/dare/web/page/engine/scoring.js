@@ -4,7 +4,6 @@
 //   right    [prompt, answer]    whether the model writes this answer
 //   bits     text                the mean bits that it needs for a byte
 //   texts    prompt              what it writes
-//   sha256   ""                  the SHA-256 of its weights
 import { CONFIG } from "./llama.js";
 
 const POSITIONS_AT_ONCE = 256;  // some 30 ms: few enough to stop soon, enough to be fast
@@ -30,16 +29,14 @@ export function inJobs(kind, items) {
 }
 
 function positionsOf(kind, item) {
-  if (kind === "sha256") return 1;
   return [item].flat().join("").length + (kind === "texts" ? WRITTEN_BYTES : 0);
 }
 
-/** The answers that a model and its weights give to a job. */
-export async function answersTo({ kind, items }, { model, sha256 }) {
-  if (kind === "right") return model().areRight(items);
-  if (kind === "bits") return model().bitsPerByte(items);
-  if (kind === "texts") return model().write(items, WRITTEN_BYTES);
-  return Promise.all(items.map(sha256));
+/** The answers that a model gives to a job. */
+export function answersTo({ kind, items }, model) {
+  if (kind === "right") return model.areRight(items);
+  if (kind === "bits") return model.bitsPerByte(items);
+  return model.write(items, WRITTEN_BYTES);
 }
 
 /** What an amount asks: examples by task, and windows of English as long as the context. */

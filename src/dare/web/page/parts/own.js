@@ -1,27 +1,23 @@
 // Your own models. With the local engine: choose models, see plan and analysis, write the recipe,
 // merge. Without: what to do for that, and an analysis file can be dropped on the page.
+import { tellIn } from "../analysis/elements.js";
 import { openAnalysisView, readFile } from "../analysis.js";
 import { mountLocal } from "./own/local.js";
 
 export const defaults = { "own.recipe": "" };
 
-/** Show a problem in its place, or nothing. */
-function tell(section, problem) {
-  const place = section.querySelector("#own-file-problem");
-  place.hidden = !problem;
-  place.textContent = problem;
-}
-
 /** Have files that are chosen or dropped shown as an analysis. */
 function acceptFiles(section, view) {
+  const tell = (text) => tellIn(section.querySelector("#own-file-problem"), text);
+
   async function open(file) {
     try {
       view.show(await readFile(file));
-      tell(section, "");
+      tell("");
       view.focus();
     } catch (error) {
       view.clear();
-      tell(section, error.message);
+      tell(error.message);
     }
   }
 

@@ -28,6 +28,7 @@ const PALE = 0.3;
 const [BEFORE, NOW] = ["as they are", "with these settings"];
 
 export function mount(section, { state, loadModel, complain }) {
+  putInside(state);
   addControls(section.querySelector(".panel"), state);
   const pictures = [...section.querySelectorAll("canvas[data-picture]")];
   const patch = section.querySelector("canvas[data-patch]");
@@ -131,6 +132,16 @@ export function mount(section, { state, loadModel, complain }) {
   darePage.onTheme(drawPictures);
   new ResizeObserver(showPatch).observe(patch);
   return load();
+}
+
+/** An address may name a place that is not in the picture. */
+function putInside(state) {
+  const clamp = (name, last) => Math.max(0, Math.min(last, Math.floor(state.get(name))));
+  state.set({
+    "signs.row": clamp("signs.row", SIDE - PATCH),
+    "signs.column": clamp("signs.column", SIDE - PATCH),
+    "signs.element": clamp("signs.element", PATCH * PATCH - 1),
+  });
 }
 
 function addControls(place, state) {

@@ -1,4 +1,5 @@
 // The folders that the user pointed to: what lies there, and what of it is chosen.
+import { tellIn } from "../../analysis/elements.js";
 import { bytes } from "../../analysis/words.js";
 import { button, make } from "../../controls.js";
 import { ask } from "./server.js";
@@ -19,22 +20,19 @@ export function mountFolders(section, recipe, { onRecipe }) {
   let several = true;  // folders that the user pointed to
   const [path, up, list, problem] = ["path", "up", "entries", "open-problem"].map(find);
 
-  function tell(text) {
-    problem.hidden = !text;
-    problem.textContent = text;
-  }
+  const tell = (text) => tellIn(problem, text);
 
   /** What can be done with an entry, as buttons. */
   function actions(entry) {
     const place = make("span", { className: "buttons" });
-    const act = (text, label, work) => labelled(button(place, text, work), `${label} ${entry.name}`);
+    const act = (text, label, work) =>
+      labelled(button(place, text, work), `${label} ${entry.name}`);
     if (entry.kind === "model") {
       act("Base", "Take as base:", () => recipe.setBase(entry.path));
       act("Add", "Add fine-tune", () => recipe.addModel(entry.path));
     }
     if (entry.kind === "recipe") act("Use", "Use recipe", () => onRecipe(entry.path));
-    const isFolder = entry.kind === "folder" || (entry.kind === "model" && !/\.\w+$/.test(entry.name));
-    if (isFolder) act("Open", "Open", () => open(entry.path, { focus: true }));
+    if (entry.opens) act("Open", "Open", () => open(entry.path, { focus: true }));
     return place;
   }
 

@@ -1,4 +1,5 @@
 // The part with the local engine: its pieces, and what they tell each other.
+import { tellIn } from "../../analysis/elements.js";
 import { readAnalysis } from "../../analysis.js";
 import { mountFolders } from "./folders.js";
 import { mountJobs } from "./jobs.js";
@@ -16,9 +17,7 @@ export function mountLocal(section, { state }) {
 
   function tell(text, about = "asked") {
     problems.set(about, text);
-    const place = find("merge-problem");
-    place.textContent = [...problems.values()].filter(Boolean).join(" ");
-    place.hidden = !place.textContent;
+    tellIn(find("merge-problem"), [...problems.values()].filter(Boolean).join(" "));
   }
 
   const settings = mountSettings(section, recipe);
@@ -26,16 +25,17 @@ export function mountLocal(section, { state }) {
   function showPlan(plan) {
     settings.showPlan(plan);
     const problem = plan?.output_problem ?? "";
-    find("output-problem").hidden = !problem;
-    find("output-problem").textContent = problem;
-    find("interrupted").hidden = !plan?.interrupted;
-    find("interrupted").textContent = plan?.interrupted
-      ? `An interrupted merge lies in ${plan.interrupted}. If it is this one, it goes on where it stopped.` : "";
+    const partial = plan?.interrupted;
+    tellIn(find("output-problem"), problem);
+    tellIn(find("interrupted"), partial
+      ? `An interrupted merge lies in ${partial}. If it is this one, it goes on where it stopped.`
+      : "");
     find("analyze").disabled = !plan || Boolean(plan.error);
     find("start").disabled = !plan || Boolean(plan.error || problem || !plan.output);
   }
 
-  const plan = mountPlan(section, recipe, { onPlan: showPlan, overwrites: () => overwrite.checked });
+  const overwrites = () => overwrite.checked;
+  const plan = mountPlan(section, recipe, { onPlan: showPlan, overwrites });
   overwrite.addEventListener("change", plan.update);
 
   function takeRecipe(advised) {
@@ -46,9 +46,13 @@ export function mountLocal(section, { state }) {
 
   function start(view) {
     async function showAnalysis(job, { focus = false } = {}) {
-      const response = await fetch(addressOf(`jobs/${job.number}/analysis`));
-      view.show(readAnalysis(await response.text()));
-      if (focus) view.focus();
+      try {
+        const response = await fetch(addressOf(`jobs/${job.number}/analysis`));
+        view.show(readAnalysis(await response.text()));
+        if (focus) view.focus();
+      } catch (error) {
+        tellIn(find("file-problem"), error.message);
+      }
     }
 
     const jobs = mountJobs(section, {
@@ -61,10 +65,10 @@ export function mountLocal(section, { state }) {
         folders.refresh();
       },
     });
-    find("analyze").addEventListener("click", () => jobs.post("jobs", { kind: "analyze", recipe: recipe.read() }));
-    find("start").addEventListener("click", () => jobs.post("jobs", {
-      kind: "merge", recipe: recipe.read(), overwrite: overwrite.checked,
-    }));
+    const add = (kind) => () =>
+      jobs.post("jobs", { kind, recipe: recipe.read(), overwrite: overwrites() });
+    find("analyze").addEventListener("click", add("analyze"));
+    find("start").addEventListener("click", add("merge"));
   }
 
   const folders = mountFolders(section, recipe, {

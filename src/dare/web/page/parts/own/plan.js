@@ -1,4 +1,5 @@
 // The plan of the recipe: what will be done, what does not fit, what it costs.
+import { listOf, paragraph, tableOf } from "../../analysis/elements.js";
 import { number } from "../../analysis/words.js";
 import { make } from "../../controls.js";
 import { whenRested } from "../../pace.js";
@@ -6,22 +7,20 @@ import { ask } from "./server.js";
 
 const REST = 250;  // milliseconds without a change
 
-const facts = (entries) => make("dl", { className: "own-facts" }, ...entries.flatMap(([name, text, id]) => [
-  make("dt", {}, name), make("dd", id ? { id } : {}, text),
-]));
+const NOTHING = "Choose a base and at least one fine-tune.";
+
+const facts = (entries) => make("dl", { className: "own-facts" },
+  ...entries.flatMap(([name, text, id]) => [
+    make("dt", {}, name), make("dd", id ? { id } : {}, text),
+  ]));
 
 const shown = (value) => (Array.isArray(value) ? value.map(number).join(" to ") : number(value));
 
-function models(plan) {
-  const head = ["model", "weight", "seed"].map((name) => make("th", { scope: "col" }, name));
-  const rows = plan.models.map(({ name, weight, seed }) => make("tr", {},
-    make("th", { scope: "row" }, name), make("td", {}, shown(weight)), make("td", {}, String(seed))));
-  return make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
-}
+const models = (plan) => tableOf(["model", "weight", "seed"],
+  plan.models.map(({ name, weight, seed }) => [name, shown(weight), String(seed)]));
 
-const list = (title, items, className) => items.length
-  ? [make("p", {}, make("b", {}, title)), make("ul", { className }, ...items.map((item) => make("li", {}, item)))]
-  : [];
+const list = (title, items, className) =>
+  items.length ? [paragraph("", make("b", {}, title)), listOf(className, items)] : [];
 
 /** Keeps the plan beside the recipe; `onPlan` gets each one, or null while there is none. */
 export function mountPlan(section, recipe, { onPlan, overwrites }) {
@@ -29,7 +28,7 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
 
   function showPlan(plan) {
     if (plan.error) {
-      place.replaceChildren(make("p", { className: "own-problem" }, plan.error));
+      place.replaceChildren(paragraph("own-problem", plan.error));
       return;
     }
     place.replaceChildren(
@@ -53,7 +52,7 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
 
   const update = whenRested(REST, async (signal) => {
     if (!recipe.isComplete()) {
-      place.replaceChildren(make("p", { className: "own-nothing" }, "Choose a base and at least one fine-tune."));
+      place.replaceChildren(paragraph("own-nothing", NOTHING));
       onPlan(null);
       return;
     }
@@ -65,7 +64,7 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
       await measure(plan, signal);
     } catch (error) {
       if (error.name === "AbortError") return;
-      place.replaceChildren(make("p", { className: "own-problem" }, error.message));
+      place.replaceChildren(paragraph("own-problem", error.message));
       onPlan(null);
     }
   });

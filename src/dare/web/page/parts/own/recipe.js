@@ -1,9 +1,18 @@
 // The recipe that is being written: the tables of its TOML form, kept as text in the state.
+import { chainOf } from "../../recipe.js";
 
 const MODELS = { base_file: "", merge_files: [] };
 const isEmpty = (value) => value === undefined || value === null || value === "";
 
+const OF_MODELS = ["file", "weight", "seed"];
 const fileOf = (entry) => (typeof entry === "string" ? entry : entry.file);
+
+/** A model's entry with only some keys; one without settings is its file. */
+function withKeys(entry, stays) {
+  if (typeof entry === "string") return entry;
+  const kept = Object.fromEntries(Object.entries(entry).filter(([name]) => stays(name)));
+  return Object.keys(kept).length === 1 ? kept.file : kept;
+}
 
 /** A place beside the base for an output: a folder beside a folder, a file beside a file. */
 function proposeOutput(base) {
@@ -45,7 +54,8 @@ export function openRecipe(state) {
     /** Tables of another recipe, with the output that was chosen here if they name none. */
     take(recipe) {
       const output = recipe.models.output_file ?? read().models.output_file;
-      write({ ...recipe, models: { ...recipe.models, ...(output ? { output_file: output } : {}) } });
+      const models = output ? { ...recipe.models, output_file: output } : recipe.models;
+      write({ ...recipe, models });
     },
 
     /** A value of the whole recipe; an empty one is its default. */
@@ -57,20 +67,26 @@ export function openRecipe(state) {
       const recipe = read();
       write({ ...recipe, [stage]: { ...recipe[stage], [name]: value } });
     },
-    /** Another method; the parameters of stages that it does not have go. */
-    setMethod(method) {
-      const tables = ([name, value]) => name === "models" || Array.isArray(value) || typeof value !== "object"
-        || method.split("+").includes(name);
-      write({ ...Object.fromEntries(Object.entries(read()).filter(tables)), method });
+    /** Another method; what belongs to stages that it does not have goes. */
+    setMethod(method, methods) {
+      const chain = chainOf(method, methods);
+      const stages = methods.stages.map(({ name }) => name);
+      const known = methods.stages
+        .filter(({ name, kind }) => kind === "delta" && chain.includes(name))
+        .flatMap(({ parameters }) => parameters.map(({ name }) => name));
+      const { models, ...others } = read();
+      const stays = ([name]) => chain.includes(name) || !stages.includes(name);
+      const kept = Object.fromEntries(Object.entries(others).filter(stays));
+      const entries = models.merge_files.map((entry) =>
+        withKeys(entry, (name) => OF_MODELS.includes(name) || known.includes(name)));
+      write({ ...kept, method, models: { ...models, merge_files: entries } });
     },
     /** A value of one model: its weight, its drop rate. */
     setOfModel(place, name, value) {
-      const entries = read().models.merge_files.map((entry, number) => {
-        if (number !== place) return entry;
-        const { [name]: _, ...others } = typeof entry === "string" ? { file: entry } : entry;
-        const changed = isEmpty(value) ? others : { ...others, [name]: value };
-        return Object.keys(changed).length === 1 ? changed.file : changed;
-      });
+      const entries = [...read().models.merge_files];
+      const entry = entries[place];
+      const changed = { ...(typeof entry === "string" ? { file: entry } : entry), [name]: value };
+      entries[place] = withKeys(changed, (key) => !isEmpty(changed[key]));
       setFiles({ merge_files: entries });
     },
   };

@@ -11,9 +11,10 @@ export async function ask(path, body, signal) {
     response = await fetch(addressOf(path), { ...sent, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw Object.assign(new Error("The server does not answer."), { isAway: true });
+    throw new Error("The server does not answer.");
   }
-  const answer = await response.json().catch(() => ({ error: `The server answered ${response.status}.` }));
+  const unreadable = { error: `The server answered ${response.status}.` };
+  const answer = await response.json().catch(() => unreadable);
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }

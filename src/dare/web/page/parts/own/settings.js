@@ -1,113 +1,137 @@
 // The recipe's settings as form controls, and the recipe as text.
+import { tableOf } from "../../analysis/elements.js";
 import { shortName } from "../../analysis/words.js";
 import { make, slider } from "../../controls.js";
 
 const METHODS = [
-  "dare+linear", "dare+sum", "dare+ties", "dare+slerp", "linear", "sum", "ties", "slerp", "darex+sum", "della+ties",
+  "dare+linear", "dare+sum", "dare+ties", "dare+slerp", "linear", "sum", "ties", "slerp",
+  "darex+sum", "della+ties",
 ];
-const DROP_RATE = 0.9;  // what the page shows until there is a plan
+const USUAL = { method: "dare+linear", rate: 0.9 };  // until there is a plan
+const NUMERIC = { type: "number", step: "any", inputMode: "decimal" };
+const EMPTY = "# Choose models first.\n";
 
 const numberIn = (input) => (input.value === "" ? null : Number(input.value));
+const whenValid = (input, work) =>
+  input.addEventListener("change", () => { if (input.reportValidity()) work(); });
 
-/** A labelled input whose value is read from the recipe, and set when it is changed. */
+/** A labelled input, whose value is set when it is changed. */
 function field(place, id, label, properties, onChange) {
   const input = make("input", { id, autocomplete: "off", spellcheck: false, ...properties });
-  place.append(make("div", { className: "control own-field" }, make("label", { htmlFor: id }, label), input));
-  input.addEventListener("change", () => { if (input.reportValidity()) onChange(input); });
+  const words = make("label", { htmlFor: id }, label);
+  place.append(make("div", { className: "control own-field" }, words, input));
+  whenValid(input, () => onChange(input));
   return input;
+}
+
+/** Inputs for the weight and the drop rate of each model. */
+function mountModels(place, recipe) {
+  let rows = [];
+
+  function cell(number, name, label, properties) {
+    const input = make("input", { ...NUMERIC, ...properties, className: "own-number" });
+    input.setAttribute("aria-label", label);
+    whenValid(input, () => recipe.setOfModel(number, name, numberIn(input)));
+    return input;
+  }
+
+  /** Rows are made anew only when the models change, so that the keyboard stays where it is. */
+  function makeRows(files) {
+    rows = files.map((file, number) => ({
+      file,
+      weight: cell(number, "weight", `Weight of ${shortName(file)}`, {}),
+      drop: cell(number, "drop_rate", `Drop rate of ${shortName(file)}`, { min: 0, max: 0.999 }),
+    }));
+    const cells = rows.map(({ file, weight, drop }) => [shortName(file), weight, drop]);
+    const table = tableOf(["Model", "Weight", "Drop rate"], cells);
+    place.replaceChildren(...(files.length ? [table] : []));
+  }
+
+  return function show(plan, commonRate) {
+    const files = recipe.files();
+    if (files.join("\n") !== rows.map(({ file }) => file).join("\n")) makeRows(files);
+    recipe.read().models.merge_files.forEach((entry, number) => {
+      const { weight, drop } = rows[number];
+      const usual = plan?.models?.[number]?.weight;
+      weight.value = entry.weight ?? "";
+      weight.placeholder = typeof usual === "number" ? String(Number(usual.toPrecision(4))) : "";
+      weight.disabled = plan !== null && !plan.weighs;
+      drop.value = entry.drop_rate ?? "";
+      drop.placeholder = plan?.drops ? String(commonRate) : "";
+      drop.disabled = plan !== null && !plan.drops;
+    });
+  };
+}
+
+/** The recipe as text, to be copied and saved. */
+function mountText(section) {
+  const code = section.querySelector("#own-toml");
+  const save = section.querySelector("#own-save");
+  return function show(text) {
+    code.textContent = text ?? EMPTY;
+    URL.revokeObjectURL(save.href);
+    save.hidden = !text;
+    if (text) save.href = URL.createObjectURL(new Blob([text], { type: "application/toml" }));
+  };
+}
+
+async function loadMethods() {
+  const response = await fetch(new URL("../../methods.json", import.meta.url));
+  return response.json();
 }
 
 export function mountSettings(section, recipe) {
   const place = section.querySelector("#own-settings");
-  const toml = section.querySelector("#own-toml");
-  const save = section.querySelector("#own-save");
+  const showText = mountText(section);
+  const methods = loadMethods();
   const listeners = [];
   let plan = null;
 
-  const known = make("datalist", { id: "own-methods" }, ...METHODS.map((value) => make("option", { value })));
-  const method = field(place, "own-method", "Method", { type: "text" }, () => recipe.setMethod(method.value.trim()));
-  method.setAttribute("list", known.id);
-  place.append(known);
+  const known = METHODS.map((value) => make("option", { value }));
+  place.append(make("datalist", { id: "own-methods" }, ...known));
+  const method = field(place, "own-method", "Method", { type: "text" }, async () => {
+    recipe.setMethod(method.value.trim(), await methods);
+  });
+  method.setAttribute("list", "own-methods");
 
   const stage = () => plan?.drops ?? "dare";
-  const commonRate = () => recipe.read()[stage()]?.drop_rate ?? plan?.drop_rate ?? DROP_RATE;
-  const rate = slider(place, {  // the part of the state that the slider needs
-    get: () => (typeof commonRate() === "number" ? commonRate() : DROP_RATE),
-    set(changes) {
-      const value = changes["own.rate"];
-      if (plan?.drops && value !== commonRate()) recipe.setOfStage(stage(), "drop_rate", value);
+  const rateNow = () => recipe.read()[stage()]?.drop_rate ?? plan?.drop_rate ?? USUAL.rate;
+  const ofSlider = {  // what a slider needs of a state
+    get: () => (typeof rateNow() === "number" ? rateNow() : USUAL.rate),
+    set({ "own.rate": value }) {
+      if (plan?.drops && value !== rateNow()) recipe.setOfStage(stage(), "drop_rate", value);
     },
     on: (_names, listener) => listeners.push(listener),
-  }, "own.rate", { label: "Drop rate", min: 0, max: 0.99, step: 0.01, format: (value) => value.toFixed(2) });
+  };
+  const rate = slider(place, ofSlider, "own.rate", {
+    label: "Drop rate", min: 0, max: 0.99, step: 0.01, format: (value) => value.toFixed(2),
+  });
 
   const perModel = make("div", { className: "own-per-model" });
   place.append(perModel);
-  const numeric = { type: "number", step: "any", inputMode: "decimal" };
-  const scale = field(place, "own-scale", "Scale", { ...numeric, placeholder: "1" }, () => {
-    recipe.set("scale", numberIn(scale));
-  });
-  const seed = field(place, "own-seed", "Seed", { ...numeric, step: "1", min: "0", placeholder: "42" }, () => {
-    recipe.set("seed", numberIn(seed));
-  });
-  const output = field(place, "own-output", "Output", { type: "text" }, () => {
-    recipe.setOutput(output.value.trim());
-  });
-
-  /** A row of inputs for each model; made anew only when the models change. */
-  let rows = [];
-  function makeRows(files) {
-    const head = make("tr", {}, ...["Model", "Weight", "Drop rate"].map((name) => make("th", { scope: "col" }, name)));
-    rows = files.map((file, number) => {
-      const cell = (name, label) => {
-        const input = make("input", { ...numeric, className: "own-number" });
-        input.setAttribute("aria-label", `${label} of ${shortName(file)}`);
-        input.addEventListener("change", () => recipe.setOfModel(number, name, numberIn(input)));
-        return input;
-      };
-      return { file, weight: cell("weight", "Weight"), drop: cell("drop_rate", "Drop rate") };
-    });
-    const body = rows.map(({ file, weight, drop }) => make("tr", {},
-      make("th", { scope: "row" }, shortName(file)), make("td", {}, weight), make("td", {}, drop)));
-    const whole = make("table", {}, make("thead", {}, head), make("tbody", {}, ...body));
-    perModel.replaceChildren(...(files.length ? [whole] : []));
-  }
-
-  function showRows({ models: { merge_files: entries } }) {
-    entries.forEach((entry, number) => {
-      const { weight, drop } = rows[number];
-      weight.value = entry.weight ?? "";
-      weight.placeholder = typeof plan?.models?.[number]?.weight === "number"
-        ? String(Number(plan.models[number].weight.toPrecision(4))) : "";
-      weight.disabled = plan !== null && !plan.weighs;
-      drop.value = entry.drop_rate ?? "";
-      drop.placeholder = plan?.drops ? String(commonRate()) : "";
-      drop.disabled = plan !== null && !plan.drops;
-    });
-  }
-
-  function showText(text) {
-    toml.textContent = text ?? "# Choose models first.\n";
-    URL.revokeObjectURL(save.href);
-    save.hidden = !text;
-    if (text) save.href = URL.createObjectURL(new Blob([text], { type: "application/toml" }));
-  }
+  const showModels = mountModels(perModel, recipe);
+  const scale = field(place, "own-scale", "Scale", { ...NUMERIC, placeholder: "1" },
+    (input) => recipe.set("scale", numberIn(input)));
+  const seed = field(place, "own-seed", "Seed", { ...NUMERIC, step: 1, min: 0, placeholder: "42" },
+    (input) => recipe.set("seed", numberIn(input)));
+  const output = field(place, "own-output", "Output", { type: "text" },
+    (input) => recipe.setOutput(input.value.trim()));
 
   function show() {
     const document = recipe.read();
-    const files = recipe.files();
-    if (files.join("\n") !== rows.map(({ file }) => file).join("\n")) makeRows(files);
-    method.value = document.method ?? "dare+linear";
+    method.value = document.method ?? USUAL.method;
     scale.value = document.scale ?? "";
     seed.value = document.seed ?? "";
     output.value = document.models.output_file ?? "";
-    rate.disabled = !plan?.drops || Array.isArray(commonRate());
-    showRows(document);
+    rate.disabled = !plan?.drops || Array.isArray(rateNow());
+    showModels(plan, rateNow());
     for (const listener of listeners) listener();
   }
 
   recipe.on(show);
   show();
   return {
+    /** The plan of the recipe, which has `toml` even where models do not fit; null: no recipe. */
     showPlan(next) {
       plan = next;
       show();

@@ -1,0 +1,80 @@
+// What a job is called, how far it is and what came of it, in words and elements.
+import { paragraph, tableOf } from "../../analysis/elements.js";
+import { bytes, duration, listed, number, share, shortName, times } from "../../analysis/words.js";
+import { make } from "../../controls.js";
+
+const STATES = {
+  waiting: "waits for the job before it",
+  running: "runs",
+  done: "done",
+  failed: "failed",
+  stopped: "stopped",
+};
+const TONES = { done: "ready", failed: "stop", stopped: "change" };
+const VERDICTS = { ready: "ready", "ready with changes": "change", "not ready": "stop" };
+
+const modelsOf = ({ request: { recipe } }) =>
+  listed(recipe.models.merge_files.map((entry) => shortName(entry.file ?? entry)));
+const outputOf = ({ request: { recipe } }) => shortName(recipe.models.output_file);
+
+const TITLES = {
+  analyze: (job) => `Analysis of ${modelsOf(job)}`,
+  merge: (job) => `Merge of ${modelsOf(job)} to ${outputOf(job)}`,
+  verify: (job) => `Check of ${shortName(job.request.path)}`,
+};
+
+export const titleOf = (job) => TITLES[job.kind](job);
+export const stateOf = ({ state, result }) => result?.verdict ?? STATES[state];
+export const toneOf = ({ state, result }) => VERDICTS[result?.verdict] ?? TONES[state] ?? "note";
+
+export function progressOf(job) {
+  if (job.note) return job.note;
+  if (!job.total_bytes) return "reading headers";
+  const left = job.seconds_left === null ? "" : `, about ${duration(job.seconds_left)} left`;
+  return `${job.verb}: ${bytes(job.done_bytes)} of ${bytes(job.total_bytes)}${left}`;
+}
+
+const sha = (code) =>
+  code ? [paragraph("own-sha", "SHA-256 of the weights ", make("code", {}, code))] : [];
+const warnings = (texts) => texts.map((text) => paragraph("own-warning", text));
+
+function reportOf(result) {
+  const rows = result.models.map((model) => {
+    const drops = model.drop_rate_asked !== null;
+    const [realised, asked] = [model.drop_rate_realised, model.drop_rate_asked]
+      .map((rate) => (drops ? share(rate) : "–"));
+    return [model.name, realised, asked, number(model.largest_delta)];
+  });
+  const columns = ["model", "dropped", "asked", "largest |δ|"];
+  const resumed = result.resumed_chunks
+    ? `; ${times(result.resumed_chunks, "piece")} taken over from the interrupted run` : "";
+  return [
+    paragraph("", `${times(result.tensors, "tensor")}, ${bytes(result.bytes_written)} written to `,
+      make("code", {}, result.output), ` in ${duration(result.seconds)}${resumed}.`),
+    make("div", { className: "scroll" }, tableOf(columns, rows)),
+    ...warnings(result.warnings),
+    ...sha(result.sha256),
+  ];
+}
+
+function checkOf({ ok, tensors, bytes_checked: size, problems, changed, sha256 }) {
+  const intact = `${times(tensors, "tensor")}, ${bytes(size)}: as they were written.`;
+  return [
+    paragraph("", ok ? intact : "This is not what was written:"),
+    ...warnings([...problems, ...changed]),
+    ...sha(sha256),
+  ];
+}
+
+const RESULTS = { merge: reportOf, verify: checkOf, analyze: () => [] };
+
+/** What came of a job, or what can be done about it. */
+export function outcomeOf(job) {
+  const parts = job.result ? RESULTS[job.kind](job.result) : [];
+  if (job.problem) parts.push(paragraph("own-problem", job.problem));
+  if (job.kind === "merge" && job.state === "stopped") {
+    parts.push(paragraph("", "What is done is kept. “Resume” goes on from there; so does ",
+      make("code", {}, "dare recipe.toml"), " with this recipe."));
+  }
+  return parts;
+}

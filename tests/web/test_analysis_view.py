@@ -1,0 +1,250 @@
+"""An analysis file on the static page: the view that the server's analyses have, too."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_alone import own_alone
+
+from dare.analysis.documents import to_json
+from dare.analysis.judge.advice import judge
+from dare.analysis.judge.limits import limit
+from dare.analysis.judge.prediction import relative_error
+from dare.analysis.measure.analyzing import analyze
+from dare.analysis.page.words import HEADLINES, cosine, origin
+from dare.analysis.results import Analysis
+from dare.demo.merges import BASE, TUNED
+from dare.output.page.words import amount, number, share
+
+HOSTILE = '<img src=x onerror="document.title=1">${7*7}{{7*7}}\u202e'
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    return analyze(BASE, list(TUNED.values()), spectra="none", verbose=False)
+
+
+@pytest.fixture(scope="module")
+def document(analysis) -> dict[str, Any]:
+    return json.loads(to_json(analysis, *judge(analysis)))
+
+
+@pytest.fixture(scope="module")
+def opened(static_site, browser):
+    with own_alone(browser, static_site.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(opened):
+    """The page, which must have nothing to complain of."""
+    page, said = opened
+    yield page
+    assert said == []
+
+
+def drop(page, text: str) -> None:
+    """Drop a text on the page, as a file."""
+    page.evaluate(
+        """text => {
+            const files = new DataTransfer();
+            files.items.add(new File([text], "analysis.json"));
+            const event = { dataTransfer: files, bubbles: true, cancelable: true };
+            document.getElementById("own-drop").dispatchEvent(new DragEvent("drop", event));
+        }""",
+        text,
+    )
+
+
+def wait_for_figures(page) -> None:
+    for name in ("error", "change"):
+        page.wait_for_selector(f"#chart-analysis-{name} svg .mark-group path", state="attached")
+
+
+def rows_of(page, table: str) -> list[list[str]]:
+    return page.eval_on_selector_all(
+        f"#own-analysis [aria-label='{table}'] tbody tr",
+        "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))",
+    )
+
+
+def test_a_dropped_analysis_is_shown(page, analysis, document):
+    drop(page, json.dumps(document))
+    readiness, advice = judge(analysis)
+    assert page.inner_text("#own-analysis .verdict h3") == HEADLINES[readiness.verdict]
+    findings = page.locator("#own-analysis .findings li").all_inner_texts()
+    assert len(findings) == len(readiness.findings) > 0
+    for shown, finding in zip(findings, readiness.findings, strict=True):
+        assert all(t in shown for t in (finding.seen, finding.matters, finding.remedy))
+    models = [
+        [
+            model.name,
+            share(model.total.relative_norm),
+            number(model.total.mean_magnitude),
+            number(model.total.quantiles.p99),
+            number(model.total.largest),
+            share(model.total.sparsity),
+            origin(model),
+        ]
+        for model in analysis.models
+    ]
+    assert rows_of(page, "Models") == models
+    pairs = [
+        [
+            f"{pair.first} · {pair.second}",
+            cosine(pair.total.cosine),
+            share(pair.total.conflict),
+            amount(pair.total.both),
+        ]
+        for pair in analysis.pairs
+    ]
+    assert rows_of(page, "Pairs") == pairs
+    rates = rows_of(page, "Expected error by drop rate")
+    assert [row[0] for row in rates if row[0] == "0.9"] == ["0.9"]
+    costs = [share(m.total.relative_norm * relative_error(0.9)) for m in analysis.models]
+    assert next(row for row in rates if row[0] == "0.9")[1:] == costs
+    shown = tomllib.loads(page.text_content("#analysis-recipe") or "")
+    assert shown["models"].pop("output_file") == "merged.safetensors"
+    assert shown == advice.recipe
+    wait_for_figures(page)
+    assert page.evaluate("document.activeElement.textContent") == HEADLINES[readiness.verdict]
+
+
+def test_the_bound_is_the_packages(page, document):
+    drop(page, json.dumps(document))
+    wait_for_figures(page)
+    assert f"bound {limit('output_error'):.0%}" in page.text_content("#chart-analysis-error")
+
+
+def test_another_model_can_be_looked_at(page, document):
+    drop(page, json.dumps(document))
+    wait_for_figures(page)
+    before = page.inner_html("#chart-analysis-change svg")
+    page.select_option("#analysis-model", label="say")
+    page.wait_for_function(
+        "before => document.querySelector('#chart-analysis-change svg').innerHTML !== before",
+        arg=before,
+    )
+
+
+def test_a_file_can_be_chosen_by_keyboard(page, document, tmp_path):
+    path = tmp_path / "analysis.json"
+    path.write_text(json.dumps(document))
+    page.evaluate("document.getElementById('own-analysis').hidden = true")
+    page.focus("#own-commands >> xpath=..")
+    for _ in range(4):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "own-file":
+            break
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Enter")
+    chooser.value.set_files(path)
+    page.wait_for_selector("#own-analysis .verdict")
+
+
+def without(document: dict[str, Any], *path: Any) -> str:
+    changed = json.loads(json.dumps(document))
+    *way, last = path
+    place = changed
+    for key in way:
+        place = place[key]
+    del place[last]
+    return json.dumps(changed)
+
+
+WRONG = {
+    "not JSON": (lambda _: "PK\x03\x04", "This file is not JSON."),
+    "nothing": (lambda _: "", "This file is not JSON."),
+    "no analysis": (lambda _: '{"dare": 1}', "but not an analysis"),
+    "a list": (lambda _: "[]", "but not an analysis"),
+    "null": (lambda _: "null", "but not an analysis"),
+    "another schema": (lambda _: '{"schema": "dare-study/1"}', "but not an analysis"),
+    "another version": (lambda _: '{"schema": "dare-analysis/2"}', "dare-analysis/2"),
+    "only measured": (lambda d: without(d, "readiness"), "readiness is missing"),
+    "a hole": (
+        lambda d: without(d, "models", 1, "total", "norm"),
+        "models.1.total.norm is missing",
+    ),
+    "no models": (lambda d: json.dumps({**d, "models": []}), "models.0 is missing"),
+    "odd": (lambda d: json.dumps({**d, "pairs": {}}), "pairs is not a list"),
+    "odd text": (lambda d: json.dumps({**d, "base": 7}), "base is not text"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused_in_words(page, document, name):
+    make, message = WRONG[name]
+    content = make(document).encode()
+    page.set_input_files("#own-file", {"name": "a", "mimeType": "", "buffer": content})
+    page.wait_for_function(
+        "text => document.getElementById('own-file-problem').textContent.includes(text)",
+        arg=message,
+    )
+    assert page.is_hidden("#own-analysis")
+
+
+def test_numbers_that_json_lacks_are_shown(page, document):
+    odd = json.loads(json.dumps(document))
+    odd["models"][0]["total"] |= {"base_norm": 0, "largest": "inf", "mean_magnitude": "nan"}
+    content = json.dumps(odd).encode()
+    page.set_input_files("#own-file", {"name": "a", "mimeType": "", "buffer": content})
+    page.wait_for_function(
+        "document.querySelector('#own-analysis [aria-label=Models] td').textContent === '∞'"
+    )
+    assert rows_of(page, "Models")[0][:5] == ["add", "∞", "–", "0.00758", "∞"]
+
+
+def rename(value: Any, old: str, new: str) -> Any:
+    """A document in which a name is another one, wherever it stands."""
+    if isinstance(value, dict):
+        return {rename(k, old, new): rename(v, old, new) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rename(entry, old, new) for entry in value]
+    return value.replace(old, new) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "__proto__", "constructor"])
+def test_hostile_names_are_only_text(page, document, name):
+    hostile = rename(document, "say", name)
+    for finding in hostile["readiness"]["findings"]:
+        finding["seen"] = finding["remedy"] = name
+    hostile["advice"]["doubts"] = hostile["notes"] = [name]
+    hostile["models"][2]["file"] = hostile["base"] = f"/models/{name}"
+    drop(page, json.dumps(hostile))
+    page.wait_for_function(
+        "name => document.querySelector('#own-analysis .verdict').textContent.includes(name)",
+        arg=name,
+    )
+    wait_for_figures(page)
+    assert page.locator("#own-analysis img").count() == 0
+    assert page.title() == "dare playground"
+    assert rows_of(page, "Models")[2][0] == name
+    recipe = tomllib.loads(page.text_content("#analysis-recipe") or "")
+    assert recipe["models"]["merge_files"][2].endswith(name)
+
+
+def test_nothing_is_wider_than_a_phone(page, document):
+    page.set_viewport_size({"width": 390, "height": 844})
+    drop(page, json.dumps(document))
+    wait_for_figures(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_on_the_whole_page_nothing_is_sent(static_site, open_tab, document):
+    tab = open_tab(f"{static_site.address}#own", theme="dark")
+    tab.page.wait_for_load_state("networkidle")
+    drop(tab.page, json.dumps(document))
+    wait_for_figures(tab.page)
+    assert tab.said == []
+    assert tab.asked_elsewhere(static_site) == []
+    assert not any("analysis.json" in address for address in tab.asked)
+
+
+def test_the_page_says_how_to_start_the_local_engine(static_site):
+    index = Path(static_site.folder, "index.html").read_text()
+    assert "dare playground FOLDER" in index
+    assert "dare-merge[web]" in index
