@@ -16,6 +16,7 @@ from dare.output.page.shell import SHELL, Section, render_template
 from dare.output.page.writing import write_file
 from dare.stages import STAGES
 from dare.stages.catalogue import catalogue
+from dare.stages.outside import load_installed_stages
 from dare.web.drawing import drawing_library
 
 EngineKind = Literal["browser", "local"]
@@ -53,7 +54,7 @@ def page_assets(kind: EngineKind) -> Assets:
     found: dict[str, Callable[[], bytes]] = {
         "index.html": partial(render_index, kind),
         "vega.js": drawing_library,
-        "methods.json": methods,
+        "methods.json": partial(methods, kind),
         "prompts.json": prompts,
     }
     for path in PAGE.rglob("*"):
@@ -81,8 +82,10 @@ def render_index(kind: EngineKind) -> bytes:
     ).encode()
 
 
-def methods() -> bytes:
+def methods(kind: EngineKind) -> bytes:
     """Every stage and alias: what it does, and what can be set of it."""
+    if kind == "local":
+        load_installed_stages()
     return json.dumps(catalogue(STAGES), ensure_ascii=False).encode()
 
 

@@ -1,12 +1,12 @@
 // The engine that needs no server: workers merge, score and write.
 //
-// One worker merges, and all of them share the jobs about what comes out. Every answer is kept, also
-// those to a request that is aborted later: the next one asks only what is not known yet.
+// One worker merges, and all of them share the jobs about what comes out. Every answer is kept,
+// also those to a request that is aborted later: the next one asks only what is not known yet.
 import { sha256 } from "./digest.js";
 import { Kept } from "./kept.js";
 import { whyNot } from "./merge.js";
 import { Pool, aborted, share } from "./pool.js";
-import { checkPrompt, inJobs, itemsFor, sumUp } from "./scoring.js";
+import { inJobs, itemsFor, promptOf, sumUp, textOf } from "./scoring.js";
 
 const KEPT_MERGES = 4;
 const KEPT_SETTINGS = 200;  // with the answers about them
@@ -62,9 +62,9 @@ export function openBrowserEngine(start = startWorker, count = workerCount(), lo
     },
 
     async write(setting, prompts, signal) {
-      prompts.forEach(checkPrompt);
-      const answerTo = await ask(setting, { texts: [...new Set(prompts)] }, signal);
-      return prompts.map((prompt) => answerTo("texts", prompt));
+      const items = prompts.map(promptOf);
+      const answerTo = await ask(setting, { texts: [...new Set(items)] }, signal);
+      return items.map((item) => textOf(answerTo("texts", item)));
     },
   };
 }

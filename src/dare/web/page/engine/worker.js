@@ -1,8 +1,8 @@
 // A worker of the browser's engine. It has one message at a time and answers it with one:
 //   { kind: "merge", setting }        the merged tensors
 //   { kind, items, key, tensors }     the answers to a job of scoring.js about the model `key`
-// As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has, whose
-// tensors need not be sent again.
+// As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has,
+// whose tensors need not be sent again.
 import { loadModel } from "../models.js";
 import { Llama } from "./llama.js";
 import { mergeModels } from "./merge.js";

@@ -17,7 +17,10 @@ export const defaults = {
 };
 const NAMES = Object.keys(defaults);
 const WAYS = [
-  ["seed", "One seed for all"], ["base", "The wrong base"], ["nan", "A NaN"], ["far", "Trained too far"],
+  ["seed", "One seed for all"],
+  ["base", "The wrong base"],
+  ["nan", "A NaN"],
+  ["far", "Trained too far"],
 ];
 const METHODS = ["dare+ties", "dare+sum", "dare+linear"].map((method) => [method, method]);
 const FOUND = { seed: "one-seed", base: "wrong-base", nan: "nan", far: "too-far" };
@@ -28,9 +31,10 @@ const LONGEST = 30;  // longer than any answer
 
 /** The merge of all three, sound or broken in this way. */
 export function settingOf(get, way) {
-  const model = (name) => ({ name, weight: null, drop_rate: null, seed: null });
-  const models = [way === "nan" ? "add-nan" : way === "far" ? "add-far" : "add", "sort", "say"].map(model);
-  if (way === "seed") for (const one of models) one.seed = get("breaking.seed");
+  const adder = { nan: "add-nan", far: "add-far" }[way] ?? "add";
+  const seed = way === "seed" ? get("breaking.seed") : null;
+  const models = [adder, "sort", "say"].map((name) => (
+    { name, weight: null, drop_rate: null, seed }));
   return {
     base: way === "base" ? "base-permuted" : "base",
     method: get("breaking.m"),
@@ -52,7 +56,9 @@ export async function mount(section, { state, engine }) {
 
   function change() {
     const [way, isOn] = [state.get("breaking.way"), state.get("breaking.on")];
-    for (const card of section.querySelectorAll("[data-way]")) card.hidden = card.dataset.way !== way;
+    for (const card of section.querySelectorAll("[data-way]")) {
+      card.hidden = card.dataset.way !== way;
+    }
     at("verdict").textContent = isOn ? "Broken" : "Sound";
     at("reason").textContent = "";
     table.classList.toggle("failing", isOn);
@@ -67,7 +73,8 @@ export async function mount(section, { state, engine }) {
     const broken = settingOf(state.get, state.get("breaking.way"));
     const ready = markBusy(table);
     try {
-      if (!measurer.seen(isOn ? broken : sound, FULL)) await score(sound, isOn && broken, QUICK, signal);
+      const isSeen = measurer.seen(isOn ? broken : sound, FULL);
+      await score(sound, isOn && broken, isSeen ? FULL : QUICK, signal);
       samples.show(
         await measurer.write(sound, samples.prompts, signal),
         isOn && await measurer.write(broken, samples.prompts, signal));
@@ -83,10 +90,9 @@ export async function mount(section, { state, engine }) {
   async function score(sound, broken, amount, signal) {
     const before = await measurer.score(sound, amount, signal);
     const after = broken ? await measurer.score(broken, amount, signal) : before;
-    scores.show(after, amount);
+    scores.show(after, amount, before.bitsPerByte, "the sound merge");
     const sounds = Object.entries(inPercent(before).tasks);
     scores.mark(Object.fromEntries(sounds.map(([task, value]) => [task, { sound: value }])));
-    scores.compare(after.bitsPerByte, before.bitsPerByte, "the sound merge");
     at("measured").textContent = broken ? inWords(inPercent(before), inPercent(after)) :
       "Switch it on, and compare.";
   }
@@ -109,15 +115,16 @@ function addControls(place, state) {
 
 /** What was measured, also where it is little. */
 function inWords(before, after) {
-  const means = `Mean of the three tasks: ${percent(before.mean)} sound, ${percent(after.mean)} broken.`;
+  const means = `Mean of the three tasks: ${percent(before.mean)} sound, `
+    + `${percent(after.mean)} broken.`;
   if (!Number.isFinite(after.bitsPerByte)) return `${means} Every output is NaN.`;
-  const lost = before.mean - after.mean;
-  const tasks = Object.keys(before.tasks);
-  const worst = tasks.reduce((most, task) => (fall(task) > fall(most) ? task : most));
-  function fall(task) { return before.tasks[task] - after.tasks[task]; }
-  if (fall(worst) <= 2) return `${means} At this seed and p it does no harm.`;
-  if (fall(worst) <= 10) return `${means} At this seed and p it does little.`;
-  return lost > 50 ? means : `${means} Most is lost in ${worst}: ${percent(before.tasks[worst])} → ${percent(after.tasks[worst])}.`;
+  const falls = Object.entries(before.tasks)
+    .map(([task, value]) => ({ task, from: value, to: after.tasks[task] }))
+    .sort((one, other) => other.from - other.to - (one.from - one.to));
+  const [{ task, from, to }] = falls;
+  if (from - to <= 2) return `${means} At this seed and p it does no harm.`;
+  if (from - to <= 10) return `${means} At this seed and p it does little.`;
+  return `${means} Most is lost in ${task}: ${percent(from)} → ${percent(to)}.`;
 }
 
 const short = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text);
@@ -172,7 +179,8 @@ async function showFindings(section, state) {
 function finding({ severity, models, seen, matters, remedy }, word = TONES[severity]) {
   const who = [...new Set(models)].join(", ");
   const title = make("h3", {}, ...(who ? [make("b", {}, who)] : []), seen);
-  const head = make("div", { className: "head" }, make("span", { className: "badge" }, word), title);
+  const badge = make("span", { className: "badge" }, word);
+  const head = make("div", { className: "head" }, badge, title);
   const item = make("li", { className: severity }, head);
   if (matters) item.append(make("p", { className: "matters" }, `${matters}.`));
   if (remedy) item.append(make("p", {}, make("b", {}, "Remedy: "), `${remedy}.`));

@@ -22,7 +22,7 @@ export const defaults = {
 const REST_MS = 40;  // moves of a slider that come faster than this are one
 
 export async function mount(section, { state, engine }) {
-  const [methods, { tasks }] = await Promise.all([loadJson("methods.json"), loadJson("prompts.json")]);
+  const [methods, { tasks }] = await Promise.all(["methods.json", "prompts.json"].map(loadJson));
   const measurer = measurerOf(engine);
   const at = (name) => section.querySelector(`#live-${name}`);
   const get = (name) => state.get(name);

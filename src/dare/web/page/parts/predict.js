@@ -15,7 +15,7 @@ export const defaults = {
 };
 const NAMES = Object.keys(defaults);
 const MODELS = [["add", "add: 64+19="], ["sort", "sort garden:"], ["say", "say 128:"]];
-const QUESTIONS = [["on", "1. Drop, and rescale the rest"], ["off", "2. Drop, and leave the rest as it is"]];
+const QUESTIONS = [["on", "1. Drop, and rescale the rest"], ["off", "2. Drop, and do not rescale"]];
 const CLOSE = 0.015;  // to a rate, so that its point moves with the pointer
 const [GUESS, MEASURED] = ["your guess", "measured"];
 const WHY = {
@@ -39,8 +39,10 @@ export async function mount(section, { state }) {
     state.set({ "predict.seen": [...seen(), key()].join() });
     darePage.say(`${at("verdict").textContent}. ${at("why").textContent}`);
   });
-  button(at("buttons"), "Guess again", () =>
-    state.set({ "predict.seen": seen().filter((name) => name !== key()).join(), [guessName()]: "" }));
+  button(at("buttons"), "Guess again", () => {
+    const others = seen().filter((name) => name !== key());
+    state.set({ "predict.seen": others.join(), [guessName()]: "" });
+  });
   const figure = addFigure("predict", spec(), "Right answers over drop rates: your guess, and once "
     + "it is revealed the measured curve with its spread over five seeds.");
   const chart = document.getElementById("chart-predict");

@@ -10,15 +10,17 @@ export function follower(measurer, views, complain) {
 
   async function showScore(setting, amount, signal) {
     const score = await measurer.score(setting, amount, signal);
-    scores.show(score, amount);
+    const english = { prompts: 1, englishBytes: amount.englishBytes };
+    const base = measurer.seen(BASE_ALONE, english);
+    scores.show(score, amount, base?.bitsPerByte);
     curve.mark(setting, score);
-    compareEnglish(score, amount, signal);
+    if (!base) measureBase(english);
   }
 
   /** The base's English is measured once, and not waited for. */
-  async function compareEnglish(score, amount, signal) {
-    const base = await measurer.score(BASE_ALONE, amount).catch(() => null);
-    if (base && !signal.aborted) scores.compare(score.bitsPerByte, base.bitsPerByte);
+  async function measureBase(english) {
+    const base = await measurer.score(BASE_ALONE, english).catch(() => null);
+    if (base) scores.compareWithBase(base.bitsPerByte, english.englishBytes);
   }
 
   return async (setting, signal) => {

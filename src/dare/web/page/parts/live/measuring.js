@@ -52,5 +52,6 @@ export function inPercent({ right, asked, bitsPerByte }) {
   const tasks = Object.fromEntries(
     Object.keys(right).map((task) => [task, (100 * right[task]) / asked[task]]));
   const values = Object.values(tasks);
-  return { tasks, mean: values.reduce((sum, value) => sum + value, 0) / values.length, bitsPerByte };
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return { tasks, mean, bitsPerByte };
 }

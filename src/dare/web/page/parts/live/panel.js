@@ -141,7 +141,7 @@ function fitModels(state, methods) {
   }
 }
 
-/** Weights that were not moved yet begin where the method has them, so that nothing changes at first. */
+/** Weights that were not moved yet begin where the method has them. */
 function startFromUsualWeights(state, methods) {
   const usual = findStage(chosenChain(state.get, methods).at(-1), methods)?.default_weight;
   const inside = MODELS.filter((name) => state.get(`live.${name}`)).length;

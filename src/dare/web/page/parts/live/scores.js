@@ -13,30 +13,39 @@ export function scoreTable(place) {
   const status = place.querySelector(".asked");
   const english = place.querySelector("[data-english]");
 
+  let shown = null;  // the score and its amount
+
+  /** Say how the English is beside another's; nothing where that is not known yet. */
+  function compare(otherBits, whose) {
+    const more = shown.score.bitsPerByte - otherBits;
+    const words = !Number.isFinite(more) ? "" :
+      Math.abs(more) < 0.0005 ? ", the same" :
+      `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
+    const text = otherBits === undefined ? "" : `${whose}: ${bits(otherBits)}${words}`;
+    english.querySelector(".beside").textContent = text;
+  }
+
   return {
     place,
 
-    /** Show a score that was measured with this amount. */
-    show(score, amount) {
-      const { tasks, bitsPerByte } = inPercent(score);
-      for (const [task, value] of Object.entries(tasks)) {
+    /** Show a score that was measured with this amount, the English beside another's. */
+    show(score, amount, otherBits, whose = "the base") {
+      shown = { score, amount };
+      for (const [task, value] of Object.entries(inPercent(score).tasks)) {
         const row = rows.get(task);
         row.querySelector(".gauge").style.setProperty("--value", `${value}%`);
         row.querySelector(".value").textContent = percent(value);
       }
-      english.querySelector(".value").textContent = bits(bitsPerByte);
+      english.querySelector(".value").textContent = bits(score.bitsPerByte);
+      compare(otherBits, whose);
       status.textContent = `${amount.prompts} prompts of each task`;
       status.dataset.prompts = amount.prompts;
       delete place.dataset.stale;
     },
 
-    /** Say how the English is beside another's. */
-    compare(bitsPerByte, baseBits, whose = "the base") {
-      const more = bitsPerByte - baseBits;
-      const words = !Number.isFinite(more) ? "" :
-        Math.abs(more) < 0.0005 ? ", the same" :
-        `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
-      english.querySelector(".beside").textContent = `${whose}: ${bits(baseBits)}${words}`;
+    /** The base's bits for so much English are known now: say them if that is what is shown. */
+    compareWithBase(baseBits, englishBytes) {
+      if (shown.amount.englishBytes === englishBytes) compare(baseBits, "the base");
     },
 
     /** Numbers of another setting stay, dimmed, until there are new ones. */
