@@ -34,6 +34,8 @@ SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "layers.2.weight": ("F32", (3, 5, 17)),
     "layers.3.weight": ("BF16", (128,)),
     "layers.4.weight": ("BF16", (127,)),
+    "masked": ("BF16", (9, 9)),
+    "huge": ("BF16", (32,)),
     "scalar": ("BF16", ()),
     "empty": ("BF16", (0, 4)),
     "steps": ("I64", (3,)),
@@ -192,6 +194,7 @@ def make_base(chance: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
             if dtype != "I64"
         }
         arrays["layers.0.weight"].reshape(-1)[5 : 5 + len(ODD)] = ODD
+        arrays["masked"][np.triu_indices(9)] = -math.inf
     return arrays | {"steps": np.array([1, -2, 3])}
 
 
@@ -307,9 +310,31 @@ def test_small_merges_are_the_packages(tmp_path: Path) -> None:
     rng = np.random.default_rng(17)
     base = make_base(rng)
     models = {"base": base} | {name: make_tuned(base, rng) for name in ("one", "two", "three")}
+    models["one"]["huge"] = np.full_like(base["huge"], 3e38)
+    models["two"]["huge"] = np.full_like(base["huge"], -3e38)
     files = {n: write_model(tmp_path / f"{n}.safetensors", a) for n, a in models.items()}
     chance = random.Random(17)
-    check_merges([random_setting(chance, ["one", "two", "three"]) for _ in range(60)], files)
+    settings = [random_setting(chance, ["one", "two", "three"]) for _ in range(60)]
+    check_merges([*settings, *(rare_setting(*rare) for rare in RARE)], files)
+
+
+RARE: list[tuple[dict[str, dict[str, Any]], list[float | None]]] = [
+    # a factor that is NaN, of a model that has no weight
+    ({"dare": {"drop_rate": 0.5, "rescale": "l1"}, "sum": {}}, [0.0, 0.5]),
+    # ∞ - ∞ decides, where neither side is infinite
+    ({"dare": {"drop_rate": 0.5}, "ties": {"weighted": False}}, [0.4, 0.4]),
+    # coefficients that do not add up to 1, where the base is infinite
+    ({"slerp": {"t": 0.3}}, [None, None]),
+]
+
+
+def rare_setting(tables: dict[str, dict[str, Any]], weights: Sequence[float | None]) -> Setting:
+    models = [
+        {"name": name, "weight": weight, "drop_rate": None, "seed": None}
+        for name, weight in zip(("one", "two"), weights, strict=True)
+    ]
+    plain = {"base": "base", "scale": 1.0, "seed": 42, "models": models}
+    return {**plain, "method": "+".join(tables), "stages": tables}
 
 
 def test_merges_of_the_demo_are_the_packages() -> None:
