@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dare.demo.broken import BROKEN, WEIGHTS, broken_model
 from dare.demo.merges import BASE, TUNED
@@ -45,6 +45,10 @@ POLICY = (
     "default-src 'none'; connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; "
     "style-src 'unsafe-inline'; frame-src 'self' blob:"
 )
+SINGLE_POLICY = (
+    "default-src 'none'; connect-src blob:; img-src data: blob:; style-src 'unsafe-inline'"
+)
+"""Of a page that is one file."""
 
 Assets = Mapping[str, Callable[[], bytes]]
 
@@ -65,21 +69,30 @@ def page_assets(kind: EngineKind) -> Assets:
     return found
 
 
-def render_index(kind: EngineKind) -> bytes:
-    """The page itself."""
-    styles = [files(PACKAGE).joinpath("templates", name).read_text("utf-8") for name in STYLES]
+def render_index(
+    kind: EngineKind, embedded: Mapping[str, Any] | None = None, drawing: str = ""
+) -> bytes:
+    """The page itself; with all that it needs embedded it loads nothing."""
+    scripts = [files(SHELL).joinpath("templates", "page.js").read_text("utf-8")]
+    if embedded is not None:
+        scripts = [drawing, *scripts, _template("single.js")]
     return render_template(
         PACKAGE,
         "playground.html.jinja",
-        scripts=[files(SHELL).joinpath("templates", "page.js").read_text("utf-8")],
-        styles=styles,
-        policy=POLICY,
-        allowed="'self' 'wasm-unsafe-eval'",
+        scripts=scripts,
+        styles=[_template(name) for name in STYLES],
+        policy=POLICY if embedded is None else SINGLE_POLICY,
+        allowed="'self' 'wasm-unsafe-eval'" if embedded is None else "blob: 'wasm-unsafe-eval'",
         title="dare playground",
         sections=SECTIONS,
         drawings=[],
         kind=kind,
+        embedded=embedded,
     ).encode()
+
+
+def _template(name: str) -> str:
+    return files(PACKAGE).joinpath("templates", name).read_text("utf-8")
 
 
 def methods(kind: EngineKind) -> bytes:

@@ -3,6 +3,7 @@
 // One worker merges, and all of them share the jobs about what comes out. Every answer is kept,
 // also those to a request that is aborted later: the next one asks only what is not known yet.
 import { sha256 } from "./digest.js";
+import { startHere } from "./here.js";
 import { Kept } from "./kept.js";
 import { whyNot } from "./merge.js";
 import { Pool, aborted, share } from "./pool.js";
@@ -11,6 +12,7 @@ import { inJobs, itemsFor, promptOf, sumUp, textOf } from "./scoring.js";
 const KEPT_MERGES = 4;
 const KEPT_SETTINGS = 200;  // with the answers about them
 const MOST_WORKERS = 4;
+const isOneFile = "dareFile" in globalThis;  // see single.js
 
 /** The engine as engines.js tells; what is given here is other only in tests. */
 export function openBrowserEngine(start = startWorker, count = workerCount(), load = loadPrompts) {
@@ -70,11 +72,12 @@ export function openBrowserEngine(start = startWorker, count = workerCount(), lo
 }
 
 function startWorker() {
+  if (isOneFile) return startHere();
   return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
 }
 
 function workerCount() {
-  return Math.min(MOST_WORKERS, Math.max(1, navigator.hardwareConcurrency));
+  return isOneFile ? 1 : Math.min(MOST_WORKERS, Math.max(1, navigator.hardwareConcurrency));
 }
 
 async function loadPrompts(signal) {

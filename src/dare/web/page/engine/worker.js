@@ -58,6 +58,14 @@ export function createHandler(openKernels, load) {
   };
 }
 
+let compiling;
+
+/** The exports of a new instance of llama.wasm. */
+export async function openKernels() {
+  const module = await (compiling ??= fetchKernels());
+  return (await WebAssembly.instantiate(module)).exports;
+}
+
 async function fetchKernels() {
   const response = await fetch(new URL("llama.wasm", import.meta.url));
   if (!response.ok) throw new Error(`llama.wasm could not be loaded (${response.status}).`);
@@ -65,9 +73,6 @@ async function fetchKernels() {
 }
 
 if (globalThis.WorkerGlobalScope) {
-  let compiling;
-  const openKernels = async () =>
-    (await WebAssembly.instantiate(await (compiling ??= fetchKernels()))).exports;
   const handle = createHandler(openKernels, loadModel);
   globalThis.onmessage = ({ data }) => handle(data, (answer) => globalThis.postMessage(answer));
 }
