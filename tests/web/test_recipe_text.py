@@ -63,7 +63,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "m": "own",
             "c": "dare+trim+ties",
-            "s": "dare.rescale-false,trim.keep_ratio-0.4,ties.vote-count,ties.weighted-false,slerp.t-1",
+            "s": "dare.rescale-false,trim.keep_ratio-0.4,ties.vote-count,ties.weighted-false,"
+            "slerp.t-1",
         },
         {
             "method": "dare+trim+ties",
@@ -129,7 +130,7 @@ def test_one_digest(case, texts, expected, folder, monkeypatch, capsys):
     made["recipe"] = taken_digest()
     assert main(merge_line(shown["command"])) == 0
     made["command"] = taken_digest()
-    exec(shown["python"], {})  # noqa: S102 (that is what readers do with it)
+    exec(shown["python"], {})
     made["python"] = taken_digest()
     assert made == dict.fromkeys(made, expected[case])
     assert capsys.readouterr().out.strip().endswith(expected[case])  # the Python prints it

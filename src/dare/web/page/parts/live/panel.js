@@ -18,12 +18,12 @@ export function addPanel(panel, state, methods, engine) {
   const options = chains(methods, engine);
   const isListed = options.some(([chain]) => chain === state.get("live.m"));
   if (!isListed) state.set({ "live.c": state.get("live.m"), "live.m": OWN_CHAIN });
-  choice(at("method"), state, "live.m", { label: "Method", options });
+  const method = choice(at("method"), state, "live.m", { label: "Method", options });
   addOwnChain(at("own"), state, methods);
   const showParameters = parameterControls(at("parameters"), state, methods);
   for (const name of MODELS) addModel(at(name), state, name);
   toggle(at("switches"), state, "live.each", { label: "A drop rate for each" });
-  toggle(at("switches"), state, "live.w", { label: "A weight for each" });
+  const weights = toggle(at("switches"), state, "live.w", { label: "A weight for each" });
   addRate(at("rate"), state, "live.p", "Drop rate p");
   slider(at("numbers"), state, "live.scale", {
     label: "Scale λ", min: 0, max: 3, step: 0.05, format: two,
@@ -31,11 +31,12 @@ export function addPanel(panel, state, methods, engine) {
   slider(at("numbers"), state, "live.seed", { label: "Seed", min: 0, max: 99, step: 1 });
   button(at("reset"), "Start again", () => state.set(defaults));
   let shown = null;
-  let before = state.get("live.m");
+  let usual = defaults["live.m"];
 
   function follow() {
     const chain = chosenChain(state.get, methods);
     if (chain.join("+") !== shown) showChain(chain);
+    if (state.get("live.m") !== OWN_CHAIN) usual = state.get("live.m");
     const drops = dropsAtARate(chain, methods);
     const weighs = takesWeights(chain, methods);
     at("own").hidden = state.get("live.m") !== OWN_CHAIN;
@@ -54,16 +55,14 @@ export function addPanel(panel, state, methods, engine) {
     showParameters(chain);
   }
 
-  /** An own chain begins as the chain that was chosen before. */
-  function startOwnChain() {
-    const chosen = state.get("live.m");
-    if (chosen === OWN_CHAIN && before !== OWN_CHAIN) state.set({ "live.c": before });
-    before = chosen;
-  }
-  state.on(["live.m"], startOwnChain);
+  // What the reader does by hand begins where it was: an own chain as the one chosen before, weights
+  // as the method has them. A link or a pin says all by itself.
+  method.addEventListener("change", () => {
+    if (method.value === OWN_CHAIN) state.set({ "live.c": usual });
+  });
+  weights.addEventListener("change", () => startFromUsualWeights(state, methods));
   state.on(NAMES, follow);
   state.on(["live.m", "live.c"], () => fitModels(state, methods));
-  state.on(["live.w"], () => startFromUsualWeights(state, methods));
   follow();
 }
 
