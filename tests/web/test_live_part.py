@@ -239,7 +239,7 @@ def test_one_seed_for_all_is_seen_in_the_answers_and_in_the_warning(static_site,
     assert "they drop the same positions" in page.inner_text("#breaking-findings")
 
     page.select_option("#control-breaking-way", "nan")
-    assert shown_scores(page, "breaking")["english"] == "not a number"
+    assert shown_scores(page, "breaking")["english"] == "NaN"
     assert "NaN or infinite" in page.inner_text("#breaking-findings")
     assert "demo-models/add-nan" in page.inner_text("#breaking-ways")
     assert tab.said == []

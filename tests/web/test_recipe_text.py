@@ -130,7 +130,7 @@ def test_one_digest(case, texts, expected, folder, monkeypatch, capsys):
     made["recipe"] = taken_digest()
     assert main(merge_line(shown["command"])) == 0
     made["command"] = taken_digest()
-    exec(shown["python"], {})
+    exec(shown["python"], {})  # as readers do with it
     made["python"] = taken_digest()
     assert made == dict.fromkeys(made, expected[case])
     assert capsys.readouterr().out.strip().endswith(expected[case])  # the Python prints it

@@ -20,12 +20,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from sites import SECONDS, Site, serving
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from dare.cli import main
+from dare.demo.merges import MODELS
 from dare.errors import OutputError
 from dare.web import serving as starting
 from dare.web.assets import page_assets
+from dare.web.engine import Engine
 from dare.web.guard import MOST_BODY_BYTES, Guard, Key
+from dare.web.own import OwnModels
+from dare.web.server import make_app
 
 JSON = {"Content-Type": "application/json"}
 
@@ -138,9 +144,6 @@ def test_the_cookie_of_another_port_does_not_count(client):
 
 
 def test_a_token_for_the_browser_works_one_time():
-    from starlette.applications import Starlette
-    from starlette.testclient import TestClient
-
     key = Key(8787)
     with TestClient(Guard(Starlette(), key), base_url="http://127.0.0.1:8787") as asker:
         statuses = [
@@ -384,6 +387,37 @@ def test_ctrl_c_ends_it_and_is_no_failure(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=SECONDS)
         assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_a_merge_that_is_cut_short_is_told_apart(tmp_path, monkeypatch):
+    own = OwnModels((tmp_path, MODELS))
+    files = {"base_file": str(MODELS / "base"), "merge_files": [str(MODELS / "add")]}
+    recipe = {"models": {**files, "output_file": str(tmp_path / "merged.safetensors")}}
+    with TestClient(Starlette(routes=own.routes)) as asker:
+        answer = asker.post("/api/own/jobs", json={"kind": "merge", "recipe": recipe})
+        assert answer.status_code == 200
+    assert own.close()
+    assert not OwnModels((tmp_path,)).close()
+    monkeypatch.setattr(starting, "serve", lambda *_roots, **_settings: True)
+    assert call(str(tmp_path)) == (130, "", "")
+
+
+def test_a_mistake_of_ours_is_answered_and_shown(monkeypatch):
+    def fail(*_arguments: object) -> None:
+        raise ZeroDivisionError("what a pity")
+
+    monkeypatch.setattr(Engine, "merge", fail)
+    key = Key(8787)
+    app = make_app(key, [], lambda: None)
+    asker = TestClient(app, base_url="http://127.0.0.1:8787", raise_server_exceptions=False)
+    headers = {"Authorization": f"Bearer {key.token}"}
+    answer = asker.post("/api/merge", json={}, headers=headers)
+    assert answer.status_code == 500
+    assert answer.json()["error"].startswith("ZeroDivisionError: what a pity (this is a mistake")
+    with pytest.raises(ZeroDivisionError):  # which uvicorn prints
+        TestClient(app, base_url="http://127.0.0.1:8787").post(
+            "/api/merge", json={}, headers=headers
+        )
 
 
 def run_command(*flags: str, **environment: str) -> subprocess.Popen[str]:

@@ -26,7 +26,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from dare import api
-from dare.errors import DareError, InputError, OutputError, RecipeError
+from dare.errors import DareError, InputError, MismatchError, OutputError, RecipeError
 from dare.output.destinations import check_target, finished_before
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.data import Fate
@@ -88,14 +88,15 @@ class OwnModels:
         return {"recipe": self._roots.admit(api.load_recipe(path)).to_document()}
 
     def _plan(self, asked: Asked) -> dict[str, Any]:
-        recipe = self._recipe(asked)
+        told: dict[str, Any] = {}
         try:
+            recipe = self._recipe(asked)
+            told = {"toml": recipe.to_toml(), **_chain(recipe)}
             planned = api.plan(recipe)
-        except DareError as error:
-            return {"toml": recipe.to_toml(), **_chain(recipe), "error": str(error)}
+        except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
+            return {**told, "error": str(error)}
         return {
-            "toml": recipe.to_toml(),
-            **_chain(recipe),
+            **told,
             **tell_plan(planned),
             **_tell_output(planned, self._outputs(), overwrite=bool(asked.get("overwrite"))),
         }

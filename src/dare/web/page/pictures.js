@@ -35,8 +35,8 @@ function shades() {
 }
 
 /**
- * Draw signed values row by row. `limit` and beyond has the full colour; `alpha`, where it is given,
- * has for each element how much it covers what is below, from 0 to 255.
+ * Draw signed values row by row. `limit` and beyond has the full colour; `alpha`, if given, has for
+ * each element how much it covers what is below, from 0 to 255.
  */
 export function drawMatrix(canvas, values, columns, { limit, alpha = null }) {
   const rows = Math.ceil(values.length / columns);
@@ -44,7 +44,7 @@ export function drawMatrix(canvas, values, columns, { limit, alpha = null }) {
     canvas.width = columns;
     canvas.height = rows;
   }
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d", { willReadFrequently: true });  // so it stays in memory
   const image = context.createImageData(columns, rows);
   const pixels = image.data;
   const table = shades();
@@ -80,7 +80,8 @@ const STEPS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowD
  * The arrow keys move it (ten elements with shift), and the pointer: where it is, or with `press`
  * where it is pressed. `moved(row, column, byKeyboard)` is called then; the result sets the mark.
  */
-export function addCursor(canvases, rows, columns, moved, { span = 1, press = false, framed = span > 1 } = {}) {
+export function addCursor(canvases, rows, columns, moved, options = {}) {
+  const { span = 1, press = false, framed = span > 1 } = options;
   let place = [0, 0];
   const inside = (at, count) => Math.max(0, Math.min(count - span, Math.floor(at)));
   const marks = canvases.map((canvas) => {

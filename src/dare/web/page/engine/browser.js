@@ -1,16 +1,18 @@
 // The engine that needs no server: workers merge, score and write.
 //
-// One worker merges, and all of them share the jobs about what comes out. Every answer is kept, also
-// those to a request that is aborted later: the next one asks only what is not known yet.
+// One worker merges, and all of them share the jobs about what comes out. Every answer is kept,
+// also those to a request that is aborted later: the next one asks only what is not known yet.
 import { sha256 } from "./digest.js";
+import { startHere } from "./here.js";
 import { Kept } from "./kept.js";
 import { whyNot } from "./merge.js";
 import { Pool, aborted, share } from "./pool.js";
-import { checkPrompt, inJobs, itemsFor, sumUp } from "./scoring.js";
+import { inJobs, itemsFor, promptOf, sumUp, textOf } from "./scoring.js";
 
 const KEPT_MERGES = 4;
 const KEPT_SETTINGS = 200;  // with the answers about them
 const MOST_WORKERS = 4;
+const isOneFile = "dareFile" in globalThis;  // see single.js
 
 /** The engine as engines.js tells; what is given here is other only in tests. */
 export function openBrowserEngine(start = startWorker, count = workerCount(), load = loadPrompts) {
@@ -62,19 +64,20 @@ export function openBrowserEngine(start = startWorker, count = workerCount(), lo
     },
 
     async write(setting, prompts, signal) {
-      prompts.forEach(checkPrompt);
-      const answerTo = await ask(setting, { texts: [...new Set(prompts)] }, signal);
-      return prompts.map((prompt) => answerTo("texts", prompt));
+      const items = prompts.map(promptOf);
+      const answerTo = await ask(setting, { texts: [...new Set(items)] }, signal);
+      return items.map((item) => textOf(answerTo("texts", item)));
     },
   };
 }
 
 function startWorker() {
+  if (isOneFile) return startHere();
   return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
 }
 
 function workerCount() {
-  return Math.min(MOST_WORKERS, Math.max(1, navigator.hardwareConcurrency));
+  return isOneFile ? 1 : Math.min(MOST_WORKERS, Math.max(1, navigator.hardwareConcurrency));
 }
 
 async function loadPrompts(signal) {

@@ -19,8 +19,8 @@ export function addScaled(total, values, weight) {
 
 /**
  * The sign that outweighs the other in each element, and the sum of the terms that have it, divided
- * by the shares of their models, which are the weights unless given. Where there is a `balance`, its
- * sign is elected.
+ * by the shares of their models, which are the weights unless given. Where there is a `balance`,
+ * its sign is elected.
  */
 export function elect(deltas, weights, shares = weights.map(Math.abs), balance = null) {
   if (deltas.length > MOST_VOTERS) {

@@ -1,8 +1,8 @@
 // A worker of the browser's engine. It has one message at a time and answers it with one:
 //   { kind: "merge", setting }        the merged tensors
 //   { kind, items, key, tensors }     the answers to a job of scoring.js about the model `key`
-// As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has, whose
-// tensors need not be sent again.
+// As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has,
+// whose tensors need not be sent again.
 import { loadModel } from "../models.js";
 import { Llama } from "./llama.js";
 import { mergeModels } from "./merge.js";
@@ -58,6 +58,14 @@ export function createHandler(openKernels, load) {
   };
 }
 
+let compiling;
+
+/** The exports of a new instance of llama.wasm. */
+export async function openKernels() {
+  const module = await (compiling ??= fetchKernels());
+  return (await WebAssembly.instantiate(module)).exports;
+}
+
 async function fetchKernels() {
   const response = await fetch(new URL("llama.wasm", import.meta.url));
   if (!response.ok) throw new Error(`llama.wasm could not be loaded (${response.status}).`);
@@ -65,9 +73,6 @@ async function fetchKernels() {
 }
 
 if (globalThis.WorkerGlobalScope) {
-  let compiling;
-  const openKernels = async () =>
-    (await WebAssembly.instantiate(await (compiling ??= fetchKernels()))).exports;
   const handle = createHandler(openKernels, loadModel);
   globalThis.onmessage = ({ data }) => handle(data, (answer) => globalThis.postMessage(answer));
 }

@@ -1,4 +1,4 @@
-// The arc: two models' tensors in the plane that they span, SLERP between them, a straight line too.
+// The arc: two models' tensors in the plane that they span, SLERP and the straight line between.
 import { choice, slider } from "../controls.js";
 import { arc, cosineOf } from "../engine/merge.js";
 import { addFigure } from "../figures.js";
@@ -6,7 +6,7 @@ import { lengthOf } from "../measures.js";
 import { oncePerFrame } from "../pace.js";
 import { changeOf, MODELS, TENSORS, weightsOf } from "../tensors.js";
 import { decimal, percent, show } from "../words.js";
-import { drawPlane } from "./plane.js";
+import { drawPlane } from "./arc/plane.js";
 
 export const defaults = {
   "arc.first": "add",
@@ -69,7 +69,7 @@ export function mount(section, { state, loadModel, complain }) {
       "arc-remark": `${decimal(curved[0], 3)} a + ${decimal(curved[1], 3)} b`,
       line: decimal(onLine, 3),
       "line-remark": `${decimal(straight[0], 2)} a + ${decimal(straight[1], 2)} b`,
-      short: percent(1 - onLine / onArc),
+      short: percent(1 - onLine / onArc, 2),
       note: Math.abs(pair.cosine) > 0.9995 ? STRAIGHT : "",
     });
   }

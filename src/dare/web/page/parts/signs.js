@@ -1,15 +1,15 @@
 // Signs and conflict: three deltas of one matrix, the vote on each element, and what TIES leaves.
 /* global darePage */
-import { button, choice, slider, toggle } from "../controls.js";
+import { choice, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped, elect, trimmed } from "../engine/merge.js";
-import { addFigure } from "../figures.js";
 import { conflictsOf, droppedBy } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, SIDE, TENSORS } from "../tensors.js";
 import { decimal, percent, show } from "../words.js";
-import { drawPatch, PATCH, writeElection } from "./patch.js";
+import { addFigures, BEFORE, NAMES, NOW } from "./signs/figures.js";
+import { drawPatch, PATCH, writeElection } from "./signs/patch.js";
 
 export const defaults = {
   "signs.dare": false,
@@ -22,10 +22,8 @@ export const defaults = {
   "signs.element": 65,
 };
 
-const NAMES = ["add", "sort", "say"];
 const RATES = [...Array.from({ length: 20 }, (_, at) => at / 20), 0.97, 0.99];
 const PALE = 0.3;
-const [BEFORE, NOW] = ["as they are", "with these settings"];
 
 export function mount(section, { state, loadModel, complain }) {
   putInside(state);
@@ -45,6 +43,7 @@ export function mount(section, { state, loadModel, complain }) {
   let isSpoken = false;
   let deltas = null;
   let limits = [];
+  let before = null;  // conflicts of the deltas as they are
   let voted = null;  // the deltas that vote now, and what was elected
 
   async function load() {
@@ -53,6 +52,7 @@ export function mount(section, { state, loadModel, complain }) {
     if (tensor !== state.get("signs.tensor")) return;
     deltas = loaded;
     limits = deltas.map(usualSize);
+    before = conflictsOf(deltas, elect(deltas, [1, 1, 1]).sign);
     redraw();
     measureRates();
   }
@@ -75,12 +75,10 @@ export function mount(section, { state, loadModel, complain }) {
     voted.terms.forEach((term, at) => drawMatrix(pictures[at], term, SIDE, { limit }));
     drawMatrix(vote, votesOf(voted), SIDE, { limit: 1 });
     drawMatrix(merged, voted.merged, SIDE, { limit });
-    showPatch();
   }
 
   function showNumbers() {
     const now = conflictsOf(voted.terms, voted.sign);
-    const before = conflictsOf(deltas, elect(deltas, [1, 1, 1]).sign);
     show(section, {
       meeting: percent(now.meeting),
       conflicting: percent(now.conflicting),
@@ -129,7 +127,10 @@ export function mount(section, { state, loadModel, complain }) {
   state.on(["signs.dare", "signs.p", "signs.keep", "signs.seed"], oncePerFrame(redraw));
   state.on(["signs.keep", "signs.seed"], () => { if (deltas) measureRates(); });
   state.on(["signs.row", "signs.column", "signs.element"], oncePerFrame(showPatch));
-  darePage.onTheme(drawPictures);
+  darePage.onTheme(() => {
+    drawPictures();
+    showPatch();
+  });
   new ResizeObserver(showPatch).observe(patch);
   return load();
 }
@@ -156,7 +157,7 @@ function addControls(place, state) {
     label: "Keep the largest", min: 0.05, max: 1, step: 0.05,
     format: (share) => (share === 1 ? "all" : percent(share, 0)),
   });
-  button(place, "Another seed", () => state.set({ "signs.seed": state.get("signs.seed") + 3 }));
+  seedButton(place, state, "signs.seed", NAMES.length);
   choice(place, state, "signs.tensor", { label: "Matrix", options: TENSORS });
 }
 
@@ -177,53 +178,4 @@ function votesOf({ terms, sign }) {
     const isDisputed = terms.some((term) => term[at] * elected < 0);
     return isDisputed ? elected : PALE * elected;
   });
-}
-
-function addFigures() {
-  const silenced = {
-    height: 190,
-    datasets: { rows: [] },
-    data: { name: "rows" },
-    mark: { type: "bar" },
-    encoding: {
-      x: {
-        field: "share", type: "quantitative", title: "share of its |δ| that is silenced",
-        scale: { domain: [0, 0.8] }, axis: { format: "%", tickCount: 4 },
-      },
-      y: { field: "model", type: "nominal", title: null, scale: { domain: NAMES } },
-      yOffset: { field: "when", scale: { domain: [BEFORE, NOW] } },
-      color: { field: "when", type: "nominal", title: null, scale: { domain: [BEFORE, NOW] } },
-      tooltip: [{ field: "model" }, { field: "when" }, { field: "share", format: ".1%" }],
-    },
-  };
-  const x = {
-    field: "p", type: "quantitative", title: "drop rate p", scale: { domain: [0, 1] },
-    axis: { tickCount: 5, grid: false },
-  };
-  const y = {
-    field: "conflicting", type: "quantitative", title: "elements where signs conflict",
-    scale: { domain: [0, 0.8] }, axis: { format: "%", tickCount: 4 },
-  };
-  const color = { datum: "you", scale: { domain: ["all", "you"] }, legend: null };
-  const rates = {
-    height: 190,
-    datasets: { rates: [], here: [] },
-    layer: [
-      { data: { name: "rates" }, mark: { type: "line", point: { size: 20 } }, encoding: { x, y } },
-      {
-        data: { name: "here" },
-        mark: { type: "point", filled: true, size: 150, opacity: 1 },
-        encoding: {
-          x, y, color,
-          tooltip: [{ field: "p", format: ".2f" }, { field: "conflicting", format: ".1%" }],
-        },
-      },
-    ],
-  };
-  return {
-    silenced: addFigure("signs-silenced", silenced, "For each model the share of its change that "
-      + "the election silences, as the deltas are and with these settings."),
-    rates: addFigure("signs-rates", rates, "The share of elements where signs conflict, over drop "
-      + "rates. It falls to nothing as fewer models meet in an element."),
-  };
 }

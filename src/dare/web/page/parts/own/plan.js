@@ -60,7 +60,7 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
       const plan = await ask("plan", { recipe: recipe.read(), overwrite: overwrites() }, signal);
       if (signal.aborted) return;
       showPlan(plan);
-      onPlan(plan);
+      onPlan(plan.toml ? plan : null);
       await measure(plan, signal);
     } catch (error) {
       if (error.name === "AbortError") return;

@@ -1,7 +1,7 @@
 // Twelve by twelve elements so large that every model's part in each of them can be seen.
-import { make } from "../controls.js";
-import { pageColour, themeColours } from "../pictures.js";
-import { signed } from "../words.js";
+import { make } from "../../controls.js";
+import { pageColour, themeColours } from "../../pictures.js";
+import { signed } from "../../words.js";
 
 export const PATCH = 12;
 const FAINT = 0.25;

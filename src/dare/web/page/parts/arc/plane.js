@@ -1,6 +1,6 @@
 // The plane through two tensors and zero, drawn true to their lengths and the angle between them.
-import { arc } from "../engine/merge.js";
-import { decimal } from "../words.js";
+import { arc } from "../../engine/merge.js";
+import { decimal } from "../../words.js";
 
 const RADIUS = 150;
 const STEPS = 60;
@@ -12,7 +12,8 @@ function shape(tag, attributes, text = "") {
   return element;
 }
 
-const pathThrough = (points) => `M${points.map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join("L")}`;
+const pathThrough = (points) =>
+  `M${points.map((point) => point.map((at) => at.toFixed(2)).join()).join("L")}`;
 
 const turn = (radius, angle) => [radius * Math.sin(angle), -radius * Math.cos(angle)];
 

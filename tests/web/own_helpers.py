@@ -1,0 +1,127 @@
+"""What tests of own models share: models to merge, a merge that stands still, a page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dare.demo.merges import BASE, TUNED
+from dare.recipe.document import recipe_from_document
+from dare.recipe.schema import Recipe
+from helpers import save
+
+SECONDS = 60.0
+"""What nothing here takes, even on a busy machine."""
+
+
+def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what} did not happen in {SECONDS:g} s"
+        time.sleep(0.005)
+
+
+# ---------------------------------------------------------------- models and merges
+
+
+def make_models(folder: Path) -> Path:
+    """Fill a folder with the demonstration's models, and three of 24 chunks each."""
+    for name, path in {"base": BASE, **TUNED}.items():
+        shutil.copytree(path, folder / name)
+    noise = np.random.default_rng(0)
+    base = {f"layers.{n}.weight": noise.normal(0, 0.02, (1024, 1024)) for n in range(12)}
+    for number, name in enumerate(("base", "one", "two")):
+        moved = {
+            key: (value + number * 1e-3 * noise.normal(size=value.shape)).astype(np.float32)
+            for key, value in base.items()
+        }
+        save(folder / f"large-{name}.safetensors", moved)
+    return folder
+
+
+def large(models: Path, output: Path) -> dict[str, Any]:
+    """A merge of several chunks."""
+    return {
+        "method": "dare+ties",
+        "threads": 1,
+        "verbose": False,
+        "models": {
+            "base_file": str(models / "large-base.safetensors"),
+            "merge_files": [str(models / f"large-{name}.safetensors") for name in ("one", "two")],
+            "output_file": str(output),
+        },
+    }
+
+
+def small(models: Path, output: Path | None = None, **settings: object) -> dict[str, Any]:
+    """A merge of two of the demonstration's models."""
+    files = {
+        "base_file": str(models / "base"),
+        "merge_files": [str(models / "add"), str(models / "say")],
+    }
+    if output is not None:
+        files["output_file"] = str(output)
+    return {"method": "dare+sum", "dare": {"drop_rate": 0.5}, **settings, "models": files}
+
+
+def recipe_of(document: Mapping[str, Any]) -> Recipe:
+    return recipe_from_document(document, "test")
+
+
+def run_a_little(look: Callable[[], Mapping[str, Any]]) -> int:
+    """Let the process of a merge do some of its work and stand still; return its id.
+
+    `look` tells of the job what the server does.
+    """
+    wait_until(lambda: look()["total_bytes"] or look()["state"] == "failed", "the first news")
+    pid = look()["pid"]
+    assert pid is not None, look()["problem"]
+    os.kill(pid, signal.SIGSTOP)
+    while not look()["done_bytes"]:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)
+    assert look()["done_bytes"] < look()["total_bytes"]
+    return int(pid)
+
+
+# ---------------------------------------------------------------- the page
+
+MAIN = """
+import * as own from "./parts/own.js";
+import { createState } from "./state.js";
+const kind = document.querySelector("meta[name=dare-engine]").content;
+window.ownState = createState(own.defaults);
+own.mount(document.getElementById("own"), { state: ownState, engine: { kind } });
+document.documentElement.dataset.ready = "true";
+"""
+
+
+@contextmanager
+def own_alone(browser: Any, address: str, **settings: Any) -> Iterator[tuple[Any, list[str]]]:
+    """The page in a new tab with its last part alone, and what it says on the console.
+
+    The other parts compute for seconds, and are tested elsewhere.
+    """
+    context = browser.new_context(**settings)
+    context.set_default_timeout(30_000)
+    context.route(
+        "**/main.js", lambda route: route.fulfill(body=MAIN, content_type="text/javascript")
+    )
+    page = context.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(address)
+    page.wait_for_selector("html[data-ready=true]", state="attached")
+    yield page, said
+    context.close()

@@ -1,0 +1,257 @@
+"""Your own models in a browser, with the command behind it: choose, plan, analyze, merge."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_helpers import large, make_models, own_alone, recipe_of, run_a_little
+
+import dare
+from dare.output.verification import verify
+
+
+@pytest.fixture(scope="module")
+def models(local_site) -> Path:
+    """The folder that the server was started with."""
+    return make_models(local_site.folder)
+
+
+@pytest.fixture(scope="module")
+def opened(local_site, models, browser) -> Iterator[tuple[Any, list[str]]]:
+    size = {"width": 1280, "height": 900}
+    with own_alone(browser, local_site.address, viewport=size) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(opened, models) -> Iterator[Any]:
+    """The page as at first, but for the jobs; it has nothing to complain of but refusals."""
+    page, said = opened
+    page.evaluate("ownState.set({ 'own.recipe': '' })")
+    page.uncheck("#own-overwrite")
+    open_path(page, models)
+    page.wait_for_selector("#own-entries [data-name=sort]")
+    yield page
+    assert [text for text in said if "status of 403" not in text] == []
+
+
+def open_path(page, path: Path | str) -> None:
+    page.fill("#own-path", str(path))
+    page.press("#own-path", "Enter")
+
+
+def wait_for_recipe(page, text: str) -> None:
+    """Wait until the recipe says something."""
+    page.wait_for_function(
+        "text => document.getElementById('own-toml').textContent.includes(text)", arg=text
+    )
+
+
+def choose(page, name: str, action: str) -> None:
+    page.click(f"#own-entries [data-name='{name}'] button:text-is('{action}')")
+
+
+def choose_two(page) -> None:
+    choose(page, "base", "Base")
+    choose(page, "add", "Add")
+    choose(page, "say", "Add")
+    page.wait_for_selector("#own-analyze:enabled")
+
+
+def set_output(page, output: Path) -> None:
+    page.fill("#own-output", str(output))
+    page.press("#own-output", "Enter")
+    wait_for_recipe(page, str(output))
+
+
+def job(page, kind: str, state: str) -> Any:
+    """The latest card of a kind, when it is in a state."""
+    card = page.locator(f"#own-{kind} > li").first
+    page.wait_for_selector(f"#own-{kind} > li:first-child[data-state={state}]")
+    return card
+
+
+def test_from_models_to_a_merge(page, models):
+    choose_two(page)
+    facts = page.inner_text("#own-plan-text .own-facts")
+    assert "47 merged" in facts
+    page.wait_for_function("document.getElementById('own-takes').textContent.startsWith('about')")
+    assert page.input_value("#own-output") == str(models / "merged")
+
+    page.click("#own-analyze")
+    job(page, "analyses", "done")
+    page.wait_for_selector("#own-analysis .verdict")
+    assert page.inner_text("#own-analysis .verdict h3") == "Ready with changes"
+    page.click("text=Use this recipe")
+    advised = page.text_content("#analysis-recipe")
+    wait_for_recipe(page, "dare+sum")
+    assert page.evaluate("document.activeElement.id") == "own-method"
+    shown = tomllib.loads(page.text_content("#own-toml"))
+    assert shown["models"].pop("output_file") == str(models / "merged")
+    assert shown == {
+        **tomllib.loads(advised),
+        "models": {k: v for k, v in tomllib.loads(advised)["models"].items() if k != "output_file"},
+    }
+
+    page.fill("[aria-label='Weight of say']", "2")
+    page.fill("#own-seed", "7")
+    page.press("#own-seed", "Enter")
+    wait_for_recipe(page, "seed = 7")
+    recipe = tomllib.loads(page.text_content("#own-toml"))
+    assert recipe["models"]["merge_files"][1] == {"file": str(models / "say"), "weight": 2}
+    page.click("#own-start:enabled")
+    card = job(page, "merges", "done")
+    page.wait_for_selector("#own-merges .own-sha")
+    digest = card.locator(".own-sha code").inner_text()
+    assert digest == verify(models / "merged").sha256
+    elsewhere = models / "by-the-recipe"
+    again = {**recipe, "models": {**recipe["models"], "output_file": str(elsewhere)}}
+    dare.merge(recipe_of({**again, "verbose": False}))
+    assert verify(elsewhere).sha256 == digest
+
+    card.locator("button:has-text('Verify')").click()
+    checked = job(page, "merges", "done")
+    page.wait_for_selector("#own-merges > li:first-child:has-text('as they were written')")
+    assert digest in checked.inner_text()
+    page.wait_for_selector("#own-output-problem:visible")
+    assert "exists already" in page.inner_text("#own-output-problem")
+    assert page.is_disabled("#own-start")
+    page.check("#own-overwrite")
+    page.wait_for_selector("#own-start:enabled")
+
+
+@contextmanager
+def held(page, number: int) -> Iterator[None]:
+    """A job that stands still after some of its work."""
+
+    def look() -> dict[str, Any]:
+        return page.evaluate("fetch('api/own/jobs').then(found => found.json())")[number - 1]
+
+    pid = run_a_little(look)
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, models):
+    output, undisturbed = models / "resumed.safetensors", models / "undisturbed.safetensors"
+    dare.merge(recipe_of(large(models, undisturbed)))
+    with own_alone(browser, local_site.address) as (page, said):
+        for name, action in (("base", "Base"), ("one", "Add"), ("two", "Add")):
+            choose(page, f"large-{name}.safetensors", action)
+        page.fill("#own-method", "dare+ties")
+        page.press("#own-method", "Enter")
+        set_output(page, output)
+        page.click("#own-start:enabled")
+        number = int(job(page, "merges", "running").get_attribute("data-job"))
+        with held(page, number):
+            page.wait_for_function("document.querySelector('#own-merges progress').value > 0")
+            progress = page.inner_text("#own-merges .own-progress")
+            assert re.fullmatch(r"merging: [\d.]+ MB of 151 MB(, about .*)?", progress)
+            page.click("#own-merges button:has-text('Cancel')")
+        job(page, "merges", "stopped")
+        state = page.url.partition("?")[2]
+        assert said == []
+    assert not output.exists()
+    with own_alone(browser, local_site.with_state(state)) as (page, said):
+        assert page.inner_text("#own-base") == str(models / "large-base.safetensors")
+        page.wait_for_selector("#own-interrupted:has-text('resumed.safetensors.partial')")
+        job(page, "merges", "stopped").locator("button:has-text('Resume')").click()
+        page.wait_for_selector("#own-merges > li:first-child:has-text('taken over')")
+        assert said == []
+    assert output.read_bytes() == undisturbed.read_bytes()
+
+
+def test_everything_works_by_keyboard(page, models):
+    def press_until(test: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate(f"(here => {test})(document.activeElement)"):
+                return
+        raise AssertionError(f"the keyboard did not reach {test}")
+
+    page.focus("#own-path")
+    page.keyboard.press("Control+A")
+    page.keyboard.type(str(models / "base"))
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#own-folder:has-text('base')")
+    page.wait_for_function("document.activeElement.textContent === 'Base'")
+    page.keyboard.press("Enter")
+    page.focus("#own-up")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#own-entries [data-name=sort]")
+    press_until("here.getAttribute('aria-label') === 'Add fine-tune sort'")
+    page.keyboard.press("Space")
+    page.wait_for_selector("#own-analyze:enabled")
+    press_until("here.id === 'control-own-rate'")
+    for _ in range(10):
+        page.keyboard.press("ArrowLeft")
+    wait_for_recipe(page, "drop_rate = 0.8")
+    press_until("here.id === 'own-output'")
+    page.keyboard.press("Control+A")
+    page.keyboard.type(str(models / "by-keyboard"))
+    page.keyboard.press("Enter")
+    wait_for_recipe(page, "by-keyboard")
+    page.wait_for_selector("#own-start:enabled")
+    press_until("here.id === 'own-start'")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#own-merges > [data-state=done]:has-text('by-keyboard')")
+    assert verify(models / "by-keyboard").ok
+    page.wait_for_function(
+        "document.getElementById('status').textContent.includes('by-keyboard: done')"
+    )
+
+
+def test_what_does_not_fit_or_is_elsewhere_is_said(page, models):
+    open_path(page, "/etc")
+    page.wait_for_selector("#own-open-problem:has-text('outside of')")
+    choose(page, "base", "Base")
+    choose(page, "large-one.safetensors", "Add")
+    page.wait_for_selector("#own-plan-text .own-problem")
+    assert page.is_disabled("#own-start")
+    assert page.is_disabled("#own-analyze")
+    page.click("#own-models button")
+    page.wait_for_selector("#own-plan-text:has-text('Choose a base and at least one')")
+    choose(page, "add", "Add")
+    page.wait_for_selector("#own-start:enabled, #own-output-problem:visible")
+    page.fill("#own-method", "dare+sun")
+    page.press("#own-method", "Enter")
+    page.wait_for_selector("#own-plan-text:has-text(\"did you mean 'sum'\")")
+
+
+def test_another_method_loses_what_belongs_to_the_old_one(page, models):
+    choose_two(page)
+    page.fill("[aria-label='Drop rate of say']", "0.5")
+    page.press("[aria-label='Drop rate of say']", "Enter")
+    wait_for_recipe(page, "drop_rate")
+    page.fill("#own-method", "ties")
+    page.press("#own-method", "Enter")
+    wait_for_recipe(page, '"ties"')
+    assert "drop_rate" not in page.text_content("#own-toml")
+    assert page.is_disabled("#control-own-rate")
+
+
+def test_a_recipe_is_used_as_it_is(page, models):
+    recipe = {
+        **large(models, models / "from-recipe.safetensors"),
+        "tensors": [{"contains": ["layers.0."], "keep_ratio": 0.5}],
+    }
+    (models / "mine.toml").write_text(recipe_of(recipe).to_toml())
+    open_path(page, models)
+    choose(page, "mine.toml", "Use")
+    wait_for_recipe(page, "[[tensors]]")
+    assert recipe_of(tomllib.loads(page.text_content("#own-toml"))) == recipe_of(recipe)
+
+
+def test_nothing_is_wider_than_a_phone(page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    choose_two(page)
+    page.wait_for_selector("#own-plan-text .own-facts")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
