@@ -90,7 +90,7 @@ EVERYTHING = (
     "live.m=own&live.c=dare%2Btrim%2Bties&live.sort=false&live.w=true&live.wadd=0.8&live.wsay=1.3"
     "&live.each=true&live.padd=0.2&live.psay=0.4&live.scale=1.5&live.seed=7"
     "&live.s=trim.keep_ratio-0.6%2Cties.divide_by-count&live.as=python&live.ask=say+347%3A"
-    "&live.pins=m-sum+scale-0.9"
+    "&live.pins=m-sum+scale-0.9*m-own+c-trim%2Blinear+w-true"
 )
 
 
@@ -115,8 +115,11 @@ def test_a_link_restores_everything(static_site, open_tab):
     assert "dare.ModelEntry(" in page.inner_text("#live-text")
 
     pinned = page.locator("#live-pins tbody tr")
-    assert "sum of add, sort, say; λ 0.9, seed 42" in pinned.inner_text()
+    assert "sum of add, sort, say; λ 0.9, seed 42" in pinned.nth(0).inner_text()
     assert unquote(page.evaluate("location.search")) == f"?{unquote(EVERYTHING)}"
+    pinned.nth(1).get_by_role("button", name="Load").press("Enter")
+    page.wait_for_selector("#live-code[data-stale]", state="attached")
+    assert shown_digest(page) == digest(merge("trim+linear", weights=[1.0, 1.0, 1.0]))
     assert tab.said == []
 
 
@@ -163,6 +166,14 @@ def test_what_the_engine_lacks_is_said_with_a_way_out(static_site, open_tab):
     assert tab.said == []
 
 
+def test_the_local_engine_has_what_the_browser_lacks(local_site, open_tab):
+    tab = open_tab(f"{local_site.with_state('live.m=della%2Bsum&live.p=0.8')}#live")
+    arrays = merge("della+sum", stages={"della": {"drop_rate": 0.8}})
+    assert shown_digest(tab.page) == digest(arrays)
+    assert_scores(shown_scores(tab.page), arrays)
+    assert tab.said == []
+
+
 def test_the_curve_for_this_setting_is_measured_and_can_be_cancelled(static_site, open_tab):
     tab = open_tab(f"{static_site.address}#live")
     page = tab.page
@@ -194,6 +205,7 @@ def test_a_guess_is_drawn_and_compared_with_what_was_measured(static_site, open_
     assert f"at p = {rates[off.index(max(off))]}" in verdict
     assert page.is_visible("#predict-larger")
 
+    page.wait_for_selector("html[data-drawn=light]")  # nothing moves any more
     plot = page.locator("#chart-predict .role-frame .background").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
@@ -201,11 +213,15 @@ def test_a_guess_is_drawn_and_compared_with_what_was_measured(static_site, open_
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"], box["y"] + 0.25 * box["height"], steps=20)
     page.mouse.up()
-    page.wait_for_function("location.search.includes('predict.on=75-75-75-75-75-75-75-75')")
+    drawn = [int(page.input_value(f"#control-predict-y-{index}")) for index in range(8)]
+    assert drawn == pytest.approx([75] * 8, abs=1)
+    page.wait_for_function(
+        "text => location.search.includes(text)", arg=f"predict.on={'-'.join(map(str, drawn))}"
+    )
 
     again = open_tab(page.url).page
     assert again.is_visible("#predict-larger")
-    assert again.input_value("#control-predict-y-3") == "75"
+    assert again.input_value("#control-predict-y-3") == str(drawn[3])
     assert tab.said == []
 
 
@@ -223,7 +239,7 @@ def test_one_seed_for_all_is_seen_in_the_answers_and_in_the_warning(static_site,
     assert "they drop the same positions" in page.inner_text("#breaking-findings")
 
     page.select_option("#control-breaking-way", "nan")
-    assert shown_scores(page, "breaking")["english"] == "not a number"
+    assert shown_scores(page, "breaking")["english"] == "NaN"
     assert "NaN or infinite" in page.inner_text("#breaking-findings")
     assert "demo-models/add-nan" in page.inner_text("#breaking-ways")
     assert tab.said == []
@@ -236,7 +252,8 @@ def test_a_phone_needs_no_sideways_scrolling_and_controls_have_labels(static_sit
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     wide = page.evaluate(
         """() => [...document.querySelectorAll("#live *, #predict *, #breaking *")]
-            .filter((one) => one.getBoundingClientRect().right > 391 && !one.closest(".scroll, pre, .unseen"))
+            .filter((one) => one.getBoundingClientRect().right > 391)
+            .filter((one) => !one.closest(".scroll, pre, .unseen"))
             .map((one) => one.tagName + "." + one.className)"""
     )
     assert wide == []

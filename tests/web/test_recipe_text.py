@@ -63,7 +63,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "m": "own",
             "c": "dare+trim+ties",
-            "s": "dare.rescale-false,trim.keep_ratio-0.4,ties.vote-count,ties.weighted-false,slerp.t-1",
+            "s": "dare.rescale-false,trim.keep_ratio-0.4,ties.vote-count,ties.weighted-false,"
+            "slerp.t-1",
         },
         {
             "method": "dare+trim+ties",

@@ -15,33 +15,27 @@ const two = (value) => value.toFixed(2);
 /** Fill the panel, and keep what it shows in line with the state. */
 export function addPanel(panel, state, methods, engine) {
   const at = (name) => panel.querySelector(`[data-place=${name}]`);
-  const options = chains(methods, engine);
-  const isListed = options.some(([chain]) => chain === state.get("live.m"));
-  if (!isListed) state.set({ "live.c": state.get("live.m"), "live.m": OWN_CHAIN });
-  choice(at("method"), state, "live.m", { label: "Method", options });
+  const method = addMethod(at("method"), state, chains(methods, engine));
   addOwnChain(at("own"), state, methods);
   const showParameters = parameterControls(at("parameters"), state, methods);
   for (const name of MODELS) addModel(at(name), state, name);
-  toggle(at("switches"), state, "live.each", { label: "A drop rate for each" });
-  toggle(at("switches"), state, "live.w", { label: "A weight for each" });
-  addRate(at("rate"), state, "live.p", "Drop rate p");
-  slider(at("numbers"), state, "live.scale", {
-    label: "Scale λ", min: 0, max: 3, step: 0.05, format: two,
-  });
-  slider(at("numbers"), state, "live.seed", { label: "Seed", min: 0, max: 99, step: 1 });
+  const rates = toggle(at("switches"), state, "live.each", { label: "A drop rate for each" });
+  const weights = toggle(at("switches"), state, "live.w", { label: "A weight for each" });
+  addNumbers(at("rate"), at("numbers"), state);
   button(at("reset"), "Start again", () => state.set(defaults));
   let shown = null;
-  let before = state.get("live.m");
+  let usual = defaults["live.m"];
 
   function follow() {
     const chain = chosenChain(state.get, methods);
     if (chain.join("+") !== shown) showChain(chain);
+    if (state.get("live.m") !== OWN_CHAIN) usual = state.get("live.m");
     const drops = dropsAtARate(chain, methods);
     const weighs = takesWeights(chain, methods);
     at("own").hidden = state.get("live.m") !== OWN_CHAIN;
     at("rate").hidden = !drops || state.get("live.each");
-    panel.querySelector("#control-live-each").disabled = !drops;
-    panel.querySelector("#control-live-w").disabled = !weighs;
+    rates.disabled = !drops;
+    weights.disabled = !weighs;
     for (const name of MODELS) {
       at(name).querySelector("[data-own=rate]").hidden = !drops || !state.get("live.each");
       at(name).querySelector("[data-own=weight]").hidden = !weighs || !state.get("live.w");
@@ -54,17 +48,30 @@ export function addPanel(panel, state, methods, engine) {
     showParameters(chain);
   }
 
-  /** An own chain begins as the chain that was chosen before. */
-  function startOwnChain() {
-    const chosen = state.get("live.m");
-    if (chosen === OWN_CHAIN && before !== OWN_CHAIN) state.set({ "live.c": before });
-    before = chosen;
-  }
-  state.on(["live.m"], startOwnChain);
+  // What the reader does by hand begins where it was: an own chain as the one chosen before, weights
+  // as the method has them. A link or a pin says all by itself.
+  method.addEventListener("change", () => {
+    if (method.value === OWN_CHAIN) state.set({ "live.c": usual });
+  });
+  weights.addEventListener("change", () => startFromUsualWeights(state, methods));
   state.on(NAMES, follow);
   state.on(["live.m", "live.c"], () => fitModels(state, methods));
-  state.on(["live.w"], () => startFromUsualWeights(state, methods));
   follow();
+}
+
+/** The choice of a method; a chain that is not in the list is the reader's own. */
+function addMethod(place, state, options) {
+  const isListed = options.some(([chain]) => chain === state.get("live.m"));
+  if (!isListed) state.set({ "live.c": state.get("live.m"), "live.m": OWN_CHAIN });
+  return choice(place, state, "live.m", { label: "Method", options });
+}
+
+function addNumbers(rate, others, state) {
+  addRate(rate, state, "live.p", "Drop rate p");
+  slider(others, state, "live.scale", {
+    label: "Scale λ", min: 0, max: 3, step: 0.05, format: two,
+  });
+  slider(others, state, "live.seed", { label: "Seed", min: 0, max: 99, step: 1 });
 }
 
 /** Every method: the usual chains, each other combine stage, each other delta stage with a sum. */

@@ -12,13 +12,13 @@ export function scoreTable(place) {
   for (const row of place.querySelectorAll("[data-task]")) rows.set(row.dataset.task, row);
   const status = place.querySelector(".asked");
   const english = place.querySelector("[data-english]");
-
   let shown = null;  // the score and its amount
 
   /** Say how the English is beside another's; nothing where that is not known yet. */
   function compare(otherBits, whose) {
-    const more = shown.score.bitsPerByte - otherBits;
-    const words = !Number.isFinite(more) ? "" :
+    const { bitsPerByte } = shown.score;
+    const more = bitsPerByte - otherBits;
+    const words = !Number.isFinite(bitsPerByte) ? "" :
       Math.abs(more) < 0.0005 ? ", the same" :
       `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
     const text = otherBits === undefined ? "" : `${whose}: ${bits(otherBits)}${words}`;
