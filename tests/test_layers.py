@@ -54,6 +54,7 @@ HEAVY = {
     "numba",
     "optuna",
     "lm_eval",
+    "uvicorn",
 }
 
 
@@ -161,6 +162,16 @@ def test_optional_packages_are_imported_only_when_used():
         for target in imports(statement)
         if target.split(".")[0] in optional
     ] == []
+
+
+def test_a_server_is_only_in_the_playground():
+    named = {name for name, tree in TREES.items() if "starlette" in roots(imports(tree))}
+    assert named == {f"dare.web.{module}" for module in ("guard", "own", "server")}
+
+
+def roots(modules: set[str]) -> set[str]:
+    """The packages that modules are in."""
+    return {name.split(".")[0] for name in modules}
 
 
 def run_python(code: str) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT
 
+from dare.web.assets import page_assets
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,6 +37,13 @@ def test_every_page_is_there(site: Path) -> None:
     for name in ("contributing", "changelog"):
         assert (site / name / "index.html").is_file()
     assert not list(site.rglob("*.py"))
+
+
+def test_the_playground_is_part_of_it(site: Path) -> None:
+    built = site / "playground"
+    found = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
+    assert found == set(page_assets("browser"))
+    assert (built / "index.html").read_bytes() == page_assets("browser")["index.html"]()
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

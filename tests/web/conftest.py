@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from sites import SECONDS, Site, Tab, serving
 
 from dare.web.assets import write_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HEIGHTS = {390: 844, 1280: 900}
-SECONDS = 20
-
-
-@dataclass(frozen=True)
-class Site:
-    """A page that is being served."""
-
-    address: str
-    """What a browser opens, with the token where there is one."""
-    kind: str
-    """Of its engine: `browser` or `local`."""
-    folder: Path
-    """The built files, or the folder that the server was pointed at."""
-
-    @property
-    def origin(self) -> str:
-        """What all addresses of the page begin with."""
-        parts = urlsplit(self.address)
-        return f"{parts.scheme}://{parts.netloc}"
-
-    def with_state(self, query: str) -> str:
-        """The address that opens the page with some state: `drop.p=0.5&live.seed=7`."""
-        return f"{self.address}{'&' if '?' in self.address else '?'}{query}"
-
-
-@dataclass
-class Tab:
-    """A page in the browser, and everything that it said and asked for."""
-
-    page: Any
-    said: list[str] = field(default_factory=list)
-    """On the console, or as an error."""
-    asked: list[str] = field(default_factory=list)
-    """The addresses of all requests."""
-
-    def asked_elsewhere(self, site: Site) -> list[str]:
-        """Requests that went to no page of ours."""
-        known = (f"{site.origin}/", "data:", f"blob:{site.origin}/")
-        return [address for address in self.asked if not address.startswith(known)]
-
 
 OpenTab = Callable[..., Tab]
 
@@ -100,32 +52,7 @@ def local_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
-@contextmanager
-def serving(folder: Path, **environment: str) -> Iterator[tuple[Site, subprocess.Popen[str]]]:
-    """The command in a process of its own, which is ended as people end it."""
-    command = [sys.executable, "-m", "dare", "playground", str(folder)]
-    process = subprocess.Popen(
-        [*command, "--no-browser", "--port", "0", "--json"],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()[1]
-        document = json.loads(line)
-        assert document["pid"] == process.pid
-        try:
-            yield Site(document["address"], "local", folder), process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.communicate(timeout=SECONDS)
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # another module may have a playwright of its own
 def browser() -> Iterator[Any]:
     """Chromium, where there is one."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -5,9 +5,10 @@ import { readFile } from "node:fs/promises";
 const source = new URL("../../src/dare/", import.meta.url);
 const page = (name) => import(new URL(`web/page/${name}`, source));
 const { readSafetensors } = await page("engine/safetensors.js");
-export const { Llama } = await page("engine/llama.js");
+export const { CONFIG, Llama } = await page("engine/llama.js");
 export const { createHandler } = await page("engine/worker.js");
 export const { openBrowserEngine } = await page("engine/browser.js");
+export const scoring = new URL("web/page/engine/scoring.js", source);
 
 const loaded = new Map();
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from running import node
+from merged import digest, merge
+from running import run_module
 from safetensors.numpy import load_file
 
-import dare
 from dare.cli import main
-from dare.cli.show import catalogue
-from dare.demo.merges import BASE, MODELS, TUNED
 from dare.stages import STAGES
-from dare.studies.candidates import Candidates
-from dare.web.assets import PAGE
+from dare.stages.catalogue import catalogue
 
 TEXTS = """
-import { commandText, needsRecipe, pythonText, recipeText } from "PAGE/recipe.js";
-import { defaults, settingOf } from "PAGE/parts/live/setting.js";
-const { methods, cases } = JSON.parse(process.argv[1]);
-console.log(JSON.stringify(cases.map((values) => {
+import { commandText, needsRecipe, pythonText, recipeText } from "./recipe.js";
+import { defaults, settingOf } from "./parts/live/setting.js";
+const { methods, cases } = given;
+answer(cases.map((values) => {
   const setting = settingOf((name) => values[name.slice(5)] ?? defaults[name], methods);
   return {
     setting,
@@ -36,7 +28,7 @@ console.log(JSON.stringify(cases.map((values) => {
     python: pythonText(setting),
     needsRecipe: needsRecipe(setting, methods),
   };
-})));
+}));
 """
 DROP = {"drop_rate": 0.5}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -107,75 +99,48 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def texts() -> dict[str, dict[str, Any]]:
     """What the page would show in each case."""
-    methods = catalogue(STAGES)
-    for stage in methods["stages"]:
-        stage["default_weight"] = STAGES[stage["name"]].default_weight and 1
-    script = TEXTS.replace("PAGE", PAGE.as_uri())
-    told = json.dumps({"methods": methods, "cases": [values for values, _ in CASES.values()]})
-    command = [node(), "--input-type=module", "--eval", script, told]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    cases = [values for values, _ in CASES.values()]
+    shown = run_module(TEXTS, {"methods": catalogue(STAGES), "cases": cases})
+    return dict(zip(CASES, shown, strict=True))
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
     """The SHA-256 of each case, of a merge in memory that is described here, in Python."""
-    everything = Candidates(dare.Recipe(base=BASE, models=list(TUNED.values()), verbose=False))
-    return {
-        name: digest(everything.make(recipe_of(**described)).arrays)
-        for name, (_, described) in CASES.items()
-    }
+    return {name: digest(merge(**described)) for name, (_, described) in CASES.items()}
 
 
-def recipe_of(
-    method: str,
-    models: tuple[str, ...] | list[str] = tuple(TUNED),
-    weights: list[float] | None = None,
-    rates: list[float] | None = None,
-    **more: Any,
-) -> dare.Recipe:
-    entries = [
-        dare.ModelEntry(
-            file=TUNED[name],
-            weight=None if weights is None else weights[place],
-            settings={} if rates is None else {"drop_rate": rates[place]},
-        )
-        for place, name in enumerate(models)
-    ]
-    return dare.Recipe(base=BASE, models=entries, method=method, verbose=False, **more)
-
-
-def digest(arrays: dict[str, np.ndarray]) -> str:
-    """SHA-256 over the stored bytes of all tensors in order of name."""
-    whole = hashlib.sha256()
-    for name in sorted(arrays, key=str.encode):
-        whole.update(np.ascontiguousarray(arrays[name]).view(np.uint8))
-    return whole.hexdigest()
-
-
-@pytest.fixture
-def merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the texts leave their merge; the demonstration's models lie beside it."""
-    shutil.copytree(MODELS, tmp_path / "demo-models")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "merged.safetensors"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models, made as the texts say."""
+    folder = tmp_path_factory.mktemp("texts")
+    assert main(["demo", "--models", str(folder / "demo-models"), "--json"]) == 0
+    return folder
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::dare.DareWarning")
-def test_one_digest(case, texts, expected, merged):
+def test_one_digest(case, texts, expected, folder, monkeypatch, capsys):
     shown = texts[case]
+    monkeypatch.chdir(folder)
     Path("recipe.toml").write_text(shown["recipe"], encoding="utf-8")
     made = {}
     assert main(["recipe.toml", "--quiet"]) == 0
-    made["recipe"] = digest(load_file(merged))
-    merged.unlink()
+    made["recipe"] = taken_digest()
     assert main(merge_line(shown["command"])) == 0
-    made["command"] = digest(load_file(merged))
-    merged.unlink()
-    exec(shown["python"], {})
-    made["python"] = digest(load_file(merged))
+    made["command"] = taken_digest()
+    exec(shown["python"], {})  # as readers do with it
+    made["python"] = taken_digest()
     assert made == dict.fromkeys(made, expected[case])
+    assert capsys.readouterr().out.strip().endswith(expected[case])  # the Python prints it
+
+
+def taken_digest() -> str:
+    """The digest of what was merged, which is taken away."""
+    output = Path("merged.safetensors")
+    taken = digest(load_file(output))
+    output.unlink()
+    return taken
 
 
 def merge_line(command: str) -> list[str]:

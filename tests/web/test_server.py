@@ -19,13 +19,19 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from sites import SECONDS, Site, serving
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
-from conftest import Site, serving
 from dare.cli import main
+from dare.demo.merges import MODELS
 from dare.errors import OutputError
 from dare.web import serving as starting
 from dare.web.assets import page_assets
+from dare.web.engine import Engine
 from dare.web.guard import MOST_BODY_BYTES, Guard, Key
+from dare.web.own import OwnModels
+from dare.web.server import make_app
 
 JSON = {"Content-Type": "application/json"}
 
@@ -55,7 +61,7 @@ class Client:
     def ask(
         self, method: str, path: str, body: bytes | None = None, *, cookie: bool = True, **headers
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         given = {"Cookie": self.cookie} if cookie else {}
         connection.request(method, path, body, {**given, **named})
@@ -138,9 +144,6 @@ def test_the_cookie_of_another_port_does_not_count(client):
 
 
 def test_a_token_for_the_browser_works_one_time():
-    from starlette.applications import Starlette
-    from starlette.testclient import TestClient
-
     key = Key(8787)
     with TestClient(Guard(Starlette(), key), base_url="http://127.0.0.1:8787") as asker:
         statuses = [
@@ -248,7 +251,7 @@ def test_a_large_body_without_a_length_is_refused(client):
         "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
         connection.sendall(head.encode())
         try:
             for _ in range(64):  # 4 MB, and no end
@@ -280,7 +283,7 @@ TRAVERSALS = [
 @pytest.mark.parametrize("path", TRAVERSALS)
 def test_there_is_nothing_but_the_files_of_the_page(client, path):
     request = f"GET {path} HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
         connection.sendall(request.encode())
         assert connection.recv(4096).split()[1] == b"404"
 
@@ -341,9 +344,9 @@ def test_what_makes_no_sense_is_answered_in_words(client):
 
 
 def slow_setting(rate: float) -> dict[str, Any]:
-    """Takes many seconds, unless it is cancelled."""
+    """Takes some ten seconds of a core, unless it is cancelled."""
     models = [{"name": name} for name in ("add", "sort", "say")]
-    stages = {"wudi": {"steps": 5000, "rate": rate}}
+    stages = {"wudi": {"steps": 1000, "rate": rate}}
     return {"setting": {"method": "wudi", "models": models, "stages": stages}}
 
 
@@ -352,31 +355,27 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def test_work_ends_when_the_asker_goes_and_others_do_not_wait(tmp_path):
+def test_others_do_not_wait_and_work_ends_when_the_asker_goes(tmp_path):
     with serving(tmp_path) as (site, process):
         client = Client(site)
         client.post("/api/merge", BASE)
-        gone = []
-        for rate in (1e-5, 2e-5, 3e-5):  # as a slider that is moved
-            body = json.dumps(slow_setting(rate)).encode()
+        asked = []
+        for rate in (1e-5, 2e-5, 3e-5):  # as by a slider that moves
             connection = http.client.HTTPConnection("127.0.0.1", client.port)
             headers = {**JSON, "Cookie": client.cookie}
-            connection.request("POST", "/api/merge", body, headers)
-            gone.append(connection)
+            connection.request("POST", "/api/merge", json.dumps(slow_setting(rate)), headers)
+            asked.append(connection)
         time.sleep(0.5)
-        for connection in gone:
+        assert client.post("/api/merge", {"setting": {"base": "base"}}).status == 200
+        before = cpu_seconds(process.pid)
+        for connection in asked:
             connection.close()
-        begun = time.perf_counter()
-        assert client.post("/api/merge", {**BASE, "setting": {"base": "base"}}).status == 200
-        assert client.get("/").status == 200
-        assert time.perf_counter() - begun < 5
-        for _ in range(60):
+        while True:
             used = cpu_seconds(process.pid)
             time.sleep(0.5)
-            if cpu_seconds(process.pid) - used < 0.1:
+            if cpu_seconds(process.pid) - used < 0.05:
                 break
-        else:
-            pytest.fail("the server works on, and nobody waits")
+        assert cpu_seconds(process.pid) - before < 12, "what nobody waits for is not finished"
 
 
 # ---------------------------------------------------------------- the command
@@ -386,8 +385,39 @@ def test_ctrl_c_ends_it_and_is_no_failure(tmp_path):
     with serving(tmp_path) as (site, process):
         assert Client(site).get("/").status == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=SECONDS)
         assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_a_merge_that_is_cut_short_is_told_apart(tmp_path, monkeypatch):
+    own = OwnModels((tmp_path, MODELS))
+    files = {"base_file": str(MODELS / "base"), "merge_files": [str(MODELS / "add")]}
+    recipe = {"models": {**files, "output_file": str(tmp_path / "merged.safetensors")}}
+    with TestClient(Starlette(routes=own.routes)) as asker:
+        answer = asker.post("/api/own/jobs", json={"kind": "merge", "recipe": recipe})
+        assert answer.status_code == 200
+    assert own.close()
+    assert not OwnModels((tmp_path,)).close()
+    monkeypatch.setattr(starting, "serve", lambda *_roots, **_settings: True)
+    assert call(str(tmp_path)) == (130, "", "")
+
+
+def test_a_mistake_of_ours_is_answered_and_shown(monkeypatch):
+    def fail(*_arguments: object) -> None:
+        raise ZeroDivisionError("what a pity")
+
+    monkeypatch.setattr(Engine, "merge", fail)
+    key = Key(8787)
+    app = make_app(key, [], lambda: None)
+    asker = TestClient(app, base_url="http://127.0.0.1:8787", raise_server_exceptions=False)
+    headers = {"Authorization": f"Bearer {key.token}"}
+    answer = asker.post("/api/merge", json={}, headers=headers)
+    assert answer.status_code == 500
+    assert answer.json()["error"].startswith("ZeroDivisionError: what a pity (this is a mistake")
+    with pytest.raises(ZeroDivisionError):  # which uvicorn prints
+        TestClient(app, base_url="http://127.0.0.1:8787").post(
+            "/api/merge", json={}, headers=headers
+        )
 
 
 def run_command(*flags: str, **environment: str) -> subprocess.Popen[str]:
@@ -421,7 +451,7 @@ def test_the_browser_gets_an_address_of_its_own(tmp_path):
         assert client.get(path, cookie=False).status == 403
         assert "Ctrl-C" in said
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(SECONDS) == 0
 
 
 def test_a_port_that_is_taken_is_said_or_avoided(monkeypatch):
@@ -500,5 +530,5 @@ def test_nothing_goes_out_and_the_first_start_is_as_quick(tmp_path):
             assert client.get(f"/{name}").status == 200
         assert list(tmp_path.glob("cache/dare/vega-*.js"))
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(SECONDS) == 0
     assert set(watched.read_text().splitlines()) == {"socket.bind ('127.0.0.1', 0)"}

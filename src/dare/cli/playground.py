@@ -36,7 +36,11 @@ def playground(
     no_browser: Annotated[bool, switch("Print the address, open no browser.", group=RUN)] = False,
     build: Annotated[
         Path | None,
-        Parameter(group=RUN, metavar="FOLDER", help="Write the page as static files, and end."),
+        Parameter(
+            group=RUN,
+            metavar="FOLDER|FILE.html",
+            help="Write the page as static files, or as one file that needs no server, and end.",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, switch("With --build, replace what is in the folder.", group=RUN)
@@ -49,6 +53,8 @@ def playground(
         raise UsageError(f"--port {port}: ports go from 0 to {MOST_PORT}")
     _check_installed()
     if build is not None:
+        if build.suffix == ".html":
+            return _build_single(build, overwrite=overwrite, json=json)
         return _build(build, overwrite=overwrite, json=json)
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
     for root in roots:
@@ -91,4 +97,18 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
     else:
         command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
         show.next_steps(show.console(), f"{folder} is written", {"look": command})
+    return DONE
+
+
+def _build_single(file: Path, *, overwrite: bool, json: bool) -> int:
+    from dare.output.page.writing import write_file
+    from dare.web.single import single_page
+
+    if file.exists() and not overwrite:
+        raise OutputError(f"{file}: exists already; write elsewhere, or add --overwrite")
+    write_file(file, single_page())
+    if json:
+        show.json(jsonlib.dumps({"file": str(file)}))
+    else:
+        show.next_steps(show.console(), f"{file} is written", {"look": "open it in a browser"})
     return DONE

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dare.demo.broken import BROKEN, WEIGHTS, broken_model
 from dare.demo.merges import BASE, TUNED
@@ -16,6 +16,7 @@ from dare.output.page.shell import SHELL, Section, render_template
 from dare.output.page.writing import write_file
 from dare.stages import STAGES
 from dare.stages.catalogue import catalogue
+from dare.stages.outside import load_installed_stages
 from dare.web.drawing import drawing_library
 
 EngineKind = Literal["browser", "local"]
@@ -44,6 +45,10 @@ POLICY = (
     "default-src 'none'; connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; "
     "style-src 'unsafe-inline'; frame-src 'self' blob:"
 )
+SINGLE_POLICY = (
+    "default-src 'none'; connect-src blob:; img-src data: blob:; style-src 'unsafe-inline'"
+)
+"""Of a page that is one file."""
 
 Assets = Mapping[str, Callable[[], bytes]]
 
@@ -53,7 +58,7 @@ def page_assets(kind: EngineKind) -> Assets:
     found: dict[str, Callable[[], bytes]] = {
         "index.html": partial(render_index, kind),
         "vega.js": drawing_library,
-        "methods.json": methods,
+        "methods.json": partial(methods, kind),
         "prompts.json": prompts,
     }
     for path in PAGE.rglob("*"):
@@ -64,25 +69,36 @@ def page_assets(kind: EngineKind) -> Assets:
     return found
 
 
-def render_index(kind: EngineKind) -> bytes:
-    """The page itself."""
-    styles = [files(PACKAGE).joinpath("templates", name).read_text("utf-8") for name in STYLES]
+def render_index(
+    kind: EngineKind, embedded: Mapping[str, Any] | None = None, drawing: str = ""
+) -> bytes:
+    """The page itself; with all that it needs embedded it loads nothing."""
+    scripts = [files(SHELL).joinpath("templates", "page.js").read_text("utf-8")]
+    if embedded is not None:
+        scripts = [drawing, *scripts, _template("single.js")]
     return render_template(
         PACKAGE,
         "playground.html.jinja",
-        scripts=[files(SHELL).joinpath("templates", "page.js").read_text("utf-8")],
-        styles=styles,
-        policy=POLICY,
-        allowed="'self' 'wasm-unsafe-eval'",
+        scripts=scripts,
+        styles=[_template(name) for name in STYLES],
+        policy=POLICY if embedded is None else SINGLE_POLICY,
+        allowed="'self' 'wasm-unsafe-eval'" if embedded is None else "blob: 'wasm-unsafe-eval'",
         title="dare playground",
         sections=SECTIONS,
         drawings=[],
         kind=kind,
+        embedded=embedded,
     ).encode()
 
 
-def methods() -> bytes:
+def _template(name: str) -> str:
+    return files(PACKAGE).joinpath("templates", name).read_text("utf-8")
+
+
+def methods(kind: EngineKind) -> bytes:
     """Every stage and alias: what it does, and what can be set of it."""
+    if kind == "local":
+        load_installed_stages()
     return json.dumps(catalogue(STAGES), ensure_ascii=False).encode()
 
 

@@ -36,10 +36,13 @@ from dare.studies.candidates import Candidates
 from dare.web.assets import ENGLISH_BYTES, MODELS, PROMPTS
 
 MODELS_KEPT = 8
-"""Merged models in memory, of 6 MB each."""
+"""Merged models in memory, of 4 MB each."""
 ANSWERS_KEPT = 2000
 WRITTEN_BYTES = 40
 MOST_PROMPTS = 64
+CONTEXT: int = json.loads(CONFIG.read_text("utf-8"))["max_position_embeddings"]
+BYTES = 256
+"""What the models read and write, each a character of Latin-1."""
 WINDOWS_AT_ONCE = 2
 """Stretches of English, each as long as a model's context, in a piece of work."""
 
@@ -115,8 +118,8 @@ class Engine:
 
     def _score(self, model: Llama, prompts: int, english_bytes: int, check: Check) -> Answer:
         asked = {task.name: task.examples("test", prompts) for task in TASKS}
-        english = held_out_english()[: english_bytes // model.context * model.context]
-        stretch = model.context * WINDOWS_AT_ONCE
+        english = held_out_english()[: english_bytes // CONTEXT * CONTEXT]
+        stretch = CONTEXT * WINDOWS_AT_ONCE
         stretches = [english[at : at + stretch] for at in range(0, len(english), stretch)]
         groups = _by_length(asked)
         found = self._do(
@@ -165,9 +168,9 @@ class Models:
         with self._lock:
             if name not in self._files:
                 self._made = self._made or tempfile.TemporaryDirectory(prefix="dare-")
-                self._files[name] = Path(self._made.name) / f"{name}.safetensors"
-                self._files[name].write_bytes(MODELS[name]())
-                self._held = None
+                path = Path(self._made.name) / f"{name}.safetensors"
+                path.write_bytes(MODELS[name]())
+                self._files[name], self._held = path, None
             return self._files[name]
 
     def close(self) -> None:
@@ -268,20 +271,25 @@ def _count(amount: Mapping[str, Any], name: str, most: int) -> int:
     return value
 
 
-def _checked_prompts(prompts: Sequence[Any]) -> list[bytes]:
+def _checked_prompts(prompts: Sequence[Any]) -> list[str]:
+    """Prompts that the models can read; the browser's engine says the same of others."""
     if len(prompts) > MOST_PROMPTS:
         raise RecipeError(f"prompts: {len(prompts)} given, and {MOST_PROMPTS} is the most")
-    context = json.loads(CONFIG.read_text("utf-8"))["max_position_embeddings"]
-    most = context - WRITTEN_BYTES
-    checked = []
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise RecipeError(f"prompts: {prompt!r} must be text")
-        text = prompt.encode("utf-8", "replace")
-        if not 0 < len(text) <= most:
-            raise RecipeError(f"A prompt must have 1 to {most} bytes, and this has {len(text)}.")
-        checked.append(text)
-    return checked
+        if not prompt:
+            raise RecipeError("The prompt is empty. It needs at least one character.")
+        if len(prompt) > CONTEXT:
+            raise RecipeError(
+                f"The prompt has {len(prompt)} characters. The models read at most {CONTEXT}."
+            )
+        if unknown := [letter for letter in prompt if ord(letter) >= BYTES]:
+            raise RecipeError(
+                f"The models cannot read “{unknown[0]}”. They know the {BYTES} characters of "
+                "Latin-1."
+            )
+    return list(prompts)
 
 
 def _key(setting: Mapping[str, Any]) -> str:
@@ -323,7 +331,7 @@ def _by_length(asked: Mapping[str, Sequence[Example]]) -> list[list[tuple[str, E
     return list(groups.values())
 
 
-def _write(model: Llama, prompt: bytes) -> str:
-    """What a model writes; it reads and writes bytes, which Llama takes as Latin-1."""
-    (written,) = model.write([prompt.decode("latin-1")], WRITTEN_BYTES)
-    return written.encode("latin-1").decode("utf-8", "replace")
+def _write(model: Llama, prompt: str) -> str:
+    """What a model writes, up to the end of its context."""
+    (written,) = model.write([prompt], min(WRITTEN_BYTES, CONTEXT - len(prompt) + 1))
+    return written

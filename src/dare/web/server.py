@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from json import JSONDecodeError
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,10 +20,8 @@ from starlette.types import ASGIApp
 
 from dare.errors import DareError, RecipeError, printable
 from dare.web.assets import Assets, page_assets
+from dare.web.engine import Engine
 from dare.web.guard import Guard, Key, refuse
-
-if TYPE_CHECKING:
-    from dare.web.engine import Engine
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -49,20 +47,22 @@ class Cancelled(Exception):  # noqa: N818 (nothing went wrong)
 def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> ASGIApp:
     """The page, the engine behind it, and other routes, all guarded; `end` is called at the end."""
     files = Files(page_assets("local"))
-    engine = EngineOnDemand()
+    engine = Engine()
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        early = [files.content(name) for name in SLOW]
-        begun = asyncio.gather(*early, run_in_threadpool(engine.get), return_exceptions=True)
+        for name in SLOW:
+            files.begin(name)
         yield
-        begun.cancel()
+        await files.close()
         engine.close()
         await run_in_threadpool(end)
 
     app = Starlette(
         routes=[
-            *(_engine_route(engine, name) for name in ("merge", "score", "write")),
+            Route("/api/merge", answering(engine.merge), methods=["POST"]),
+            Route("/api/score", answering(engine.score), methods=["POST"]),
+            Route("/api/write", answering(engine.write), methods=["POST"]),
             *others,
             Route("/{name:path}", files.answer),
         ],
@@ -89,19 +89,25 @@ class Files:
         self._assets = assets
         self._made: dict[str, asyncio.Task[File]] = {}
 
-    async def content(self, name: str) -> File:
-        """A file by its name; who comes while it is made waits for the same one."""
+    def begin(self, name: str) -> asyncio.Task[File]:
+        """A file that is made, or was; who comes in between waits for the same one."""
         if name not in self._made:
             making = run_in_threadpool(_make_file, self._assets[name])
             self._made[name] = asyncio.create_task(making)
-        return await asyncio.shield(self._made[name])
+        return self._made[name]
+
+    async def close(self) -> None:
+        """Leave off making files."""
+        for making in self._made.values():
+            making.cancel()
+        await asyncio.gather(*self._made.values(), return_exceptions=True)
 
     async def answer(self, request: Request) -> Response:
         """Send a file, unless the asker has it."""
         name = request.path_params["name"] or "index.html"
         if name not in self._assets:
             return refuse(request, 404, "There is nothing here.")
-        file = await self.content(name)
+        file = await asyncio.shield(self.begin(name))
         headers = {"ETag": file.etag, "Cache-Control": "no-cache"}
         if request.headers.get("if-none-match") == file.etag:
             return Response(status_code=304, headers=headers)
@@ -115,35 +121,6 @@ def _make_file(make: Callable[[], bytes]) -> File:
 
 
 # ---------------------------------------------------------------- questions
-
-
-class EngineOnDemand:
-    """The engine, which takes most of a second to import."""
-
-    def __init__(self) -> None:
-        self._engine: Engine | None = None
-        self._lock = threading.Lock()
-
-    def get(self) -> Engine:
-        """The engine, made by whoever comes first."""
-        with self._lock:
-            if self._engine is None:
-                from dare.web.engine import Engine
-
-                self._engine = Engine()
-            return self._engine
-
-    def close(self) -> None:
-        """End the engine, if there ever was one."""
-        if self._engine is not None:
-            self._engine.close()
-
-
-def _engine_route(engine: EngineOnDemand, name: str) -> Route:
-    def work(asked: dict[str, Any], check: Check) -> Any:
-        return getattr(engine.get(), name)(asked, check)
-
-    return Route(f"/api/{name}", answering(work), methods=["POST"])
 
 
 def answering(work: Work) -> Handler:

@@ -16,7 +16,7 @@ function follow(state, name, show) {
   show();
 }
 
-/** A range with its label and its value in words. A value from the address is put into the range. */
+/** A range with its label and its value in words. What the address has is put into the range. */
 export function slider(place, state, name, { label, min, max, step, format = String }) {
   const id = idOf(name);
   const input = make("input", { type: "range", id, min, max, step });
@@ -61,5 +61,14 @@ export function button(place, text, onClick) {
   const element = make("button", { type: "button" }, text);
   element.addEventListener("click", onClick);
   place.append(element);
+  return element;
+}
+
+/** A button that goes on to another seed, `step` further. */
+export function seedButton(place, state, name, step = 1) {
+  const seed = Math.floor(state.get(name));
+  state.set({ [name]: Number.isSafeInteger(seed) && seed >= 0 ? seed : 0 });
+  const element = button(place, "", () => state.set({ [name]: state.get(name) + step }));
+  follow(state, name, () => { element.textContent = `Another seed (now ${state.get(name)})`; });
   return element;
 }

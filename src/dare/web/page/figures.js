@@ -2,8 +2,8 @@
 /* global darePage */
 
 const library = new Promise((resolve, reject) => {
+  if (window.vegaEmbed) return resolve();
   const script = document.getElementById("drawing-library");
-  if (window.vegaEmbed) resolve();
   script.addEventListener("load", resolve);
   script.addEventListener("error", () => reject(new Error("The drawing library did not load.")));
 });

@@ -17,7 +17,8 @@ export function openLocalEngine() {
 
     async score(setting, amount, signal) {
       const score = await ask("score", { setting, amount }, signal);
-      return { ...score, bitsPerByte: score.bitsPerByte ?? NaN };
+      if (amount.englishBytes) score.bitsPerByte ??= NaN;  // which JSON does not have
+      return score;
     },
 
     async write(setting, prompts, signal) {

@@ -1,7 +1,9 @@
 // Starts the page: the state from the address, the engine, and every part in its section.
+/* global darePage */
 import { openEngine } from "./engines.js";
 import { loadModel } from "./models.js";
 import { breathe } from "./pace.js";
+import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
 import * as arc from "./parts/arc.js";
 import * as breaking from "./parts/breaking.js";
@@ -18,6 +20,7 @@ const page = {
   state: createState(defaults),
   engine: openEngine(document.querySelector("meta[name=dare-engine]").content),
   loadModel,
+  complain,
 };
 
 /** Show in a part's own section why it does not work. */
@@ -39,10 +42,13 @@ async function mountOne(name, part) {
   }
 }
 
-const mounted = [];
-for (const [name, part] of Object.entries(parts)) {
-  mounted.push(mountOne(name, part));
+publishColours();
+darePage.onTheme(publishColours);
+const { drop: first, ...others } = parts;
+await mountOne("drop", first);
+const mounted = Object.entries(others).map(async ([name, part]) => {
   await breathe();  // what is there is painted before the next part begins
-}
+  await mountOne(name, part);
+});
 await Promise.all(mounted);
 document.documentElement.dataset.ready = "true";

@@ -35,8 +35,8 @@ function shades() {
 }
 
 /**
- * Draw signed values row by row. `limit` and beyond has the full colour; `alpha`, where it is given,
- * has for each element how much it covers what is below, from 0 to 255.
+ * Draw signed values row by row. `limit` and beyond has the full colour; `alpha`, if given, has for
+ * each element how much it covers what is below, from 0 to 255.
  */
 export function drawMatrix(canvas, values, columns, { limit, alpha = null }) {
   const rows = Math.ceil(values.length / columns);
@@ -44,7 +44,7 @@ export function drawMatrix(canvas, values, columns, { limit, alpha = null }) {
     canvas.width = columns;
     canvas.height = rows;
   }
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d", { willReadFrequently: true });  // so it stays in memory
   const image = context.createImageData(columns, rows);
   const pixels = image.data;
   const table = shades();
@@ -59,9 +59,11 @@ export function drawMatrix(canvas, values, columns, { limit, alpha = null }) {
   context.putImageData(image, 0, 0);
 }
 
-/** Paint an element from the colour of -1 to that of 1. */
-export function paintScale(element) {
-  element.style.background = `linear-gradient(to right, ${themeColours("diverging").join(", ")})`;
+/** Give the style sheet the theme's colours of models, and of opposites from -1 to 1. */
+export function publishColours() {
+  const { style } = document.documentElement;
+  themeColours("category").forEach((colour, at) => style.setProperty(`--model-${at}`, colour));
+  style.setProperty("--opposites", themeColours("diverging").join(", "));
 }
 
 /** How far from zero all but a hundredth of the values are; never zero. */
@@ -73,37 +75,47 @@ export function usualSize(values) {
 const STEPS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 /**
- * One mark on several pictures of the same shape, moved by the pointer or by the arrow keys (ten
- * elements with shift). `moved(row, column, byKeyboard)` is called; the result moves the mark.
+ * One mark on several pictures of the same shape, on one element or on `span` by `span` of them,
+ * which are `framed` then.
+ * The arrow keys move it (ten elements with shift), and the pointer: where it is, or with `press`
+ * where it is pressed. `moved(row, column, byKeyboard)` is called then; the result sets the mark.
  */
-export function addCursor(canvases, rows, columns, moved) {
+export function addCursor(canvases, rows, columns, moved, options = {}) {
+  const { span = 1, press = false, framed = span > 1 } = options;
   let place = [0, 0];
+  const inside = (at, count) => Math.max(0, Math.min(count - span, Math.floor(at)));
   const marks = canvases.map((canvas) => {
     const mark = document.createElement("span");
-    mark.className = "cursor";
+    mark.className = framed ? "cursor around" : "cursor";
     canvas.parentElement.append(mark);
     return mark;
   });
 
-  function move(row, column) {
-    place = [Math.max(0, Math.min(rows - 1, row)), Math.max(0, Math.min(columns - 1, column))];
-    for (const mark of marks) {
-      mark.style.left = `${(100 * (place[1] + 0.5)) / columns}%`;
-      mark.style.top = `${(100 * (place[0] + 0.5)) / rows}%`;
+  function set(row, column) {
+    place = [inside(row, rows), inside(column, columns)];
+    for (const { style } of marks) {
+      style.left = `${(100 * (place[1] + span / 2)) / columns}%`;
+      style.top = `${(100 * (place[0] + span / 2)) / rows}%`;
+      if (framed) style.width = `${(100 * span) / columns}%`;
     }
   }
 
   function go(row, column, byKeyboard) {
-    move(row, column);
+    set(row, column);
     moved(...place, byKeyboard);
   }
 
+  function point(event) {
+    if (press && !event.buttons) return;
+    const box = event.currentTarget.getBoundingClientRect();
+    const row = (rows * (event.clientY - box.top)) / box.height;
+    const column = (columns * (event.clientX - box.left)) / box.width;
+    go(row - (span - 1) / 2, column - (span - 1) / 2, false);
+  }
+
   for (const canvas of canvases) {
-    canvas.addEventListener("pointermove", (event) => {
-      const box = canvas.getBoundingClientRect();
-      const row = Math.floor((rows * (event.clientY - box.top)) / box.height);
-      go(row, Math.floor((columns * (event.clientX - box.left)) / box.width), false);
-    });
+    canvas.addEventListener("pointermove", point);
+    canvas.addEventListener("pointerdown", point);
     canvas.addEventListener("keydown", (event) => {
       const step = STEPS[event.key];
       if (!step) return;
@@ -112,5 +124,5 @@ export function addCursor(canvases, rows, columns, moved) {
       go(place[0] + far * step[0], place[1] + far * step[1], true);
     });
   }
-  return move;
+  return set;
 }

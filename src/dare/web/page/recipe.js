@@ -8,6 +8,9 @@ export const MAKE_MODELS = `dare demo --models ${FOLDER}`;
 export const OUTPUT = "merged.safetensors";
 export const CHECK = `dare verify ${OUTPUT}`;
 
+/** What a model may have of its own, and the flag for it. */
+const OWN = { weight: "weight", drop_rate: "drop_rate", seed: "model_seed" };
+
 const place = (name) => `${FOLDER}/${name}`;
 const isGiven = (value) => value !== null && value !== undefined;
 
@@ -18,7 +21,7 @@ export function chainOf(method, methods) {
 
 /** What is different for a model: its weight, its drop rate, its seed. */
 const ownOf = (model) =>
-  ["weight", "drop_rate", "seed"].map((key) => [key, model[key]]).filter(([, v]) => isGiven(v));
+  Object.keys(OWN).map((key) => [key, model[key]]).filter(([, value]) => isGiven(value));
 
 /** The stages that have something set, each with its parameters. */
 const tablesOf = (setting) =>
@@ -81,7 +84,7 @@ function flagsOf(setting, methods) {
       flags.set(name, [value]);
     }
   }
-  for (const [key, flag] of [["weight", "weight"], ["drop_rate", "drop_rate"], ["seed", "model_seed"]]) {
+  for (const [key, flag] of Object.entries(OWN)) {
     const values = setting.models.map((model) => model[key]);
     if (!values.some(isGiven)) continue;
     const isShared = key === "drop_rate" && ownersOf(key, chain, methods).length > 1;
@@ -96,7 +99,7 @@ function flagsOf(setting, methods) {
   ];
 }
 
-/** The stages that a flag of this name is for; `trim` takes it from `ties`, which only passes it on. */
+/** The stages that a flag of this name is for; `trim` has what `ties` would only pass on to it. */
 function ownersOf(parameter, chain, methods) {
   return methods.stages
     .filter(({ name, parameters }) =>
@@ -139,23 +142,22 @@ const pythonDict = (entries) =>
 function pythonEntry(model) {
   const own = ownOf(model);
   if (!own.length) return `"${place(model.name)}"`;
-  const fields = own.filter(([key]) => key !== "drop_rate").map(([key, value]) => `${key}=${value}`);
-  const settings = own.filter(([key]) => key === "drop_rate");
-  if (settings.length) fields.push(`settings=${pythonDict(settings)}`);
+  const fields = own.map(([key, value]) =>
+    key === "drop_rate" ? `settings=${pythonDict([[key, value]])}` : `${key}=${value}`);
   return `dare.ModelEntry(file="${place(model.name)}", ${fields.join(", ")})`;
 }
 
 /** The setting in a few words: "dare+ties of add and say, p 0.5, λ 1, seed 42". */
 export function settingInWords(setting) {
   if (!setting.models.length) return "the base as it is";
-  const models = setting.models.map(({ name, weight, drop_rate: rate, seed }) => {
-    const own = [
-      isGiven(weight) && `weight ${weight}`, isGiven(rate) && `p ${rate}`, isGiven(seed) && `seed ${seed}`,
-    ].filter(Boolean);
-    return own.length ? `${name} (${own.join(", ")})` : name;
+  const short = (name, value, stage = "") =>
+    name === "drop_rate" ? `p ${value}` : `${stage}${name.replaceAll("_", " ")} ${value}`;
+  const models = setting.models.map((model) => {
+    const own = ownOf(model).map(([name, value]) => short(name, value));
+    return own.length ? `${model.name} (${own.join(", ")})` : model.name;
   });
   const parameters = tablesOf(setting).flatMap(([stage, table]) =>
-    table.map(([name, value]) => name === "drop_rate" ? `p ${value}` : `${stage} ${name} ${value}`));
+    table.map(([name, value]) => short(name, value, `${stage} `)));
   const base = setting.base === "base" ? [] : [`base ${setting.base}`];
   const rest = [...base, ...parameters, `λ ${setting.scale}`, `seed ${setting.seed}`];
   return `${setting.method} of ${models.join(", ")}; ${rest.join(", ")}`;

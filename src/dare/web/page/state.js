@@ -34,13 +34,13 @@ export function createState(defaults) {
       const changed = Object.keys(changes).filter((name) => values[name] !== changes[name]);
       if (!changed.length) return;
       Object.assign(values, changes);
-      writing ||= setTimeout(write, 150);  // browsers refuse more than some hundred in half a minute
+      writing ||= setTimeout(write, 150);  // browsers refuse some hundred in half a minute
       for (const { names, listener } of listeners) {
         if (names.some((name) => changed.includes(name))) listener();
       }
     },
 
-    /** Call back when one of these changes; a name that ends with a dot stands for all that begin so. */
+    /** Call back when one of these changes; a name that ends with a dot: all that begin so. */
     on(names, listener) {
       const all = Object.keys(defaults);
       const meant = names.flatMap((name) =>

@@ -1,6 +1,5 @@
 // What is made of the deltas of all models: a weighted sum, or the mean of those whose sign wins.
 // Weights are rounded to float32 before they are used, and sums go in the order of the models.
-import { bitsOf } from "./floats.js";
 
 const round = Math.fround;
 
@@ -20,8 +19,8 @@ export function addScaled(total, values, weight) {
 
 /**
  * The sign that outweighs the other in each element, and the sum of the terms that have it, divided
- * by the shares of their models, which are the weights unless given. Where there is a `balance`, its
- * sign is elected.
+ * by the shares of their models, which are the weights unless given. Where there is a `balance`,
+ * its sign is elected.
  */
 export function elect(deltas, weights, shares = weights.map(Math.abs), balance = null) {
   if (deltas.length > MOST_VOTERS) {
@@ -37,10 +36,11 @@ export function elect(deltas, weights, shares = weights.map(Math.abs), balance =
     below.fill(0);
     sides.fill(0);
     deltas.forEach((delta, model) => vote(delta, start, count, round(weights[model]), model));
-    weigh(start, count, balance);
+    const hasNaN = weigh(start, count, balance);
     takeWinners(merged, sign, start, count, divisors);
-    for (let i = start; i < start + count; i++) {
-      if (merged[i] !== merged[i]) electOne(i, deltas, weights, shares, balance, merged, sign);
+    for (let j = 0; hasNaN && j < count; j++) {
+      if (!Number.isNaN(above[j] + below[j])) continue;
+      electOne(start + j, deltas, weights, shares, balance, merged, sign);
     }
   }
   return { merged, sign };
@@ -51,10 +51,10 @@ const BLOCK = 2048;  // elements whose sums stay in the processor's nearest memo
 const above = new Float32Array(BLOCK);  // the positive terms' sum, and the negative ones'
 const below = new Float32Array(BLOCK);
 const totals = new Float32Array(BLOCK);
-const sides = new Uint32Array(BLOCK);  // a bit for each model that is above, 16 higher: below
-const aboveBits = bitsOf(above);
-const belowBits = bitsOf(below);
-const totalBits = bitsOf(totals);
+const sides = new Int32Array(BLOCK);  // a bit for each model that is above, 16 higher: below
+const [aboveBits, belowBits, totalBits] = [above, below, totals].map(
+  (floats) => new Int32Array(floats.buffer),
+);
 
 /** What the sum of each set of models is divided by; the shares are added in the models' order. */
 function divisorsOf(shares) {
@@ -77,23 +77,33 @@ function vote(delta, start, count, weight, model) {
   }
 }
 
+/** Find what decides in each element; say whether some sum is NaN. */
 function weigh(start, count, balance) {
-  for (let j = 0; j < count; j++) totals[j] = above[j] + below[j];
-  if (balance === null) return;
+  let hasNaN = false;
   for (let j = 0; j < count; j++) {
-    if (totals[j] === totals[j]) totals[j] = balance[start + j];
+    const total = above[j] + below[j];
+    totals[j] = balance === null ? total : signed(balance[start + j]);
+    if (total !== total) hasNaN = true;
   }
+  return hasNaN;
 }
 
+/** A balance that is NaN, as ∞ − ∞ is, elects what is negative. */
+function signed(balance) {
+  return balance === balance ? balance : -1;
+}
+
+/** Of each element the sum of the side that the total is on, divided; zero if it is on neither. */
 function takeWinners(merged, sign, start, count, divisors) {
   for (let j = 0; j < count; j++) {
-    const isAbove = (totals[j] > 0) | 0;
-    const isBelow = (totals[j] < 0) | 0;
-    sign[start + j] = isAbove - isBelow;
-    const set = (sides[j] & 0xffff & -isAbove) | ((sides[j] >>> MOST_VOTERS) & -isBelow);
-    sides[j] = set;
-    const isNaN = (totals[j] !== totals[j]) | 0;
-    totalBits[j] = (aboveBits[j] & -isAbove) | (belowBits[j] & -isBelow) | (0x7fc00000 & -isNaN);
+    const magnitude = totalBits[j] << 1;
+    const isNonzero = (magnitude | -magnitude) >> 31;  // all bits or none
+    const isNegative = totalBits[j] >> 31;
+    const isAbove = isNonzero & ~isNegative;
+    const isBelow = isNonzero & isNegative;
+    sign[start + j] = isBelow - isAbove;
+    sides[j] = (sides[j] & 0xffff & isAbove) | ((sides[j] >>> MOST_VOTERS) & isBelow);
+    totalBits[j] = (aboveBits[j] & isAbove) | (belowBits[j] & isBelow);
   }
   for (let j = 0; j < count; j++) merged[start + j] = totals[j] / divisors[sides[j]];
 }
@@ -109,7 +119,7 @@ function electOne(i, deltas, weights, shares, balance, merged, sign) {
     if (value < 0) negativeShare = round(negativeShare + round(shares[model]));
   });
   const total = round(positive + negative);
-  const elected = balance === null || total !== total ? total : balance[i];
+  const elected = balance === null || total !== total ? total : signed(balance[i]);
   sign[i] = elected > 0 ? 1 : elected < 0 ? -1 : 0;
   merged[i] = elected > 0 ? positive / (positiveShare || 1)
     : elected < 0 ? negative / (negativeShare || 1)

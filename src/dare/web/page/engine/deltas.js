@@ -28,10 +28,9 @@ export function dropped(delta, keep, factor = 1) {
   return kept;
 }
 
-/** base + factor·values. */
-export function added(base, values, factor) {
+/** base + factor·values, put into `sum`. */
+export function added(base, values, factor, sum = new Float32Array(base.length)) {
   const scale = round(factor);
-  const sum = new Float32Array(base.length);
   for (let i = 0; i < base.length; i++) sum[i] = base[i] + round(scale * values[i]);
   return sum;
 }

@@ -10,6 +10,9 @@ export async function sha256(tensors) {
     joined.set(new Uint8Array(part.buffer, part.byteOffset, part.byteLength), place);
     place += part.byteLength;
   }
+  if (!globalThis.crypto?.subtle) {
+    throw new Error("browsers compute a SHA-256 only for pages from https or from this machine");
+  }
   const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", joined));
   return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

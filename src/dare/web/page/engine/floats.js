@@ -13,6 +13,14 @@ export function toFloats({ dtype, data }) {
   throw new Error(`The type ${dtype} has no floats here.`);
 }
 
+const known = new WeakMap();  // by tensor, what is asked for again at every merge
+
+/** The same, kept for the next time. */
+export function keptFloats(tensor) {
+  if (!known.has(tensor)) known.set(tensor, toFloats(tensor));
+  return known.get(tensor);
+}
+
 /** Float32 numbers as elements of a type. */
 export function fromFloats(values, dtype) {
   if (dtype === "F32") return values.map((value) => (value === value ? value : NaN));

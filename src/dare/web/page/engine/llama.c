@@ -3,9 +3,9 @@
 // All numbers are float32 and are added in a fixed order, so every browser computes the same.
 // The caller owns the memory: all arrays are passed in, and nothing is kept here between calls.
 //
-// A matrix that rows are multiplied with is stored in panels of eight columns: [columns / 8][inputs]
-// [8]. So the innermost loop reads it from front to back, and four rows by eight columns of the
-// product stay in registers. Columns and inputs are multiples of eight.
+// A matrix that rows are multiplied with is stored in panels of eight columns:
+// [columns / 8][inputs][8]. So the innermost loop reads it from front to back, and four rows by
+// eight columns of the product stay in registers. Columns are a multiple of eight.
 #include <wasm_simd128.h>
 
 #define EXPORT __attribute__((visibility("default")))

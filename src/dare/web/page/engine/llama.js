@@ -1,7 +1,6 @@
-// The demo's models in this browser: what src/dare/demo/llama.py does, with the arithmetic of llama.c.
-//
-// A token is a byte, a text is Latin-1. The texts that are handed in together are equally long, so a
-// batch needs no padding.
+// The demo's models in this browser: what src/dare/demo/llama.py does, with the arithmetic of
+// llama.c. A token is a byte, and a text has a character for each. The texts that are handed in
+// together are equally long, so a batch needs no padding.
 import { toFloats } from "./floats.js";
 
 /** What config.json says of all of them and their weights do not. */
@@ -63,8 +62,8 @@ export class Llama {
 
   /** Whether each prompt is answered exactly right: pairs of a prompt and its answer.
    *
-   * Greedy decoding writes an answer if and only if each of its bytes, and the end of the line after
-   * it, is the likeliest after those before.
+   * Greedy decoding writes an answer if and only if each of its bytes, and the end of the line
+   * after it, is the likeliest after those before.
    */
   areRight(examples) {
     const [prompt, answer] = examples[0];
@@ -101,7 +100,7 @@ export class Llama {
     });
   }
 
-  /** Continue each prompt greedily to the end of the line, for `limit` bytes, or to the context's end. */
+  /** Continue each prompt greedily: to the end of the line, `limit` bytes, or the context's end. */
   write(prompts, limit = 40) {
     const length = prompts[0].length;
     const most = Math.min(limit, CONFIG.context - length + 1);

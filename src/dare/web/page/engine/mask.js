@@ -21,15 +21,19 @@ export function keepMask(name, size, dropRate, seed, start = 0, draw = 0) {
   const keep = new Uint8Array(size);
   for (let group = start - (start % GROUP); group < start + size; group += GROUP) {
     fillLanes((group / GROUP) * CALLS, k0, k1);
-    const end = Math.min(size, group + GROUP - start);
-    let place = Math.max(0, group - start);
-    for (let i = place + start - group; place < end; place++, i++) {
-      const lane = lanes[i];
-      keep[place] = (lane < high) | 0;  // no branch, which nothing could foresee
-      if (lane === high) keep[place] = tieWord(start + place, k0, k1) < low ? 1 : 0;
+    const first = Math.max(0, start - group);
+    const end = Math.min(GROUP, start + size - group);
+    keepLow(keep, (group - start) | 0, first | 0, end | 0, high | 0);
+    for (let i = lanes.indexOf(high, first); 0 <= i && i < end; i = lanes.indexOf(high, i + 1)) {
+      keep[group - start + i] = tieWord(group + i, k0, k1) < low ? 1 : 0;
     }
   }
   return keep;
+}
+
+/** Keep what is below the threshold's first byte; without a branch, which nothing could foresee. */
+function keepLow(keep, place, first, end, high) {
+  for (let i = first; i < end; i++) keep[place + i] = (lanes[i] - high) >>> 31;
 }
 
 /** The two words that the masks of a tensor are drawn by. */

@@ -3,10 +3,12 @@
 import { arc, cosineOf } from "./arcs.js";
 import { addScaled, countVotes, elect, weightedSum } from "./combine.js";
 import { added, deltaOf, dropped } from "./deltas.js";
-import { MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, toFloats } from "./floats.js";
+import {
+  MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, keptFloats, toFloats,
+} from "./floats.js";
 import { keepMask } from "./mask.js";
 import { byName } from "./names.js";
-import { readSetting, whyNot } from "./recipe.js";
+import { readSetting, whyNot } from "./setting.js";
 import { sumMagnitudes } from "./sums.js";
 import { trimmed, trimmedTogether } from "./trim.js";
 
@@ -15,17 +17,18 @@ export { arc, cosineOf, deltaOf, dropped, elect, trimmed, whyNot };
 /**
  * The merged tensors, like the base's: a Map from names to { dtype, shape, data }.
  *
- * `models` has the tensors of the base and of all models by name. `engines.js` says what a setting is.
+ * `models` has the tensors of the base and of all models by name; `engines.js` says what a setting
+ * is. Tensors that are not changed are the base's own.
  */
 export function mergeModels(setting, models) {
   const base = tensorsOf(models, setting.base ?? "base");
   if (!setting.models.length) return new Map(base);
   const recipe = readSetting(setting);
   for (const { name } of recipe.models) checkFit(base, tensorsOf(models, name), name);
-  const prepared = recipe.models.map((model) => prepare(base, models.get(model.name), model));
+  const byModel = recipe.models.map((model) => prepare(base, models.get(model.name), model));
   const merged = new Map();
   for (const [name, tensor] of base) {
-    const deltas = prepared.map((ofModel) => ofModel.get(name));
+    const deltas = byModel.map((deltasOfModel) => deltasOfModel.get(name));
     merged.set(name, isMerged(tensor) ? mergeTensor(tensor, deltas, recipe) : tensor);
   }
   return merged;
@@ -33,8 +36,8 @@ export function mergeModels(setting, models) {
 
 function tensorsOf(models, name) {
   const tensors = models.get(name);
-  if (!tensors) throw new Error(`There is no model ${name}; there are ${[...models.keys()].join(", ")}.`);
-  return tensors;
+  if (tensors) return tensors;
+  throw new Error(`there is no model '${name}'; there are ${[...models.keys()].join(", ")}`);
 }
 
 function isMerged(tensor) {
@@ -42,21 +45,21 @@ function isMerged(tensor) {
 }
 
 function checkFit(base, tuned, model) {
-  for (const [name, { dtype, shape, data }] of base) {
+  for (const [name, tensor] of base) {
     const other = tuned.get(name);
     if (!other) throw new Error(`${name}: not in ${model}`);
-    const isAlike = `${other.shape}` === `${shape}`
-      && (other.dtype === dtype || (isMerged(other) && MERGED_TYPES.includes(dtype)));
-    if (!isAlike) {
+    const { dtype, shape, data } = tensor;
+    const isType = other.dtype === dtype || (isMerged(other) && isMerged(tensor));
+    if (!isType || `${other.shape}` !== `${shape}`) {
       throw new Error(
         `${name}: base is ${dtype} [${shape.join(", ")}], `
           + `${model} is ${other.dtype} [${other.shape.join(", ")}]`,
       );
     }
     if (OTHER_WEIGHT_TYPES.includes(dtype)) {
-      throw new Error(`${name}: weights of the type ${dtype} need the local engine, dare playground`);
+      throw new Error(`${name}: weights of type ${dtype} need the local engine, dare playground`);
     }
-    if (!MERGED_TYPES.includes(dtype) && data.some((value, i) => value !== other.data[i])) {
+    if (!isMerged(tensor) && data.some((value, i) => value !== other.data[i])) {
       throw new Error(
         `${name}: the ${dtype} values of ${model} differ from the base's and cannot be merged`,
       );
@@ -89,8 +92,8 @@ function takeDeltas(base, tuned) {
   if (last?.base === base) return last.deltas;
   const names = byName(base.keys()).filter((name) => isMerged(base.get(name)));
   const deltas = names.map((name) => {
-    const values = deltaOf(toFloats(tuned.get(name)), toFloats(base.get(name)));
-    return { name, values, factor: 1, survivors: values.length };
+    const values = deltaOf(toFloats(tuned.get(name)), keptFloats(base.get(name)));
+    return { name, values, factor: 1, keep: null };
   });
   taken.set(tuned, { base, deltas });
   return deltas;
@@ -105,25 +108,27 @@ const DELTA_STAGES = {
       const keep = keepMask(name, values.length, rate, seed);
       const kept = dropped(values, keep);
       const grown = rescale === "l1" ? l1Factor(values, kept) : rescale ? 1 / (1 - rate) : 1;
-      return { name, values: kept, factor: factor * grown, survivors: count(keep) };
+      return { name, values: kept, factor: factor * grown, keep };
     });
   },
 
   trim(deltas, { keep_ratio: ratio, scope }) {
     if (ratio === 1) return deltas;
-    const survivors = deltas.reduce((count, delta) => count + delta.survivors, 0);
     const all = deltas.map((delta) => delta.values);
+    const counts = deltas.map(countSurvivors);
     const kept = scope === "model"
-      ? trimmedTogether(all, ratio, survivors)
-      : deltas.map((delta) => trimmed(delta.values, ratio, delta.survivors));
+      ? trimmedTogether(all, ratio, counts.reduce((total, count) => total + count, 0))
+      : all.map((values, place) => trimmed(values, ratio, counts[place]));
     return deltas.map((delta, place) => ({ ...delta, values: kept[place] }));
   },
 };
 
-function count(keep) {
-  let kept = 0;
-  for (let i = 0; i < keep.length; i++) kept += keep[i];
-  return kept;
+/** How many elements no earlier stage has dropped, be they zero or not. */
+function countSurvivors({ values, keep }) {
+  if (keep === null) return values.length;
+  let count = 0;
+  for (let i = 0; i < keep.length; i++) count += keep[i];
+  return count;
 }
 
 function l1Factor(values, kept) {
@@ -133,11 +138,15 @@ function l1Factor(values, kept) {
 
 // ---------------------------------------------------------------- combine stages
 
+let sums = new Float32Array(0);  // what is only there until it is rounded
+
 function mergeTensor(base, deltas, { combine, options, models, scale }) {
-  const floats = toFloats(base);
+  const floats = keptFloats(base);
   const weights = models.map((model) => model.weight);
   const merged = COMBINE_STAGES[combine](deltas, weights, options, floats);
-  const data = fromFloats(added(floats, merged, scale), base.dtype);
+  if (sums.length < floats.length) sums = new Float32Array(floats.length);
+  const sum = added(floats, merged, scale, sums.subarray(0, floats.length));
+  const data = fromFloats(sum, base.dtype);
   putBack(data, base.data, merged);
   return { ...base, data };
 }

@@ -1,26 +1,27 @@
 // Workers that share the jobs of requests. A worker has one job at a time, so a request that is
 // aborted stops within one; the latest request comes first, so that it waits for no earlier one.
 
+export const aborted = () => new DOMException("Not needed any more.", "AbortError");
+
 export class Pool {
   #start;
-  #free;  // workers that may still be started
+  #free;  // how many workers may still be started
   #idle = [];
   #requests = [];  // with jobs that no worker has yet, the latest first
 
-  /** `start` makes a worker, when it is first needed, of which there will be at most `count`. */
+  /** `start` makes a worker when one is needed; there are at most `count`. */
   constructor(start, count) {
     this.#start = start;
     this.#free = count;
   }
 
-  /** Post each message to some worker and call `done(message, answers)` for each that comes back. */
+  /** Post each message to some worker, and call `done(message, answers)` when its answer comes. */
   run(messages, done, signal) {
     return new Promise((resolve, reject) => {
       const request = { messages: [...messages], left: messages.length, done, resolve, reject };
-      const abort = () => this.#drop(request, new DOMException("Not needed any more.", "AbortError"));
-      if (signal?.aborted) return abort();
+      if (signal?.aborted) return reject(aborted());
       if (!messages.length) return resolve();
-      signal?.addEventListener("abort", abort, { once: true });
+      signal?.addEventListener("abort", () => this.#drop(request, aborted()), { once: true });
       this.#requests.unshift(request);
       this.#work();
     });
@@ -37,14 +38,19 @@ export class Pool {
       const [request] = this.#requests;
       const message = request.messages.shift();
       if (!request.messages.length) this.#requests.shift();
-      this.#give(message, request);
+      this.#give(this.#idle.pop() ?? this.#open(), message, request);
     }
   }
 
-  #give(message, request) {
-    const worker = this.#idle.pop() ?? this.#open();
+  #open() {
+    this.#free -= 1;
+    return { worker: this.#start(), holds: [] };
+  }
+
+  #give(place, message, request) {
+    const { worker, holds } = place;
     worker.onmessage = ({ data }) => {
-      this.#idle.push(worker);
+      this.#idle.push({ worker, holds: data.holds });
       this.#take(message, request, data);
       this.#work();
     };
@@ -55,12 +61,8 @@ export class Pool {
       this.#drop(request, new Error(`A worker of the page has failed${reason}.`));
       this.#work();
     };
-    worker.postMessage(message);
-  }
-
-  #open() {
-    this.#free -= 1;
-    return this.#start();
+    const { tensors, ...rest } = message;
+    worker.postMessage(holds.includes(message.key) ? rest : message);
   }
 
   #take(message, request, { answers, error }) {
@@ -69,4 +71,37 @@ export class Pool {
     request.left -= 1;
     if (!request.left) request.resolve();
   }
+}
+
+/**
+ * Begin work for all who will wait for it: a function of a signal that gives each a promise.
+ *
+ * When all have aborted, so is the work. Then, and when it fails, `forget` is called at once.
+ */
+export function share(work, forget) {
+  const ended = new AbortController();
+  let waiting = 0;
+  let isOver = false;
+  const result = work(ended.signal);
+  const end = () => {
+    isOver = true;
+  };
+  result.then(end, () => {
+    end();
+    if (!ended.signal.aborted) forget();
+  });
+
+  return (signal) => new Promise((resolve, reject) => {
+    const leave = () => {
+      reject(aborted());
+      waiting -= 1;
+      if (waiting || isOver) return;
+      forget();
+      ended.abort();
+    };
+    waiting += 1;
+    result.then(resolve, reject);
+    if (signal?.aborted) leave();
+    else signal?.addEventListener("abort", leave, { once: true });
+  });
 }

@@ -1,4 +1,4 @@
-// Reads safetensors files: eight bytes that say how long the header is, the header as JSON, the data.
+// Reads safetensors files: eight bytes that say how long the header is, the header in JSON, data.
 
 /** What the elements of each type are held in; BF16, F16 and float8 as the bits that are stored. */
 export const ARRAYS = {

@@ -4,7 +4,7 @@
 //   right    [prompt, answer]    whether the model writes this answer
 //   bits     text                the mean bits that it needs for a byte
 //   texts    prompt              what it writes
-//   sha256   ""                  the SHA-256 of its weights
+// In all of them a character is a byte.
 import { CONFIG } from "./llama.js";
 
 const POSITIONS_AT_ONCE = 256;  // some 30 ms: few enough to stop soon, enough to be fast
@@ -30,21 +30,20 @@ export function inJobs(kind, items) {
 }
 
 function positionsOf(kind, item) {
-  if (kind === "sha256") return 1;
   return [item].flat().join("").length + (kind === "texts" ? WRITTEN_BYTES : 0);
 }
 
-/** The answers that a model and its weights give to a job. */
-export async function answersTo({ kind, items }, { model, sha256 }) {
-  if (kind === "right") return model().areRight(items);
-  if (kind === "bits") return model().bitsPerByte(items);
-  if (kind === "texts") return model().write(items, WRITTEN_BYTES);
-  return Promise.all(items.map(sha256));
+/** The answers that a model gives to a job. */
+export function answersTo({ kind, items }, model) {
+  if (kind === "right") return model.areRight(items);
+  if (kind === "bits") return model.bitsPerByte(items);
+  return model.write(items, WRITTEN_BYTES);
 }
 
 /** What an amount asks: examples by task, and windows of English as long as the context. */
 export function itemsFor(prompts, amount) {
-  const tasks = prompts.tasks.map(({ name, examples }) => [name, examples.slice(0, amount.prompts)]);
+  const tasks = prompts.tasks.map(({ name, examples }) =>
+    [name, examples.slice(0, amount.prompts)]);
   const count = Math.floor(Math.min(amount.englishBytes, prompts.english.length) / CONFIG.context);
   const windows = Array.from({ length: count }, (_, at) =>
     prompts.english.slice(at * CONFIG.context, (at + 1) * CONFIG.context));
@@ -62,16 +61,18 @@ export function sumUp({ tasks, windows }, answerTo) {
   };
 }
 
-/** Throw what a reader should know if the models cannot read a prompt. */
-export function checkPrompt(prompt) {
-  if (!prompt) throw new Error("The prompt is empty. It needs at least one character.");
-  if (prompt.length > CONFIG.context) {
-    throw new Error(
-      `The prompt has ${prompt.length} characters. The models read at most ${CONFIG.context}.`,
-    );
+/** A text that a reader typed as the bytes that models read: UTF-8, each byte a character. */
+export function promptOf(text) {
+  const bytes = new TextEncoder().encode(text);
+  const most = CONFIG.context - WRITTEN_BYTES;
+  if (!bytes.length || bytes.length > most) {
+    throw new Error(`A prompt must have 1 to ${most} bytes, and this has ${bytes.length}.`);
   }
-  const unknown = [...prompt].find((character) => character.codePointAt(0) > 255);
-  if (unknown) {
-    throw new Error(`The models cannot read “${unknown}”. They know the 256 characters of Latin-1.`);
-  }
+  return Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
+}
+
+/** What a model wrote as text; bytes that are none become �. */
+export function textOf(written) {
+  const bytes = Uint8Array.from(written, (character) => character.charCodeAt(0));
+  return new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
 }

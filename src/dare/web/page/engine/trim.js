@@ -7,7 +7,7 @@ const lowCounts = new Int32Array(1 << 15);
 
 /**
  * The values with all but the largest set to zero: k = max(1, ⌊keepRatio·survivors⌋) are kept, of
- * equals those with the lowest index. `survivors` counts what no earlier stage has dropped.
+ * equals those with the lowest index; `survivors` counts what no earlier stage has dropped.
  */
 export function trimmed(values, keepRatio, survivors = values.length) {
   return trimmedTogether([values], keepRatio, survivors)[0];

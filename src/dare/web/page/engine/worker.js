@@ -1,56 +1,69 @@
-// A worker of the browser's engine: it merges by a setting, and answers jobs of scoring.js about the
-// merged model. One job at a time; the next one is sent when the answers to the last have come.
+// A worker of the browser's engine. It has one message at a time and answers it with one:
+//   { kind: "merge", setting }        the merged tensors
+//   { kind, items, key, tensors }     the answers to a job of scoring.js about the model `key`
+// As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has,
+// whose tensors need not be sent again.
 import { loadModel } from "../models.js";
-import { sha256 } from "./digest.js";
 import { Llama } from "./llama.js";
 import { mergeModels } from "./merge.js";
 import { answersTo } from "./scoring.js";
 
-const KEPT_MERGES = 3;
+const KEPT_MODELS = 3;
 
 /**
- * What handles a message { setting, kind, items } and posts { answers } or { error }.
+ * What handles a message and posts its answer.
  *
  * `openKernels` gives the exports of a new instance of llama.wasm, `load` the tensors of a model.
  */
 export function createHandler(openKernels, load) {
-  const merges = new Map();  // by setting, the one that was used last at the end
-
-  async function mergeOf(setting) {
-    const key = JSON.stringify(setting);
-    const kept = merges.get(key) ?? (await merge(setting));
-    merges.delete(key);
-    merges.set(key, kept);
-    return kept;
-  }
+  const held = new Map();  // { model, kernels } by key, the one that was used last at the end
 
   async function merge(setting) {
     const names = [setting.base, ...setting.models.map(({ name }) => name)];
     const loaded = await Promise.all(names.map(load));
-    const tensors = mergeModels(setting, new Map(names.map((name, at) => [name, loaded[at]])));
-    const kernels = merges.size < KEPT_MERGES ? await openKernels() : dropOldest();
-    let model;
-    return {
-      kernels,
-      model: () => (model ??= new Llama(kernels, tensors)),
-      sha256: () => sha256(tensors),
-    };
+    return mergeModels(setting, new Map(names.map((name, at) => [name, loaded[at]])));
   }
 
-  /** The memory of the oldest merge serves the next. */
+  async function modelOf(key, tensors) {
+    const found = held.get(key) ?? (await open(tensors));
+    held.delete(key);
+    held.set(key, found);
+    return found.model;
+  }
+
+  async function open(tensors) {
+    const kernels = held.size < KEPT_MODELS ? await openKernels() : dropOldest();
+    return { kernels, model: new Llama(kernels, tensors) };
+  }
+
+  /** The memory of the oldest model serves the next. */
   function dropOldest() {
-    const [key, { kernels }] = merges.entries().next().value;
-    merges.delete(key);
+    const [key, { kernels }] = held.entries().next().value;
+    held.delete(key);
     return kernels;
   }
 
-  return async function handle({ setting, kind, items }, post) {
+  async function answer({ setting, key, tensors, ...job }) {
+    if (job.kind === "merge") return merge(setting);
+    return answersTo(job, await modelOf(key, tensors));
+  }
+
+  return async function handle(message, post) {
     try {
-      post({ answers: await answersTo({ kind, items }, await mergeOf(setting)) });
+      const answers = await answer(message);
+      post({ answers, holds: [...held.keys()] });
     } catch (error) {
-      post({ error: error.message });
+      post({ error: error.message, holds: [...held.keys()] });
     }
   };
+}
+
+let compiling;
+
+/** The exports of a new instance of llama.wasm. */
+export async function openKernels() {
+  const module = await (compiling ??= fetchKernels());
+  return (await WebAssembly.instantiate(module)).exports;
 }
 
 async function fetchKernels() {
@@ -60,9 +73,6 @@ async function fetchKernels() {
 }
 
 if (globalThis.WorkerGlobalScope) {
-  let compiling;
-  const openKernels = async () =>
-    (await WebAssembly.instantiate(await (compiling ??= fetchKernels()))).exports;
   const handle = createHandler(openKernels, loadModel);
   globalThis.onmessage = ({ data }) => handle(data, (answer) => globalThis.postMessage(answer));
 }

@@ -1,15 +1,15 @@
 // Drop and rescale: one real matrix, what DARE leaves of it, its two laws, and the model's answers.
 /* global darePage */
-import { button, choice, slider, toggle } from "../controls.js";
+import { choice, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped } from "../engine/merge.js";
-import { addFigure } from "../figures.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
-import { addCursor, drawMatrix, paintScale, usualSize } from "../pictures.js";
+import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, MODELS, SIDE, TENSORS } from "../tensors.js";
 import { decimal, percent, show, signed, whole } from "../words.js";
-import { addAnswers } from "./answers.js";
+import { addAnswers } from "./drop/answers.js";
+import { addFigures, captionsOf, LARGEST, SMALLEST } from "./drop/figures.js";
 
 export const defaults = {
   "drop.p": 0.5,
@@ -21,19 +21,18 @@ export const defaults = {
 
 const SEEDS = 8;
 const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 20), 0.97, 0.99];
-const SMALLEST = 2 ** -15;
-const LARGEST = 2;
 
-export function mount(section, { state, engine, loadModel }) {
+/** The picture comes first, so that there is something to see; the figures when it is there. */
+export async function mount(section, { state, engine, loadModel, complain }) {
   addControls(section.querySelector(".panel"), state);
   const canvases = [...section.querySelectorAll("canvas")];
-  const figures = addFigures();
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
   let delta = null;
   let keep = null;
   let after = null;
   let limit = 1;
   let focus = [40, 64];
+  let figures = null;
 
   async function load() {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];
@@ -42,7 +41,7 @@ export function mount(section, { state, engine, loadModel }) {
     delta = loaded;
     limit = usualSize(delta);
     redraw();
-    measureSeeds();
+    if (figures) measureSeeds();
   }
 
   function redraw() {
@@ -50,10 +49,14 @@ export function mount(section, { state, engine, loadModel }) {
     const [p, rescale] = [state.get("drop.p"), state.get("drop.rescale")];
     keep = keepMask(state.get("drop.tensor"), delta.length, p, state.get("drop.seed"));
     after = dropped(delta, keep, rescale ? 1 / (1 - p) : 1);
-    drawPictures();
-    showNumbers(p, rescale);
-    showElement(...focus);
     const laws = lawsOf(delta, after);
+    drawPictures();
+    showNumbers(p, rescale, laws);
+    showElement(...focus);
+    if (figures) drawFigures(p, laws);
+  }
+
+  function drawFigures(p, laws) {
     figures.sizes.update({
       before: sizesOf(delta, SMALLEST, LARGEST),
       after: sizesOf(after, SMALLEST, LARGEST),
@@ -69,11 +72,9 @@ export function mount(section, { state, engine, loadModel }) {
     drawMatrix(before, delta, SIDE, { limit });
     drawMatrix(mask, delta, SIDE, { limit, alpha });
     drawMatrix(result, after, SIDE, { limit, alpha });
-    paintScale(section.querySelector(".scale i"));
   }
 
-  function showNumbers(p, rescale) {
-    const laws = lawsOf(delta, after);
+  function showNumbers(p, rescale, laws) {
     const law = lawsAt(p, rescale);
     const lost = droppedBy(keep);
     const factor = rescale ? 1 / (1 - p) : 1;
@@ -88,6 +89,7 @@ export function mount(section, { state, engine, loadModel }) {
       "noise-remark": `the law says ${rescale ? "p/(1 − p)" : "p"} = ${decimal(law.noise, 3)}`,
       limit: signed(limit, 3),
       "minus-limit": signed(-limit, 3),
+      ...captionsOf(rescale),
     });
   }
 
@@ -121,12 +123,15 @@ export function mount(section, { state, engine, loadModel }) {
     figures.noise.update({ seeds: rows, theory });
   }
 
-  state.on(["drop.model", "drop.tensor"], load);
+  state.on(["drop.model", "drop.tensor"], () => load().catch((error) => complain(section, error)));
   state.on(["drop.p", "drop.rescale", "drop.seed"], oncePerFrame(redraw));
-  state.on(["drop.rescale", "drop.seed"], () => { if (delta) measureSeeds(); });
+  state.on(["drop.rescale", "drop.seed"], () => { if (figures) measureSeeds(); });
   darePage.onTheme(drawPictures);
+  await load();
+  figures = addFigures();
+  redraw();
+  measureSeeds();
   addAnswers(section, state, engine);
-  return load();
 }
 
 function addControls(place, state) {
@@ -134,85 +139,7 @@ function addControls(place, state) {
     label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => decimal(p, 2),
   });
   toggle(place, state, "drop.rescale", { label: "Rescale what is kept" });
-  const another = () => state.set({ "drop.seed": state.get("drop.seed") + 1 });
-  const seed = button(place, "", another);
-  const name = () => { seed.textContent = `Another seed (now ${state.get("drop.seed")})`; };
-  state.on(["drop.seed"], name);
-  name();
+  seedButton(place, state, "drop.seed");
   choice(place, state, "drop.model", { label: "Model", options: MODELS });
   choice(place, state, "drop.tensor", { label: "Matrix", options: TENSORS });
-}
-
-function addFigures() {
-  return {
-    sizes: addFigure("drop-sizes", sizesSpec(), "Histogram of the sizes of the changes, before "
-      + "and after. After it, the same shape is lower by 1 − p and further right by 1/(1 − p)."),
-    average: addFigure("drop-average", lawSpec("average", "share of δ that is left", {
-      domain: [0, 2],
-    }), "The average over drop rates for eight seeds, around the law's line, and yours."),
-    noise: addFigure("drop-noise", lawSpec("noise", "noise, in δ²", {
-      type: "log", domain: [0.01, 200],
-    }), "The noise over drop rates for eight seeds, around the law's line, and yours."),
-  };
-}
-
-function sizesSpec() {
-  const bars = (name, words, opacity) => ({
-    data: { name },
-    transform: [{ calculate: `'${words}'`, as: "what" }],
-    mark: { type: "rect", opacity },
-    encoding: {
-      x: {
-        field: "from", type: "quantitative", title: "size of the change, |δ|",
-        scale: { type: "log", domain: [SMALLEST, LARGEST] },
-        axis: { values: [0.0001, 0.001, 0.01, 0.1, 1], format: "~g", grid: false },
-      },
-      x2: { field: "to" },
-      y: {
-        field: "share", type: "quantitative", title: "elements", axis: { format: "%", tickCount: 4 },
-        scale: { domain: [0, 0.4], clamp: true },
-      },
-      y2: { datum: 0 },
-      color: { field: "what", type: "nominal", title: null, scale: { domain: ["before", "after"] } },
-      tooltip: [
-        { field: "from", title: "from", format: ".2~g" },
-        { field: "to", title: "to", format: ".2~g" },
-        { field: "share", title: words, format: ".2%" },
-      ],
-    },
-  });
-  return {
-    height: 190,
-    datasets: { before: [], after: [] },
-    layer: [bars("before", "before", 0.45), bars("after", "after", 0.85)],
-  };
-}
-
-function lawSpec(field, title, scale) {
-  const x = {
-    field: "p", type: "quantitative", title: "drop rate p", scale: { domain: [0, 1] },
-    axis: { tickCount: 5, grid: false },
-  };
-  const axis = scale.type ? { values: [0.01, 0.1, 1, 10, 100], format: "~g" } : { tickCount: 4 };
-  const y = { field, type: "quantitative", title, scale: { ...scale, clamp: true }, axis };
-  return {
-    height: 190,
-    datasets: { theory: [], seeds: [], here: [] },
-    layer: [
-      {
-        data: { name: "seeds" },
-        mark: { type: "circle", size: 14, opacity: 0.35, aria: false },
-        encoding: { x, y },
-      },
-      { data: { name: "theory" }, mark: { type: "line", strokeWidth: 2 }, encoding: { x, y } },
-      {
-        data: { name: "here" },
-        mark: { type: "point", filled: true, size: 150, opacity: 1 },
-        encoding: {
-          x, y, color: { datum: "you", scale: { domain: ["seeds", "you"] }, legend: null },
-          tooltip: [{ field: "p", format: ".2f" }, { field, format: ".3f" }],
-        },
-      },
-    ],
-  };
 }

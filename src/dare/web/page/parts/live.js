@@ -1,11 +1,12 @@
 // Merge live: the demonstration's models merged as the sliders move, and what comes out of it.
 /* global darePage */
 import { button } from "../controls.js";
+import { whenRested } from "../pace.js";
 import { codeCard } from "./live/code.js";
 import { curveCard } from "./live/curve.js";
-import { isAbort, loadJson, markBusy, whenNear } from "./live/loading.js";
-import { BASE_ALONE, FULL, inPercent, measurerOf, QUICK } from "./live/measuring.js";
-import { percent } from "./live/numbers.js";
+import { follower } from "./live/following.js";
+import { loadJson, whenNear } from "./live/loading.js";
+import { measurerOf } from "./live/measuring.js";
 import { addPanel } from "./live/panel.js";
 import { pinsTable } from "./live/pins.js";
 import { ownPrompt, samplesTable } from "./live/samples.js";
@@ -21,103 +22,69 @@ export const defaults = {
 const REST_MS = 40;  // moves of a slider that come faster than this are one
 
 export async function mount(section, { state, engine }) {
-  const [methods, { tasks }] = await Promise.all([loadJson("methods.json"), loadJson("prompts.json")]);
+  const [methods, { tasks }] = await Promise.all(["methods.json", "prompts.json"].map(loadJson));
   const measurer = measurerOf(engine);
   const at = (name) => section.querySelector(`#live-${name}`);
   const get = (name) => state.get(name);
   const shown = () => settings.settingOf(get, methods);
-  const problem = () => settings.problemOf(shown(), methods);
-  const whyNot = () => problem() ?? engine.whyNot(shown().method);
+  const whyNot = () => settings.problemOf(shown(), methods) ?? engine.whyNot(shown().method);
 
   addPanel(at("panel"), state, methods, engine);
-  const scores = scoreTable(at("scores"));
-  const samples = samplesTable(at("samples").querySelector("tbody"), tasks);
-  const code = codeCard(at("code"), state, methods, shown);
+  const views = {
+    scores: scoreTable(at("scores")),
+    samples: samplesTable(at("samples").querySelector("tbody"), tasks),
+    asked: ownPrompt(at("ask"), state, (prompt, signal) =>
+      whyNot() ? null : measurer.write(shown(), [prompt], signal)),
+    code: codeCard(at("code"), state, methods, shown),
+    curve: curveCard(at("curve"), measurer, {
+      settingAt: (p) => settings.settingOf(
+        (name) => (name === "live.each" ? false : name === "live.p" ? p : get(name)), methods),
+      drops: () => settings.dropsAtARate(settings.chosenChain(get, methods), methods),
+      whyNot,
+    }),
+  };
   const pins = pinsTable(at("pins"), state, methods, measurer, engine);
-  const curve = curveCard(at("curve"), measurer, {
-    settingAt: (p) => settings.settingOf(
-      (name) => (name === "live.each" ? false : name === "live.p" ? p : get(name)), methods),
-    drops: () => settings.dropsAtARate(settings.chosenChain(get, methods), methods),
-    whyNot,
-  });
-  const asked = ownPrompt(at("ask"), state, (prompt, signal) =>
-    whyNot() ? null : measurer.write(shown(), [prompt], signal));
   button(at("scores").querySelector("[data-place=pin]"), "Pin this run", () => {
     darePage.say(pins.add());
   });
   at("copy-link").addEventListener("click", () => { at("link").textContent = state.link(); });
-  const measured = loadJson("measured.json").catch((error) => {
-    at("curve").querySelector("[data-place=progress]").textContent = error.message;
-  });
-  measured.then((found) => {
-    if (!found) return;
-    scores.mark(marksOf(found));
-    curve.showMeasured(found);
-  });
+  showMeasured(views);
 
-  let controller = new AbortController();
-  let timer = 0;
-
-  function change() {
-    controller.abort();
-    controller = new AbortController();
-    const { signal } = controller;
-    for (const part of [scores, samples, code]) part.dim();
-    code.show();
-    curve.change();
-    complain(whyNot(), !problem());
-    clearTimeout(timer);
-    if (!whyNot()) timer = setTimeout(() => follow(shown(), signal), REST_MS);
-  }
-
-  /** Fill in what a setting gives: rough scores first, then texts and digest, then full scores. */
-  async function follow(setting, signal) {
-    const ready = markBusy(at("scores"));
-    signal.addEventListener("abort", ready);
-    try {
-      if (!measurer.seen(setting, FULL)) await showScore(setting, QUICK, signal);
-      samples.show(await measurer.write(setting, samples.prompts, signal));
-      asked.ask();
-      code.showDigest(setting.models.length ? await measurer.merge(setting, signal) : "–");
-      await showScore(setting, FULL, signal);
-      announce(measurer.seen(setting, FULL));
-    } catch (error) {
-      if (!isAbort(error) && !signal.aborted) complain(error.message, false);
-    } finally {
-      ready();
-    }
-  }
-
-  async function showScore(setting, amount, signal) {
-    const score = await measurer.score(setting, amount, signal);
-    if (signal.aborted) return;
-    scores.show(score, amount, measurer.seen(BASE_ALONE, amount)?.bitsPerByte);
-    curve.mark(setting, score);
-    const base = await measurer.score(BASE_ALONE, amount, signal);
-    if (!signal.aborted) scores.compare(score.bitsPerByte, base.bitsPerByte);
-  }
-
-  /** Say why there are no scores; `isEngine`: the local engine would have them. */
-  function complain(reason, isEngine) {
+  /** Say why there are no scores, or null: there are. */
+  function complain(reason) {
     const note = at("scores").querySelector("[data-place=reason]");
-    note.querySelector("span").textContent = reason ?? "";
-    note.querySelector("code").hidden = !reason || !isEngine;
+    note.textContent = reason ? reason.replace(/\.?$/, ".") : "";
     note.hidden = !reason;
     at("scores").querySelector("[data-place=legend]").hidden = Boolean(reason);
   }
 
+  const follow = follower(measurer, views, complain);
+  const rested = whenRested(REST_MS, (signal) => { if (!whyNot()) follow(shown(), signal); });
+  const describe = () => {
+    views.code.show();
+    views.curve.change();
+    complain(whyNot());
+  };
+  const change = () => {
+    for (const name of ["scores", "samples", "code"]) views[name].dim();
+    describe();
+    rested();
+  };
+  describe();
   state.on(settings.NAMES, change);
-  code.show();
-  curve.change();
-  complain(whyNot(), !problem());
   whenNear(section, () => {
     change();
     pins.show();
   });
 }
 
-function announce(score) {
-  const { tasks } = inPercent(score);
-  const words = Object.entries(tasks).map(([task, value]) => `${task} ${percent(value)}`);
-  darePage.say(`Right answers: ${words.join(", ")}.`);
+/** What was measured before: marks beside the scores, and the curves. */
+async function showMeasured({ scores, curve }) {
+  try {
+    const found = await loadJson("measured.json");
+    scores.mark(marksOf(found));
+    curve.showMeasured(found);
+  } catch (error) {
+    curve.say(error.message);
+  }
 }

@@ -10,7 +10,8 @@ export function codeCard(card, state, methods, shown) {
   const digest = card.querySelector("#live-digest");
   const remark = card.querySelector("[data-place=remark]");
   const copy = card.querySelector("[data-copies=live-text]");
-  choice(card.querySelector("[data-place=form]"), state, "live.as", { label: "Show it as", options: FORMS });
+  const form = card.querySelector("[data-place=form]");
+  choice(form, state, "live.as", { label: "Show it as", options: FORMS });
 
   function show() {
     const setting = shown();
@@ -20,11 +21,11 @@ export function codeCard(card, state, methods, shown) {
       remark.textContent = "";
       return;
     }
-    const form = state.get("live.as");
-    const isLeft = form === "command" && needsRecipe(setting, methods);
+    const asked = state.get("live.as");
+    const isLeft = asked === "command" && needsRecipe(setting, methods);
     text.textContent =
-      form === "recipe" ? recipeText(setting) :
-      form === "python" ? pythonText(setting) : commandText(setting, methods);
+      asked === "recipe" ? recipeText(setting) :
+      asked === "python" ? pythonText(setting) : commandText(setting, methods);
     remark.textContent = isLeft ? "No flag says all of this: save the recipe as recipe.toml." : "";
   }
 

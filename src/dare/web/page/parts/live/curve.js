@@ -19,20 +19,25 @@ export function rowsOf(curve, kind) {
   }));
 }
 
-export function curveSpec(kinds, title, height = 230) {
+function curveSpec() {
   const x = {
     field: "p", type: "quantitative", title: "drop rate p", scale: { domain: [0, 1] },
     axis: { tickCount: 5 },
   };
   const y = (field) => ({
-    field, type: "quantitative", title, scale: { domain: [0, 100] }, axis: { tickCount: 5 },
+    field, type: "quantitative", title: "right answers, %", scale: { domain: [0, 100] },
+    axis: { tickCount: 5 },
   });
-  const color = { field: "kind", type: "nominal", title: null, scale: { domain: kinds } };
+  const color = {
+    field: "kind", type: "nominal", title: null, scale: { domain: KINDS }, legend: { columns: 2 },
+  };
   const tooltip = [
-    { field: "kind", title: "what" }, { field: "p" }, { field: "mean", title: "right, %", format: ".1f" },
+    { field: "kind", title: "what" },
+    { field: "p" },
+    { field: "mean", title: "right, %", format: ".1f" },
   ];
   return {
-    height,
+    height: 240,
     datasets: { measured: [], mine: [], here: [] },
     layer: [
       {
@@ -63,11 +68,11 @@ export function curveSpec(kinds, title, height = 230) {
   };
 }
 
-/** The figure with its button; `settingAt(p)` is the setting of now with one rate for all models. */
+/** The figure with its button; `settingAt(p)` is the setting of now at one rate for all models. */
 export function curveCard(card, measurer, { settingAt, drops, whyNot }) {
-  const figure = addFigure("live-curve", curveSpec(KINDS, "right answers, %"), "Right answers, the "
-    + "mean of the three tasks, over drop rates: dare+sum and dare+ties of all three models at scale "
-    + "1, where you are, and your own curve once it is measured.");
+  const figure = addFigure("live-curve", curveSpec(), "Right answers, the mean of the "
+    + "three tasks, over drop rates: dare+sum and dare+ties of all three models at scale 1, where "
+    + "you are, and your own curve once it is measured.");
   const progress = card.querySelector("[data-place=progress]");
   let controller = null;
   let drawn = "";
@@ -96,6 +101,8 @@ export function curveCard(card, measurer, { settingAt, drops, whyNot }) {
   }
 
   return {
+    say: (text) => { progress.textContent = text; },
+
     showMeasured: ({ curves }) => figure.update({
       measured: curves
         .filter(({ task }) => task === null)
@@ -117,7 +124,8 @@ export function curveCard(card, measurer, { settingAt, drops, whyNot }) {
     mark(setting, score) {
       const rates = ratesOf(setting);
       const one = rates.length && rates.every((rate) => rate === rates[0]);
-      figure.update({ here: one ? [{ p: rates[0], mean: inPercent(score).mean, kind: MINE }] : [] });
+      const { mean } = inPercent(score);
+      figure.update({ here: one ? [{ p: rates[0], mean, kind: MINE }] : [] });
     },
   };
 }

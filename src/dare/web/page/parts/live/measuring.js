@@ -16,8 +16,9 @@ export function measurerOf(engine) {
 function createMeasurer(engine) {
   const kept = new Map();
 
-  async function once(key, ask) {
+  async function once(key, ask, signal) {
     if (!kept.has(key)) kept.set(key, await ask());
+    signal?.throwIfAborted();  // what was kept is as old as what was asked for
     return kept.get(key);
   }
   const keyOf = (...parts) => JSON.stringify(parts);
@@ -27,9 +28,10 @@ function createMeasurer(engine) {
     seen: (setting, amount) => kept.get(keyOf(setting, amount)),
 
     score: (setting, amount, signal) =>
-      once(keyOf(setting, amount), () => engine.score(setting, amount, signal)),
+      once(keyOf(setting, amount), () => engine.score(setting, amount, signal), signal),
 
-    merge: (setting, signal) => once(keyOf(setting, "merge"), () => engine.merge(setting, signal)),
+    merge: (setting, signal) =>
+      once(keyOf(setting, "merge"), () => engine.merge(setting, signal), signal),
 
     /** What the merged model writes after each prompt; only new prompts are asked. */
     async write(setting, prompts, signal) {
@@ -39,6 +41,7 @@ function createMeasurer(engine) {
         const texts = await engine.write(setting, fresh, signal);
         fresh.forEach((prompt, index) => kept.set(keyOf(setting, "write", prompt), texts[index]));
       }
+      signal?.throwIfAborted();
       return keys.map((key) => kept.get(key));
     },
   };
@@ -49,5 +52,6 @@ export function inPercent({ right, asked, bitsPerByte }) {
   const tasks = Object.fromEntries(
     Object.keys(right).map((task) => [task, (100 * right[task]) / asked[task]]));
   const values = Object.values(tasks);
-  return { tasks, mean: values.reduce((sum, value) => sum + value, 0) / values.length, bitsPerByte };
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return { tasks, mean, bitsPerByte };
 }

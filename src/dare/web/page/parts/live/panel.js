@@ -15,7 +15,10 @@ const two = (value) => value.toFixed(2);
 /** Fill the panel, and keep what it shows in line with the state. */
 export function addPanel(panel, state, methods, engine) {
   const at = (name) => panel.querySelector(`[data-place=${name}]`);
-  choice(at("method"), state, "live.m", { label: "Method", options: chains(methods, engine) });
+  const options = chains(methods, engine);
+  const isListed = options.some(([chain]) => chain === state.get("live.m"));
+  if (!isListed) state.set({ "live.c": state.get("live.m"), "live.m": OWN_CHAIN });
+  choice(at("method"), state, "live.m", { label: "Method", options });
   addOwnChain(at("own"), state, methods);
   const showParameters = parameterControls(at("parameters"), state, methods);
   for (const name of MODELS) addModel(at(name), state, name);
@@ -138,7 +141,7 @@ function fitModels(state, methods) {
   }
 }
 
-/** Weights that were not moved yet begin where the method has them, so that nothing changes at first. */
+/** Weights that were not moved yet begin where the method has them. */
 function startFromUsualWeights(state, methods) {
   const usual = findStage(chosenChain(state.get, methods).at(-1), methods)?.default_weight;
   const inside = MODELS.filter((name) => state.get(`live.${name}`)).length;

@@ -41,7 +41,8 @@ function addParameter(place, state, stage, parameter) {
   const label = parameter.name.replaceAll("_", " ");
   const listed = LISTED[parameter.name] ?? (parameter.optional ? SHARES : parameter.options);
   if (parameter.type === "boolean") {
-    return toggle(place, stateOf(state, name, parameter.default, (value) => value), name, { label });
+    const booleans = stateOf(state, name, parameter.default, Boolean);
+    return toggle(place, booleans, name, { label });
   }
   if (listed) {
     const options = listed.map((value) => [String(value), String(value)]);

@@ -8,7 +8,7 @@ import { defaults, MODELS, NAMES, settingOf } from "./setting.js";
 
 const MOST = 8;
 
-/** What the state's text `live.pins` holds: "m-dare+ties p-0.7*m-sum", what is not at its default. */
+/** The pins of a text such as "m-dare+ties p-0.7*m-sum": all that is not at its default. */
 export const readPins = (text) => (text ? text.split("*").map(readPin) : []);
 
 function readPin(text) {
@@ -51,7 +51,7 @@ export function pinsTable(card, state, methods, measurer, engine) {
   function row(pin, index) {
     const setting = settingOfPin(pin);
     const words = settingInWords(setting);
-    const tools = make("td", { className: "pin-tools" });
+    const tools = make("div", { className: "pin-tools" });
     const load = button(tools, "Load", () => state.set({ ...defaults, ...pin }));
     const remove = button(tools, "Remove", () =>
       state.set({ "live.pins": texts().toSpliced(index, 1).join("*") }));
@@ -59,7 +59,7 @@ export function pinsTable(card, state, methods, measurer, engine) {
     remove.setAttribute("aria-label", `Remove ${words}`);
     const cells = ["add", "sort", "say", "mean", "english"].map(() => make("td", {}, "…"));
     const digest = make("td", {}, make("code", {}, "…"));
-    return make("tr", {}, make("th", { scope: "row" }, words), ...cells, digest, tools);
+    return make("tr", {}, make("th", { scope: "row" }, words), ...cells, digest, make("td", {}, tools));
   }
 
   async function measure(pins) {
@@ -73,7 +73,7 @@ export function pinsTable(card, state, methods, measurer, engine) {
         if (why) throw new Error(why);
         showScore(line, await measurer.score(setting, FULL, signal));
         const digest = await measurer.merge(setting, signal);
-        line.querySelector("code").textContent = digest.slice(0, 12);
+        line.querySelector("code").textContent = digest.slice(0, 8);
         line.querySelector("code").title = digest;
       } catch (error) {
         if (isAbort(error)) return;

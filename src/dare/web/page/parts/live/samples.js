@@ -12,9 +12,9 @@ export function samplesTable(place, tasks) {
   const asked = tasks.flatMap(({ name, examples }) =>
     examples.slice(0, EACH).map(([prompt, answer]) => ({ task: name, prompt, answer })));
   asked.push({ task: "english", prompt: ENGLISH, answer: null });
-  const cells = asked.map(({ prompt }) => {
+  const cells = asked.map(({ task, prompt }) => {
     const cell = make("td", { className: "written" }, "…");
-    place.append(make("tr", {}, make("th", { scope: "row" }, make("code", {}, prompt)), cell));
+    place.append(make("tr", { className: task }, make("th", { scope: "row" }, make("code", {}, prompt)), cell));
     return cell;
   });
   return {
@@ -27,7 +27,7 @@ export function samplesTable(place, tasks) {
   };
 }
 
-/** Put what was written into a cell, and whether it is right; answer null: nothing is right or wrong. */
+/** Put what was written into a cell, and whether it is right; with answer null it is neither. */
 export function showAnswer(cell, text, answer) {
   const code = make("code", {}, text === "" ? "(nothing)" : printable(text));
   if (answer === null) return cell.replaceChildren(code);
@@ -42,7 +42,7 @@ export function showAnswer(cell, text, answer) {
 /** Bytes that have no picture as dots. */
 const printable = (text) => text.replace(/[\u0000-\u001f\u007f-\u00a0\u00ad]/g, "·");
 
-/** The field for the reader's own prompt; `write(prompt, signal)` gives a promise, or null: not now. */
+/** The field for the reader's own prompt; `write(prompt, signal)` gives texts, or null: not now. */
 export function ownPrompt(place, state, write) {
   const field = place.querySelector("input");
   const answer = place.querySelector("[data-place=answer]");
@@ -57,13 +57,16 @@ export function ownPrompt(place, state, write) {
     if (why || !prompt) return answer.replaceChildren(why ?? "");
     try {
       const texts = await write(prompt, signal);
-      if (texts && !signal.aborted) showAnswer(answer, texts[0], null);
+      if (texts) showAnswer(answer, texts[0], null);
     } catch (error) {
       if (!isAbort(error)) answer.replaceChildren(error.message);
     }
   }
 
-  const follow = () => { if (field.value !== state.get("live.ask")) field.value = state.get("live.ask"); };
+  const follow = () => {
+    const prompt = state.get("live.ask");
+    if (field.value !== prompt) field.value = prompt;
+  };
   field.addEventListener("input", () => state.set({ "live.ask": field.value }));
   state.on(["live.ask"], () => {
     follow();

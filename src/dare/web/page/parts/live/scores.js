@@ -4,8 +4,8 @@ import { inPercent } from "./measuring.js";
 import { bits, percent } from "./numbers.js";
 
 /**
- * The table in its place, whose rows are in the page already: `[data-task]` with a `.gauge`, `.value`.
- * `marks` has right answers in per cent: by task { base, own }.
+ * The table in its place, whose rows are in the page already: `[data-task]` with a bar, marks, and
+ * a value.
  */
 export function scoreTable(place) {
   const rows = new Map();
@@ -13,49 +13,61 @@ export function scoreTable(place) {
   const status = place.querySelector(".asked");
   const english = place.querySelector("[data-english]");
 
+  let shown = null;  // the score and its amount
+
+  /** Say how the English is beside another's; nothing where that is not known yet. */
+  function compare(otherBits, whose) {
+    const more = shown.score.bitsPerByte - otherBits;
+    const words = !Number.isFinite(more) ? "" :
+      Math.abs(more) < 0.0005 ? ", the same" :
+      `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
+    const text = otherBits === undefined ? "" : `${whose}: ${bits(otherBits)}${words}`;
+    english.querySelector(".beside").textContent = text;
+  }
+
   return {
-    /** Show a score that was measured with this amount; the base's bits are for the same English. */
-    show(score, amount, baseBits) {
-      const { tasks, bitsPerByte } = inPercent(score);
-      for (const [task, value] of Object.entries(tasks)) {
+    place,
+
+    /** Show a score that was measured with this amount, the English beside another's. */
+    show(score, amount, otherBits, whose = "the base") {
+      shown = { score, amount };
+      for (const [task, value] of Object.entries(inPercent(score).tasks)) {
         const row = rows.get(task);
         row.querySelector(".gauge").style.setProperty("--value", `${value}%`);
         row.querySelector(".value").textContent = percent(value);
       }
-      english.querySelector(".value").textContent = bits(bitsPerByte);
-      this.compare(bitsPerByte, baseBits);
+      english.querySelector(".value").textContent = bits(score.bitsPerByte);
+      compare(otherBits, whose);
       status.textContent = `${amount.prompts} prompts of each task`;
       status.dataset.prompts = amount.prompts;
       delete place.dataset.stale;
     },
 
-    /** Say how the English is beside the base's. */
-    compare(bitsPerByte, baseBits) {
-      if (baseBits === undefined) return;
-      const more = bitsPerByte - baseBits;
-      const words = !Number.isFinite(more) ? "" :
-        Math.abs(more) < 0.0005 ? ", the same" :
-        `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
-      english.querySelector(".beside").textContent = `the base: ${bits(baseBits)}${words}`;
+    /** The base's bits for so much English are known now: say them if that is what is shown. */
+    compareWithBase(baseBits, englishBytes) {
+      if (shown.amount.englishBytes === englishBytes) compare(baseBits, "the base");
     },
 
     /** Numbers of another setting stay, dimmed, until there are new ones. */
     dim() { place.dataset.stale = "true"; },
 
+    /** Marks to compare with, in per cent: by task { base, own } or { sound }. */
     mark(marks) {
-      for (const [task, { base, own }] of Object.entries(marks)) {
-        const row = rows.get(task);
-        row.querySelector(".gauge").append(
-          make("i", { className: "mark base", title: `the base: ${percent(base)}` }),
-          make("i", { className: "mark own", title: `the model trained for it: ${percent(own)}` }),
-        );
-        row.querySelector(".gauge").style.setProperty("--base", `${base}%`);
-        row.querySelector(".gauge").style.setProperty("--own", `${own}%`);
-        row.querySelector(".marks").textContent =
-          `base ${percent(base)}, trained for it ${percent(own)}`;
-      }
+      for (const [task, values] of Object.entries(marks)) setMarks(rows.get(task), values);
     },
   };
+}
+
+const WORDS = { base: "the base", own: "the model trained for it", sound: "the sound merge" };
+
+function setMarks(row, values) {
+  const gauge = row.querySelector(".gauge");
+  for (const [kind, value] of Object.entries(values)) {
+    if (!gauge.querySelector(`.${kind}`)) gauge.append(make("i", { className: `mark ${kind}` }));
+    gauge.querySelector(`.${kind}`).style.left = `${value}%`;
+  }
+  row.querySelector(".marks").textContent =
+    Object.entries(values).map(([kind, value]) => `${WORDS[kind]} ${percent(value)}`).join(", ");
 }
 
 /** Marks from measured.json: what the base and the model of each task have. */

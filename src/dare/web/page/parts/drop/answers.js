@@ -1,8 +1,8 @@
 // What one model writes after DARE, and how many answers were right at the rates tried so far.
-import { make } from "../controls.js";
-import { addFigure } from "../figures.js";
-import { whenRested } from "../pace.js";
-import { examplesOf } from "../prompts.js";
+import { make } from "../../controls.js";
+import { addFigure } from "../../figures.js";
+import { whenRested } from "../../pace.js";
+import { examplesOf } from "../../prompts.js";
 
 const ASKED = 8;
 const RESTED_MS = 200;

@@ -2,6 +2,7 @@
 // for each model its weight, its seed and its own values of the parameters.
 
 const ALIASES = {
+  __proto__: null,
   task_arithmetic: "sum",
   dare_linear: "dare+linear",
   dare_ties: "dare+ties",
@@ -25,7 +26,11 @@ const ELSEWHERE = [
 const dropRate = { usual: 0.9, check: checkDropRate };
 const keepRatio = { usual: 0.2, check: (name, value) => checkShare(name, value, true) };
 const STAGES = {
-  dare: { kind: "delta", parameters: { drop_rate: dropRate, rescale: { usual: true, check: checkRescale } } },
+  __proto__: null,
+  dare: {
+    kind: "delta",
+    parameters: { drop_rate: dropRate, rescale: { usual: true, check: checkRescale } },
+  },
   trim: { kind: "delta", parameters: { keep_ratio: keepRatio, scope: oneOf("tensor", "model") } },
   linear: { kind: "combine", parameters: {}, weight: (models) => 1 / models },
   sum: { kind: "combine", parameters: {}, weight: () => 1 },
@@ -54,17 +59,20 @@ export function whyNot(method) {
   const missing = stageNames(method).filter((name) => ELSEWHERE.includes(name));
   if (!missing.length) return null;
   const are = missing.length > 1 ? "are" : "is";
-  return `${missing.join(" and ")} ${are} not in this page: for that start "dare playground" on your `
-    + "own machine, which has every method";
+  return `${missing.join(" and ")} ${are} not in this page's own engine: for every method run `
+    + "dare playground on your machine";
 }
 
 /**
- * What a setting asks for: { combine, options, scale, models }, where `combine` is the last stage and
- * `options` its parameters; a model is { name, weight, seed, stages } with [name, parameters] of each
- * delta stage.
+ * What a setting asks for: { combine, options, scale, models }, where `combine` is the last stage
+ * and `options` its parameters. A model is { name, weight, seed, stages }, its stages pairs of a name
+ * and parameters.
  */
 export function readSetting(setting) {
-  const { method, stages: tables = {}, models, seed = 42, scale = 1 } = setting;
+  const { method, models } = setting;
+  const tables = setting.stages ?? {};
+  const scale = setting.scale ?? 1;
+  const seed = setting.seed ?? 42;
   const names = parseMethod(method);
   checkTables(tables, names, method);
   checkNumber("scale", scale);
@@ -100,7 +108,8 @@ function parseMethod(method) {
     }
     if (names.indexOf(name) !== names.lastIndexOf(name)) {
       throw new Error(
-        `method '${method}': ${name} stands in it more than once; the second would do the same again`,
+        `method '${method}': ${name} stands in it more than once; `
+          + "the second would do the same again",
       );
     }
   }

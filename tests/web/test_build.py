@@ -1,0 +1,182 @@
+"""The page as static files: what is written, where, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sites import Site
+
+from dare.cli import main
+from dare.demo.merges import BASE, TUNED
+from dare.demo.tasks import TASKS, held_out_english
+from dare.errors import OutputError
+from dare.stages import ALIASES, STAGES
+from dare.web import drawing
+from dare.web.assets import PAGE, page_assets
+
+
+def build(folder: Path, *flags: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["playground", "--build", str(folder), *flags])
+    return status, out.getvalue(), err.getvalue()
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_all_files_are_written_and_named(tmp_path, static_site):
+    folder = tmp_path / "a" / "site"
+    status, out, _ = build(folder, "--json")
+    assert status == 0
+    assert json.loads(out) == {"folder": str(folder), "files": sorted(files_of(folder))}
+    assert files_of(folder) == files_of(static_site.folder) == set(page_assets("browser"))
+    for name in files_of(folder):
+        assert (folder / name).read_bytes() == (static_site.folder / name).read_bytes(), name
+
+
+def test_a_folder_is_built_into_again_but_not_over_other_things(tmp_path):
+    assert build(tmp_path)[0] == 0
+    (tmp_path / "main.js").write_text("spoilt")
+    status, out, _ = build(tmp_path)
+    assert status == 0
+    assert "is written" in out
+    assert (tmp_path / "main.js").read_bytes() == (PAGE / "main.js").read_bytes()
+    (tmp_path / "thesis.tex").write_text("mine")
+    status, _, err = build(tmp_path)
+    assert status == 1
+    assert "holds thesis.tex, which is not of the page" in err
+    assert build(tmp_path, "--overwrite")[0] == 0
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = build(tmp_path / "file" / "site")
+    assert status == 1
+    assert "cannot be written" in err
+
+
+def test_models_are_those_of_the_demonstration(static_site: Site):
+    for name, home in {"base": BASE, **TUNED}.items():
+        served = static_site.folder / "models" / f"{name}.safetensors"
+        assert served.read_bytes() == (home / "model.safetensors").read_bytes()
+    names = {path.stem for path in (static_site.folder / "models").iterdir()}
+    assert names >= {"base-permuted", "add-nan", "add-far"}
+
+
+def test_prompts_are_those_that_nobody_was_trained_on(static_site: Site):
+    shown = json.loads((static_site.folder / "prompts.json").read_bytes())
+    assert shown["english"].encode() == held_out_english()[:4096]
+    for task, on_page in zip(TASKS, shown["tasks"], strict=True):
+        assert on_page["name"] == task.name
+        assert [tuple(e) for e in on_page["examples"]] == task.examples("test", 100)
+        seen = set(task.examples("train")) | set(task.examples("validation"))
+        assert not seen & {tuple(e) for e in on_page["examples"]}
+
+
+def test_methods_are_those_of_the_registry(static_site: Site):
+    shown = json.loads((static_site.folder / "methods.json").read_bytes())
+    assert shown["aliases"] == ALIASES
+    stages = {stage["name"]: stage for stage in shown["stages"]}
+    assert list(stages) == list(STAGES)
+    assert stages["slerp"]["models"] == 2
+    assert stages["slerp"]["default_weight"] is None
+    assert stages["linear"]["models"] is None
+    assert stages["linear"]["default_weight"][:3] == [1, 1 / 2, 1 / 3]
+    assert stages["sum"]["default_weight"][:3] == [1, 1, 1]
+    assert "default_weight" not in stages["dare"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "control"),
+    [
+        ("dare", "drop_rate", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
+        ("dare", "rescale", {"type": "choice", "options": [True, False, "l1"]}),
+        ("trim", "scope", {"type": "choice", "options": ["tensor", "model"]}),
+        ("cabs", "rescale", {"type": "boolean"}),
+        ("nm", "m", {"type": "integer", "minimum": 1, "maximum": 4096}),
+        ("darex", "q", {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "optional": True}),
+    ],
+)
+def test_a_control_can_be_made_of_a_parameter(stage, name, control):
+    assert STAGES[stage].parameters[name].control == {"optional": False, **control}
+
+
+def test_every_control_allows_the_default_and_nothing_wrong():
+    for stage in STAGES.values():
+        for parameter in stage.parameters.values():
+            control = parameter.control
+            assert control["type"] in ("boolean", "choice", "number", "integer")
+            values = [*control.get("options", []), control.get("minimum"), control.get("maximum")]
+            for value in values:
+                if value is not None:
+                    assert parameter.check(value, "") == value
+            if parameter.default is None:
+                assert control["optional"]
+            elif "options" in control:
+                assert parameter.default in control["options"]
+
+
+def test_the_page_names_no_other_host(static_site: Site):
+    """In what it loads; its prose may link to papers."""
+    page = (static_site.folder / "index.html").read_text("utf-8")
+    assert '<meta name="dare-engine" content="browser">' in page
+    loads = re.findall(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=[\"']([^\"']+)", page)
+    assert {"vega.js", "main.js"} <= set(loads)
+    assert [address for address in loads if "//" in address] == []
+    for path in static_site.folder.rglob("*.js"):
+        if path.name != "vega.js":
+            text = path.read_text("utf-8")
+            assert not re.findall(r"(?:fetch|import|Worker)\(\s*[\"'`]https?:", text), path
+
+
+def test_the_page_is_put_together_without_a_server():
+    code = (
+        "import sys; from dare.web import assets; print({'starlette', 'uvicorn'} & {*sys.modules})"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+# ---------------------------------------------------------------- the library that draws
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dare"
+
+
+def test_the_library_is_made_once_and_a_spoilt_one_counts_as_none(cache, monkeypatch):
+    made: list[bytes] = []
+
+    def make() -> bytes:
+        made.append(b"library %d" % len(made))
+        return made[-1]
+
+    monkeypatch.setattr(drawing, "_made_elsewhere", make)
+    assert drawing.drawing_library() == drawing.drawing_library() == b"library 0"
+    (kept,) = cache.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert drawing.drawing_library() == drawing.drawing_library() == b"library 1"
+
+
+def test_the_library_is_made_where_nothing_can_be_kept(cache, monkeypatch):
+    monkeypatch.setattr(drawing, "_made_elsewhere", lambda: b"library")
+    cache.write_text("not a folder")
+    assert drawing.drawing_library() == b"library"
+
+
+def test_a_library_that_cannot_be_made_is_said(cache, monkeypatch):
+    monkeypatch.setattr(drawing, "__name__", "dare.web.nothing")
+    with pytest.raises(OutputError, match=r"cannot be made: .*No module named dare.web.nothing"):
+        drawing.drawing_library()

@@ -1,0 +1,457 @@
+"""The language models in the browser's engine do what those in NumPy do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import node
+from safetensors.numpy import load_file
+
+from dare.demo.llama import Llama, read_weights
+from dare.demo.merges import CONFIG, MODELS, TUNED, Merge
+from dare.demo.tasks import TASKS, held_out_english
+from dare.web.assets import PAGE, prompts
+from dare.web.engine import sha256_of
+
+HERE = Path(__file__).parent
+CASES = [*TUNED, "merged"]
+EXAMPLES = [example for task in TASKS for example in task.examples("test", 100)]
+ENGLISH = held_out_english()[:1024]
+WINDOWS = [ENGLISH[at : at + 256].decode() for at in range(0, len(ENGLISH), 256)]
+PROMPTS = ["37+58=", "sort planet:", "say 347:", "And the ", "é\x00ÿ", "12+34=", "x" * 256]
+MERGED = {
+    "base": "base",
+    "method": "dare+ties",
+    "scale": 1.5,
+    "seed": 7,
+    "models": [{"name": name, "weight": None, "drop_rate": None, "seed": None} for name in TUNED],
+    "stages": {"dare": {"drop_rate": 0.5, "rescale": True}},
+}
+
+
+def alone(name: str) -> dict[str, Any]:
+    """The setting that gives a model as it is."""
+    return {**MERGED, "base": name, "models": [], "method": "sum", "stages": {}}
+
+
+def random_texts() -> list[str]:
+    numbers = random.Random(17)
+    return ["".join(chr(numbers.randrange(256)) for _ in range(60)) for _ in range(2)]
+
+
+TEXTS = [*random_texts(), *(ENGLISH[at : at + 60].decode() for at in (0, 500))]
+
+
+def run_node(script: str, given: Any = None) -> Any:
+    """What a script prints that has the engine's modules as `node` and some data as `given`."""
+    start = f'import * as node from "{(HERE / "engine_in_node.mjs").as_uri()}";\n'
+    start += "const given = await node.readInput();\n"
+    command = [node(), "--input-type=module", "--eval", start + script]
+    done = subprocess.run(  # noqa: PLW1510 (the assertion says more)
+        command, input=json.dumps(given), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+ANSWER = """
+const { inJobs } = await import(node.scoring);
+const handle = node.createHandler(node.openKernels, node.loadModel);
+const found = {};
+for (const [name, setting] of Object.entries(given.settings)) {
+  let tensors;
+  await handle({ kind: "merge", setting }, ({ answers }) => (tensors = answers));
+  found[name] = {};
+  for (const [kind, items] of Object.entries(given.items)) {
+    const answers = new Map();
+    for (const job of inJobs(kind, items)) {
+      await handle({ key: name, tensors, ...job }, ({ answers: given, error }) => {
+        if (error) throw new Error(error);
+        job.items.forEach((item, at) => answers.set(String(item), given[at]));
+      });
+      await new Promise(setImmediate);  // lets node exchange code for better code
+    }
+    found[name][kind] = items.map((item) => answers.get(String(item)));
+  }
+}
+node.print(found);
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> Any:
+    """What a worker of the engine answers about each model."""
+    items = {"right": EXAMPLES, "bits": WINDOWS, "texts": PROMPTS}
+    settings = {name: alone(name) for name in TUNED} | {"merged": MERGED}
+    return run_node(ANSWER, {"items": items, "settings": settings})
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("merged") / "merged.safetensors"
+    return Merge("ties", drop_rate=0.5, scale=1.5, seed=7).carry_out(output)
+
+
+@pytest.fixture(scope="module")
+def models(merged: Path) -> dict[str, Llama]:
+    return {name: Llama(path, CONFIG) for name, path in {**TUNED, "merged": merged}.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_answers_are_right(name, answers, models):
+    right = models[name].are_right(EXAMPLES)
+    assert answers[name]["right"] == right
+    assert any(right)
+    assert not all(right)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_english_takes_as_many_bits(name, answers, models):
+    bits = np.mean(answers[name]["bits"])
+    assert bits == pytest.approx(models[name].bits_per_byte(ENGLISH), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_texts_are_written(name, answers, models):
+    *short, longest = PROMPTS
+    written = answers[name]["texts"]
+    assert written[:-1] == models[name].write(short)
+    assert written[-1] == models[name].write([longest], limit=1)[0], "where the context ends"
+
+
+LOGITS = """
+const logits = {};
+const kernels = await node.openKernels();
+for (const name of given.names) {
+  const model = new node.Llama(kernels, await node.loadModel(name));
+  const all = model.logits(given.texts);
+  const tail = model.logits(given.texts, 57);
+  logits[name] = [Array.from(all), Array.from(tail)];
+}
+node.print(logits);
+"""
+
+
+def test_the_same_logits():
+    names = ["base", *TUNED]
+    found = run_node(LOGITS, {"names": names, "texts": TEXTS})
+    tokens = np.array([list(text.encode("latin-1")) for text in TEXTS])
+    for name in names:
+        wanted = Llama(MODELS / name, CONFIG).logits(tokens)
+        logits, tail = (np.array(part).reshape(len(TEXTS), -1, 256) for part in found[name])
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(tail, logits[:, 57:])
+
+
+def test_what_it_takes_for_given_stands_in_the_models_config():
+    config = run_node("node.print(node.CONFIG);")
+    for name in ("base", *TUNED):
+        stored = json.loads((MODELS / name / "config.json").read_text("utf-8"))
+        assert config == {
+            "heads": stored["num_attention_heads"],
+            "context": stored["max_position_embeddings"],
+            "epsilon": stored["rms_norm_eps"],
+            "theta": stored["rope_theta"],
+        }
+        assert stored["num_key_value_heads"] == stored["num_attention_heads"]
+
+
+# ---------------------------------------------------------------- numbers that are none
+
+BROKEN = """
+const handle = node.createHandler(node.openKernels, node.loadModel);
+const found = {};
+for (const [key, [tensor, place, bits]] of Object.entries(given.breaks)) {
+  const tensors = new Map(await node.loadModel("add"));
+  const { data, ...rest } = tensors.get(tensor);
+  tensors.set(tensor, { ...rest, data: data.with(place, bits) });
+  const ask = async (kind, items) => {
+    let answers;
+    await handle({ key, tensors, kind, items }, (answer) => (answers = answer.answers));
+    return answers;
+  };
+  found[key] = {
+    right: await ask("right", given.examples),
+    bits: await ask("bits", [given.window]),
+    texts: await ask("texts", given.examples.map(([prompt]) => prompt)),
+  };
+}
+node.print(found);
+"""
+NAN, INFINITY = 0x7FC0, 0x7F80
+EMBEDDING = "model.embed_tokens.weight"
+BREAKS = {
+    "one NaN in a matrix": ("model.layers.2.self_attn.q_proj.weight", 77, NAN),
+    "one NaN in a norm": ("model.layers.4.input_layernorm.weight", 5, NAN),
+    "a letter that nobody uses": (EMBEDDING, 128 * ord("~") + 3, NAN),
+    "an infinite number": ("model.layers.0.mlp.down_proj.weight", 1000, INFINITY),
+}
+
+
+def test_models_with_numbers_that_are_none_answer_as_in_numpy():
+    examples = [example for example in EXAMPLES[:40] if len(example.answer) == 2][:6]
+    given = {"breaks": BREAKS, "examples": examples, "window": WINDOWS[0]}
+    found = run_node(BROKEN, given)
+    for name, (tensor, place, bits) in BREAKS.items():
+        weights = read_weights(TUNED["add"])
+        weights[tensor].ravel()[place] = np.nan if bits == NAN else np.inf
+        with np.errstate(invalid="ignore"):
+            model = Llama(weights, CONFIG)
+            assert found[name]["right"] == model.are_right(examples), name
+            assert found[name]["texts"] == model.write([prompt for prompt, _ in examples]), name
+            assert np.isnan(model.bits_per_byte(ENGLISH[:256])), name
+        assert found[name]["bits"] == ["NaN"], name
+
+
+def test_the_first_of_the_highest_counts_and_the_first_nan_before_all():
+    rows = [[1, 3, 3, 2], [2, "NaN", 9, "NaN"], ["NaN", 1, 2, 3], [-1, -2, -1, -3]]
+    rows += [["-Infinity"] * 4, [0, "Infinity", 0, "Infinity"], [5, 4, 3, 6]]
+    script = """
+    const kernels = await node.openKernels();
+    const at = kernels.__heap_base.value;
+    kernels.memory.grow(1);
+    new Float32Array(kernels.memory.buffer, at).set(given.flat().map(Number));
+    kernels.highest(at, given.length, 4, at + 1024);
+    node.print(Array.from(new Int32Array(kernels.memory.buffer, at + 1024, given.length)));
+    """
+    wanted = np.array([[float(number) for number in row] for row in rows]).argmax(-1)
+    assert run_node(script, rows) == wanted.tolist()
+
+
+def test_exponentials_are_good_to_a_few_units_in_the_last_place():
+    script = """
+    const kernels = await node.openKernels();
+    const at = kernels.__heap_base.value;
+    kernels.memory.grow(4);
+    const joined = new Float32Array(kernels.memory.buffer, at, 2 * given.length);
+    joined.set(given);
+    joined.fill(1, given.length);
+    kernels.gate(at, 1, given.length);
+    node.print(Array.from(joined.subarray(0, given.length)));
+    """
+    numbers = np.linspace(-87, 87, 20_000, dtype=np.float32)
+    found = np.array(run_node(script, numbers.tolist()))
+    exact = numbers / (1 + np.exp(-numbers.astype(np.float64)))
+    error = np.abs(found - exact) / np.spacing(np.abs(exact).astype(np.float32))
+    assert error.max() < 4
+    extremes = run_node(script, [-200.0, 200.0, -89.0, 89.0])
+    assert extremes == [0, 200, 0, 89]
+
+
+# ---------------------------------------------------------------- the engine around it
+
+OPEN = """
+const posted = [];
+const open = (count = 1) =>
+  node.openBrowserEngine(() => node.startWorker(posted), count, async () => given.prompts);
+const base = given.setting;
+const other = (scale) => ({ ...base, scale });
+const fails = (promise) => promise.then(() => "", (error) => `${error.name}: ${error.message}`);
+"""
+
+
+def run_engine(script: str) -> Any:
+    given = {"prompts": json.loads(prompts()), "setting": alone("add"), "merged": MERGED}
+    return run_node(OPEN + script, given)
+
+
+def test_an_engine_scores_writes_and_names_the_weights():
+    found = run_engine("""
+    const engine = open(2);
+    const amount = { prompts: 5, englishBytes: 600 };
+    node.print({
+      score: await engine.score(base, amount),
+      texts: await engine.write(base, ["37+58=", "12+34=", "37+58=", "é – ü"]),
+      sha256: await engine.merge(base),
+      kind: engine.kind,
+      none: await engine.score(base, { prompts: 1, englishBytes: 0 }),
+    });
+    """)
+    model = Llama(TUNED["add"], CONFIG)
+    right = {task.name: sum(model.are_right(task.examples("test", 5))) for task in TASKS}
+    assert found["score"]["right"] == right
+    assert found["score"]["asked"] == dict.fromkeys(TUNED, 5)
+    assert found["score"]["bitsPerByte"] == pytest.approx(model.bits_per_byte(ENGLISH[:600]))
+    *sums, other = model.write(["37+58=", "12+34=", "37+58=", "é – ü".encode().decode("latin-1")])
+    assert found["texts"] == [*sums, other.encode("latin-1").decode("utf-8", "replace")]
+    assert found["sha256"] == sha256_of(load_file(TUNED["add"] / "model.safetensors"))
+    assert found["kind"] == "browser"
+    assert found["none"]["bitsPerByte"] is None
+
+
+def test_what_was_answered_once_is_not_asked_again():
+    before, between, after = run_engine("""
+    const engine = open();
+    await engine.score(base, { prompts: 4, englishBytes: 256 });
+    const items = () => posted.reduce((count, { items = [] }) => count + items.length, 0);
+    const before = items();
+    await engine.score(base, { prompts: 6, englishBytes: 512 });
+    const between = items();
+    await engine.score(base, { prompts: 6, englishBytes: 512 });
+    await engine.score(base, { prompts: 2, englishBytes: 256 });
+    node.print([before, between, items()]);
+    """)
+    assert (before, between, after) == (13, 20, 20)
+
+
+def test_a_later_request_comes_first_and_an_aborted_one_stops():
+    found = run_engine("""
+    const engine = open();
+    const stop = new AbortController();
+    const order = [];
+    const early = fails(engine.score(base, { prompts: 50, englishBytes: 0 }, stop.signal))
+      .then((error) => order.push(error));
+    while (posted.length < 3) await new Promise(setImmediate);
+    const waits = engine.score(other(3), { prompts: 1, englishBytes: 0 })
+      .then(() => order.push("waits"));
+    const late = engine.write(other(2), ["1+1="]).then(() => order.push("late"));
+    await late;
+    stop.abort();
+    await Promise.all([early, waits]);
+    const count = posted.length;
+    const again = await fails(engine.merge(other(4), stop.signal));
+    node.print({ order, again, count, more: posted.length - count });
+    """)
+    stopped = "AbortError: Not needed any more."
+    assert found["order"][0] == "late"
+    assert sorted(found["order"][1:]) == [stopped, "waits"]
+    assert found["again"] == stopped
+    assert found["count"] < 20, "50 prompts of three tasks are more jobs"
+    assert found["more"] == 0
+
+
+def test_requests_share_a_merge_which_goes_on_as_long_as_one_waits():
+    kinds, errors, sha256, again = run_engine("""
+    const engine = open(2);
+    const [first, second, third] = [1, 2, 3].map(() => new AbortController());
+    const early = [
+      engine.merge(base, first.signal),
+      engine.score(base, { prompts: 1, englishBytes: 0 }, second.signal),
+    ];
+    const late = engine.merge(base);
+    first.abort();
+    second.abort();
+    const errors = await Promise.all(early.map(fails));
+    const sha256 = await late;
+    const alone = fails(engine.merge(other(2), third.signal));
+    third.abort();
+    const again = engine.merge(other(2));  // not the one that is being aborted
+    errors.push(await alone);
+    node.print([posted.map(({ kind }) => kind), errors, sha256, await again]);
+    """)
+    assert kinds == ["merge"] * 3
+    assert errors == ["AbortError: Not needed any more."] * 3
+    assert sha256 == again, "a scale changes nothing without models"
+
+
+def test_a_worker_is_sent_weights_once():
+    sent = run_engine("""
+    const engine = open(2);
+    await engine.score(base, { prompts: 8, englishBytes: 1024 });
+    node.print(posted.filter(({ tensors }) => tensors).length);
+    """)
+    assert sent == 2
+
+
+def test_errors_reach_who_asked():
+    found = run_engine("""
+    const engine = open(2);
+    const strange = { ...given.merged, method: "dare+nonsense" };
+    const failing = node.openBrowserEngine(() => ({
+      postMessage() { setImmediate(() => this.onerror({ message: "no such script" })); },
+      terminate() {},
+    }), 1, async () => given.prompts);
+    node.print([
+      await fails(engine.score(strange, { prompts: 25, englishBytes: 512 })),
+      await fails(engine.write(base, ["ok", ""])),
+      await fails(engine.write(base, ["é".repeat(109)])),
+      await fails(failing.merge(base)),
+      await fails(failing.merge(base)),
+      await fails(engine.merge(base)),
+    ]);
+    """)
+    assert "nonsense" in found[0]
+    assert found[1:] == [
+        "Error: A prompt must have 1 to 216 bytes, and this has 0.",
+        "Error: A prompt must have 1 to 216 bytes, and this has 218.",
+        "Error: A worker of the page has failed: no such script.",
+        "Error: A worker of the page has failed: no such script.",
+        "",
+    ]
+
+
+def test_a_worker_holds_a_few_models_in_the_memory_of_older_ones():
+    opened, texts, holds = run_node("""
+    let opened = 0;
+    const open = () => { opened += 1; return node.openKernels(); };
+    const handle = node.createHandler(open, node.loadModel);
+    const texts = [];
+    let last;
+    for (const key of ["add", "base", "sort", "say", "add", "sort"]) {
+      const tensors = last?.includes(key) ? undefined : await node.loadModel(key);
+      await handle({ key, tensors, kind: "texts", items: ["37+58="] }, ({ answers, holds }) => {
+        texts.push(answers[0]);
+        last = holds;
+      });
+    }
+    node.print([opened, texts, last]);
+    """)
+    assert opened == 3
+    written = {name: Llama(MODELS / name, CONFIG).write(["37+58="])[0] for name in ("base", *TUNED)}
+    assert texts == [written[name] for name in ("add", "base", "sort", "say", "add", "sort")]
+    assert holds == ["say", "add", "sort"]
+
+
+IN_CHROMIUM = """
+async ({ setting, prompts }) => {
+  const { openBrowserEngine } = await import("./engine/browser.js");
+  const engine = openBrowserEngine(undefined, 2);
+  const stop = new AbortController();
+  const stopped = engine.score(setting, { prompts: 100, englishBytes: 4096 }, stop.signal);
+  setTimeout(() => stop.abort(), 50);
+  const strange = engine.score({ ...setting, method: "nonsense" }, { prompts: 1, englishBytes: 0 });
+  return {
+    errors: await Promise.all(
+      [stopped, strange].map((promise) => promise.catch(({ name, message }) => [name, message]))),
+    score: await engine.score(setting, { prompts: 20, englishBytes: 512 }),
+    texts: await engine.write(setting, prompts),
+    sha256: await engine.merge(setting),
+  };
+}
+"""
+
+
+def test_real_workers_in_a_real_browser(static_site, open_tab, models, merged):
+    tab = open_tab(static_site.address)
+    asked = ["37+58=", "sort planet:", "say 347:"]
+    found = tab.page.evaluate(IN_CHROMIUM, {"setting": MERGED, "prompts": asked})
+    model = models["merged"]
+    right = {task.name: sum(model.are_right(task.examples("test", 20))) for task in TASKS}
+    assert found["score"]["right"] == right
+    assert found["score"]["bitsPerByte"] == pytest.approx(model.bits_per_byte(ENGLISH[:512]))
+    assert found["texts"] == model.write(asked)
+    assert found["sha256"] == sha256_of(load_file(merged))
+    (stopped, _), (error, message) = found["errors"]
+    assert stopped == "AbortError"
+    assert (error, "nonsense" in message) == ("Error", True)
+    assert tab.asked_elsewhere(static_site) == []
+
+
+# ---------------------------------------------------------------- the binary
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no compiler")
+def test_the_binary_is_what_the_source_gives(tmp_path):
+    made = tmp_path / "llama.wasm"
+    folder = f"BIN={Path(sys.executable).parent}"
+    command = ["make", "--old-file=.venv/tools-ready", folder, f"WASM={made}", "wasm"]
+    subprocess.run(command, cwd=HERE.parent.parent, check=True, capture_output=True)
+    assert made.read_bytes() == (PAGE / "engine/llama.wasm").read_bytes()

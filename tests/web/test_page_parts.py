@@ -1,0 +1,311 @@
+"""The page's first parts in a browser: numbers and pictures beside NumPy and `dare.keep_mask`."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import pytest
+
+import dare
+from dare.demo.llama import Llama, read_weights
+from dare.demo.merges import BASE, CONFIG, TUNED, Merge
+from dare.demo.tasks import TASKS
+
+ATTENTION = "model.layers.4.self_attn.o_proj.weight"
+VALUES = "model.layers.0.self_attn.v_proj.weight"
+NAMES = ("add", "sort", "say")
+PIXELS = """canvas => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return btoa(data.reduce((text, byte) => text + String.fromCharCode(byte), ""));
+}"""
+
+
+@cache
+def tensor(model: str, name: str) -> np.ndarray:
+    folder = BASE if model == "base" else TUNED[model]
+    return read_weights(folder / "model.safetensors")[name].astype(np.float32)
+
+
+@cache
+def delta_of(model: str, name: str) -> np.ndarray:
+    return (tensor(model, name) - tensor("base", name)).ravel()
+
+
+def after_dare(delta, name, rate, seed, *, rescale=True) -> np.ndarray:
+    keep = dare.keep_mask(name, delta.size, rate, seed)
+    return np.where(keep, delta * np.float32(1 / (1 - rate) if rescale else 1), np.float32(0))
+
+
+def shown(tab, part: str, name: str) -> str:
+    return tab.page.inner_text(f"#{part} [data-shows={name}]")
+
+
+def pixels_of(tab, name: str) -> np.ndarray:
+    """Red, green, blue and opacity of every element of a picture of the first part."""
+    encoded = tab.page.eval_on_selector(f"#drop canvas[data-picture={name}]", PIXELS)
+    return np.frombuffer(base64.b64decode(encoded), np.uint8).reshape(-1, 4)
+
+
+def number(text: str) -> float:
+    return float(re.search(r"-?[\d.]+", text.replace("−", "-").replace(",", "")).group())
+
+
+def eventually(check: Callable[[], None]) -> None:
+    """The page follows within a frame or two, unless the machine is busy."""
+    until = time.monotonic() + 5
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def expect_laws(tab, name, rate, seed, model="add", *, rescale=True) -> None:
+    """All readouts of the first part are what NumPy makes of the same delta and the same mask."""
+    delta = delta_of(model, name)
+    after = after_dare(delta, name, rate, seed, rescale=rescale).astype(np.float64)
+    square = (delta.astype(np.float64) ** 2).sum()
+    dropped = 1 - dare.keep_mask(name, delta.size, rate, seed).mean()
+    law = (rate / (1 - rate)) if rescale else rate
+
+    def check() -> None:
+        assert number(shown(tab, "drop", "dropped")) == round(100 * dropped, 2)
+        average = (after * delta).sum() / square
+        assert number(shown(tab, "drop", "average")) == pytest.approx(average, abs=6e-4)
+        noise = ((after - delta) ** 2).sum() / square
+        assert number(shown(tab, "drop", "noise")) == pytest.approx(noise, abs=6e-4)
+        assert shown(tab, "drop", "noise-remark").endswith(f"= {law:.3f}")
+
+    eventually(check)
+
+
+@pytest.fixture
+def tab(static_site, open_tab):
+    """The page with settings of its own; nothing goes wrong while a test looks at it."""
+    state = "drop.p=0.8&drop.seed=7&signs.dare=true&signs.p=0.3&arc.t=0.25&arc.second=say"
+    tab = open_tab(static_site.with_state(state))
+    yield tab
+    assert tab.said == []
+    assert tab.asked_elsewhere(static_site) == []
+
+
+def rate_of(tab) -> float:
+    return float(tab.page.inner_text("#drop .slider output"))
+
+
+def test_the_rate_moves_by_keyboard_and_mouse_and_all_numbers_follow(static_site, open_tab):
+    tab = open_tab(static_site.address)
+    page = tab.page
+    expect_laws(tab, ATTENTION, 0.5, 42)
+    page.focus("#control-drop-p")
+    for _ in range(7):
+        page.keyboard.press("ArrowRight")
+    assert rate_of(tab) == 0.57
+    expect_laws(tab, ATTENTION, 0.57, 42)
+
+    slider = page.locator("#control-drop-p")
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.57, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.9, middle, steps=4)
+    page.mouse.up()
+    assert 0.8 < rate_of(tab) < 0.97
+    expect_laws(tab, ATTENTION, rate_of(tab), 42)
+
+    page.click("#drop .panel button")
+    expect_laws(tab, ATTENTION, rate_of(tab), 43)
+    page.get_by_label("Rescale what is kept").focus()
+    page.keyboard.press("Space")
+    expect_laws(tab, ATTENTION, rate_of(tab), 43, rescale=False)
+    page.select_option("#control-drop-model", "sort")
+    expect_laws(tab, ATTENTION, rate_of(tab), 43, "sort", rescale=False)
+    assert tab.said == []
+    assert tab.asked_elsewhere(static_site) == []
+
+
+@pytest.mark.parametrize("kind", ["static_site", "local_site"])
+def test_the_model_writes_what_the_package_makes_it_write(kind, request, open_tab, tmp_path):
+    site = request.getfixturevalue(kind)
+    tab = open_tab(site.with_state("drop.p=0.9"))
+    tab.page.wait_for_selector("#drop .answers td")
+    merge = Merge("sum", 0.9, 1.0, 42, (TUNED["add"],))
+    model = Llama(merge.carry_out(tmp_path / "merged.safetensors"), CONFIG)
+    examples = TASKS[0].examples("test", 8)
+    texts = [text.split("\n")[0] for text in model.write([prompt for prompt, _ in examples])]
+    cells = tab.page.locator("#drop .answers tbody tr").all()
+    written = [cell.locator("td").first.inner_text() for cell in cells]
+    assert written == [text or "(nothing)" for text in texts]
+    right = sum(text == answer for text, (_, answer) in zip(texts, examples, strict=True))
+    assert 0 < right < 8
+    assert shown(tab, "drop", "verdict") == f"{right} of 8 right at p = 0.90"
+    assert len(tab.page.query_selector_all("#drop .answers .right")) == right
+
+    tab.page.get_by_label("Rescale what is kept").uncheck()
+    tab.page.wait_for_function(
+        "() => document.querySelectorAll('#chart-drop-tried .mark-symbol path').length > 3"
+    )
+    tab.page.wait_for_selector("#top [data-answers] li")
+    merged = tab.page.locator("#top figure").last.locator("li.right")
+    assert merged.count() == 3
+    links = tab.page.locator("main a[href^='../']").count()
+    assert (links > 0) is (site.kind == "browser")  # the documentation is beside the static page
+    assert tab.said == []
+    assert tab.asked_elsewhere(site) == []
+
+
+def check_pictures(tab) -> None:
+    keep = dare.keep_mask(ATTENTION, 128 * 128, 0.8, 7)
+    delta = delta_of("add", ATTENTION)
+    for name in ("mask", "after"):
+        red, _, blue, alpha = pixels_of(tab, name).T
+        assert np.array_equal(alpha == 255, keep)
+        assert (red[keep & (delta > 0.002)] > blue[keep & (delta > 0.002)]).all()
+        assert (red[keep & (delta < -0.002)] < blue[keep & (delta < -0.002)]).all()
+
+    tab.page.focus("#drop canvas[data-picture=before]")
+    for key in ("ArrowDown", "Shift+ArrowRight", "ArrowRight"):
+        tab.page.keyboard.press(key)
+    place = 41 * 128 + 75
+    line = shown(tab, "drop", "element").replace("−", "-")
+    assert line.startswith(f"Row 41, column 75: δ = {delta[place]:+.5f} → ")
+    after = after_dare(delta, ATTENTION, 0.8, 7)[place]
+    assert line.endswith(f"kept: {after:+.5f}" if keep[place] else "dropped: 0")
+
+
+def votes(rate: float, seed: int, name: str) -> tuple[list[np.ndarray], np.ndarray]:
+    terms = [
+        after_dare(delta_of(model, name), name, rate, seed + place)
+        for place, model in enumerate(NAMES)
+    ]
+    positive = sum(np.maximum(term, np.float32(0)) for term in terms)
+    negative = sum(np.minimum(term, np.float32(0)) for term in terms)
+    return terms, np.sign(positive + negative)
+
+
+def check_signs(tab) -> None:
+    terms, sign = votes(0.3, 42, VALUES)
+    positive = sum(term > 0 for term in terms)
+    negative = sum(term < 0 for term in terms)
+    assert number(shown(tab, "signs", "meeting")) == round(
+        100 * (positive + negative > 1).mean(), 1
+    )
+    conflicts = 100 * ((positive > 0) & (negative > 0)).mean()
+    assert number(shown(tab, "signs", "conflicting")) == round(conflicts, 1)
+    assert number(shown(tab, "signs", "empty")) == round(100 * (sign == 0).mean(), 1)
+
+    tab.page.focus("#signs canvas[data-picture=vote]")
+    tab.page.keyboard.press("Shift+ArrowDown")
+    tab.page.focus("#signs canvas[data-patch]")
+    tab.page.keyboard.press("ArrowRight")
+    place = (58 + 5) * 128 + 48 + 6
+    values = [term[place] for term in terms]
+    winners = [value for value in values if value * sign[place] > 0]
+    assert winners
+
+    def check_election() -> None:
+        text = shown(tab, "signs", "election").replace("−", "-")
+        assert "Row 63, column 54" in text
+        for name, value in zip(NAMES, values, strict=True):
+            assert re.search(rf"{name}\s+{re.escape(f'{value:+.5f}')}", text)
+        assert f"is {np.mean(winners):+.5f}." in text
+
+    eventually(check_election)
+    tab.page.uncheck("#control-signs-dare")
+    plain, _ = votes(0, 42, VALUES)
+    conflicts = np.any(np.array(plain) > 0, axis=0) & np.any(np.array(plain) < 0, axis=0)
+
+    def check_without() -> None:
+        assert number(shown(tab, "signs", "conflicting")) == round(100 * conflicts.mean(), 1)
+
+    eventually(check_without)
+
+
+def check_arc(tab) -> None:
+    for space in ("deltas", "weights"):
+        tab.page.select_option("#control-arc-on", space)
+        read = delta_of if space == "deltas" else tensor
+        eventually(partial(check_lengths, tab, *(read(name, ATTENTION) for name in ("add", "say"))))
+
+
+def check_lengths(tab, a, b) -> None:
+    first, second = a.ravel().astype(np.float64), b.ravel().astype(np.float64)
+    cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
+    angle = np.arccos(cosine)
+    straight = 0.75 * first + 0.25 * second
+    curved = (np.sin(0.75 * angle) * first + np.sin(0.25 * angle) * second) / np.sin(angle)
+    is_parallel = bool(cosine > 0.9995)
+    expected = np.linalg.norm(straight if is_parallel else curved)
+    assert ("straight line too" in shown(tab, "arc", "note")) is is_parallel
+    assert number(shown(tab, "arc", "angle")) == round(np.degrees(angle), 1)
+    assert shown(tab, "arc", "angle-remark").replace("−", "-") == f"cosine {cosine:.4f}"
+    assert number(shown(tab, "arc", "arc")) == pytest.approx(expected, abs=6e-4)
+    length = np.linalg.norm(straight)
+    assert number(shown(tab, "arc", "line")) == pytest.approx(length, abs=6e-4)
+
+
+def test_pictures_votes_and_the_arc_are_as_computed_apart_from_the_page(tab):
+    """One visit for all of them: opening the page is what takes time."""
+    check_pictures(tab)
+    check_signs(tab)
+    check_arc(tab)
+
+
+def test_the_address_keeps_the_state(static_site, open_tab):
+    tab = open_tab(static_site.address)
+    page = tab.page
+    page.focus("#control-drop-p")
+    page.keyboard.press("End")
+    page.select_option("#control-drop-tensor", VALUES)
+    page.select_option("#control-arc-on", "weights")
+    page.wait_for_function("() => location.search.includes('arc.on')")
+    kept = parse_qs(urlsplit(page.url).query)
+    assert kept == {"drop.p": ["0.99"], "drop.tensor": [VALUES], "arc.on": ["weights"]}
+    page.reload()
+    page.wait_for_selector("html[data-ready=true]", state="attached")
+    assert page.input_value("#control-arc-on") == "weights"
+    expect_laws(tab, VALUES, 0.99, 42)
+
+    page.get_by_role("button", name="Set everything back").click()
+    page.wait_for_function("() => location.search === ''")
+    expect_laws(tab, ATTENTION, 0.5, 42)
+    assert tab.said == []
+
+
+def test_a_phone_in_the_dark_with_an_address_that_makes_no_sense(static_site, open_tab):
+    state = "drop.p=7&drop.model=nobody&arc.t=x&signs.row=999&drop.seed=-3"
+    tab = open_tab(static_site.with_state(state), width=390, theme="dark")
+    page = tab.page
+    assert rate_of(tab) == 0.99
+    assert page.input_value("#control-drop-model") == "add"
+    assert page.input_value("#control-arc-t") == "0.5"
+    assert "Row 121, " in shown(tab, "signs", "election")
+
+    page.wait_for_selector("html[data-drawn=dark]", state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    before = pixels_of(tab, "before").mean()
+    page.select_option("#theme", "light")
+    page.wait_for_selector("html[data-drawn=light]", state="attached")
+    assert pixels_of(tab, "before").mean() > before + 20
+    assert tab.said == []
+
+
+def test_a_part_that_fails_says_so_and_leaves_the_others(static_site, browser):
+    page = browser.new_page()
+    page.route("**/models/sort.safetensors", lambda route: route.fulfill(status=404, body=""))
+    page.goto(static_site.address)
+    page.wait_for_selector("html[data-ready=true]", state="attached")
+    message = "This part does not work: The model sort could not be loaded (404)."
+    assert page.inner_text("#signs .failed") == message
+    assert page.inner_text("#drop [data-shows=dropped]").endswith("%")
+    assert page.locator("#drop .failed").count() == 0
+    page.close()
