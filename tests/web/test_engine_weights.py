@@ -305,7 +305,6 @@ def check_merges(settings: Sequence[Setting], files: Mapping[str, Path]) -> None
         assert whole == expected[0], setting
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
 def test_small_merges_are_the_packages(tmp_path: Path) -> None:
     rng = np.random.default_rng(17)
     base = make_base(rng)
