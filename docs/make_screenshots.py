@@ -1,7 +1,13 @@
-"""Photograph a report for the documentation: `python docs/make_screenshots.py report.html`.
+"""Photograph a page for the documentation: `python docs/make_screenshots.py report.html`.
 
-Writes images/report-{light,dark}-{desktop,phone}.png beside this file, or into --folder. Needs
-playwright and a chromium that is installed on the machine; nothing is fetched.
+Writes images/report-{light,dark}-{desktop,phone}.png beside this file, or into --folder; the first
+part of the names is the page's own. The playground is photographed as one file, when its models
+have answered:
+
+    dare playground --build playground.html
+    python docs/make_screenshots.py playground.html --height 1000 --wait 10
+
+Needs playwright and a chromium that is installed on the machine; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -30,8 +36,10 @@ def find_chromium() -> str:
     sys.exit("no chromium found; install it (Debian: apt install chromium)")
 
 
-def photograph(browser: Browser, page: Path, theme: str, size: tuple[int, int]) -> bytes:
-    """The top of a page, once its figures are drawn."""
+def photograph(
+    browser: Browser, page: Path, theme: str, size: tuple[int, int], wait_seconds: float
+) -> bytes:
+    """The top of a page, some time after its figures are drawn."""
     width, height = size
     context = browser.new_context(
         viewport={"width": width, "height": height},
@@ -41,6 +49,7 @@ def photograph(browser: Browser, page: Path, theme: str, size: tuple[int, int]) 
     tab = context.new_page()
     tab.goto(page.resolve().as_uri())
     tab.wait_for_selector(f"html[data-drawn={theme}]")
+    tab.wait_for_timeout(1000 * wait_seconds)
     picture = tab.screenshot()
     context.close()
     return picture
@@ -60,6 +69,7 @@ def main() -> None:
     parser.add_argument("page", type=Path, help="an HTML page that dare wrote")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--height", type=int, help="pixels of the page to show")
+    parser.add_argument("--wait", type=float, default=0, help="seconds after the first drawing")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
@@ -67,8 +77,8 @@ def main() -> None:
         for theme in ("light", "dark"):
             for device, (width, height) in SIZES.items():
                 size = (width, arguments.height or height)
-                picture = compress(photograph(browser, arguments.page, theme, size))
-                target = arguments.folder / f"report-{theme}-{device}.png"
+                picture = compress(photograph(browser, arguments.page, theme, size, arguments.wait))
+                target = arguments.folder / f"{arguments.page.stem}-{theme}-{device}.png"
                 target.write_bytes(picture)
                 print(f"{target}: {len(picture) / 1000:.0f} kB")
         browser.close()

@@ -576,3 +576,16 @@ def test_the_next_call_mends_what_a_failure_left(held, monkeypatch):
     monkeypatch.undo()
     assert held.write_into(module) == candidate.digest
     assert_is(module, candidate)
+
+
+def test_progress_hears_what_was_read_and_can_end_a_merge(held):
+    read: list[int] = []
+    candidate = held.make(progress=read.append)
+    assert sum(read) == dare.plan(candidate.recipe).cost.bytes_read
+
+    def stop(_nbytes: int) -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        held.make(progress=stop)
+    assert held.make().digest == candidate.digest

@@ -103,7 +103,8 @@ def test_nothing_is_fetched_and_nothing_runs_but_scripts_with_a_digest(outline, 
             assert address is None or address.startswith(("#", "data:")), (tag, address)
         assert not any(name.startswith("on") for name in attributes)
     (policy,) = (a["content"] for _, a in outline.elements if "http-equiv" in a)
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.startswith("default-src 'none'; ")
+    assert "; script-src 'sha256-" in policy
     scripts = [a for tag, a in outline.elements if tag == "script" and "type" not in a]
     assert policy.count("sha256-") == len(scripts) == 4
 
@@ -424,7 +425,7 @@ def test_labels_of_levels_keep_apart_and_no_baseline_is_lost(values, one, other)
 
 def test_the_page_is_written_with_the_library_that_draws_it(tmp_path, monkeypatch):
     # The real one takes seconds to make; the browser's tests have it.
-    monkeypatch.setattr("dare.output.page.writing._library", lambda version: f"/* {version} */")
+    monkeypatch.setattr("dare.output.page.writing.library", lambda version: f"/* {version} */")
     path = tmp_path / "folder" / "study.html"
     data = sample.make_search(1)
     write_study_page(path, data, sample.make_conclusion(data))

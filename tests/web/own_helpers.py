@@ -33,16 +33,13 @@ def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
 
 
 def make_models(folder: Path) -> Path:
-    """Fill a folder with the demonstration's models, and three of 24 chunks each."""
+    """Fill a folder with the demonstration's models, and three of 16 chunks each."""
     for name, path in {"base": BASE, **TUNED}.items():
         shutil.copytree(path, folder / name)
     noise = np.random.default_rng(0)
-    base = {f"layers.{n}.weight": noise.normal(0, 0.02, (1024, 1024)) for n in range(12)}
-    for number, name in enumerate(("base", "one", "two")):
-        moved = {
-            key: (value + number * 1e-3 * noise.normal(size=value.shape)).astype(np.float32)
-            for key, value in base.items()
-        }
+    weights, *changes = (noise.normal(0, 0.02, (1024, 1024)).astype(np.float32) for _ in range(3))
+    for name, change in zip(("base", "one", "two"), (0 * weights, *changes), strict=True):
+        moved = {f"layers.{n}.weight": weights + change / (50 + n) for n in range(8)}
         save(folder / f"large-{name}.safetensors", moved)
     return folder
 

@@ -34,6 +34,8 @@ SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "layers.2.weight": ("F32", (3, 5, 17)),
     "layers.3.weight": ("BF16", (128,)),
     "layers.4.weight": ("BF16", (127,)),
+    "masked": ("BF16", (9, 9)),
+    "huge": ("BF16", (32,)),
     "scalar": ("BF16", ()),
     "empty": ("BF16", (0, 4)),
     "steps": ("I64", (3,)),
@@ -192,6 +194,7 @@ def make_base(chance: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
             if dtype != "I64"
         }
         arrays["layers.0.weight"].reshape(-1)[5 : 5 + len(ODD)] = ODD
+        arrays["masked"][np.triu_indices(9)] = -math.inf
     return arrays | {"steps": np.array([1, -2, 3])}
 
 
@@ -302,14 +305,36 @@ def check_merges(settings: Sequence[Setting], files: Mapping[str, Path]) -> None
         assert whole == expected[0], setting
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in multiply:RuntimeWarning")
 def test_small_merges_are_the_packages(tmp_path: Path) -> None:
     rng = np.random.default_rng(17)
     base = make_base(rng)
     models = {"base": base} | {name: make_tuned(base, rng) for name in ("one", "two", "three")}
+    models["one"]["huge"] = np.full_like(base["huge"], 3e38)
+    models["two"]["huge"] = np.full_like(base["huge"], -3e38)
+    models["one"]["layers.4.weight"][3] = math.nan
     files = {n: write_model(tmp_path / f"{n}.safetensors", a) for n, a in models.items()}
     chance = random.Random(17)
-    check_merges([random_setting(chance, ["one", "two", "three"]) for _ in range(60)], files)
+    settings = [random_setting(chance, ["one", "two", "three"]) for _ in range(60)]
+    check_merges([*settings, *(rare_setting(*rare) for rare in RARE)], files)
+
+
+RARE: list[tuple[dict[str, dict[str, Any]], list[float | None]]] = [
+    # a factor that is NaN, of a model that has no weight
+    ({"dare": {"drop_rate": 0.5, "rescale": "l1"}, "sum": {}}, [0.0, 0.5]),
+    # ∞ - ∞ decides, where neither side is infinite
+    ({"dare": {"drop_rate": 0.5}, "ties": {"weighted": False}}, [0.4, 0.4]),
+    # coefficients that do not add up to 1, where the base is infinite
+    ({"slerp": {"t": 0.3}}, [None, None]),
+]
+
+
+def rare_setting(tables: dict[str, dict[str, Any]], weights: Sequence[float | None]) -> Setting:
+    models = [
+        {"name": name, "weight": weight, "drop_rate": None, "seed": None}
+        for name, weight in zip(("one", "two"), weights, strict=True)
+    ]
+    plain = {"base": "base", "scale": 1.0, "seed": 42, "models": models}
+    return {**plain, "method": "+".join(tables), "stages": tables}
 
 
 def test_merges_of_the_demo_are_the_packages() -> None:
@@ -321,8 +346,8 @@ def test_merges_of_the_demo_are_the_packages() -> None:
 
 def test_sums_over_several_chunks_are_the_packages(tmp_path: Path) -> None:
     """Norms and angles depend on the order in which a tensor's elements are added up."""
-    rng = np.random.default_rng(29)
-    base = rng.normal(0, 0.1, CHUNK + 77).astype(np.float32)
+    rng = np.random.default_rng(32)
+    base = rng.normal(0, 0.1, CHUNK + 3000).astype(np.float32)
     models = {"base": base}
     for name in ("one", "two"):
         models[name] = (base + rng.normal(0, 0.1, base.size)).astype(np.float32)
@@ -339,11 +364,15 @@ def test_sums_over_several_chunks_are_the_packages(tmp_path: Path) -> None:
     const [one, two] = (await Promise.all(given.map(read))).map((model) => model.get("long").data);
     answer([sumMagnitudes(one), sumProducts(one, two)]);
     """
-    one, two = (np.split(models[name], [CHUNK]) for name in ("one", "two"))
-    assert run_module(code, [str(files["one"]), str(files["two"])]) == [
-        reference.sum_magnitudes(one[0]) + reference.sum_magnitudes(one[1]),
-        reference.sum_products(one[0], two[0]) + reference.sum_products(one[1], two[1]),
-    ]
+    first, second = (
+        [reference.sum_magnitudes(one), reference.sum_products(one, two)]
+        for one, two in zip(*(np.split(models[n], [CHUNK]) for n in ("one", "two")), strict=True)
+    )
+    expected = [first[0] + second[0], first[1] + second[1]]
+    one, two = models["one"], models["two"]
+    assert expected[0] != reference.sum_magnitudes(one)  # else another order would not show
+    assert expected[1] != reference.sum_products(one, two)
+    assert run_module(code, [str(files["one"]), str(files["two"])]) == expected
 
     both = [{"name": n, "weight": None, "drop_rate": None, "seed": None} for n in ("one", "two")]
     stages: list[dict[str, dict[str, Any]]] = [

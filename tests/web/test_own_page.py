@@ -35,9 +35,9 @@ def opened(local_site, models, browser) -> Iterator[tuple[Any, list[str]]]:
 def page(opened, models) -> Iterator[Any]:
     """The page as at first, but for the jobs; it has nothing to complain of but refusals."""
     page, said = opened
-    page.evaluate("ownState.set({ 'own.recipe': '' })")
-    page.uncheck("#own-overwrite")
     open_path(page, models)
+    page.uncheck("#own-overwrite")
+    page.evaluate("ownState.set({ 'own.recipe': '' })")
     page.wait_for_selector("#own-entries [data-name=sort]")
     yield page
     assert [text for text in said if "status of 403" not in text] == []
@@ -148,13 +148,14 @@ def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, m
             choose(page, f"large-{name}.safetensors", action)
         page.fill("#own-method", "dare+ties")
         page.press("#own-method", "Enter")
+        wait_for_recipe(page, "dare+ties")
         set_output(page, output)
         page.click("#own-start:enabled")
         number = int(job(page, "merges", "running").get_attribute("data-job"))
         with held(page, number):
             page.wait_for_function("document.querySelector('#own-merges progress').value > 0")
             progress = page.inner_text("#own-merges .own-progress")
-            assert re.fullmatch(r"merging: [\d.]+ MB of 151 MB(, about .*)?", progress)
+            assert re.fullmatch(r"merging: [\d.]+ MB of 101 MB(, about .*)?", progress)
             page.click("#own-merges button:has-text('Cancel')")
         job(page, "merges", "stopped")
         state = page.url.partition("?")[2]

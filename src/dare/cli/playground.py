@@ -24,13 +24,14 @@ def playground(
     *folders: Annotated[
         Path,
         Parameter(
-            help="Where models of your own may lie, and outputs go. [default: this directory]"
+            help=r"Where models of your own may lie, and outputs go. \[default: this directory]"
         ),
     ],
     port: Annotated[
         int | None,
         Parameter(
-            group=RUN, help="The port on this machine; 0 takes a free one. [default: 8787, if free]"
+            group=RUN,
+            help=r"The port on this machine; 0 is any free one. \[default: 8787, if free]",
         ),
     ] = None,
     no_browser: Annotated[bool, switch("Print the address, open no browser.", group=RUN)] = False,

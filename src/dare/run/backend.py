@@ -183,13 +183,15 @@ class Backend:
     ) -> tuple[int, int]:
         limit = np.int32(dtype.overflow_bits)
         overflowed, nans = self._kernels.count_exceptions(base, merged, scale, limit)
-        return int(overflowed) - self._count_kept(dtype, base, scale * merged), int(nans)
+        return int(overflowed) - self._count_kept(dtype, base, merged, scale), int(nans)
 
-    def _count_kept(self, dtype: StorageType, raw: Raw, change: NDArray[np.float32]) -> int:
+    def _count_kept(
+        self, dtype: StorageType, raw: Raw, merged: NDArray[np.float32], scale: np.float32
+    ) -> int:
         """How many infinities of the base stay what they are: they have not overflowed."""
         if not np.isinf(np.array(np.inf).astype(dtype.numpy_type)):
             return 0
         base = np.empty(raw.size, np.float32)
         self._kernels.decode(raw, base)
         with np.errstate(invalid="ignore", over="ignore"):
-            return int(np.count_nonzero(np.isinf(base) & (base + change == base)))
+            return int(np.count_nonzero(np.isinf(base) & (base + scale * merged == base)))

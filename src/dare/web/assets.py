@@ -42,12 +42,10 @@ SECTIONS = (
 )
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
-    "default-src 'none'; connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; "
     "style-src 'unsafe-inline'; frame-src 'self' blob:"
 )
-SINGLE_POLICY = (
-    "default-src 'none'; connect-src blob:; img-src data: blob:; style-src 'unsafe-inline'"
-)
+SINGLE_POLICY = "connect-src blob:; img-src data: blob:; style-src 'unsafe-inline'"
 """Of a page that is one file."""
 
 Assets = Mapping[str, Callable[[], bytes]]
@@ -82,11 +80,12 @@ def render_index(
         scripts=scripts,
         styles=[_template(name) for name in STYLES],
         policy=POLICY if embedded is None else SINGLE_POLICY,
-        allowed="'self' 'wasm-unsafe-eval'" if embedded is None else "blob: 'wasm-unsafe-eval'",
+        allowed=("'self'" if embedded is None else "blob:", "'wasm-unsafe-eval'"),
         title="dare playground",
         sections=SECTIONS,
         drawings=[],
         kind=kind,
+        modules=sorted(path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*.js")),
         embedded=embedded,
     ).encode()
 

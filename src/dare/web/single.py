@@ -1,7 +1,7 @@
 """The page as one file, which a browser opens from the disk, with no server at all.
 
-Browsers load neither modules nor data from files that lie beside a page. So all of it stands in the
-page: a script makes a blob of each part, and lets modules import each other by the blobs' addresses.
+Browsers load neither modules nor data from files that lie beside a page. So all of it stands in
+the page: a script makes a blob of each part, and modules import each other by the blobs' addresses.
 Workers cannot be started there, and the engine computes in the page itself, a little at a time.
 """
 

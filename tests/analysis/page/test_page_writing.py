@@ -73,7 +73,8 @@ def test_nothing_is_fetched(outline, text):
     assert "url(" not in style
     assert "@import" not in style
     (policy,) = (a["content"] for tag, a in outline.elements if "http-equiv" in a)
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.startswith("default-src 'none'; ")
+    assert "; script-src 'sha256-" in policy
 
 
 def test_the_real_page_is_one_file_with_its_library(page):
@@ -252,4 +253,4 @@ def test_a_library_cannot_end_its_element(monkeypatch):
     import vl_convert
 
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda *_, **__: 'x = "</SCRIPT>"')
-    assert writing._library.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'
+    assert writing.library.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'

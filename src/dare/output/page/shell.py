@@ -18,8 +18,8 @@ from dare.output.page.themes import THEMES, vega_config
 from dare.output.page.words import number
 
 SHELL = "dare.output.page"
-CLOSED = "base-uri 'none'; form-action 'none'"
-"""What no page does."""
+CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'"
+"""What no page does: load what is not allowed by name, for one thing."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def render_page(
         template,
         scripts=[library, _resource(SHELL, "page.js"), _resource(package, script)],
         styles=own,
-        policy="default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'",
+        policy="img-src data: blob:; style-src 'unsafe-inline'",
         filters=filters,
         drawings=[{"name": figure.name, "spec": _spec(figure)} for figure in figures],
         **values,
@@ -68,7 +68,7 @@ def render_template(
     styles: Sequence[str],
     policy: str,
     filters: Mapping[str, Callable[..., Any]] | None = None,
-    allowed: str = "",
+    allowed: Sequence[str] = (),
     **values: Any,
 ) -> str:
     """One text from a package's template, with these scripts and styles in it.
@@ -79,7 +79,7 @@ def render_template(
     environment = _environment(package)
     environment.filters |= {"number": number, **(filters or {})}
     text: str = environment.get_template(template).render(
-        policy=f"{_script_policy([start, *scripts], allowed)}; {policy}; {CLOSED}",
+        policy=f"{CLOSED}; {_script_policy([start, *scripts], allowed)}; {policy}",
         colours={name: theme.colours for name, theme in THEMES.items()},
         style="".join([_resource(SHELL, "page.css"), *styles]),
         start=start,
@@ -112,13 +112,13 @@ def _resource(package: str, name: str) -> str:
     return files(package).joinpath("templates", name).read_text("utf-8")
 
 
-def _script_policy(scripts: Iterable[str], allowed: str) -> str:
+def _script_policy(scripts: Iterable[str], allowed: Sequence[str]) -> str:
     """Only the page's own scripts run, and what is allowed (Vega compiles its expressions)."""
-    digests = " ".join(
+    digests = [
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for text in scripts
-    )
-    return f"script-src {digests} {allowed} 'unsafe-eval'"
+    ]
+    return " ".join(["script-src", *digests, *allowed, "'unsafe-eval'"])
 
 
 def _spec(figure: Figure) -> dict[str, Any]:

@@ -17,6 +17,7 @@ function labelled(element, label) {
 export function mountFolders(section, recipe, { onRecipe }) {
   const find = (name) => section.querySelector(`#own-${name}`);
   let shown = "";  // the folder
+  let turns = 0;
   let several = true;  // folders that the user pointed to
   const [path, up, list, problem] = ["path", "up", "entries", "open-problem"].map(find);
 
@@ -42,8 +43,10 @@ export function mountFolders(section, recipe, { onRecipe }) {
     actions(entry));
 
   async function open(folder, { focus = false } = {}) {
+    const turn = ++turns;
     try {
       const answer = await ask(folder ? `folders?path=${encodeURIComponent(folder)}` : "folders");
+      if (turn !== turns) return;  // something else was opened since
       tell("");
       if (answer.path === null && answer.entries.length === 1) {
         several = false;
@@ -59,7 +62,7 @@ export function mountFolders(section, recipe, { onRecipe }) {
 
   function show({ path: folder, above, entries, more, found }) {
     find("folder").textContent = folder ?? "Your folders";
-    path.value = found?.path ?? folder ?? "";
+    if (document.activeElement !== path) path.value = found?.path ?? folder ?? "";
     shown = folder ?? "";
     up.hidden = folder === null || (above === null && !several);
     up.onclick = () => open(above, { focus: true });

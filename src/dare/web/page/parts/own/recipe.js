@@ -67,8 +67,12 @@ export function openRecipe(state) {
       const recipe = read();
       write({ ...recipe, [stage]: { ...recipe[stage], [name]: value } });
     },
-    /** Another method; what belongs to stages that it does not have goes. */
+    /** Another method; what belongs to stages that it does not have goes, if those are known. */
     setMethod(method, methods) {
+      if (!methods) {
+        write({ ...read(), method });
+        return;
+      }
       const chain = chainOf(method, methods);
       const stages = methods.stages.map(({ name }) => name);
       const known = methods.stages

@@ -15,6 +15,11 @@ const numberIn = (input) => (input.value === "" ? null : Number(input.value));
 const whenValid = (input, work) =>
   input.addEventListener("change", () => { if (input.reportValidity()) work(); });
 
+/** Show a value, unless somebody is writing another. */
+function setValue(input, value) {
+  if (document.activeElement !== input) input.value = value;
+}
+
 /** A labelled input, whose value is set when it is changed. */
 function field(place, id, label, properties, onChange) {
   const input = make("input", { id, autocomplete: "off", spellcheck: false, ...properties });
@@ -53,10 +58,10 @@ function mountModels(place, recipe) {
     recipe.read().models.merge_files.forEach((entry, number) => {
       const { weight, drop } = rows[number];
       const usual = plan?.models?.[number]?.weight;
-      weight.value = entry.weight ?? "";
+      setValue(weight, entry.weight ?? "");
       weight.placeholder = typeof usual === "number" ? String(Number(usual.toPrecision(4))) : "";
       weight.disabled = plan !== null && !plan.weighs;
-      drop.value = entry.drop_rate ?? "";
+      setValue(drop, entry.drop_rate ?? "");
       drop.placeholder = plan?.drops ? String(commonRate) : "";
       drop.disabled = plan !== null && !plan.drops;
     });
@@ -77,21 +82,21 @@ function mountText(section) {
 
 async function loadMethods() {
   const response = await fetch(new URL("../../methods.json", import.meta.url));
-  return response.json();
+  return response.ok ? response.json() : null;
 }
 
 export function mountSettings(section, recipe) {
   const place = section.querySelector("#own-settings");
   const showText = mountText(section);
-  const methods = loadMethods();
+  let methods = null;
+  loadMethods().then((loaded) => { methods = loaded; });
   const listeners = [];
   let plan = null;
 
   const known = METHODS.map((value) => make("option", { value }));
   place.append(make("datalist", { id: "own-methods" }, ...known));
-  const method = field(place, "own-method", "Method", { type: "text" }, async () => {
-    recipe.setMethod(method.value.trim(), await methods);
-  });
+  const method = field(place, "own-method", "Method", { type: "text" },
+    (input) => recipe.setMethod(input.value.trim(), methods));
   method.setAttribute("list", "own-methods");
 
   const stage = () => plan?.drops ?? "dare";
@@ -118,11 +123,10 @@ export function mountSettings(section, recipe) {
     (input) => recipe.setOutput(input.value.trim()));
 
   function show() {
-    const document = recipe.read();
-    method.value = document.method ?? USUAL.method;
-    scale.value = document.scale ?? "";
-    seed.value = document.seed ?? "";
-    output.value = document.models.output_file ?? "";
+    setValue(method, recipe.read().method ?? USUAL.method);
+    setValue(scale, recipe.read().scale ?? "");
+    setValue(seed, recipe.read().seed ?? "");
+    setValue(output, recipe.read().models.output_file ?? "");
     rate.disabled = !plan?.drops || Array.isArray(rateNow());
     showModels(plan, rateNow());
     for (const listener of listeners) listener();
