@@ -232,10 +232,8 @@ def test_one_seed_for_all_is_seen_in_the_answers_and_in_the_warning(static_site,
     page.wait_for_selector("#breaking-scores.failing")
     stages = {"dare": {"drop_rate": 0.7}}
     broken = merge("dare+ties", seeds=[40, 40, 40], stages=stages)
-    shown = shown_scores(page, "breaking", prompts="100")
-    assert_scores(shown, broken)
-    sound = score(merge("dare+ties", seed=40, stages=stages))
-    assert f"say: {sound['say']:.0f} % → {shown['tasks'][2]}" in page.inner_text("#breaking")
+    assert_scores(shown_scores(page, "breaking"), broken)
+    assert "Most is lost in say" in page.inner_text("#breaking-scores")
     assert "they drop the same positions" in page.inner_text("#breaking-findings")
 
     page.select_option("#control-breaking-way", "nan")

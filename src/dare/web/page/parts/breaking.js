@@ -118,6 +118,7 @@ function inWords(before, after) {
   const means = `Mean of the three tasks: ${percent(before.mean)} sound, `
     + `${percent(after.mean)} broken.`;
   if (!Number.isFinite(after.bitsPerByte)) return `${means} Every output is NaN.`;
+  if (after.mean < 3) return `${means} Nothing is left of the three skills.`;
   const falls = Object.entries(before.tasks)
     .map(([task, value]) => ({ task, from: value, to: after.tasks[task] }))
     .sort((one, other) => other.from - other.to - (one.from - one.to));

@@ -48,8 +48,8 @@ export function addPanel(panel, state, methods, engine) {
     showParameters(chain);
   }
 
-  // What the reader does by hand begins where it was: an own chain as the one chosen before, weights
-  // as the method has them. A link or a pin says all by itself.
+  // What the reader does by hand begins where it was: an own chain as the one chosen before,
+  // weights as the method has them. A link or a pin says all by itself.
   method.addEventListener("change", () => {
     if (method.value === OWN_CHAIN) state.set({ "live.c": usual });
   });

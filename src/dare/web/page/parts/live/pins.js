@@ -58,8 +58,8 @@ export function pinsTable(card, state, methods, measurer, engine) {
     load.setAttribute("aria-label", `Load ${words}`);
     remove.setAttribute("aria-label", `Remove ${words}`);
     const cells = ["add", "sort", "say", "mean", "english"].map(() => make("td", {}, "…"));
-    const digest = make("td", {}, make("code", {}, "…"));
-    return make("tr", {}, make("th", { scope: "row" }, words), ...cells, digest, make("td", {}, tools));
+    cells.push(make("td", {}, make("code", {}, "…")), make("td", {}, tools));
+    return make("tr", {}, make("th", { scope: "row" }, words), ...cells);
   }
 
   async function measure(pins) {

@@ -14,7 +14,8 @@ export function samplesTable(place, tasks) {
   asked.push({ task: "english", prompt: ENGLISH, answer: null });
   const cells = asked.map(({ task, prompt }) => {
     const cell = make("td", { className: "written" }, "…");
-    place.append(make("tr", { className: task }, make("th", { scope: "row" }, make("code", {}, prompt)), cell));
+    const head = make("th", { scope: "row" }, make("code", {}, prompt));
+    place.append(make("tr", { className: task }, head, cell));
     return cell;
   });
   return {
