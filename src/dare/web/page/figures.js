@@ -25,6 +25,7 @@ export function addFigure(name, spec, description) {
     width: "container",
     autosize: { type: "fit-x", contains: "padding" },
     datasets: {},
+    config: { mark: { aria: false } },  // the description says it all
     ...spec,
     description,
   };
