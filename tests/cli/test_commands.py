@@ -22,6 +22,7 @@ from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, Notice
 from dare.output.targets import MARK, MARK_NAME
+from dare.output.verification import verify
 from dare.stages import ALIASES, STAGES
 from helpers import flip_bit, save, sha256
 
@@ -243,7 +244,9 @@ def test_verify_as_json_has_one_entry_for_each_output(merged, folder):
         "changed": [],
         "tensors": 4,
         "bytes_checked": sum(values.nbytes for values in base_arrays().values()),
+        "sha256": verify(merged).sha256,
     }
+    assert damaged["sha256"] != intact["sha256"]
     assert (damaged["ok"], damaged["path"]) == (False, "copy.safetensors")
     assert len(damaged["problems"]) == 1
 
@@ -307,8 +310,11 @@ def test_a_plan_names_every_model_with_its_settings(folder):
 
 def test_verify_says_that_an_output_is_intact(merged):
     outcome = dare_succeeds("verify", "merged.safetensors")
-    assert outcome.out == "Intact  4 tensors, 13.3 kB, merged.safetensors\n"
+    first, second = outcome.out.splitlines()
+    assert first == "Intact  4 tensors, 13.3 kB, merged.safetensors"
+    assert re.fullmatch("  SHA-256 of the weights  [0-9a-f]{64}", second)
     assert outcome.err == ""
+    assert dare_succeeds("verify", "merged.safetensors", "--no-sha256").out == f"{first}\n"
 
 
 def test_verify_finds_a_flipped_bit_and_the_tensor_it_is_in(merged, folder):
@@ -316,7 +322,7 @@ def test_verify_finds_a_flipped_bit_and_the_tensor_it_is_in(merged, folder):
     entries = json.loads(merged.read_bytes()[8 : 8 + header])
     begin = entries["model.layers.0.mlp.weight"]["data_offsets"][0]
     flip_bit(merged, 8 * (8 + header + begin) + 3)
-    outcome = dare("verify", "merged.safetensors")
+    outcome = dare("verify", "merged.safetensors", "--no-sha256")
     assert (outcome.status, outcome.err) == (1, "")
     lines = [line.strip() for line in outcome.out.splitlines()]
     assert lines[0] == "Not what was written  merged.safetensors"

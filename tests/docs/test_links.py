@@ -19,8 +19,12 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part in LEFT_OUT or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
-FROM_ROOT = {"docs/contributing.md": "CONTRIBUTING.md", "docs/changelog.md": "CHANGELOG.md"}
-"""Pages of the site that are files of the root."""
+FROM_ELSEWHERE = {
+    "docs/contributing.md": "CONTRIBUTING.md",
+    "docs/changelog.md": "CHANGELOG.md",
+    "docs/playground/index.html": "src/dare/web/templates/playground.html.jinja",
+}
+"""Pages of the site that are made from other files."""
 
 _GENERATED = re.compile(r"<!-- generated: \w+ -->")
 
@@ -58,7 +62,7 @@ def anchors(page: Path) -> set[str]:
 def resolve(page: Path, target: str) -> Path:
     path = (page.parent / target).resolve() if target else page
     inside = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
-    return ROOT / FROM_ROOT[inside] if inside in FROM_ROOT else path
+    return ROOT / FROM_ELSEWHERE[inside] if inside in FROM_ELSEWHERE else path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

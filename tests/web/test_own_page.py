@@ -136,8 +136,10 @@ def held(page, number: int) -> Iterator[None]:
         return page.evaluate("fetch('api/own/jobs').then(found => found.json())")[number - 1]
 
     pid = run_a_little(look)
-    yield
-    os.kill(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, models):
