@@ -38,7 +38,7 @@ export function scoreTable(place) {
       }
       english.querySelector(".value").textContent = bits(score.bitsPerByte);
       compare(otherBits, whose);
-      status.textContent = `${amount.prompts} prompts of each task`;
+      status.textContent = `${amount.prompts} prompts each`;
       status.dataset.prompts = amount.prompts;
       delete place.dataset.stale;
     },
