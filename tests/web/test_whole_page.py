@@ -19,7 +19,6 @@ from dare.output.verification import verify
 from dare.web.single import single_page
 
 MOST_TABS = 400
-THREE_RIGHT: list[str] = []
 LOOKS = [(1280, "light"), (390, "dark")]
 SHIFTS = """() => new Promise((done) => {
     let sum = 0;
@@ -32,7 +31,9 @@ REACHABLE = """() => [...document.querySelectorAll("button, input, select, a, ca
     .filter((each) => each.tabIndex >= 0 && !each.disabled && each.checkVisibility())
     .map((each) => { each.dataset.reach = "no"; })
     .length"""
-MARK_FOCUSED = "() => { const at = document.activeElement; at.dataset.reach = 'yes'; return at.id; }"
+MARK_FOCUSED = (
+    "() => { const at = document.activeElement; at.dataset.reach = 'yes'; return at.id; }"
+)
 
 
 @pytest.fixture(params=["static_site", "local_site"])
@@ -89,8 +90,9 @@ def test_it_opens_from_the_disk_with_no_server(open_tab, tmp_path):
     page = tmp_path / "playground.html"
     page.write_bytes(single_page())
     tab = open_tab(f"{page.as_uri()}?live.method=dare%2Bties", offline=True)
-    tab.page.wait_for_function("document.querySelectorAll('.three figure:last-child li').length")
-    assert tab.page.locator(".three figure:last-child li").all_inner_texts() == THREE_RIGHT
+    merged = tab.page.locator(".three figure:last-child li")
+    merged.first.wait_for()
+    assert [item.get_attribute("class") for item in merged.all()] == 3 * ["right"]
     tab.page.evaluate("document.getElementById('live').scrollIntoView()")
     assert len(shown_sha(tab)) == 64
     assert tab.said == []
