@@ -1,4 +1,4 @@
-"""The whole page, both engines: silent, by itself, by keyboard alone, and for those who do not see it.
+"""The whole page, both engines: silent, by keyboard alone, and for those who do not see it.
 
 The SHA-256 on the page is that of the merge which its command and its Python make.
 """
@@ -27,7 +27,8 @@ SHIFTS = """() => new Promise((done) => {
     }).observe({ type: "layout-shift", buffered: true });
     setTimeout(() => done(sum), 500);
 })"""
-REACHABLE = """() => [...document.querySelectorAll("button, input, select, a, canvas, summary, pre")]
+REACHABLE = """() =>
+    [...document.querySelectorAll("button, input, select, a, canvas, summary, pre")]
     .filter((each) => each.tabIndex >= 0 && !each.disabled && each.checkVisibility())
     .map((each) => { each.dataset.reach = "no"; })
     .length"""
