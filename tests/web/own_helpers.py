@@ -97,7 +97,8 @@ MAIN = """
 import * as own from "./parts/own.js";
 import { createState } from "./state.js";
 const kind = document.querySelector("meta[name=dare-engine]").content;
-window.ownState = createState(own.defaults);
+window.ownState = createState();
+window.ownState.add(own.defaults);
 own.mount(document.getElementById("own"), { state: ownState, engine: { kind } });
 document.documentElement.dataset.ready = "true";
 """

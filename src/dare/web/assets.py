@@ -18,6 +18,7 @@ from dare.stages import STAGES
 from dare.stages.catalogue import catalogue
 from dare.stages.outside import load_installed_stages
 from dare.web.drawing import drawing_library
+from dare.web.modules import needed_by
 
 EngineKind = Literal["browser", "local"]
 PACKAGE = "dare.web"
@@ -85,9 +86,15 @@ def render_index(
         sections=SECTIONS,
         drawings=[],
         kind=kind,
-        modules=sorted(path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*.js")),
+        modules=needed_by("main.js", _modules()),
         embedded=embedded,
     ).encode()
+
+
+def _modules() -> dict[str, str]:
+    """The page's scripts, by name."""
+    found = PAGE.rglob("*.js")
+    return {path.relative_to(PAGE).as_posix(): path.read_text("utf-8") for path in found}
 
 
 def _template(name: str) -> str:

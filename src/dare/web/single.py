@@ -8,14 +8,12 @@ Workers cannot be started there, and the engine computes in the page itself, a l
 from __future__ import annotations
 
 import base64
-import posixpath
 import re
 from graphlib import TopologicalSorter
 
 from dare.web.assets import page_assets, render_index
+from dare.web.modules import imports, with_imports
 
-_IMPORT = re.compile(r'(\bfrom |\bimport )"(\.[^"]+)"')
-"""How one module names another."""
 _BESIDE = re.compile(r"new URL\(([^)]+), import\.meta\.url\)")
 """How a module names a file that lies beside it."""
 
@@ -36,19 +34,10 @@ def single_page() -> bytes:
 
 def _in_order(modules: dict[str, str]) -> list[str]:
     """Names of modules, each after those that it imports."""
-    wanted = {
-        name: {_named(name, found) for _, found in _IMPORT.findall(text)}
-        for name, text in modules.items()
-    }
+    wanted = {name: imports(name, text) for name, text in modules.items()}
     return list(TopologicalSorter(wanted).static_order())
 
 
 def _within(name: str, text: str) -> str:
     """A module that finds others by marks, which the loader replaces, and data by their names."""
-    text = _IMPORT.sub(lambda found: f'{found[1]}"@@{_named(name, found[2])}@@"', text)
-    return _BESIDE.sub(r"dareFile(\1)", text)
-
-
-def _named(name: str, found: str) -> str:
-    """What a module means by a relative path."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(name), found))
+    return _BESIDE.sub(r"dareFile(\1)", with_imports(name, text, lambda other: f"@@{other}@@"))

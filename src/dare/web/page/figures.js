@@ -1,12 +1,20 @@
 // Figures by Vega-Lite, drawn again as the numbers behind them change.
 /* global darePage */
 
-const library = new Promise((resolve, reject) => {
-  if (window.vegaEmbed) return resolve();
-  const script = document.getElementById("drawing-library");
-  script.addEventListener("load", resolve);
-  script.addEventListener("error", () => reject(new Error("The drawing library did not load.")));
-});
+let library = null;
+
+/** The library is large, and loaded when the first figure is drawn. */
+function loadLibrary() {
+  library ??= new Promise((resolve, reject) => {
+    if (window.vegaEmbed) return resolve();
+    const script = document.createElement("script");
+    script.src = new URL("vega.js", import.meta.url);
+    script.addEventListener("load", resolve);
+    script.addEventListener("error", () => reject(new Error("The drawing library did not load.")));
+    document.head.append(script);
+  });
+  return library;
+}
 
 let unfinished = 0;
 
@@ -32,7 +40,7 @@ export function addFigure(name, spec, description) {
   let waiting = null;
   let failed = false;
   unfinished += 1;
-  let drawing = library
+  let drawing = loadLibrary()
     .then(() => {
       whole.datasets = { ...whole.datasets, ...waiting };
       waiting = null;

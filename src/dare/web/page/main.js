@@ -5,19 +5,19 @@ import { loadModel } from "./models.js";
 import { breathe } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
-import * as arc from "./parts/arc.js";
-import * as breaking from "./parts/breaking.js";
 import * as drop from "./parts/drop.js";
-import * as live from "./parts/live.js";
-import * as own from "./parts/own.js";
-import * as predict from "./parts/predict.js";
-import * as signs from "./parts/signs.js";
-import * as top from "./parts/top.js";
 
-const parts = { drop, top, signs, arc, live, predict, breaking, own };
-const defaults = Object.assign({}, ...Object.values(parts).map((part) => part.defaults));
+const others = {
+  top: () => import("./parts/top.js"),
+  signs: () => import("./parts/signs.js"),
+  arc: () => import("./parts/arc.js"),
+  live: () => import("./parts/live.js"),
+  predict: () => import("./parts/predict.js"),
+  breaking: () => import("./parts/breaking.js"),
+  own: () => import("./parts/own.js"),
+};
 const page = {
-  state: createState(defaults),
+  state: createState(),
   engine: openEngine(document.querySelector("meta[name=dare-engine]").content),
   loadModel,
   complain,
@@ -33,9 +33,11 @@ function complain(section, error) {
   console.error(error);
 }
 
-async function mountOne(name, part) {
+async function mountOne(name, load) {
   const section = document.getElementById(name);
   try {
+    const part = await load();
+    page.state.add(part.defaults);
     await part.mount(section, page);
   } catch (error) {
     complain(section, error);
@@ -44,11 +46,10 @@ async function mountOne(name, part) {
 
 publishColours();
 darePage.onTheme(publishColours);
-const { drop: first, ...others } = parts;
-await mountOne("drop", first);
-const mounted = Object.entries(others).map(async ([name, part]) => {
+await mountOne("drop", () => drop);  // the first picture needs this part and nothing else
+const mounted = Object.entries(others).map(async ([name, load]) => {
   await breathe();  // what is there is painted before the next part begins
-  await mountOne(name, part);
+  await mountOne(name, load);
 });
 await Promise.all(mounted);
 document.documentElement.dataset.ready = "true";

@@ -4,21 +4,17 @@
 const read = (text, like) =>
   typeof like === "number" ? Number(text) : typeof like === "boolean" ? text === "true" : text;
 
-/** Values by name, of the types that `defaults` have: numbers, booleans and texts. */
-export function createState(defaults) {
-  const values = { ...defaults };
+/** Values by name, of the types that their defaults have: numbers, booleans and texts. */
+export function createState() {
+  const defaults = {};
+  const values = {};
   const listeners = [];
+  const given = new Map(new URLSearchParams(location.search));  // what nobody has asked for yet
   let writing = 0;
-
-  for (const [name, text] of new URLSearchParams(location.search)) {
-    if (!(name in defaults)) continue;
-    const value = read(text, defaults[name]);
-    if (!Number.isNaN(value)) values[name] = value;
-  }
 
   function write() {
     writing = 0;
-    const kept = new URLSearchParams();
+    const kept = new URLSearchParams([...given]);
     for (const [name, value] of Object.entries(values)) {
       if (value !== defaults[name]) kept.set(name, value);
     }
@@ -28,6 +24,16 @@ export function createState(defaults) {
 
   return {
     get: (name) => values[name],
+
+    /** Values that there are from now on: as the address has them, or their defaults. */
+    add(others) {
+      for (const [name, like] of Object.entries(others)) {
+        const value = given.has(name) ? read(given.get(name), like) : like;
+        defaults[name] = like;
+        values[name] = Number.isNaN(value) ? like : value;
+        given.delete(name);
+      }
+    },
 
     /** Change values, and call everybody who listens to one of them once. */
     set(changes) {
