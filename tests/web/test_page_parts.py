@@ -275,7 +275,7 @@ def test_the_address_keeps_the_state(static_site, open_tab):
     assert page.input_value("#control-arc-on") == "weights"
     expect_laws(tab, VALUES, 0.99, 42)
 
-    page.get_by_role("button", name="Set everything back").click()
+    page.get_by_role("button", name="Reset everything").click()
     page.wait_for_function("() => location.search === ''")
     expect_laws(tab, ATTENTION, 0.5, 42)
     assert tab.said == []

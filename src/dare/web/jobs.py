@@ -104,6 +104,7 @@ class Jobs:
             if job.state == "waiting":
                 job.state = "stopped"
             elif job.state == "running" and self._running is not None:
+                job.note = "stopping …"
                 self._running.interrupt()
 
     def draw(self, job: Job) -> Path:

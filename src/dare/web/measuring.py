@@ -64,6 +64,8 @@ BROKEN_MERGES: Mapping[str, tuple[str, ...]] = {
     "too-far": ("base", "add-far", "sort", "say"),
 }
 """Base and models, by what is broken."""
+BROKEN_SEED = 40
+"""Of the page's broken merges: the one that is kept of `add-nan` is not a number."""
 
 
 def measure_curves() -> dict[str, Any]:
@@ -105,7 +107,8 @@ def find_broken() -> dict[str, Any]:
         folder = Path(name)
         write_models(folder)
         found = {case: _analysed(folder, names) for case, names in BROKEN_MERGES.items()}
-        return {**found, "one-seed": {"warnings": list(_warnings_of_one_seed(folder))}}
+        warned = list(_warnings_of_one_seed(folder))
+        return {**found, "one-seed": {"seed": BROKEN_SEED, "warnings": warned}}
 
 
 def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _warnings_of_one_seed(folder: Path) -> Iterator[str]:
-    entries = [dare.ModelEntry(file=folder / name, seed=SEEDS[0]) for name in TUNED]
+    entries = [dare.ModelEntry(file=folder / name, seed=BROKEN_SEED) for name in TUNED]
     recipe = dare.Recipe(base=folder / "base", models=entries, method="dare+sum", verbose=False)
     for notice in dare.plan(recipe).warnings:
         yield str(notice)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from dare.errors import DareError, InputError, MismatchError, OutputError, Recip
 from dare.output.destinations import check_target, finished_before
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.data import Fate
+from dare.planning.layout import Layout
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
@@ -209,7 +210,9 @@ def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[
     try:
         check_target(layout, inputs, overwrite=overwrite)
     except OutputError as error:
-        problem = None if finished_before(layout) is not None else str(error)
+        problem = (
+            None if finished_before(layout) is not None else _in_the_way(layout, inputs, error)
+        )
     partial = partial_folder(layout.target)
     is_left = has_mark(partial) and str(layout.target) not in underway
     return {
@@ -217,6 +220,18 @@ def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[
         "output_problem": problem,
         "interrupted": str(partial) if is_left else None,
     }
+
+
+def _in_the_way(layout: Layout, inputs: Sequence[Path], error: OutputError) -> str:
+    """What keeps an output from being written, in the page's words where those differ."""
+    try:
+        check_target(layout, inputs, overwrite=True)
+    except OutputError:
+        return str(error)
+    return (
+        f"{layout.target.name} is there already. For another merge, choose another output, or "
+        "tick “Replace an existing output”."
+    )
 
 
 def _chain(recipe: Recipe) -> dict[str, Any]:

@@ -104,7 +104,7 @@ function lengthsSpec() {
     axis: { tickCount: 5, grid: false },
   };
   const y = {
-    field: "length", type: "quantitative", title: "length beside the longer one",
+    field: "length", type: "quantitative", title: "length, in % of the longer",
     scale: { domain: [0, 1.05] }, axis: { format: "%", tickCount: 4 },
   };
   return {

@@ -105,7 +105,7 @@ export async function mount(section, { state, engine }) {
 
 function addControls(place, state) {
   choice(place, state, "breaking.way", { label: "What goes wrong", options: WAYS });
-  toggle(place, state, "breaking.on", { label: "Break it" });
+  toggle(place, state, "breaking.on", { label: "Break this merge" });
   choice(place, state, "breaking.m", { label: "Method, of all three models", options: METHODS });
   slider(place, state, "breaking.p", {
     label: "Drop rate p", min: 0, max: 0.99, step: 0.01, format: (p) => p.toFixed(2),
@@ -168,12 +168,16 @@ async function showFindings(section, state) {
     place.textContent = broken[place.dataset.command].command;
   }
   const show = () => {
-    const { findings = [], warnings = [] } = broken[FOUND[state.get("breaking.way")]];
+    const { findings = [], warnings = [], seed } = broken[FOUND[state.get("breaking.way")]];
+    const mine = state.get("breaking.seed");
+    const ofMine = (text) => text.replaceAll(`${seed}`, mine);
+    section.querySelector("[data-shows=seeds]").textContent = `${mine} ${mine} ${mine}`;
     list.replaceChildren(
-      ...warnings.map((text) => finding({ severity: "change", seen: text, models: [] }, "Warning")),
+      ...warnings.map((text) => (
+        finding({ severity: "change", seen: ofMine(text), models: [] }, "Warning"))),
       ...findings.filter(({ severity }) => severity !== "note").map((one) => finding(one)));
   };
-  state.on(["breaking.way"], show);
+  state.on(["breaking.way", "breaking.seed"], show);
   show();
 }
 

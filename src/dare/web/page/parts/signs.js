@@ -9,7 +9,7 @@ import { addCursor, drawMatrix, usualSize } from "../pictures.js";
 import { changeOf, SIDE, TENSORS } from "../tensors.js";
 import { decimal, percent, show } from "../words.js";
 import { addFigures, BEFORE, NAMES, NOW } from "./signs/figures.js";
-import { drawPatch, PATCH, writeElection } from "./signs/patch.js";
+import { drawPatch, PATCH, writeVote } from "./signs/patch.js";
 
 export const defaults = {
   "signs.dare": false,
@@ -82,7 +82,7 @@ export function mount(section, { state, loadModel, complain }) {
     show(section, {
       meeting: percent(now.meeting),
       conflicting: percent(now.conflicting),
-      "conflicting-remark": `coins for signs would give ${percent(now.chance)}`,
+      "conflicting-remark": `random signs would disagree in ${percent(now.chance)}`,
       empty: percent(voted.sign.filter((sign) => sign === 0).length / voted.sign.length),
     });
     figures.silenced.update({
@@ -101,10 +101,10 @@ export function mount(section, { state, loadModel, complain }) {
     moveFrame(row, column);
     moveCell(down, right);
     drawPatch(patch, voted, row, column, SIDE, 0.7 * Math.max(...limits) * grown());
-    const line = section.querySelector("[data-shows=election]");
+    const line = section.querySelector("[data-shows=written-vote]");
     line.setAttribute("aria-live", isSpoken ? "polite" : "off");
     const at = (row + down) * SIDE + column + right;
-    writeElection(line, NAMES, deltas, voted, at, `Row ${row + down}, column ${column + right}`);
+    writeVote(line, NAMES, deltas, voted, at, `Row ${row + down}, column ${column + right}`);
   }
 
   const grown = () => 1 / (1 - rate());

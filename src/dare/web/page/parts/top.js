@@ -35,7 +35,7 @@ function addButtons(place, state) {
       link.textContent = "It is the address above";
     }
   });
-  button(place, "Set everything back", () => state.reset());
+  button(place, "Reset everything", () => state.reset());
 }
 
 /** A picture for each model, and one of what is added to the base when they are merged. */

@@ -1,5 +1,5 @@
 // What one model writes after DARE, and how many answers were right at the rates tried so far.
-import { make } from "../../controls.js";
+import { button, make } from "../../controls.js";
 import { addFigure } from "../../figures.js";
 import { whenRested } from "../../pace.js";
 import { examplesOf } from "../../prompts.js";
@@ -8,6 +8,7 @@ const ASKED = 8;
 const RESTED_MS = 200;
 const WAITING_MS = 300;
 const SERIES = ["rescaled", "not rescaled"];
+const RATES = [0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99];
 
 /** Fill the table of answers, and again whenever a slider of the part has come to rest. */
 export function addAnswers(section, state, engine) {
@@ -43,19 +44,37 @@ export function addAnswers(section, state, engine) {
     figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
   }
 
+  /** Dots at all rates, for the model and the seed of now. */
+  async function tryAll(event) {
+    const { currentTarget: pressed } = event;
+    pressed.disabled = true;
+    try {
+      const examples = await examplesOf(state.get("drop.model"), ASKED);
+      for (const p of RATES) {
+        const setting = settingOf(state, p);
+        const texts = await engine.write(setting, examples.map(([prompt]) => prompt));
+        remember(setting, texts.filter((text, at) => firstLine(text) === examples[at][1]).length);
+      }
+    } catch (error) {
+      verdict.textContent = error.message;
+    }
+    pressed.disabled = false;
+  }
+
+  button(section.querySelector("[data-place=try-all]"), "Try all rates", tryAll);
   const ask = whenRested(RESTED_MS, write);
   state.on(["drop.p", "drop.rescale", "drop.seed", "drop.model"], ask);
   ask();
 }
 
-function settingOf(state) {
+function settingOf(state, p = state.get("drop.p")) {
   return {
     base: "base",
     method: "dare+sum",
     scale: 1,
     seed: state.get("drop.seed"),
     models: [{ name: state.get("drop.model"), weight: null, drop_rate: null, seed: null }],
-    stages: { dare: { drop_rate: state.get("drop.p"), rescale: state.get("drop.rescale") } },
+    stages: { dare: { drop_rate: p, rescale: state.get("drop.rescale") } },
   };
 }
 

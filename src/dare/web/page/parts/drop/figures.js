@@ -7,19 +7,20 @@ export const LARGEST = 2;  // of the sizes that are shown
 const RESCALED = {
   "after-title": "Kept and rescaled",
   "drop-average-title": "On average nothing changes",
-  "drop-average-words": "E[δ̂] = δ. The line is the law, small dots are eight other seeds, the "
-    + "large dot is yours.",
+  "drop-average-words": "The mean of δ̂ over all seeds is δ: the line. Small dots are eight "
+    + "other seeds, the large dot is yours.",
   "drop-noise-title": "But it gets noisy",
-  "drop-noise-words": "Var[δ̂] = δ² · p / (1 − p). From p = 0.9 to 0.99 the noise grows eleven "
-    + "times.",
+  "drop-noise-words": "The variance of δ̂ is δ² · p / (1 − p): the line. From p = 0.9 to 0.99 it "
+    + "grows eleven times.",
 };
 const NOT_RESCALED = {
   "after-title": "Kept as it is",
   "drop-average-title": "On average a share p is lost",
-  "drop-average-words": "E[δ̂] = (1 − p) · δ. The whole change shrinks, in every layer.",
+  "drop-average-words": "The mean of δ̂ over all seeds is (1 − p) · δ: the whole change shrinks, "
+    + "in every layer.",
   "drop-noise-title": "The error is the loss",
-  "drop-noise-words": "Σ(δ̂ − δ)² is p · Σδ²: what was dropped. It is less than with rescaling, "
-    + "but it goes one way.",
+  "drop-noise-words": "It is p · δ²: what was dropped. That is less than with rescaling, but it "
+    + "goes one way.",
 };
 
 /** What the pictures and figures are called, with and without rescaling. */
@@ -57,6 +58,7 @@ function sizesSpec() {
       y2: { datum: 0 },
       color: {
         field: "what", type: "nominal", title: null, scale: { domain: ["before", "after"] },
+        legend: { symbolOpacity: 1 },
       },
       tooltip: [
         { field: "from", title: "from", format: ".2~g" },

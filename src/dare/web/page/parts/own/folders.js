@@ -29,12 +29,22 @@ export function mountFolders(section, recipe, { onRecipe }) {
     const act = (text, label, work) =>
       labelled(button(place, text, work), `${label} ${entry.name}`);
     if (entry.kind === "model") {
-      act("Base", "Take as base:", () => recipe.setBase(entry.path));
-      act("Add", "Add fine-tune", () => recipe.addModel(entry.path));
+      act("Use as base", "Take as base:", () => choose(entry, recipe.setBase));
+      act("Add", "Add fine-tune", () => choose(entry, recipe.addModel));
     }
     if (entry.kind === "recipe") act("Use", "Use recipe", () => onRecipe(entry.path));
     if (entry.opens) act("Open", "Open", () => open(entry.path, { focus: true }));
     return place;
+  }
+
+  /** A model is in a merge once: as the base or as a fine-tune. */
+  function choose({ name, path: file }, take) {
+    const isBase = recipe.read().models.base_file === file;
+    if (isBase || recipe.files().includes(file)) {
+      tell(`${name} is chosen already, as ${isBase ? "the base" : "a fine-tune"}.`);
+    } else {
+      take(file);
+    }
   }
 
   const row = (entry) => make("li", { dataset: { name: entry.name } },
@@ -92,7 +102,10 @@ export function mountFolders(section, recipe, { onRecipe }) {
     event.preventDefault();
     open(path.value.trim(), { focus: true });
   });
-  recipe.on(showChosen);
+  recipe.on(() => {
+    tell("");
+    showChosen();
+  });
   showChosen();
   open("");
   return { tell, refresh: () => open(shown) };

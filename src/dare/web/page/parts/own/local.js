@@ -22,9 +22,9 @@ export function mountLocal(section, { state }) {
 
   const settings = mountSettings(section, recipe);
 
-  function showPlan(plan) {
+  function showPlan(plan, error) {
     settings.showPlan(plan);
-    const problem = plan?.output_problem ?? "";
+    const problem = error ?? plan?.output_problem ?? "";
     const partial = plan?.interrupted;
     tellIn(find("output-problem"), problem);
     tellIn(find("interrupted"), partial

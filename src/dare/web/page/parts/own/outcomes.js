@@ -20,7 +20,7 @@ const outputOf = ({ request: { recipe } }) => shortName(recipe.models.output_fil
 const TITLES = {
   analyze: (job) => `Analysis of ${modelsOf(job)}`,
   merge: (job) => `Merge of ${modelsOf(job)} to ${outputOf(job)}`,
-  verify: (job) => `Check of ${shortName(job.request.path)}`,
+  verify: (job) => `Verification of ${shortName(job.request.path)}`,
 };
 
 export const titleOf = (job) => TITLES[job.kind](job);
@@ -45,7 +45,7 @@ function reportOf(result) {
       .map((rate) => (drops ? share(rate) : "–"));
     return [model.name, realised, asked, number(model.largest_delta)];
   });
-  const columns = ["model", "dropped", "asked", "largest |δ|"];
+  const columns = ["model", "dropped", "drop rate", "largest |δ|"];
   const resumed = result.resumed_chunks
     ? `; ${times(result.resumed_chunks, "piece")} taken over from the interrupted run` : "";
   return [

@@ -22,7 +22,7 @@ const models = (plan) => tableOf(["model", "weight", "seed"],
 const list = (title, items, className) =>
   items.length ? [paragraph("", make("b", {}, title)), listOf(className, items)] : [];
 
-/** Keeps the plan beside the recipe; `onPlan` gets each one, or null while there is none. */
+/** Keeps the plan beside the recipe; `onPlan` gets each one, or null and why there is none. */
 export function mountPlan(section, recipe, { onPlan, overwrites }) {
   const place = section.querySelector("#own-plan-text");
 
@@ -60,12 +60,12 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
       const plan = await ask("plan", { recipe: recipe.read(), overwrite: overwrites() }, signal);
       if (signal.aborted) return;
       showPlan(plan);
-      onPlan(plan.toml ? plan : null);
+      onPlan(plan.toml ? plan : null, plan.error);
       await measure(plan, signal);
     } catch (error) {
       if (error.name === "AbortError") return;
       place.replaceChildren(paragraph("own-problem", error.message));
-      onPlan(null);
+      onPlan(null, error.message);
     }
   });
 

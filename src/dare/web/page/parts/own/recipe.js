@@ -14,11 +14,11 @@ function withKeys(entry, stays) {
   return Object.keys(kept).length === 1 ? kept.file : kept;
 }
 
+const besideBase = (base, name) => `${base.slice(0, base.lastIndexOf("/"))}/${name}`;
+
 /** A place beside the base for an output: a folder beside a folder, a file beside a file. */
-function proposeOutput(base) {
-  const folder = base.slice(0, base.lastIndexOf("/"));
-  return `${folder}/merged${base.endsWith(".safetensors") ? ".safetensors" : ""}`;
-}
+const proposeOutput = (base) =>
+  besideBase(base, base.endsWith(".safetensors") ? "merged.safetensors" : "merged");
 
 /** The recipe in the state, and what changes it. */
 export function openRecipe(state) {
@@ -49,7 +49,12 @@ export function openRecipe(state) {
     removeModel(place) {
       setFiles({ merge_files: read().models.merge_files.filter((_, number) => number !== place) });
     },
-    setOutput: (path) => setFiles({ output_file: path }),
+    /** A name alone lies beside the base. */
+    setOutput(path) {
+      const { base_file: base } = read().models;
+      const isName = path && base && !/[/\\~]/.test(path);
+      setFiles({ output_file: isName ? besideBase(base, path) : path });
+    },
 
     /** Tables of another recipe, with the output that was chosen here if they name none. */
     take(recipe) {

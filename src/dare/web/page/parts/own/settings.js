@@ -9,7 +9,7 @@ const METHODS = [
 ];
 const USUAL = { method: "dare+linear", rate: 0.9 };  // until there is a plan
 const NUMERIC = { type: "number", step: "any", inputMode: "decimal" };
-const EMPTY = "# Choose models first.\n";
+const EMPTY = "# There is no recipe yet.\n";
 
 const numberIn = (input) => (input.value === "" ? null : Number(input.value));
 const whenValid = (input, work) =>

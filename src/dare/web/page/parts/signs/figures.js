@@ -13,7 +13,7 @@ export function addFigures() {
     encoding: {
       x: {
         field: "share", type: "quantitative", title: "share of its |δ| that is silenced",
-        scale: { domain: [0, 0.8] }, axis: { format: "%", tickCount: 4 },
+        scale: { domain: [0, 0.5] }, axis: { format: "%", tickCount: 5 },
       },
       y: { field: "model", type: "nominal", title: null, scale: { domain: NAMES } },
       yOffset: { field: "when", scale: { domain: [BEFORE, NOW] } },
@@ -47,7 +47,7 @@ export function addFigures() {
   };
   return {
     silenced: addFigure("signs-silenced", silenced, "For each model the share of its change that "
-      + "the election silences, as the deltas are and with these settings."),
+      + "the vote silences, as the deltas are and with these settings."),
     rates: addFigure("signs-rates", rates, "The share of elements where signs conflict, over drop "
       + "rates. It falls to nothing as fewer models meet in an element."),
   };

@@ -6,7 +6,7 @@ import { signed } from "../../words.js";
 export const PATCH = 12;
 const FAINT = 0.25;
 
-/** In each cell a bar for each model, up or down; those that the election silences are faint. */
+/** In each cell a bar for each model, up or down; those that the vote silences are faint. */
 export function drawPatch(canvas, { terms, sign }, row, column, columns, limit) {
   const side = Math.round(canvas.clientWidth * devicePixelRatio);
   if (!side) return;
@@ -50,8 +50,8 @@ function fateOf(delta, value, sign) {
   return value * sign > 0 ? "counts" : "silenced";
 }
 
-/** One election written out: who votes how, which sign wins, and the mean of those who have it. */
-export function writeElection(place, names, deltas, { terms, sign, merged }, at, where) {
+/** One vote written out: who votes how, which sign wins, and the mean of those who have it. */
+export function writeVote(place, names, deltas, { terms, sign, merged }, at, where) {
   const values = terms.map((term) => term[at]);
   const winners = names.filter((_, model) => values[model] * sign[at] > 0);
   const rows = names.map((name, model) => {
