@@ -60,7 +60,7 @@ def choose(page, name: str, action: str) -> None:
 
 
 def choose_two(page) -> None:
-    choose(page, "base", "Base")
+    choose(page, "base", "Use as base")
     choose(page, "add", "Add")
     choose(page, "say", "Add")
     page.wait_for_selector("#own-analyze:enabled")
@@ -122,7 +122,7 @@ def test_from_models_to_a_merge(page, models):
     page.wait_for_selector("#own-merges > li:first-child:has-text('as they were written')")
     assert digest in checked.inner_text()
     page.wait_for_selector("#own-output-problem:visible")
-    assert "exists already" in page.inner_text("#own-output-problem")
+    assert "is there already" in page.inner_text("#own-output-problem")
     assert page.is_disabled("#own-start")
     page.check("#own-overwrite")
     page.wait_for_selector("#own-start:enabled")
@@ -146,7 +146,7 @@ def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, m
     output, undisturbed = models / "resumed.safetensors", models / "undisturbed.safetensors"
     dare.merge(recipe_of(large(models, undisturbed)))
     with own_alone(browser, local_site.address) as (page, said):
-        for name, action in (("base", "Base"), ("one", "Add"), ("two", "Add")):
+        for name, action in (("base", "Use as base"), ("one", "Add"), ("two", "Add")):
             choose(page, f"large-{name}.safetensors", action)
         page.fill("#own-method", "dare+ties")
         page.press("#own-method", "Enter")
@@ -215,7 +215,7 @@ def test_everything_works_by_keyboard(page, models):
 def test_what_does_not_fit_or_is_elsewhere_is_said(page, models):
     open_path(page, "/etc")
     page.wait_for_selector("#own-open-problem:has-text('outside of')")
-    choose(page, "base", "Base")
+    choose(page, "base", "Use as base")
     choose(page, "large-one.safetensors", "Add")
     page.wait_for_selector("#own-plan-text .own-problem")
     assert page.is_disabled("#own-start")

@@ -210,9 +210,8 @@ def _tell_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[
     try:
         check_target(layout, inputs, overwrite=overwrite)
     except OutputError as error:
-        problem = (
-            None if finished_before(layout) is not None else _in_the_way(layout, inputs, error)
-        )
+        if finished_before(layout) is None:
+            problem = _in_the_way(layout, inputs, error)
     partial = partial_folder(layout.target)
     is_left = has_mark(partial) and str(layout.target) not in underway
     return {

@@ -33,6 +33,9 @@ function actionsOf(job, act) {
     link("Full report", "report", { target: "_blank" });
     link("Save as JSON", "analysis", { download: "analysis.json" });
   }
+  if (!isBusy(job) && job.request.recipe) {
+    add("Choose its models", () => act.takeRecipe(job.request.recipe));
+  }
   return made;
 }
 
@@ -79,7 +82,7 @@ function openCard(act) {
 }
 
 /** Shows all jobs and looks after them; `onEnd` is called with each that ends while we look. */
-export function mountJobs(section, { onEnd, showAnalysis, tell }) {
+export function mountJobs(section, { onEnd, showAnalysis, takeRecipe, tell }) {
   const cards = new Map();
   const busy = new Set();  // numbers of those that were so when we last looked
   let timer = 0;
@@ -97,7 +100,7 @@ export function mountJobs(section, { onEnd, showAnalysis, tell }) {
 
   function show(job) {
     if (!cards.has(job.number)) {
-      const card = openCard({ post, showAnalysis });
+      const card = openCard({ post, showAnalysis, takeRecipe });
       cards.set(job.number, card);
       const list = job.kind === "analyze" ? "#own-analyses" : "#own-merges";
       section.querySelector(list).prepend(card.element);

@@ -57,6 +57,7 @@ export function mountLocal(section, { state }) {
 
     const jobs = mountJobs(section, {
       showAnalysis,
+      takeRecipe,
       tell,
       onEnd(job) {
         if (job.kind === "analyze" && job.state === "done") showAnalysis(job);
