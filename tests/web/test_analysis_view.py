@@ -141,7 +141,7 @@ def test_a_file_can_be_chosen_by_keyboard(page, document, tmp_path):
         if page.evaluate("document.activeElement.id") == "own-file":
             break
     with page.expect_file_chooser() as chooser:
-        page.keyboard.press("Enter")
+        page.keyboard.press("Space")
     chooser.value.set_files(path)
     page.wait_for_selector("#own-analysis .verdict")
 

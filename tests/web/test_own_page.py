@@ -185,7 +185,7 @@ def test_everything_works_by_keyboard(page, models):
     page.keyboard.type(str(models / "base"))
     page.keyboard.press("Enter")
     page.wait_for_selector("#own-folder:has-text('base')")
-    page.wait_for_function("document.activeElement.textContent === 'Base'")
+    page.wait_for_function("document.activeElement.textContent === 'Use as base'")
     page.keyboard.press("Enter")
     page.focus("#own-up")
     page.keyboard.press("Enter")

@@ -1,5 +1,5 @@
 // The setting to take along: as a recipe, a command or Python, with the SHA-256 that it gives.
-import { choice } from "../../controls.js";
+import { choice, make } from "../../controls.js";
 import { commandText, needsRecipe, pythonText, recipeText } from "../../recipe.js";
 
 const FORMS = [["command", "Command"], ["recipe", "Recipe (TOML)"], ["python", "Python"]];
@@ -9,6 +9,7 @@ export function codeCard(card, state, methods, shown) {
   const text = card.querySelector("#live-text");
   const digest = card.querySelector("#live-digest");
   const remark = card.querySelector("[data-place=remark]");
+  const warnings = card.querySelector("[data-place=warnings]");
   const copy = card.querySelector("[data-copies=live-text]");
   const form = card.querySelector("[data-place=form]");
   choice(form, state, "live.as", { label: "Show it as", options: FORMS });
@@ -35,6 +36,10 @@ export function codeCard(card, state, methods, shown) {
     showDigest(value) {
       digest.textContent = value;
       delete card.dataset.stale;
+    },
+    /** What a plan warns of; the browser's engine makes none. */
+    showWarnings(texts) {
+      warnings.replaceChildren(...texts.map((text) => make("li", {}, text)));
     },
     dim() { card.dataset.stale = "true"; },
   };

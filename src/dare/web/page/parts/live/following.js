@@ -30,6 +30,7 @@ export function follower(measurer, views, complain) {
       samples.show(await measurer.write(setting, samples.prompts, signal));
       asked.ask();
       code.showDigest(setting.models.length ? await measurer.merge(setting, signal) : "–");
+      code.showWarnings(await measurer.warnings(setting, signal));
       await showScore(setting, FULL, signal);
       announce(measurer.seen(setting, FULL));
     } catch (error) {

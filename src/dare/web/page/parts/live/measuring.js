@@ -33,6 +33,10 @@ function createMeasurer(engine) {
     merge: (setting, signal) =>
       once(keyOf(setting, "merge"), () => engine.merge(setting, signal), signal),
 
+    /** What a plan of the merge warns of, where the engine makes one. */
+    warnings: async (setting, signal) =>
+      (engine.warnings && setting.models.length ? engine.warnings(setting, signal) : []),
+
     /** What the merged model writes after each prompt; only new prompts are asked. */
     async write(setting, prompts, signal) {
       const keys = prompts.map((prompt) => keyOf(setting, "write", prompt));
