@@ -108,7 +108,7 @@ test-attack: $(VENV)/dev-ready
 
 test-browser: $(VENV)/tools-ready
 	$(BIN)/python -m pytest --quiet tests/analysis/page/test_browser.py \
-		tests/studies/test_study_browser.py
+		tests/studies/test_study_browser.py tests/web
 
 test-real: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet tests/real
