@@ -90,7 +90,7 @@ def sections(tab: Tab) -> Iterator[str]:
 def test_it_opens_from_the_disk_with_no_server(open_tab, tmp_path):
     page = tmp_path / "playground.html"
     page.write_bytes(single_page())
-    tab = open_tab(f"{page.as_uri()}?live.method=dare%2Bties", offline=True)
+    tab = open_tab(f"{page.as_uri()}?live.m=dare%2Bties", offline=True)
     merged = tab.page.locator(".three figure:last-child li")
     merged.first.wait_for()
     assert [item.get_attribute("class") for item in merged.all()] == 3 * ["right"]
@@ -102,7 +102,7 @@ def test_it_opens_from_the_disk_with_no_server(open_tab, tmp_path):
 
 def test_page_command_and_python_give_one_sha256(site, open_tab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tab = open_tab(site.with_state("live.method=dare%2Btrim%2Bties&live.p=0.6&live.seed=7"))
+    tab = open_tab(site.with_state("live.m=dare%2Btrim%2Bties&live.p=0.6&live.seed=7"))
     tab.page.evaluate("document.getElementById('live').scrollIntoView()")
     shown = shown_sha(tab)
     for line in shown_code(tab, "command").replace("\\\n", " ").splitlines():

@@ -1,5 +1,5 @@
 // What the reader has set, as values by name. All that is not at its default stands in the address,
-// so that a link keeps it: `?drop.p=0.5&live.method=dare%2Bties`.
+// so that a link keeps it: `?drop.p=0.5&live.m=dare%2Bties`.
 
 const read = (text, like) =>
   typeof like === "number" ? Number(text) : typeof like === "boolean" ? text === "true" : text;
