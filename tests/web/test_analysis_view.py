@@ -247,4 +247,4 @@ def test_on_the_whole_page_nothing_is_sent(static_site, open_tab, document):
 def test_the_page_says_how_to_start_the_local_engine(static_site):
     index = Path(static_site.folder, "index.html").read_text()
     assert "dare playground FOLDER" in index
-    assert "dare-merge[web]" in index
+    assert "pip install '.[web]'" in index
