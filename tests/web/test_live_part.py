@@ -208,6 +208,7 @@ def test_a_guess_is_drawn_and_compared_with_what_was_measured(static_site, open_
     page.wait_for_selector("html[data-drawn=light]")  # nothing moves any more
     plot = page.locator("#chart-predict .role-frame .background").first
     plot.scroll_into_view_if_needed()
+    page.wait_for_timeout(1000)  # parts that come into view fill themselves
     box = plot.bounding_box()
     page.mouse.move(box["x"] + 1, box["y"] + 0.25 * box["height"])
     page.mouse.down()

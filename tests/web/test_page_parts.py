@@ -213,7 +213,7 @@ def check_signs(tab) -> None:
     assert winners
 
     def check_election() -> None:
-        text = shown(tab, "signs", "election").replace("−", "-")
+        text = shown(tab, "signs", "written-vote").replace("−", "-")
         assert "Row 63, column 54" in text
         for name, value in zip(NAMES, values, strict=True):
             assert re.search(rf"{name}\s+{re.escape(f'{value:+.5f}')}", text)
@@ -288,7 +288,7 @@ def test_a_phone_in_the_dark_with_an_address_that_makes_no_sense(static_site, op
     assert rate_of(tab) == 0.99
     assert page.input_value("#control-drop-model") == "add"
     assert page.input_value("#control-arc-t") == "0.5"
-    assert "Row 121, " in shown(tab, "signs", "election")
+    assert "Row 121, " in shown(tab, "signs", "written-vote")
 
     page.wait_for_selector("html[data-drawn=dark]", state="attached")
     assert page.evaluate("document.documentElement.scrollWidth") == 390

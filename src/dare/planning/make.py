@@ -249,7 +249,7 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
         yield Notice(
             Concern.EQUAL_SEEDS,
             f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions, "
-            "so nothing is gained over scaling; give each its own",
+            "so they meet in all that is left; give each its own",
         )
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     for rate in sorted(drop_rates(recipe)):

@@ -15,7 +15,7 @@ export const defaults = {
 };
 const NAMES = Object.keys(defaults);
 const MODELS = [["add", "add: 64+19="], ["sort", "sort garden:"], ["say", "say 128:"]];
-const QUESTIONS = [["on", "1. Drop, and rescale the rest"], ["off", "2. Drop, and do not rescale"]];
+const QUESTIONS = [["on", "1. With rescaling"], ["off", "2. Without rescaling"]];
 const CLOSE = 0.015;  // to a rate, so that its point moves with the pointer
 const [GUESS, MEASURED] = ["your guess", "measured"];
 const WHY = {

@@ -14,6 +14,7 @@ const RATES = [0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99];
 export function addAnswers(section, state, engine) {
   const body = section.querySelector("tbody");
   const verdict = section.querySelector("[data-shows=verdict]");
+  const itself = section.querySelector("[data-shows=itself]");
   const figure = addFigure("drop-tried", triedSpec(), "Right answers of eight over drop rates, "
     + "for the settings that were tried, with and without rescaling.");
   const tried = new Map();  // by setting: what was right
@@ -23,10 +24,13 @@ export function addAnswers(section, state, engine) {
     const waiting = setTimeout(() => verdict.classList.add("waiting"), WAITING_MS);
     try {
       const examples = await examplesOf(state.get("drop.model"), ASKED);
-      const texts = await engine.write(setting, examples.map(([prompt]) => prompt), signal);
+      const prompts = examples.map(([prompt]) => prompt);
+      const texts = await engine.write(setting, prompts, signal);
       if (signal.aborted) return;
       const right = showAnswers(body, examples, texts.map(firstLine));
       verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
+      const whole = await engine.write(settingOf(state, 0), prompts, signal);
+      itself.textContent = `With nothing dropped it gets ${countRight(examples, whole)} right.`;
       remember(setting, right);
     } catch (error) {
       if (error.name !== "AbortError") verdict.textContent = error.message;
@@ -44,16 +48,18 @@ export function addAnswers(section, state, engine) {
     figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
   }
 
-  /** Dots at all rates, for the model and the seed of now. */
+  /** Dots at all rates, with and without rescaling, for the model and the seed of now. */
   async function tryAll(event) {
     const { currentTarget: pressed } = event;
     pressed.disabled = true;
     try {
       const examples = await examplesOf(state.get("drop.model"), ASKED);
       for (const p of RATES) {
-        const setting = settingOf(state, p);
-        const texts = await engine.write(setting, examples.map(([prompt]) => prompt));
-        remember(setting, texts.filter((text, at) => firstLine(text) === examples[at][1]).length);
+        for (const rescale of [true, false]) {
+          const setting = settingOf(state, p, rescale);
+          const texts = await engine.write(setting, examples.map(([prompt]) => prompt));
+          remember(setting, countRight(examples, texts));
+        }
       }
     } catch (error) {
       verdict.textContent = error.message;
@@ -67,18 +73,20 @@ export function addAnswers(section, state, engine) {
   ask();
 }
 
-function settingOf(state, p = state.get("drop.p")) {
+function settingOf(state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) {
   return {
     base: "base",
     method: "dare+sum",
     scale: 1,
     seed: state.get("drop.seed"),
     models: [{ name: state.get("drop.model"), weight: null, drop_rate: null, seed: null }],
-    stages: { dare: { drop_rate: p, rescale: state.get("drop.rescale") } },
+    stages: { dare: { drop_rate: p, rescale } },
   };
 }
 
 const firstLine = (text) => text.split("\n")[0];
+const countRight = (examples, texts) =>
+  texts.filter((text, at) => firstLine(text) === examples[at][1]).length;
 
 /** One row for each example; the number of right ones. */
 function showAnswers(body, examples, texts) {

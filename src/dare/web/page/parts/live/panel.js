@@ -81,7 +81,7 @@ function chains(methods, engine) {
     .filter(({ name }) => !used.has(name))
     .map(({ name, kind }) => (kind === "combine" ? name : `${name}+sum`));
   const named = [...USUAL, ...others].map((chain) => [
-    chain, engine.whyNot(chain) ? `${chain} (needs dare playground)` : chain,
+    chain, engine.whyNot(chain) ? `${chain} (needs the installed package)` : chain,
   ]);
   return [...named, [OWN_CHAIN, "your own chain …"]];
 }
