@@ -186,6 +186,14 @@ def test_the_curve_for_this_setting_is_measured_and_can_be_cancelled(static_site
     assert tab.said == []
 
 
+def steady_box(page, element) -> dict[str, float]:
+    """Where an element is, once the parts that came into view have filled themselves."""
+    box = None
+    while box != (box := element.bounding_box()):
+        page.wait_for_timeout(700)
+    return box
+
+
 def test_a_guess_is_drawn_and_compared_with_what_was_measured(static_site, open_tab):
     tab = open_tab(f"{static_site.address}#predict")
     page = tab.page
@@ -208,8 +216,7 @@ def test_a_guess_is_drawn_and_compared_with_what_was_measured(static_site, open_
     page.wait_for_selector("html[data-drawn=light]")  # nothing moves any more
     plot = page.locator("#chart-predict .role-frame .background").first
     plot.scroll_into_view_if_needed()
-    page.wait_for_timeout(1000)  # parts that come into view fill themselves
-    box = plot.bounding_box()
+    box = steady_box(page, plot)
     page.mouse.move(box["x"] + 1, box["y"] + 0.25 * box["height"])
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"], box["y"] + 0.25 * box["height"], steps=20)
