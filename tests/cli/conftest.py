@@ -33,7 +33,7 @@ def folder(some_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("dare.run.rates.measure_speed", lambda *_: Speed(1024, 0.01, 1.0, 1.0, 0.5))
     monkeypatch.setattr("dare.run.rates.measure_disk", lambda: Disk("here", 1e9, 1e9))
     # The JavaScript of the real page takes seconds to make; tests/analysis/page has it.
-    monkeypatch.setattr("dare.output.page.writing.library", lambda _version: "/* library */")
+    monkeypatch.setattr("dare.output.page.writing.drawing_bundle", lambda _version: "/* library */")
     for variable in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)
     return place

@@ -35,9 +35,9 @@ def drawing_library() -> bytes:
 def make_library() -> bytes:
     """The library for figures as Altair's version of Vega-Lite has them."""
     from dare.output.page.charts import alt
-    from dare.output.page.writing import library
+    from dare.output.page.writing import drawing_bundle
 
-    return library(".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])).encode()
+    return drawing_bundle(".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])).encode()
 
 
 def _made_elsewhere() -> bytes:

@@ -253,4 +253,4 @@ def test_a_library_cannot_end_its_element(monkeypatch):
     import vl_convert
 
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda *_, **__: 'x = "</SCRIPT>"')
-    assert writing.library.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'
+    assert writing.drawing_bundle.__wrapped__("6.4") == 'x = "<\\/SCRIPT>"'

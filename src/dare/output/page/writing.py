@@ -37,7 +37,7 @@ def check_installed() -> None:
 
 def library_for(figures: Sequence[Figure]) -> str:
     """The JavaScript that draws these figures."""
-    return library(_version(figures[0].spec)) if figures else ""
+    return drawing_bundle(_version(figures[0].spec)) if figures else ""
 
 
 def draw_file(figure: Figure, theme: Theme, format: Format) -> bytes:  # noqa: A002
@@ -63,7 +63,7 @@ def _described(drawing: str, figure: Figure) -> str:
 
 
 @cache
-def library(version: str) -> str:
+def drawing_bundle(version: str) -> str:
     """The JavaScript that draws, for figures of a version of Vega-Lite."""
     import vl_convert
 
