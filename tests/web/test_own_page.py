@@ -18,14 +18,14 @@ import dare
 from dare.output.verification import verify
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as the server: tests of a module may come in several turns
 def models(local_site) -> Path:
     """The folder that the server was started with."""
     return make_models(local_site.folder)
 
 
 @pytest.fixture(scope="module")
-def opened(local_site, models, browser) -> Iterator[tuple[Any, list[str]]]:
+def opened(browser, local_site, models) -> Iterator[tuple[Any, list[str]]]:
     size = {"width": 1280, "height": 900}
     with own_alone(browser, local_site.address, viewport=size) as opened:
         yield opened
