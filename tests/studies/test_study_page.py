@@ -425,7 +425,9 @@ def test_labels_of_levels_keep_apart_and_no_baseline_is_lost(values, one, other)
 
 def test_the_page_is_written_with_the_library_that_draws_it(tmp_path, monkeypatch):
     # The real one takes seconds to make; the browser's tests have it.
-    monkeypatch.setattr("dare.output.page.writing.drawing_bundle", lambda version: f"/* {version} */")
+    monkeypatch.setattr(
+        "dare.output.page.writing.drawing_bundle", lambda version: f"/* {version} */"
+    )
     path = tmp_path / "folder" / "study.html"
     data = sample.make_search(1)
     write_study_page(path, data, sample.make_conclusion(data))
