@@ -7,7 +7,8 @@ import json
 import pytest
 
 from dare.demo.merges import BASE, Job, measure
-from dare.web.measuring import CURVES, ENGLISH_BYTES, PAGE, PROMPTS, RATES, SEEDS, find_broken
+from dare.web.assets import ENGLISH_BYTES, PAGE, PROMPTS
+from dare.web.measuring import CURVES, RATES, SEEDS, find_broken
 
 MEASURED = json.loads((PAGE / "measured.json").read_text("utf-8"))
 

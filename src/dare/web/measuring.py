@@ -22,10 +22,8 @@ from dare.demo.broken import write_models
 from dare.demo.merges import BASE, TUNED, Job, Merge, measure_all
 from dare.demo.results import Score
 from dare.errors import DareWarning
+from dare.web.assets import ENGLISH_BYTES, PAGE, PROMPTS
 
-PAGE = Path(__file__).parent / "page"
-PROMPTS = 100
-ENGLISH_BYTES = 4096
 SEEDS = (42, 1042, 2042, 3042, 4042)
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 
