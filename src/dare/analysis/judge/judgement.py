@@ -59,6 +59,8 @@ class Finding:
     remedy: str
     figures: dict[str, float]
     """The numbers behind it, by name, and the thresholds that they were held against."""
+    only_for: str = ""
+    """The stage without which it does not matter, such as `ties` or `dare`; empty: any merge."""
 
     def __str__(self) -> str:
         """One line, without the names of the models."""
@@ -73,6 +75,8 @@ class Readiness:
     by_model: dict[str, Verdict]
     findings: tuple[Finding, ...]
     """The gravest first."""
+    method: str = ""
+    """The method that the verdict is for; what matters only for others is a note."""
 
     def of(self, model: str) -> tuple[Finding, ...]:
         """The findings that concern a model, those about all of them included."""
@@ -123,6 +127,19 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
+class Protection:
+    """A part of the models that dropping hurts more than the rest."""
+
+    layer: int
+    """-1 for tensors that stand in no layer."""
+    kind: str
+    error: float
+    """What the outputs' error stays under there, at the advised drop rates."""
+    drop_rate: float
+    """The rate at which it would be no larger than in the rest."""
+
+
+@dataclass(frozen=True)
 class Advice:
     """Settings that suit the models, each with its reason, and the recipe made of them."""
 
@@ -131,6 +148,14 @@ class Advice:
     """The document of a recipe, ready for TOML, but for the output; empty if no model is fit."""
     doubts: tuple[str, ...]
     """What the advice cannot know."""
+    predicted_error: float = 0.0
+    """What the error of the layers' outputs stays under, from the dropping of all models."""
+    error_bound: float = 0.0
+    """What that error may be."""
+    error_share: float = 0.0
+    """What the dropping of one model may bring, so that all of them stay within the bound."""
+    protect: tuple[Protection, ...] = ()
+    """Where lower drop rates would pay most, the worst first."""
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as plain values, ready for JSON; what is not finite is a string."""
