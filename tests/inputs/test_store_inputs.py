@@ -223,7 +223,7 @@ def test_pickles_are_refused(web):
     path = to_path(f"{web.url}/m.bin")
     with pytest.raises(InputError, match="set allow_pickle"):
         open_model(path)
-    with pytest.raises(InputError, match="read from this machine only"):
+    with pytest.raises(InputError, match="read only from this machine"):
         open_model(path, allow_pickle=True)
 
 

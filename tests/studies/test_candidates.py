@@ -554,7 +554,7 @@ def test_a_module_that_ties_what_the_base_does_not(tmp_path):
 def test_no_model_at_all(held):
     with pytest.raises(InputError, match="expected a torch module or a dict of arrays"):
         held.write_into([1, 2])
-    with pytest.raises(InputError, match="has no memory"):
+    with pytest.raises(InputError, match="has no data"):
         held.write_into(module_of(held.make().arrays).to("meta"))
 
 
