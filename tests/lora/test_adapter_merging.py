@@ -261,7 +261,9 @@ def test_what_is_stored_in_full_is_averaged_by_weight(tmp_path):
     assert stored[f"{Q}.base_layer.bias"].tolist() == expected
     assert (config["modules_to_save"], config["bias"]) == (["lm_head"], "all")
     assert sorted(report.averaged) == ["lm_head.weight", f"{Q}.bias"]
-    assert any("averaged with the weights divided by their sum 4.0" in note for note in report.notes)
+    assert any(
+        "averaged with the weights divided by their sum 4.0" in note for note in report.notes
+    )
     with pytest.raises(RecipeError, match="they sum to 0"):
         merge_adapters(paths, tmp_path / "none", weights=[1, -1])
 

@@ -345,7 +345,7 @@ def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
 
 def test_a_model_that_is_not_held_is_refused(held, three, tmp_path):
     for other in ({"models": ("other.safetensors",)}, {"base": "other.safetensors"}):
-        with pytest.raises(InputError, match=r"^other\.safetensors: is not among the models of"):
+        with pytest.raises(InputError, match=r"^other\.safetensors: is not a model of"):
             held.make(three.model_copy(update=other))
 
 
