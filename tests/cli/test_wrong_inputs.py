@@ -646,8 +646,8 @@ OUTPUTS = {
     "a folder as output that is not dare's": (
         _two_in_a_folder,
         "-o both --overwrite",
-        "both: not made by dare (it has no dare-manifest.json), so it is not replaced; "
-        "remove it yourself or choose another output",
+        "both: was not made by dare (it has no dare-manifest.json), so it is not replaced; "
+        "remove it yourself, or choose another output",
     ),
     "an output without a name": (
         _nothing,
@@ -730,7 +730,7 @@ def test_a_disk_that_fills_up_leaves_what_the_same_command_goes_on_with(folder, 
     assert_refused(
         outcome,
         "merged.safetensors.partial/merged.safetensors: the disk is full; "
-        "make room and run the same merge again, it goes on where it stopped",
+        "make room and run the same merge again; it resumes",
     )
     assert not Path("merged.safetensors").exists()
     report = dare_succeeds(*TWO, *TO, "--quiet", "--json", "--threads", "1").json

@@ -86,7 +86,7 @@ def test_a_file_that_dare_did_not_write_is_never_deleted(inputs, tmp_path):
     (output / "notes").mkdir()
     notes = output / "notes" / "thesis.txt"
     notes.write_text("years of work")
-    with pytest.raises(OutputError, match="out: holds notes, which dare did not write"):
+    with pytest.raises(OutputError, match="out: contains notes, which dare did not write"):
         merge_to(output, inputs / "model")
     assert notes.read_text() == "years of work"
     notes.unlink()

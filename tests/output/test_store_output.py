@@ -191,7 +191,7 @@ def test_nothing_is_replaced_that_dare_did_not_write(store, recipe):
     del store.objects["out/notes.txt"]
     dare.merge(to(recipe, "s3://bucket/out"))
     store.objects["out/notes.txt"] = b"mine"
-    with pytest.raises(OutputError, match=r"holds notes\.txt, which dare did not write"):
+    with pytest.raises(OutputError, match=r"contains notes\.txt, which dare did not write"):
         dare.merge(to(recipe, "s3://bucket/out", seed=1), overwrite=True)
     assert store.objects["out/notes.txt"] == b"mine"
 

@@ -150,7 +150,7 @@ def test_one_flipped_bit_names_the_tensor(output, name):
     flip_bit(output, 8 * info.start)
     found = verify(output)
     assert f"{name}: has changed since it was written" in found.problems
-    assert [problem for problem in found.problems if "is not as" in problem] == [
+    assert [problem for problem in found.problems if "has changed since" in problem] == [
         f"{name}: has changed since it was written"
     ]
     assert str(found).startswith(f"{output}: CHANGED since it was written\n  ")

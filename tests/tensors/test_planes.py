@@ -305,5 +305,5 @@ def test_gaps_may_fill_a_plane():
 
 @pytest.mark.parametrize("blob", [b"", bytes([DIFFERENCE, ZEROS])])
 def test_a_blob_that_needs_a_base_must_have_one(blob):
-    with pytest.raises(InputError, match="a base that has no such tensor"):
+    with pytest.raises(InputError, match="a tensor that the base does not have"):
         unpacked(blob, None, 1, 8)

@@ -212,7 +212,7 @@ def _check_folder(target: Path) -> None:
         is_folder = path.is_dir() and not path.is_symlink()
         if path not in (folders if is_folder else ours):
             raise OutputError(
-                f"{target}: holds {path.relative_to(target)}, which dare did not write, "
+                f"{target}: contains {path.relative_to(target)}, which dare did not write, "
                 "so it is not replaced; move that file away, or choose another output"
             )
 
