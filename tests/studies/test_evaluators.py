@@ -371,7 +371,7 @@ def test_a_folder_that_cannot_be_written_is_named(scorer_of, recipe, tmp_path):
         ("own:", "is not an evaluator"),
         (":f", "is not an evaluator"),
         ("own:2", "is not an evaluator"),
-        ("true ${model}", "${model} is the shell's; write {model}"),
+        ("true ${model}", "${model} is a variable of the shell; write {model}"),
         (
             "true {model} {item}",
             "{item} is not known (did you mean 'items'?); there are",

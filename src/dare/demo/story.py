@@ -236,7 +236,7 @@ def _what_next() -> str:
     return (
         "Next, repeat a merge by hand:\n\n"
         f"  dare --base {base} \\\n"
-        f"       --merge {' '.join(tuned)} \\\n"
+        f"       --models {' '.join(tuned)} \\\n"
         f"       --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g} "
         f"--scale {FAVOURITE.scale:g} --output merged.safetensors"
     )
