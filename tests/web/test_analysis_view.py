@@ -222,7 +222,7 @@ def test_hostile_names_are_only_text(page, document, name):
     assert page.title() == "dare playground"
     assert rows_of(page, "Models")[2][0] == name
     recipe = tomllib.loads(page.text_content("#analysis-recipe") or "")
-    assert recipe["models"]["merge_files"][2].endswith(name)
+    assert recipe["models"][2].endswith(name)
 
 
 def test_nothing_is_wider_than_a_phone(page, document):
