@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.judgement import Readiness, Verdict
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 from dare.output.page.words import NOTHING, number
 
@@ -17,6 +17,21 @@ ORIGINS = {
     Origin.FULL: "full fine-tune",
     Origin.UNKNOWN: "not known",
 }
+
+
+def headline(readiness: Readiness) -> str:
+    """The verdict, with the method that it is for.
+
+    >>> headline(Readiness(Verdict.READY, {}, (), method="dare+sum"))
+    'Ready to merge by dare+sum'
+    >>> headline(Readiness(Verdict.NOT_READY, {}, (), method="sum"))
+    'Not ready to merge'
+    """
+    words = HEADLINES[readiness.verdict]
+    # What stops a merge stops it by any method.
+    if not readiness.method or readiness.verdict is Verdict.NOT_READY:
+        return words
+    return f"{words} by {readiness.method}"
 
 
 def cosine(value: float) -> str:
