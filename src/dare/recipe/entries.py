@@ -127,6 +127,11 @@ class ModelEntry(Strict):
         is_told = path.stem in GENERIC_NAMES and folder.name and folder != Path.home()
         return folder.name if is_told else path.stem.removesuffix(".delta")
 
+    def to_table(self) -> dict[str, Any]:
+        """The entry as a table of a recipe: its parameters stand among its keys."""
+        plain = self.model_dump(mode="json", exclude_defaults=True)
+        return {**plain, **plain.pop("settings", {})}
+
 
 class TensorRule(Strict):
     """Parameters for the tensors whose names match a pattern, or contain a text.
