@@ -3,7 +3,7 @@
     0    done
     1    refused or failed: one message on stderr, which says what to change
     2    the command line is wrong
-    130  interrupted: the message says how to go on
+    130  interrupted: the message says how to resume
 
 Commands are imported only when they are called, so that `--help` is there at once.
 """
@@ -174,7 +174,7 @@ def build_app() -> App:
 
 
 def with_command(arguments: Sequence[str]) -> list[str]:
-    """Put `merge` where no command is named: before flags, and before a recipe.
+    """Put `merge` where no command is named: before flags, a recipe, or models.
 
     >>> with_command(["--config", "recipe.toml"]), with_command(["verify", "x"])
     (['merge', '--config', 'recipe.toml'], ['verify', 'x'])
@@ -185,7 +185,7 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     first = arguments[0]
     if first in COMMANDS or first in alone:
         return list(arguments)
-    if first.startswith("-") or Path(first).suffix or Path(first).exists():
+    if first.startswith("-") or "/" in first or Path(first).suffix or Path(first).exists():
         return ["merge", *arguments]
     return list(arguments)
 
@@ -208,11 +208,11 @@ def _command_of(arguments: Sequence[str]) -> str:
 
 
 def _way_on(arguments: Sequence[str]) -> str:
-    """The command that takes interrupted work up again, if it can be."""
+    """The command that resumes interrupted work, if it can be resumed."""
     if with_command(arguments)[0] not in ("merge", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]
-    return f"; go on where it stopped with\n  dare {printable(shlex.join(again))}"
+    return f"; to resume, run\n  dare {printable(shlex.join(again))}"
 
 
 def _fail(message: str, error: BaseException, arguments: Sequence[str], status: int) -> int:
