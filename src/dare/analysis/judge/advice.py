@@ -25,6 +25,7 @@ texts are in `advice.toml`, name what applies of them; what is measured decides:
 from __future__ import annotations
 
 import glob
+import itertools
 import math
 import tomllib
 from collections.abc import Sequence
@@ -32,10 +33,18 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Suggestion
+from dare.analysis.judge.judgement import (
+    Advice,
+    Evidence,
+    Protection,
+    Readiness,
+    Severity,
+    Suggestion,
+)
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import (
     OUTER,
+    Exposure,
     balanced_q,
     exposure_of,
     exposures_of,
@@ -43,8 +52,8 @@ from dare.analysis.judge.prediction import (
     surviving_drop_rate,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.readiness import BASE, assess, body_of, is_opposed
-from dare.analysis.results import Analysis, ModelAnalysis, Origin, PairAnalysis
+from dare.analysis.judge.readiness import BASE, assess, body_of, is_opposed, readiness_for
+from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
 from dare.tensors.mask import check_drop_rate
@@ -56,6 +65,9 @@ EXCESS = 1.05
 """How far a sum may overshoot before it is scaled down."""
 WORTH_A_Q = 0.05
 """A q that gives up less of the change than this is not suggested."""
+STANDS_OUT = 1.5
+"""How many times the error over all layers that of a layer is if it is to be protected."""
+MOST_PROTECTED = 5
 RATE_STEP = 0.05
 """Suggested drop rates are multiples of this; more digits would be no more right."""
 TEXTS: dict[str, Any] = tomllib.loads(
@@ -201,18 +213,28 @@ class Draft:
         return f"{self.stage}+{self.combine}" if self.drops else self.combine
 
     @property
+    def share(self) -> float:
+        """How much of a model's error is in the merge."""
+        return abs(self.scale) / (self.count if self.combine == "linear" else 1)
+
+    @property
     def bound(self) -> float:
         """The error that each model's own outputs may have so that the merge's stay in bounds."""
-        share = 1 / self.count if self.combine == "linear" else 1.0
-        return limit("output_error") / (abs(self.scale * share) * math.sqrt(self.count))
+        return limit("output_error") / (self.share * math.sqrt(self.count))
 
 
 def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, Advice]:
-    """The verdict on models and the advice for them; configurations count where there are any."""
+    """The advice for models, and the verdict on merging them by the method that it names.
+
+    Configurations count where there are any.
+    """
     inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
-    return readiness, advise(analysis, readiness, steps=steps)
+    advice = advise(analysis, readiness, steps=steps)
+    if advice.recipe:
+        readiness = readiness_for(readiness, advice.recipe["method"])
+    return readiness, advice
 
 
 def advise(
@@ -256,7 +278,16 @@ def advise(
     _choose_policies(draft, readiness)
     _name_method(draft)
     _doubt(draft)
-    return Advice(tuple(draft.suggestions), _recipe(draft), tuple(draft.doubts))
+    error = _merged_error(draft, [exposures_of(member.model) for member in draft.members])
+    return Advice(
+        tuple(draft.suggestions),
+        _recipe(draft),
+        tuple(draft.doubts),
+        predicted_error=error,
+        error_bound=limit("output_error"),
+        error_share=draft.bound,
+        protect=tuple(_protected(draft, error)),
+    )
 
 
 def _leave_out(draft: Draft, readiness: Readiness) -> None:
@@ -438,6 +469,44 @@ def _choose_embedding_rate(draft: Draft) -> None:
         known: dict[str, Any] = {"highest": min(rates), "rule": "" if draft.q is None else rule}
         known["survivors"] = limit("survivors")
         draft.suggest("embedding_drop_rate", rate, "embeddings", **known)
+
+
+# ---------------------------------------------------------------- what dropping costs
+
+
+def _merged_error(
+    draft: Draft, exposures: Sequence[Sequence[Exposure]], drop_rate: float | None = None
+) -> float:
+    """The bounded error of a merge's outputs, at the advised drop rates or at one for all.
+
+    `exposures` are those of each member. Errors of different models are independent, so that their
+    squares add up.
+    """
+    rates = [member.drop_rate if drop_rate is None else drop_rate for member in draft.members]
+    errors = map(mean_bounded_error, exposures, rates, itertools.repeat(draft.q))
+    return draft.share * math.hypot(*errors)
+
+
+def _protected(draft: Draft, mean: float) -> list[Protection]:
+    """The layers, by kind of tensor, whose error is far above the mean, the worst first."""
+    if draft.q is not None or not mean:
+        return []
+    cells: dict[tuple[int, Kind], list[dict[str, Exposure]]] = {}
+    for place, member in enumerate(draft.members):
+        for tensor in member.model.tensors:
+            cell = cells.setdefault((tensor.layer, tensor.kind), [{} for _ in draft.members])
+            cell[place][tensor.name] = exposure_of(tensor)
+    found = []
+    for (layer, kind), cell in cells.items():
+        exposures = [list(tensors.values()) for tensors in cell]
+        error = _merged_error(draft, exposures)
+        if kind not in OUTER and error >= STANDS_OUT * mean:
+            steps = range(round(1 / RATE_STEP) - 1, -1, -1)
+            rates = (round(step * RATE_STEP, 2) for step in steps)
+            rate = next(rate for rate in rates if _merged_error(draft, exposures, rate) <= mean)
+            names = tuple(dict.fromkeys(name for tensors in cell for name in tensors))
+            found.append(Protection(layer, kind, error, _stepped(rate), names))
+    return sorted(found, key=lambda each: -each.error)[:MOST_PROTECTED]
 
 
 # ---------------------------------------------------------------- the rest of the recipe

@@ -32,6 +32,7 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
+from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
 from dare.tensors.sizes import times
@@ -47,22 +48,47 @@ SHOWN = 3
 """How many names a finding lists."""
 
 
+FAMILIES = {"dare": {"dare", "darex", "della"}, "ties": {"ties", "emr", "knots"}}
+"""What `only_for` stands for, where that is more than one stage: random dropping, and a vote."""
+
+
 def assess(
-    analysis: Analysis, configs: Configs | None = None, *, output_error: float | None = None
+    analysis: Analysis,
+    configs: Configs | None = None,
+    *,
+    output_error: float | None = None,
+    method: str = "",
 ) -> Readiness:
     """Say whether models should be merged, and what to do about what stands against it.
 
-    `configs` is what config.json says of each model, and under "base" of the base, if that shall
+    `configs` is what config.json says of each model, and under "base" of the base, if that is to
     be compared too; `output_error` is the error that dropping may bring to the layers' outputs,
-    0.05 if not given.
+    0.05 if not given. With a `method` the verdict is for a merge by it; without, for any.
     """
     bound = limit("output_error") if output_error is None else output_error
     subjects = list(_subjects(analysis, configs or {}, bound))
     findings = _joined(finding for rule in RULES for finding in rule.find(subjects, bound))
-    findings.sort(key=lambda finding: GRAVITY.index(finding.severity))
+    readiness = _concluded(analysis.names, findings)
+    return readiness_for(readiness, method) if method else readiness
+
+
+def readiness_for(readiness: Readiness, method: str) -> Readiness:
+    """The verdict on a merge by a method: what does not matter for it becomes a note."""
+    stages = {stage.name for stage in parse_method(method)}
+    findings = [
+        finding
+        if not finding.only_for or stages & FAMILIES.get(finding.only_for, {finding.only_for})
+        else replace(finding, severity=Severity.NOTE)
+        for finding in readiness.findings
+    ]
+    return replace(_concluded(readiness.by_model, findings), method=method)
+
+
+def _concluded(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
+    """The verdict that findings come to, on each model and on all."""
+    findings = sorted(findings, key=lambda finding: GRAVITY.index(finding.severity))
     by_model = {
-        name: _verdict(f for f in findings if not f.models or name in f.models)
-        for name in analysis.names
+        name: _verdict(f for f in findings if not f.models or name in f.models) for name in names
     }
     return Readiness(_verdict(findings), by_model, tuple(findings))
 
@@ -129,6 +155,7 @@ class Rule:
     remedy: str
     figures: str
     about: str = ""
+    only_for: str = ""
 
     def find(
         self, subjects: Iterable[tuple[str, Values]], output_error: float
@@ -150,6 +177,7 @@ class Rule:
                     self.matters.format_map(known),
                     self.remedy.format_map(known),
                     figures,
+                    self.only_for,
                 )
 
 
