@@ -285,7 +285,7 @@ def methods(
     from dare.stages.outside import load_installed_stages
 
     load_installed_stages()
-    if name not in (*STAGES, *ALIASES, None):
+    if name is not None and name not in {*STAGES, *ALIASES}:
         name = name.lower()
     names = [] if name is None else ALIASES.get(name, name).split("+")
     if name in STAGES:
