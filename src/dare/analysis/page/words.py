@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dare.analysis.judge.judgement import Readiness, Verdict
+from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
-from dare.output.page.words import NOTHING, number
+from dare.output.page.words import NOTHING, number, share
 
 HEADLINES = {
     Verdict.READY: "Ready to merge",
@@ -32,6 +32,22 @@ def headline(readiness: Readiness) -> str:
     if not readiness.method or readiness.verdict is Verdict.NOT_READY:
         return words
     return f"{words} by {readiness.method}"
+
+
+def error_bound(advice: Advice, models: int) -> str:
+    """What the error of one model is held against, and why it is that.
+
+    >>> error_bound(Advice((), {}, (), error_bound=0.05, error_share=0.02887), 3)
+    'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5.00%.'
+    """
+    if not advice.error_share:
+        return ""
+    if models == 1:
+        return f"The dashed line is the bound, {share(advice.error_share)}."
+    return (
+        f"The dashed line is what one model may bring, {share(advice.error_share)}: "
+        f"{models} models together then stay within {share(advice.error_bound)}."
+    )
 
 
 def cosine(value: float) -> str:
