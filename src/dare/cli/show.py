@@ -282,7 +282,7 @@ def verification(console: Console, result: Verification) -> None:
 
 STEP = 10
 """Columns before a command."""
-MOST_LINES = 5
+MOST_LINES = 6
 """Of a command that is to be copied."""
 WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 """Of a command, as `shlex.quote` writes it."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 from rich.cells import cell_len
@@ -20,7 +19,7 @@ from dare.analysis.judge.judgement import (
     Severity,
     Verdict,
 )
-from dare.analysis.page.series import suggested_rates
+from dare.analysis.page.series import chance_cancelled, suggested_rates
 from dare.analysis.page.words import cosine, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
@@ -188,17 +187,8 @@ def _in_cosine(finding: Finding) -> str:
 
 
 def _cancelled(analysis: Analysis) -> str:
-    together, chance = analysis.together.cancelled, chance_to_cancel(analysis)
+    together, chance = analysis.together.cancelled, chance_cancelled(analysis)
     return f"added up, {share(together)} of all change cancels; by chance about {share(chance)}"
-
-
-def chance_to_cancel(analysis: Analysis) -> float:
-    """The share of all change that would cancel if the models had nothing to do with each other.
-
-    Of independent changes that are spread alike, mean magnitudes add up as norms do.
-    """
-    sizes = [model.total.mean_magnitude for model in analysis.models]
-    return 1 - math.hypot(*sizes) / sum(sizes) if any(sizes) else 0.0
 
 
 def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:
@@ -215,8 +205,8 @@ def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]
     }
     if any(rates):
         said["Error"] = (
-            f"dropping brings at most {share(advice.predicted_error)} to a layer's outputs; the "
-            f"bound is {share(advice.error_bound)}"
+            f"dropping brings at most {share(advice.predicted_error)} error to a layer's outputs, "
+            f"bound {share(advice.error_bound)}"
         )
     return said
 
