@@ -212,10 +212,12 @@ def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
     assert places["model.embed_tokens.weight"]["file"] == "merged.safetensors"
 
 
-def test_a_plan_says_how_long_it_takes_and_a_merge_only_what_is_kept(folder):
+def test_a_plan_says_how_long_it_takes_and_a_merge_if_it_takes_long(folder, monkeypatch):
     known = r"takes    about \d\.?\d* to \d\.?\d* s on this machine"
     assert "on this machine" not in dare_succeeds(*TWO, *TO).out
     assert re.search(known, dare_succeeds("plan", *TWO).out)
+    assert "on this machine" not in dare_succeeds(*TWO, "--output", "soon.safetensors").out
+    monkeypatch.setattr("dare.cli.show.WORTH_WAITING_FOR", 0.1)
     assert re.search(known, dare_succeeds(*TWO, "--output", "other.safetensors").out)
 
 

@@ -24,10 +24,10 @@ import traceback
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.cli.texts import COMMANDS, EXAMPLES, SUMMARY, USAGE
+from dare.cli.texts import COMMANDS, EXAMPLES, GROUPS, SUMMARY, USAGE
 from dare.errors import DareError, did_you_mean, printable
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _load_stages(arguments: Sequence[str]) -> None:
 
 def build_app() -> App:
     """The commands and what they say of themselves."""
-    from cyclopts import App
+    from cyclopts import App, Group
 
     app = App(
         name="dare",
@@ -161,15 +161,17 @@ def build_app() -> App:
         help_format="rich",
         suppress_keyboard_interrupt=False,
     )
-    for place, (name, text) in enumerate(COMMANDS.items()):
-        if name in WITH_COMMANDS:
-            app.command(f"dare.cli.{name}:{name}", name=name, help=text, sort_key=place)
-            continue
-        home = HOMES.get(name, "commands")
-        app.command(
-            f"dare.cli.{home}:{name}", name=name, help=text, help_epilogue="", sort_key=place
-        )
+    for place, (title, names) in enumerate(GROUPS.items()):
+        group = Group(title, sort_key=place)
+        for order, name in enumerate(names):
+            home = name if name in WITH_COMMANDS else HOMES.get(name, "commands")
+            how: dict[str, Any] = {"help": COMMANDS[name], "group": group, "sort_key": order}
+            if name not in WITH_COMMANDS:
+                how["help_epilogue"] = ""
+            app.command(f"dare.cli.{home}:{name}", name=name, **how)
     app.register_install_completion_command(help="Set up completion in the shell you are in.")
+    for flag in ("--help", "--version", "--install-completion"):
+        app[flag].show = False
     return app
 
 

@@ -424,8 +424,7 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
     place, first = shlex.quote(str(folder)), whole[0]
     merged = " ".join(f"{place}/{name}" for name in whole[1:])
     steps = {
-        "merge": f"dare --base {place}/{first} --merge {merged} --method sum "
-        "--output merged.safetensors",
+        "merge": f"dare {place}/{first} {merged} --method sum --output merged.safetensors",
         "broken": f"dare analyze {place}/{first} {place}/add-nan {place}/add-far",
     }
     show.next_steps(show.console(), f"{', '.join(names)} are in {folder}", steps)
