@@ -584,7 +584,7 @@ def test_a_merge_is_repeated_with_its_files_elsewhere(merged, folder):
     files = [elsewhere / f"{name}-2.safetensors" for name in names]
     for name, file in zip(names, files, strict=True):
         shutil.move(f"{name}.safetensors", file)
-    assert "name where the inputs are now" in dare(merged, "-o", "again.safetensors").err
+    assert "give their paths with --base" in dare(merged, "-o", "again.safetensors").err
     dare_succeeds(merged, "-o", "again.safetensors", "-b", files[0], "-m", *files[1:], "--quiet")
     assert sha256(folder / "again.safetensors") == sha256(merged)
     swapped = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", *files[:0:-1], "--quiet")
