@@ -96,7 +96,9 @@ def test_a_merge_shows_plan_report_and_the_next_commands(folder):
     shown = dare_succeeds(*TWO, *TO).out
     lines = [line.rstrip() for line in shown.splitlines()]
     assert lines[0].startswith("Plan  method   dare+linear")
-    assert "      tensors  3 merged, 1 copied from base (not a weight type)" in lines
+    merged = "3 merged, 1 copied from base (not a weight type); 3,320 elements, F32, I64"
+    assert f"      tensors  {merged}" in lines
+    assert not any("thread" in line or "buffers" in line for line in lines)
     (told,) = [n for n, line in enumerate(lines) if line.startswith("Merged 3 tensors in ")]
     header, _, math, code = (line.split() for line in lines[told + 2 : told + 6])
     assert header == ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold", "in"]

@@ -119,7 +119,7 @@ def _run(given: Sequence[str]) -> int:
     except UsageError as error:
         return _fail(str(error), error, given, WRONG_USAGE)
     except DareError as error:
-        return _fail(str(error), error, given, FAILED)
+        return _fail(_with_flags(str(error), given), error, given, FAILED)
     except KeyboardInterrupt:
         print(f"dare: interrupted{_way_on(given)}", file=sys.stderr)
         return INTERRUPTED
@@ -207,6 +207,19 @@ def _without_far_guess(message: str) -> str:
 
 def _command_of(arguments: Sequence[str]) -> str:
     return next((f"{word} " for word in with_command(arguments)[:1] if word in COMMANDS), "")
+
+
+def _with_flags(message: str, arguments: Sequence[str]) -> str:
+    """A message whose remedy is an argument in Python, with the flag and the command to type.
+
+    >>> print(_with_flags("x: exists already; pass overwrite=True to replace it", ["a.toml"]))
+    x: exists already; add --overwrite to replace it:
+      dare a.toml --overwrite
+    """
+    if (in_python := "pass overwrite=True to replace it") not in message:
+        return message
+    again = printable(shlex.join([*arguments, "--overwrite"]))
+    return message.replace(in_python, f"add --overwrite to replace it:\n  dare {again}")
 
 
 def _way_on(arguments: Sequence[str]) -> str:
