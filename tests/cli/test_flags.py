@@ -77,6 +77,7 @@ GIVEN = {
     "copy_from": (["--copy-from", "math"], "math"),
     "chat_template": (["--chat-template", "code"], "code"),
     "allow_pickle": (["--allow-pickle"], True),
+    "allow_not_finite": (["--allow-not-finite"], True),
     "vocabulary": (["--vocabulary", "union"], "union"),
     "pad_to_multiple_of": (["--pad-to-multiple-of", "64"], 64),
     "input_digests": (["--input-digests", "a", "b", "c"], ("a", "b", "c")),

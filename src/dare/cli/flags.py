@@ -112,6 +112,7 @@ FIELDS: dict[str, Flag] = {
     "copy_from": Flag(str, FILES, metavar="MODEL"),
     "chat_template": Flag(str, FILES),
     "allow_pickle": Flag(bool, FILES),
+    "allow_not_finite": Flag(bool, FILES),
     "input_digests": Flag(list[str], FILES),
     "output_digest": Flag(str, FILES),
     "method": Flag(str, METHOD),

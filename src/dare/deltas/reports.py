@@ -84,7 +84,7 @@ class DeltaReport:
             f"({self.bits_per_parameter:.3g} bits for each parameter), in {self.seconds:.1f} s",
             self.held,
             *(f"note: {note}" for note in self.notes),
-            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"{warning.strength}: {warning}" for warning in self.warnings),
             f"written to {self.output}",
         ]
         return "\n  ".join(map(printable, lines))

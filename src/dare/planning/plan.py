@@ -94,5 +94,5 @@ class Plan(PlanData):
         if self.layout is not None:
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
         lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  warning: {warning}" for warning in self.warnings]
+        lines += [f"  {warning.strength}: {warning}" for warning in self.warnings]
         return "\n".join(map(printable, lines))

@@ -48,7 +48,8 @@ EmbeddingDropRate = Annotated[
 Policy = Literal["error", "base"]
 
 SAME_WEIGHTS = {
-    *("output", "copy_from", "chat_template", "allow_pickle", "delta_threshold", "verbose"),
+    *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
+    *("delta_threshold", "verbose"),
     *("shard_size", "max_memory", "threads", "cluster", "cluster_log", "output_digest", "search"),
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
@@ -117,6 +118,9 @@ class Recipe(Strict, Resolving):
     )
     allow_pickle: bool = Field(
         False, description="Also read pytorch_model.bin and the like, by torch, weights only."
+    )
+    allow_not_finite: bool = Field(
+        False, description="Merge inputs with NaN or infinite elements all the same."
     )
 
     delta_threshold: float = Field(
