@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import secrets
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, get_overloads, overload
 
@@ -20,7 +19,14 @@ from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
 from dare.api import merge, merge_arrays
-from dare.errors import DareWarning, InputError, MismatchError, RecipeError, did_you_mean
+from dare.errors import (
+    Concern,
+    InputError,
+    MismatchError,
+    RecipeError,
+    did_you_mean,
+    warn_caller,
+)
 from dare.inputs.arrays import like_original, stored
 from dare.inputs.reading import decoded
 from dare.output.report import Report
@@ -33,8 +39,8 @@ logger = logging.getLogger("dare")
 
 Arrays = Mapping[str, Any]
 AnyPath = str | PathLike[str]
-NO_THRESHOLD = 3.0e38
-"""For functions that say nothing about large deltas."""
+BESIDE_A_BASE = (Concern.LARGE_DELTAS, Concern.NOT_HOMOLOGOUS, Concern.EQUALS_BASE)
+"""What can only be said of a model that has a base."""
 MERGE_METHODS = ("linear", "ties", "sum")
 
 
@@ -84,7 +90,7 @@ class DareMerger:
         )
         report = merge(recipe, overwrite=overwrite)
         if config.verbose:
-            print(report)
+            print(replace(report, warnings=()))  # these have been issued
         return report
 
 
@@ -109,7 +115,17 @@ def dare_drop(
     """
     settings = {"drop_rate": drop_rate, "rescale": rescale}
     zeros = {name: _as_original(delta, name, None) for name, delta in task_vector.items()}
-    dropped, report = _merge(zeros, [task_vector], "dare+sum", _seed(seed), dare=settings)
+    dropped, report = merge_arrays(
+        zeros,
+        [task_vector],
+        method="dare+sum",
+        stages=_checked({"dare": settings}),
+        seed=_seed(seed),
+        verbose=False,
+    )
+    for notice in report.warnings:
+        if notice.about not in BESIDE_A_BASE:
+            warn_caller(notice.text)
     realised = report.models[0].drop_rate_realised
     if realised is not None:
         logger.info("DARE: dropped %.2f%% (target: %.2f%%)", 100 * realised, 100 * drop_rate)
@@ -202,11 +218,9 @@ def detect_delta_sparsity(task_vector: Arrays) -> float:
     if count == 0:
         raise InputError(f"all {elements:,} elements are NaN or infinite; check the checkpoint")
     if count < elements:
-        warnings.warn(
+        warn_caller(
             f"{elements - count:,} of {elements:,} elements are NaN or infinite; the sparsity "
-            "counts the others. Check the checkpoint",
-            DareWarning,
-            stacklevel=2,
+            "counts the others. Check the checkpoint"
         )
     threshold = np.float32(0.01 * largest)
     below = sum(
@@ -355,7 +369,6 @@ def _merge(
         method=method,
         stages=_checked(stages),
         seed=seed,
-        delta_threshold=NO_THRESHOLD,
     )
 
 

@@ -9,9 +9,10 @@ the drop rate, not on |δ| alone. So a model is warned of if many of its element
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from dare.analysis.judge.limits import limit
 from dare.analysis.measure.glance import Change
 from dare.errors import Concern, Notice, Strength
 from dare.planning.data import TensorPlan
@@ -23,8 +24,9 @@ threshold, |δ| is on average half of the threshold."""
 MOST = 0.5
 """The share from which a warning is strong: |δ| is then above the threshold on average too."""
 MARGIN = 1.5
-"""How many times its bound the error may be. It is predicted from parts of a few matrices, which
-was seen to be off by up to a third from what all of a model comes to."""
+"""How many times its bound the error may be. It is predicted from parts of a few matrices: of the
+demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98 to
+1.25 times the error that an analysis of the whole model gives."""
 
 
 class Part(NamedTuple):
@@ -49,63 +51,41 @@ def warn_of_large(
     if not elements or over < FEW * elements:
         return
     rates = {part.tensor.name: part.drop_rate for part in gambled}
-    seen = [change for change in changes if change.tensor.name in rates]
-    advice = f"DARE works best where changes are small; {_remedy(plan)}"
-    if _is_measured(seen):
-        found = _consequence(plan, seen, rates)
-        if found is None:
+    seen = [change for change in changes if change.tensor.name in rates and _is_measured(change)]
+    reason = "DARE works best where changes are small"
+    if seen:
+        error, bound = _predicted_error(seen, rates), limit("output_error")
+        if error <= MARGIN * bound:
             return
-        advice = found
+        dropped = sum(part.drop_rate * part.tensor.elements for part in gambled) / elements
+        reason = (
+            f"relative to the base these changes are too large to drop {dropped:.0%} of them at "
+            f"random: the predicted error of its layers' outputs is above the bound of {bound:.0%}"
+        )
+    names = [stage.name for stage in plan.stages if stage.kind == "delta"]
+    leave = f", or leave {' and '.join(names)} out of the method" if names else ""
     share = over / elements
     yield Notice(
         Concern.LARGE_DELTAS,
         f"{plan.model_names[model]}: |δ| exceeds {plan.recipe.delta_threshold:g} in {over:,} of "
-        f"{elements:,} elements ({share:.2%}){peak}; {advice}",
+        f"{elements:,} elements ({share:.2%}){peak}; {reason}. Lower drop_rate (`dare advise` "
+        f"finds one that fits){leave}",
         Strength.STRONG if share >= MOST else Strength.WARNING,
     )
 
 
-def _is_measured(changes: Sequence[Change]) -> bool:
-    return any(0 < c.relative_norm < math.inf and c.concentration for c in changes)
+def _is_measured(change: Change) -> bool:
+    return change.concentration > 0 and math.isfinite(change.relative_norm)
 
 
-def _consequence(plan: Plan, changes: Sequence[Change], rates: dict[str, float]) -> str | None:
-    """What dropping is predicted to do to a model's layers; None if that is within the bound."""
-    from dare.analysis.judge.limits import limit
-    from dare.analysis.judge.prediction import (
-        Exposure,
-        bounded_error,
-        row_width,
-        tolerated_drop_rate,
-    )
+def _predicted_error(changes: Sequence[Change], rates: Mapping[str, float]) -> float:
+    """What the error of a model's outputs is predicted to be, at the rates of its tensors."""
+    from dare.analysis.judge.prediction import Exposure, bounded_error, row_width
 
-    exposures = {
-        change.tensor.name: Exposure(
-            change.tensor.elements,
-            change.relative_norm,
-            row_width(change.tensor.elements, change.tensor.shape) / change.concentration,
-        )
-        for change in changes
-        if change.concentration and math.isfinite(change.relative_norm)
-    }
-    elements = sum(exposure.elements for exposure in exposures.values())
-    squares = sum(
-        exposure.elements * bounded_error(exposure, rates[name]) ** 2
-        for name, exposure in exposures.items()
-    )
-    error, bound = math.sqrt(squares / elements), limit("output_error")
-    if error <= MARGIN * bound:
-        return None
-    dropped = sum(rates[name] * e.elements for name, e in exposures.items()) / elements
-    tolerated = tolerated_drop_rate(exposures.values())
-    return (
-        f"dropping {dropped:.0%} at random is predicted to put an error of {error:.0%} on the "
-        f"outputs of its layers, and {bound:.0%} is the bound; {_remedy(plan, tolerated)}"
-    )
-
-
-def _remedy(plan: Plan, tolerated: float | None = None) -> str:
-    names = [stage.name for stage in plan.stages if stage.kind == "delta"]
-    lower = "lower drop_rate" if tolerated is None else f"lower drop_rate to {tolerated:g}"
-    leave = f"leave {' and '.join(names)} out of the method" if names else "use the whole model"
-    return leave if tolerated == 0 else f"{lower}, or {leave}"
+    squares = 0.0
+    for change in changes:
+        tensor = change.tensor
+        carriers = row_width(tensor.elements, tensor.shape) / change.concentration
+        exposure = Exposure(tensor.elements, change.relative_norm, carriers)
+        squares += tensor.elements * bounded_error(exposure, rates[tensor.name]) ** 2
+    return math.sqrt(squares / sum(change.tensor.elements for change in changes))

@@ -30,6 +30,7 @@ class Plan(PlanData):
         """The plan as plain values, ready for JSON."""
         return {
             "method": "+".join(stage.name for stage in self.stages),
+            "stages": [{"stage": stage.name, **values} for stage, values in self.recipe.chain],
             "models": [
                 {"name": name, "weight": weight, "seed": seed}
                 for name, weight, seed in zip(

@@ -129,7 +129,7 @@ def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
         if count
     ]
     return (
-        f"{', '.join(parts)}; the output would be spoilt by it. `dare analyze` shows all such "
-        "tensors: take a sound copy of the model, or set allow_not_finite = true "
-        "(--allow-not-finite) to merge it all the same"
+        f"{', '.join(parts)}, which would spoil the output; `dare analyze` shows every such "
+        "tensor. Use a sound copy of the model, or set allow_not_finite = true "
+        "(--allow-not-finite) to merge it anyway"
     )

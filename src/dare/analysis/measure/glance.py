@@ -155,7 +155,9 @@ def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Noti
     norm, base_norm = (
         math.sqrt(np.square(values, dtype=np.float64).sum()) for values in (deltas, bases)
     )
-    ratio = norm / base_norm if base_norm else 0.0
+    if not base_norm:  # there is nothing that the model could belong to
+        return
+    ratio = norm / base_norm
     if mean >= limit("foreign_delta") or ratio >= limit("foreign_ratio"):
         yield Notice(
             Concern.NOT_HOMOLOGOUS,
