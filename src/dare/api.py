@@ -500,10 +500,10 @@ def merge_arrays(
 
 
 def _look(planned: Plan) -> Glance:
-    """Glance at the weights; warn of what is amiss, and refuse what is not finite."""
+    """Glance at the weights; refuse what is not finite, and warn of what is amiss."""
     seen = glance(planned)
-    _warn(planned.recipe, [*planned.warnings, *seen.notices])
     check_tensors(planned, seen.suspects)
+    _warn(planned.recipe, [*planned.warnings, *seen.notices])
     return seen
 
 

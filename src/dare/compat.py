@@ -49,7 +49,7 @@ MERGE_METHODS = ("linear", "ties", "sum")
 
 @dataclass(frozen=True)
 class DareConfig:
-    """How to merge.
+    """How to merge; `method` is that of a recipe, so that `dare+ties` trims nothing.
 
     >>> DareConfig(drop_rate=0.95).delta_threshold
     0.002
@@ -258,8 +258,8 @@ def dare_merge(
 ) -> Report:
     """Apply DARE to safetensors models and merge them by `merge_method`.
 
-    A tensor that a model lacks counts as unchanged there, and one that only a model has is left
-    out; either is warned of.
+    `merge_method="ties"` trims nothing; `dare_ties_merge` does. A tensor that a model lacks counts
+    as unchanged there, and one that only a model has is left out; either is warned of.
     """
     if merge_method not in MERGE_METHODS:
         raise RecipeError(
@@ -306,12 +306,14 @@ def dare_ties_merge(
 
 
 def dare_ties_merge(*arguments: Any, **keywords: Any) -> Any:
-    """Apply DARE, trim what is left, elect signs and average.
+    """Apply DARE, trim what is left, vote on signs and average.
 
     Two published forms share this name, and what is passed tells them apart:
     `dare_ties_merge([model, …], pretrained, drop_rate=0.9, density=0.2)` merges dicts of arrays,
     `dare_ties_merge(base_path, [path, …], output_path, dare_drop_rate=0.9, ties_keep_ratio=0.5)`
-    merges files. Trimming counts the elements that DARE has kept.
+    merges files. Trimming counts the elements that DARE has kept. Each form has the default of its
+    publication, 0.2 and 0.5; 1 trims nothing, as `method = "dare+ties"` in a recipe, `DareConfig`
+    and `dare_merge(merge_method="ties")` do.
     """
     takes_files = "base_path" in keywords or isinstance((*arguments, None)[0], str | PathLike)
     form = get_overloads(dare_ties_merge)[takes_files]

@@ -38,10 +38,12 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> None
         zip(recipe.models, known, strict=True), 2
     ):
         if files and files == others and not _is_meant(one) and not _is_meant(other):
-            again = "" if one.file == other.file else f" under another name, {one.file}"
+            again = "is among the models twice"
+            if one.file != other.file:
+                again = f"is the file {one.file}, which is among the models too"
             raise RecipeError(
-                f"{other.file}: is among the models twice{again}; take one out, give the other "
-                "weight = 2, or give each a seed if two masks of one model are meant"
+                f"{other.file}: {again}; take one of them out (weight = 2 counts a model twice), "
+                "or give each a seed if two masks of one model are meant"
             )
     for entry in recipe.models:
         if not _is_meant(entry) and (merged := _merged_here(recipe, entry)):
