@@ -66,12 +66,12 @@ def attention(name: str) -> Shapes:
 
 
 def text_encoder(root: str = "cond_stage_model.transformer.text_model") -> Shapes:
-    """CLIP's text model, with two of its layers."""
+    """CLIP's text model, with five of its layers."""
     shapes: Shapes = {
         "embeddings.token_embedding.weight": (20, CONTEXT),
         "embeddings.position_embedding.weight": (7, CONTEXT),
     }
-    for number in range(2):
+    for number in range(5):
         layer = f"encoder.layers.{number}"
         for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
             shapes |= linear(f"{layer}.self_attn.{part}", CONTEXT, CONTEXT)
