@@ -588,7 +588,7 @@ def test_a_merge_is_repeated_with_its_files_elsewhere(merged, folder):
     swapped = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", *files[:0:-1], "--quiet")
     assert "is not what it was when the manifest was written" in swapped.err
     few = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", files[1], "--quiet")
-    assert "--merge: 1 model given, and 2 were merged" in few.err
+    assert "--models: 1 model given, and 2 were merged" in few.err
 
 
 def test_a_repeat_with_another_setting_is_a_merge_of_its_own(merged, folder):

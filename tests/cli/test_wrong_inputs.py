@@ -75,8 +75,8 @@ RECIPES = {
         "[dare] drop_rat: not known (did you mean 'drop_rate'?)",
     ),
     "an unknown key in [models]": (
-        '[models]\nbase = "base.safetensors"\n',
-        "[models] base: not known (did you mean 'base_file'?)",
+        '[models]\nbase_fil = "base.safetensors"\n',
+        "[models] base_fil: not known (did you mean 'base_file'?)",
     ),
     "an unknown key of a stage": (
         "method = 'ties'\n[ties]\nkeep = 0.2\n" + MODELS,
@@ -132,10 +132,10 @@ RECIPES = {
         "dtype int8: not a weight type; use one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2",
     ),
     "no base": ('[models]\nmerge_files = ["math.safetensors"]\n', "[models] base_file is missing"),
-    "no models table at all": ("seed = 1\n", "[models] base_file is missing"),
+    "no files at all": ("seed = 1\n", "base is missing"),
     "no models in the list": (
         MODELS.replace('"math.safetensors", "code.safetensors"', ""),
-        "no models: name at least one (merge_files in TOML, or --merge)",
+        "no models: name at least one",
     ),
     "models that are a number": (
         MODELS.replace('["math.safetensors", "code.safetensors"]', "3"),
@@ -153,9 +153,15 @@ RECIPES = {
         MODELS.replace('"math.safetensors"', "{ drop_rate = 0.5 }"),
         "[models] merge_files, number 1: file is missing",
     ),
-    "models that are not a table": (
-        "models = 'math.safetensors'\n",
-        "models: must be a table, as in [models]",
+    "models that are neither a list nor a table": (
+        "base = 'base.safetensors'\nmodels = 3\n",
+        'models: must be a list, as in ["math.safetensors", "code.safetensors"]',
+    ),
+    "files at the top level and in a table": (
+        "output = 'merged.safetensors'\n" + MODELS,
+        "output at the top level and a table [models]: name the files in one place, as base, "
+        "models and output at the top level, or as base_file, merge_files and output_file in "
+        "[models]",
     ),
     "a base that is a number": (
         MODELS.replace('"base.safetensors"', "3"),
@@ -256,15 +262,16 @@ USAGE = {
     ),
     "no models": (
         "--base base.safetensors",
-        "--merge missing: give --base, --merge and --output, or a recipe with --config",
+        "--models missing: give --base, --models and --output, or a recipe with --config",
     ),
     "no base": (
         "-m math.safetensors -o merged.safetensors",
-        "--base missing: give --base, --merge and --output, or a recipe with --config",
+        "--base missing: give --base, --models and --output, or a recipe with --config",
     ),
     "nothing but a flag": (
         "--quiet",
-        "--base and --merge missing: give --base, --merge and --output, or a recipe with --config",
+        "--base and --models missing: give --base, --models and --output, or a recipe with "
+        "--config",
     ),
     "nothing to verify": ("verify", "nothing to verify: name the output of a merge"),
 }

@@ -26,13 +26,12 @@ def best_toml(result: SearchResult, *, simplest: bool = False, output: Path | No
     if recipe is None:
         raise InputError(f"{result.study}: {result}, so there is no best")
     which = "simplest within noise" if simplest else "best"
-    document = recipe.to_document()
-    document["models"]["output_file"] = str(output or recipe.output or OUTPUT)
+    tables = {**recipe.to_tables(), "output": str(output or recipe.output or OUTPUT)}
     lines = [f"# The {which} of {result.study.name}{SIGNED}"]
     for sentence in grounds(result.conclusion):
         wrapped = textwrap.wrap(printable(sentence), 96, initial_indent="", subsequent_indent="  ")
         lines += [f"# {line}" for line in wrapped]
-    return "\n".join([*lines, "", write_toml(document)])
+    return "\n".join([*lines, "", write_toml(tables)])
 
 
 def grounds(conclusion: Conclusion) -> Iterator[str]:

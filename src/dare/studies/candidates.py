@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.api import AnyRecipe, check_digests, load_recipe
+from dare.api import AnyRecipe, check_digests, make_recipe
 from dare.deltas.memory import Flat, Memory, arrays_of, memory_of, names_in
 from dare.errors import InputError
 from dare.inputs.held import Held, HeldSource, hold
@@ -70,7 +70,7 @@ class Candidates:
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
-        given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
         self._threads = threads
         sources = (opened.base, *opened.models)

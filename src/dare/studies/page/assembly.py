@@ -173,4 +173,4 @@ def recipe_text(data: StudyData, ranked: Ranked) -> str:
         )
     except RecipeError:
         return ""
-    return tomli_w.dumps(changed.to_document())
+    return tomli_w.dumps(changed.to_tables())
