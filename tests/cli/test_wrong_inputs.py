@@ -374,7 +374,6 @@ UNPARSABLE = {  # for cyclopts: the line, and the command whose help is named
     f"{MERGE_TWO} --drop-rat 0.5": "merge ",
     "mrege recipe.toml": "",
     f"plan {MERGE_TWO} --weight a b": "plan ",
-    "plan one.toml two.toml": "plan ",
 }
 IN_OTHER_WORDS = [
     *(("recipe.toml", text, FAILED, words, "") for text, words in REFUSED_VALUES.items()),
@@ -556,15 +555,6 @@ FILES = {
         f"{ONE} math.safetensors recipe.toml",
         f"recipe.toml: the header claims {int.from_bytes(MODELS[:8].encode(), 'little')} bytes, "
         "more than the 100000000 that safetensors allows; this is not a safetensors file",
-    ),
-    "a model in place of a recipe": (
-        _nothing,
-        "plan math.safetensors",
-        (
-            "math.safetensors: is not a recipe, and there is no manifest to repeat "
-            "it from (math.safetensors.manifest.json); give models as dare merge "
-            "BASE MODEL … -o OUT"
-        ),
     ),
     "an output in place of a recipe that is not there": (
         _nothing,

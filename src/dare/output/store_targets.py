@@ -93,8 +93,7 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
     target = layout.target
     if not overwrite:
         raise OutputError(
-            f"{target}: exists already; choose another output, or replace it with "
-            "--overwrite (overwrite=True in Python)"
+            f"{target}: exists already; choose another output, or pass overwrite=True to replace it"
         )
     ours = written_names(layout, objects)
     if ours is None:

@@ -85,8 +85,7 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         return
     if not overwrite:
         raise OutputError(
-            f"{target}: exists already; choose another output, or replace it with "
-            "--overwrite (overwrite=True in Python)"
+            f"{target}: exists already; choose another output, or pass overwrite=True to replace it"
         )
     if target.is_symlink():
         raise OutputError(

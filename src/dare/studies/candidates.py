@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.api import AnyRecipe, check_digests, load_recipe
+from dare.api import AnyRecipe, check_digests, make_recipe
 from dare.deltas.memory import Flat, Memory, arrays_of, memory_of, names_in
 from dare.errors import InputError
 from dare.inputs.held import Held, HeldSource, hold
@@ -29,6 +29,7 @@ from dare.inputs.opening import open_inputs
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
+from dare.output.repeated_inputs import check_inputs
 from dare.output.report import digests_of
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
@@ -70,8 +71,9 @@ class Candidates:
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
-        given = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
+        check_inputs(self.recipe, opened.base, opened.models)
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dare.api import AnyRecipe, load_recipe, plan
+from dare.api import AnyRecipe, make_recipe, plan
 from dare.errors import InputError, RecipeError
 from dare.planning.machine import available_cores
 from dare.recipe.document import recipe_from_document
@@ -108,7 +108,7 @@ def search(
     the same call goes on where an earlier one stopped.
     """
     place = study_place(recipe, study)
-    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    loaded = make_recipe(recipe)
     asked = ask(loaded, over=over, evaluate=evaluate, holdout=holdout, study=place, **settings)
     if jobs > 1 and not (isinstance(asked.evaluator, str) and isinstance(holdout, str | None)):
         raise RecipeError(
@@ -152,7 +152,9 @@ def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
     """Where a study lies: as given, or beside the recipe under its name."""
     if study is not None:
         return Path(study)
-    return Path("study.db") if isinstance(recipe, Recipe) else Path(recipe).with_suffix(".study.db")
+    if isinstance(recipe, str | PathLike):
+        return Path(recipe).with_suffix(".study.db")
+    return Path("study.db")
 
 
 def _duration(seconds: float) -> str:
