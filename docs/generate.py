@@ -261,7 +261,10 @@ def rules() -> str:
             "## Rules",
             _table(
                 ("rule", "makes the set", "looks for"),
-                ((f"`{r.name}`", EFFECTS[r.severity], r.looks_for) for r in RULES),
+                (
+                    (f"`{r.name}`", EFFECTS[r.severity] + MATTERS[r.only_for], r.looks_for)
+                    for r in RULES
+                ),
             ),
             "## Limits",
             _table(
@@ -279,6 +282,12 @@ EFFECTS = {
     Severity.STOP: "not ready",
     Severity.CHANGE: "ready with changes",
     Severity.NOTE: "as it is (a note)",
+}
+MATTERS = {
+    "": "",
+    "dare": ", where changes are dropped at random",
+    "ties": ", in a vote",
+    "sum": ", in a sum",
 }
 
 
