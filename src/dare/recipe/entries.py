@@ -129,8 +129,7 @@ class ModelEntry(Strict):
 
     def to_table(self) -> dict[str, Any]:
         """The entry as a table of a recipe: its parameters stand among its keys."""
-        plain = self.model_dump(mode="json", exclude_defaults=True)
-        return {**plain, **plain.pop("settings", {})}
+        return flat(self.model_dump(mode="json", exclude_defaults=True))
 
 
 class TensorRule(Strict):
@@ -177,6 +176,12 @@ class TensorRule(Strict):
         words = {"matching": self.match, "containing": self.contains, "of model": self.model}
         parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
         return f"tensors {' '.join(parts)}"
+
+
+def flat(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with its parameters among its keys, as `document` reads it."""
+    settings: dict[str, Any] = entry.get("settings", {})
+    return {key: value for key, value in entry.items() if key != "settings"} | settings
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, with_lists
+from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, flat, with_lists
 from dare.recipe.naming import OTHER_NAMES
 from dare.recipe.resolving import Resolving
 from dare.recipe.search import Search, search_table
@@ -50,17 +50,8 @@ Policy = Literal["error", "base"]
 
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
-    *(
-        "delta_threshold",
-        "verbose",
-        "shard_size",
-        "max_memory",
-        "threads",
-        "cluster",
-        "cluster_log",
-        "output_digest",
-        "search",
-    ),
+    *("delta_threshold", "verbose"),
+    *("shard_size", "max_memory", "threads", "cluster", "cluster_log", "output_digest", "search"),
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 
@@ -301,9 +292,9 @@ class Recipe(Strict, Resolving):
         """The recipe as plain tables, as people write it, without what is at its default."""
         plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
         plain["models"] = [
-            entry["file"] if set(entry) == {"file"} else _flat(entry) for entry in plain["models"]
+            entry["file"] if set(entry) == {"file"} else flat(entry) for entry in plain["models"]
         ]
-        rules = [_flat(rule) for rule in plain.pop("tensors", [])]
+        rules = [flat(rule) for rule in plain.pop("tensors", [])]
         stages = plain.pop("stages", {})
         files = {name: plain.pop(name) for name in OTHER_NAMES if name in plain}
         return {**files, **plain, **stages, **({"tensors": rules} if rules else {})}
@@ -320,9 +311,3 @@ class Recipe(Strict, Resolving):
         later = {*self.stages, "tensors"}
         fields = {key: value for key, value in tables.items() if key not in later}
         return {**fields, "models": files, **{key: tables[key] for key in tables if key in later}}
-
-
-def _flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with its parameters among its keys, as `document` reads it."""
-    settings: dict[str, Any] = entry.get("settings", {})
-    return {key: value for key, value in entry.items() if key != "settings"} | settings
