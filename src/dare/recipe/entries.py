@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -73,6 +73,13 @@ class Strict(BaseModel):
             super().__init__(**given)
         except ValidationError as error:
             raise _explained(error, type(self)) from None
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What is shown of it: what is not at its default."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.is_required() or value != field.get_default(call_default_factory=True):
+                yield name, str(value) if isinstance(value, Path) else value
 
 
 def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:

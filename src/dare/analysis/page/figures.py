@@ -464,8 +464,12 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
         return None
     advised = series.suggested_rates(analysis, advice)
     steps = {name: sorted({*series.TABLE_RATES, *_above_zero(advised.get(name))}) for name in names}
-    listed_rows = [row for model in models for row in series.prediction_rows(model, steps[model.name])]
-    points = [row for row in listed_rows if row["rate"] == advised.get(row["model"]) and row["error"]]
+    listed_rows = [
+        row for model in models for row in series.prediction_rows(model, steps[model.name])
+    ]
+    points = [
+        row for row in listed_rows if row["rate"] == advised.get(row["model"]) and row["error"]
+    ]
     place = {
         "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
         "y": alt.Y("error:Q", title="error of a layer's outputs, at most")

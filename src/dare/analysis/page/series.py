@@ -215,10 +215,7 @@ def alike_first(analysis: Analysis) -> list[str]:
     copies = {same[0]: same for same in find_copies(analysis)}
     taken = {name for same in copies.values() for name in same[1:]}
     return [
-        each
-        for name in analysis.names
-        if name not in taken
-        for each in copies.get(name, (name,))
+        each for name in analysis.names if name not in taken for each in copies.get(name, (name,))
     ]
 
 
