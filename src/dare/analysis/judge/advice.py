@@ -70,6 +70,8 @@ WORTH_A_Q = 0.05
 STANDS_OUT = 1.5
 """How many times the error over all layers that of a layer is if it is to be protected."""
 MOST_PROTECTED = 5
+OUTPUT = "merged.safetensors"
+"""Where the recipe merges to."""
 RATE_STEP = 0.05
 """Suggested drop rates are multiples of this; more digits would be no more right."""
 TEXTS: dict[str, Any] = tomllib.loads(
@@ -538,25 +540,23 @@ def _doubt(draft: Draft) -> None:
 
 
 def _recipe(draft: Draft) -> dict[str, Any]:
-    """The document of a recipe, but for the output."""
-    document: dict[str, Any] = {"method": draft.method}
+    """The document of a recipe, which can be run as it is."""
+    rates = [member.drop_rate for member in draft.members]
+    common = max(rates, key=lambda rate: (rates.count(rate), rate))  # what most members have
+    document: dict[str, Any] = {
+        "base": draft.analysis.base,
+        "models": [_entry(member, common) for member in draft.members],
+        "output": OUTPUT,
+        "method": draft.method,
+    }
     if draft.scale != 1:
         document["scale"] = draft.scale
     if draft.embedding_drop_rate is not None and draft.q is None:
         document["embedding_drop_rate"] = draft.embedding_drop_rate
     document |= draft.policies
-    rates = [member.drop_rate for member in draft.members]
-    common = max(rates, key=lambda rate: (rates.count(rate), rate))  # what most members have
     if draft.drops:
         q = {} if draft.q is None else {"q": draft.q}
         document[draft.stage] = {"drop_rate": common, **q}
-    entries = []
-    for member in draft.members:
-        given = {} if member.weight is None else {"weight": member.weight}
-        if member.drop_rate != common:
-            given["drop_rate"] = member.drop_rate
-        entries.append({"file": member.model.file, **given} if given else member.model.file)
-    document["models"] = {"base_file": draft.analysis.base, "merge_files": entries}
     if draft.embedding_drop_rate is not None and draft.q is not None:
         outer = {t.name for m in draft.members for t in m.model.tensors if t.kind in OUTER}
         rule = {
@@ -566,6 +566,14 @@ def _recipe(draft: Draft) -> dict[str, Any]:
         }
         document["tensors"] = [rule]
     return document
+
+
+def _entry(member: Member, common: float) -> str | dict[str, Any]:
+    """A model of the recipe: its file, with what differs from the others."""
+    given = {} if member.weight is None else {"weight": member.weight}
+    if member.drop_rate != common:
+        given["drop_rate"] = member.drop_rate
+    return {"file": member.model.file, **given} if given else member.model.file
 
 
 def _stepped(rate: float) -> float:

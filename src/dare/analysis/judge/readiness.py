@@ -93,10 +93,11 @@ def _concluded(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding where several say the same of different models."""
-    by_text: dict[tuple[str, ...], Finding] = {}
+    """One finding where several say the same of one model each."""
+    by_text: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = finding.rule, finding.seen, finding.matters, finding.remedy
+        group = finding.models if len(finding.models) > 1 else ()
+        key = finding.rule, group, finding.seen, finding.matters, finding.remedy
         models = by_text[key].models if key in by_text else ()
         by_text[key] = replace(finding, models=(*models, *finding.models))
     return list(by_text.values())
