@@ -116,7 +116,7 @@ def test_what_a_result_is_made_of_is_short_too(results):
     for part in (*analysis.models, *analysis.pairs, report.digests):
         assert len(repr(part)) < 300
     assert repr(dare.Recipe(base="b", models=["m"], seed=42, scale=2.0)) == (
-        "Recipe(models=(ModelEntry(file='m'),), scale=2.0, base='b')"
+        "Recipe(models=(ModelEntry(file='m'),), base='b', scale=2.0)"
     )
     candidates = Candidates(results["Plan"].recipe)
     assert re.fullmatch(
@@ -135,11 +135,10 @@ def test_the_page_is_the_report(results, tmp_path):
 
 def test_a_figure_is_a_chart(results):
     analysis = results["Analysis"]
-    chart = analysis.plot("cosines").to_dict()
+    chart = analysis.plot().to_dict(validate=False)
+    assert chart["title"] == "What a drop rate costs"
     assert chart["width"] == 640
-    drawn = {(row["model"], row["other"]) for row in chart["datasets"]["rows"]}
-    assert {tuple(analysis.names), tuple(reversed(analysis.names))} & drawn
-    assert analysis.plot().to_dict()["title"] == "What a drop rate costs"
+    assert {row["model"] for row in chart["datasets"]["rows"]} == set(analysis.names)
     with pytest.raises(RecipeError, match=r"did you mean 'cosines'\?\); there are predicted-error"):
         analysis.plot("cosine")
 
