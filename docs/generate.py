@@ -5,8 +5,8 @@ A page says where such a part goes:
     <!-- generated: methods -->
 
 so the page exists in the repository, with its introduction, and what follows is never out of date.
-Two pages are files of the repository's root: contributing.md and changelog.md. Notebooks are copied.
-The playground is added as the static files that `dare playground --build` writes.
+Two pages are files of the repository's root: contributing.md and changelog.md. Notebooks and the
+static files that `dare playground --build` writes are added.
 
 `python docs/generate.py methods` prints a part.
 """

@@ -114,7 +114,7 @@ class ModelEntry(Strict):
 
     file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
     weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
-    seed: int | None = Field(None, ge=0, description="Its own seed, in place of seed + i.")
+    seed: int | None = Field(None, ge=0, description="Its seed, in place of seed + i.")
     settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of delta stages that are different for it."
     )
@@ -153,7 +153,7 @@ class TensorRule(Strict):
 
     match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
     contains: Words = Field(
-        None, description="A text that stands in the name, or a list of them; beside match, both."
+        None, description="A text in the name, or a list of them; with match, both must hold."
     )
     model: Words = Field(
         None, description="The model or models that it is for, by name or file; else all."
