@@ -5,8 +5,8 @@ A page says where such a part goes:
     <!-- generated: methods -->
 
 so the page exists in the repository, with its introduction, and what follows is never out of date.
-Two pages are files of the repository's root: contributing.md and changelog.md. The playground is
-added as the static files that `dare playground --build` writes.
+Two pages are files of the repository's root: contributing.md and changelog.md. Notebooks and the
+static files that `dare playground --build` writes are added.
 
 `python docs/generate.py methods` prints a part.
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.limits import TABLE
 from dare.analysis.judge.readiness import RULES
+from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 WIDEST_INTEGER = 1 << 63
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+NOTEBOOKS = ("examples/merge.ipynb",)
 
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
@@ -45,7 +47,7 @@ _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie in the repository's root, and the playground."""
+    """Add the pages that lie in the repository's root, notebooks and the playground."""
     from mkdocs.structure.files import File
 
     for name, source in FROM_ROOT.items():
@@ -54,6 +56,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for other, its_source in FROM_ROOT.items():
             text = text.replace(f"]({its_source}", f"]({other}")
         files.append(File.generated(config, name, content=text))
+    for source in NOTEBOOKS:
+        files.append(File.generated(config, source, content=(ROOT / source).read_text("utf-8")))
     for name, content in page_assets("browser").items():
         files.append(File.generated(config, f"playground/{name}", content=content()))
     return files
@@ -142,9 +146,6 @@ def _paper(paper: str) -> str:
 
 
 HOMES = {
-    "base": "[models] base_file",
-    "models": "[models] merge_files",
-    "output": "[models] output_file",
     "stages": "[NAME OF A STAGE]",
     "tensors": "[[tensors]]",
 }
@@ -167,7 +168,7 @@ def recipe() -> str:
             "## Keys of a recipe",
             _fields(Recipe, HOMES),
             "## Keys of a model",
-            "A model in `merge_files` is a path, or a table with these keys and any parameter of "
+            "A model in `models` is a path, or a table with these keys and any parameter of "
             "the method's delta stages.",
             _fields(ModelEntry, {"settings": "drop_rate, …"}),
             "## Keys of a rule for tensors",
@@ -183,6 +184,17 @@ def recipe() -> str:
             + ", ".join(f"`{pattern}`" for pattern in EMBEDDINGS)
             + ".",
         ]
+    )
+
+
+def names() -> str:
+    """What the files of a merge are called, here and elsewhere."""
+    places = {
+        ours: ([ours], FLAGS[ours], others[:1], others[1:]) for ours, others in OTHER_NAMES.items()
+    }
+    return _table(
+        ("name", "on the command line", "in a table `[models]`", "also understood"),
+        ([", ".join(f"`{name}`" for name in cell) for cell in row] for row in places.values()),
     )
 
 
@@ -343,6 +355,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "analysis": analysis,
     "flags": flags,
     "methods": methods,
+    "names": names,
     "recipe": recipe,
     "rules": rules,
 }

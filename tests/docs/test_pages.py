@@ -19,6 +19,7 @@ from dare import compat
 from dare.cli import main
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, DareError
+from dare.recipe.naming import OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 
@@ -74,6 +75,13 @@ def test_recipe_has_every_key(generate: ModuleType) -> None:
             assert all(not row.endswith("|  |") for row in found), f"{key} is not described"
             if field.description:
                 assert any(field.description.replace("|", "\\|") in row for row in found)
+
+
+def test_names_has_every_name(generate: ModuleType) -> None:
+    rows = generate.names().splitlines()[2:]
+    for (ours, others), row in zip(OTHER_NAMES.items(), rows, strict=True):
+        assert row.startswith(f"| `{ours}` | `--{ours}`, ")
+        assert re.findall(r"`(\w+)`", row) == [ours, *others]
 
 
 def test_a_page_takes_the_parts_in(generate: ModuleType) -> None:
