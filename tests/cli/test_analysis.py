@@ -77,7 +77,7 @@ def test_the_json_document_has_analysis_readiness_and_advice(folder):
         row for row in found["predictions"] if row["model"] == "math" and row["drop_rate"] == 0.5
     )
     assert half["relative_error"] == 1.0
-    assert found["advice"]["recipe"]["models"]["base_file"] == "base.safetensors"
+    assert found["advice"]["recipe"]["base"] == "base.safetensors"
     base, tuned = load_file("base.safetensors"), load_file("math.safetensors")
     norm = np.sqrt(
         sum(
@@ -104,7 +104,7 @@ def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
     document = json.loads(analysis.read_text())
     document["base_dtypes"] = {"BF16": 7_000_000_000}
     analysis.write_text(json.dumps(document))
-    expected = "the guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps"
+    expected = "The guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps"
     advised = dare_succeeds("advise", "analysis.json", "--steps", "1000").out
     assert expected in advised.replace("\n#   ", " ")
     found = dare_succeeds("analyze", "analysis.json", "--steps", "1000", "--json").json

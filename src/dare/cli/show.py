@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dare.cli.flags import toml_word
-from dare.errors import Concern, Notice, printable
+from dare.errors import Concern, Notice, Strength, printable
 from dare.output.short_names import shorten
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
@@ -252,13 +252,20 @@ def _model_row(model: ModelReport) -> Sequence[str]:
     )
 
 
+STYLES = {
+    Strength.NOTE: "bold",
+    Strength.WARNING: "bold yellow",
+    Strength.STRONG: "bold red",
+}
+
+
 def warnings(console: Console, notices: Iterable[Notice]) -> None:
     """Warnings, those of one kind together."""
-    kinds: dict[Concern, list[Notice]] = {}
+    kinds: dict[tuple[Strength, Concern], list[Notice]] = {}
     for notice in notices:
-        kinds.setdefault(notice.about, []).append(notice)
-    for about, alike in kinds.items():
-        console.print(Text.assemble(("Warning", "bold yellow"), f"  {about}"))
+        kinds.setdefault((notice.strength, notice.about), []).append(notice)
+    for (strength, about), alike in kinds.items():
+        console.print(Text.assemble((strength.capitalize(), STYLES[strength]), f"  {about}"))
         for notice in alike:
             console.print(Padding(shown(notice.text), (0, 0, 0, 4), expand=False))
     if kinds:

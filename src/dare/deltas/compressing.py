@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,14 @@ from dare.deltas.choosing import Choice
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
 from dare.deltas.schemes import Asked, Bits, Keep
-from dare.errors import Concern, DareWarning, MismatchError, Notice, RecipeError
+from dare.errors import (
+    Concern,
+    MismatchError,
+    Notice,
+    RecipeError,
+    Strength,
+    warn_caller,
+)
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -91,7 +97,9 @@ def compress(
     settle(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]
     check_target(layout, inputs, overwrite=overwrite)
-    notices = [] if lossless else [n for n in glance(plan) if n.about is not Concern.LOW_RANK]
+    notices = (
+        [] if lossless else [n for n in glance(plan).notices if n.about is not Concern.LOW_RANK]
+    )
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
@@ -128,7 +136,7 @@ def compress(
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
         for notice in report.warnings:
-            warnings.warn(notice.text, DareWarning, stacklevel=2)
+            warn_caller(notice.text)
     return report
 
 
@@ -156,6 +164,7 @@ def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
             Concern.NOT_SMALLER,
             f"the delta file takes {show_size(nbytes)} and the model {show_size(model_bytes)}: "
             "keep the model, or drop more",
+            Strength.NOTE,
         )
 
 
@@ -246,7 +255,7 @@ def _finish(
         report,
         notes=tuple(without_folders(note, known) for note in report.notes),
         warnings=tuple(
-            Notice(notice.about, without_folders(notice.text, known)) for notice in report.warnings
+            replace(notice, text=without_folders(notice.text, known)) for notice in report.warnings
         ),
     )
     ((name, (unchecked, _)),) = layout.build(_metadata(notes)).items()

@@ -87,7 +87,7 @@ class DeltaReport:
             ),
             self.held,
             *(f"note: {note}" for note in self.notes),
-            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"{warning.strength}: {warning}" for warning in self.warnings),
             f"written to {self.output}",
         ]
         return "\n  ".join(map(printable, lines))

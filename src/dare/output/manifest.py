@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     figures = report.to_dict()
     del figures["digests"], figures["output"]
     figures["warnings"] = [
-        {"about": notice.about, "text": without_folders(notice.text, plan.recipe.paths)}
+        asdict(replace(notice, text=without_folders(notice.text, plan.recipe.paths)))
         for notice in report.warnings
         if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
     ]

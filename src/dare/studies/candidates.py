@@ -29,6 +29,7 @@ from dare.inputs.opening import open_inputs
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
+from dare.output.repeated_inputs import check_inputs
 from dare.output.report import digests_of
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
@@ -72,6 +73,7 @@ class Candidates:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
         given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
+        check_inputs(self.recipe, opened.base, opened.models)
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())

@@ -10,7 +10,7 @@ texts are in `advice.toml`, name what applies of them; what is measured decides:
 - **Which models.** What no setting can mend is left out: models that are not ready, a copy of the
   base (in an average it would take a share of the weights and give nothing), the second of two that
   are the same or multiples of each other. A suggestion says so for each.
-- **Method.** The average of n independent changes leaves a share 1/n of each, and an election pays
+- **Method.** The average of n independent changes leaves a share 1/n of each, and a vote pays
   only where changes oppose each other. So: `sum` unless models are alike (then `linear`) or opposed
   (then `ties`).
 - **Scale.** In a sum of n deltas with mean cosine c the change in the direction of each is
@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from dare.analysis.judge.groups import is_opposed
 from dare.analysis.judge.judgement import (
     Advice,
     Evidence,
@@ -52,10 +53,11 @@ from dare.analysis.judge.prediction import (
     surviving_drop_rate,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.readiness import BASE, assess, body_of, is_opposed, readiness_for
+from dare.analysis.judge.readiness import BASE, assess, readiness_for
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
+from dare.output.page.words import share
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.places import to_path
 
@@ -68,6 +70,8 @@ WORTH_A_Q = 0.05
 STANDS_OUT = 1.5
 """How many times the error over all layers that of a layer is if it is to be protected."""
 MOST_PROTECTED = 5
+OUTPUT = "merged.safetensors"
+"""Where the recipe merges to."""
 RATE_STEP = 0.05
 """Suggested drop rates are multiples of this; more digits would be no more right."""
 TEXTS: dict[str, Any] = tomllib.loads(
@@ -277,6 +281,8 @@ def advise(
         raise RecipeError("changes were dropped from a delta file already; leave drop_rate out")
     _choose_policies(draft, readiness)
     _name_method(draft)
+    if any(finding.rule in ("contained", "other_base") for finding in readiness.findings):
+        draft.doubt("base")
     _doubt(draft)
     error = _merged_error(draft, [exposures_of(member.model) for member in draft.members])
     return Advice(
@@ -294,16 +300,16 @@ def _leave_out(draft: Draft, readiness: Readiness) -> None:
     """Take out the models that no setting can make fit."""
     out: set[str] = set()
     for finding in readiness.findings:
+        first, *others = [name for name in finding.models if name not in out] or [""]
         if finding.rule == "equals_base" or finding.severity is Severity.STOP:
-            unfit = finding.models
-        elif finding.rule in ("same_model", "multiple") and finding.models[0] not in out:
-            unfit = finding.models[1:]
+            unfit, ground = [first, *others], "left_out"
+        elif finding.rule in ("same_model", "multiple"):
+            unfit, ground = others, finding.rule
         else:
             continue
-        for name in unfit:
-            if name not in out:
-                out.add(name)
-                draft.suggest("merge_files", "left out", "left_out", name, **vars(finding))
+        for name in filter(None, unfit):
+            out.add(name)
+            draft.suggest("models", "left out", ground, name, kept=first, **vars(finding))
     draft.members = [member for member in draft.members if member.model.name not in out]
 
 
@@ -329,8 +335,8 @@ def _name_method(draft: Draft) -> None:
         for habit in METHODS
         if habit.relation == relation and habit.models[0] <= draft.count <= habit.models[1]
     )
-    usual = f"; for {habit.applies_to} {habit.method} is usually recommended"
-    undropped = "; nothing is dropped, because "
+    usual = f". For {habit.applies_to} {habit.method} is usually recommended"
+    undropped = ". Nothing is dropped, because "
     if draft.drops:
         undropped = ""
     elif draft.is_average:
@@ -371,7 +377,7 @@ def _choose_scale(draft: Draft) -> None:
 
 
 def _balance_votes(draft: Draft) -> None:
-    """Give small deltas a louder voice in an election; their size is not changed by it."""
+    """Give small deltas a louder voice in a vote; their size is not changed by it."""
     least, most = min(draft.norms.values()), max(draft.norms.values())
     if draft.combine != "ties" or not least or most < limit("outweighed") * least:
         return
@@ -386,33 +392,36 @@ def _balance_votes(draft: Draft) -> None:
 def _choose_drop_rates(draft: Draft, guidelines: dict[str, str]) -> None:
     if draft.is_average:
         return  # alike models do not get in each other's way
-    least, error_bound = limit("useful_rate"), limit("output_error")
     for member in draft.members:
-        name, body, exposures = member.model.name, body_of(member.model), exposures_of(member.model)
+        exposures = exposures_of(member.model)
         tolerated = tolerated_drop_rate(exposures, bound=draft.bound)
         highest = MERGING.highest if draft.count > 1 else limit("highest_rate")
         if member.model.origin is Origin.LORA:
             highest = min(highest, limit("low_rank_rate"))
         rate = member.drop_rate = _stepped(min(tolerated, highest))
-        cost = f"Its change is {body.ratio:.1%} of the base{body.left_out}"
-        if tolerated >= least:
-            cost += f", which keeps the error of a layer's outputs within {error_bound:.0%} up to "
-            cost += f"a drop rate of {tolerated}"
-        else:
-            error = mean_bounded_error(exposures, least) * error_bound / draft.bound
-            cost += f"; a drop rate of {least} brings an error of up to {error:.1%} to a layer's "
-            cost += f"outputs, and {error_bound:.0%} is the bound"
-        if draft.count > 1:
-            cost += f", the noise of {draft.count} models together"
         if not rate:
             ground = "worthless"
         elif rate > tolerated - RATE_STEP:
             ground = "bound"
         else:
             ground = "merging" if draft.count > 1 else "lora"
-        known: dict[str, Any] = {"cost": cost, "guidelines": guidelines[name]}
-        known |= {"rate": rate, "least": least, "merging": MERGING}
-        draft.suggest("drop_rate", rate, ground, name, **known)
+        known: dict[str, Any] = {"cost": _cost(draft, exposures, rate)}
+        known |= {"guidelines": guidelines[member.model.name], "tolerated": tolerated}
+        known |= {"rate": rate, "least": limit("useful_rate"), "merging": MERGING}
+        draft.suggest("drop_rate", rate, ground, member.model.name, **known)
+
+
+def _cost(draft: Draft, exposures: Sequence[Exposure], rate: float) -> str:
+    """What dropping at a rate costs a model, for sentences; at the least useful rate if it is 0."""
+    if not any(math.isfinite(each.relative_norm) for each in exposures if each.carriers):
+        return "Its base is zero, so that there is no relative error; the survivors decide"
+    dropped = f"Dropping {rate:.0%}" if rate else f"Dropping only {limit('useful_rate'):.0%}"
+    error = share(mean_bounded_error(exposures, rate or limit("useful_rate")))
+    bound = f"{limit('output_error'):.0%} is the bound"
+    if draft.count > 1:
+        together = f"the {limit('output_error'):.0%} that all {draft.count} models may bring"
+        bound = f"{share(draft.bound)} is its share of {together}"
+    return f"{dropped} brings at most {error} error to the outputs of its layers; {bound}"
 
 
 def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Guideline]:
@@ -436,7 +445,7 @@ def _describe_guidelines(model: ModelAnalysis, parameters: float, steps: int | N
     """The guidelines for a model, to follow a reason; nothing if there are none."""
     rows = find_guidelines(model.origin is Origin.LORA, parameters, steps)
     ranges = [f"{row.lowest} to {row.highest} for {row.applies_to}" for row in rows]
-    return f"; the guideline is {' and '.join(ranges)}" if ranges else ""
+    return f". The guideline is {' and '.join(ranges)}" if ranges else ""
 
 
 def _choose_q(draft: Draft, drop_rate: float, guidelines: dict[str, str]) -> None:
@@ -465,7 +474,7 @@ def _choose_embedding_rate(draft: Draft) -> None:
     rate = _stepped(min([*rates, *others, EMBEDDING_RATE]))
     if rate < max(others):
         draft.embedding_drop_rate = rate
-        rule = ". A q belongs to one drop rate, so these tensors have a rule with both"
+        rule = ". A q belongs to one drop rate, so that these tensors have a rule with both"
         known: dict[str, Any] = {"highest": min(rates), "rule": "" if draft.q is None else rule}
         known["survivors"] = limit("survivors")
         draft.suggest("embedding_drop_rate", rate, "embeddings", **known)
@@ -531,25 +540,23 @@ def _doubt(draft: Draft) -> None:
 
 
 def _recipe(draft: Draft) -> dict[str, Any]:
-    """The document of a recipe, but for the output."""
-    document: dict[str, Any] = {"method": draft.method}
+    """The document of a recipe, which can be run as it is."""
+    rates = [member.drop_rate for member in draft.members]
+    common = max(rates, key=lambda rate: (rates.count(rate), rate))  # what most members have
+    document: dict[str, Any] = {
+        "base": draft.analysis.base,
+        "models": [_entry(member, common) for member in draft.members],
+        "output": OUTPUT,
+        "method": draft.method,
+    }
     if draft.scale != 1:
         document["scale"] = draft.scale
     if draft.embedding_drop_rate is not None and draft.q is None:
         document["embedding_drop_rate"] = draft.embedding_drop_rate
     document |= draft.policies
-    rates = [member.drop_rate for member in draft.members]
-    common = max(rates, key=lambda rate: (rates.count(rate), rate))  # what most members have
     if draft.drops:
         q = {} if draft.q is None else {"q": draft.q}
         document[draft.stage] = {"drop_rate": common, **q}
-    entries = []
-    for member in draft.members:
-        given = {} if member.weight is None else {"weight": member.weight}
-        if member.drop_rate != common:
-            given["drop_rate"] = member.drop_rate
-        entries.append({"file": member.model.file, **given} if given else member.model.file)
-    document["models"] = {"base_file": draft.analysis.base, "merge_files": entries}
     if draft.embedding_drop_rate is not None and draft.q is not None:
         outer = {t.name for m in draft.members for t in m.model.tensors if t.kind in OUTER}
         rule = {
@@ -559,6 +566,14 @@ def _recipe(draft: Draft) -> dict[str, Any]:
         }
         document["tensors"] = [rule]
     return document
+
+
+def _entry(member: Member, common: float) -> str | dict[str, Any]:
+    """A model of the recipe: its file, with what differs from the others."""
+    given = {} if member.weight is None else {"weight": member.weight}
+    if member.drop_rate != common:
+        given["drop_rate"] = member.drop_rate
+    return {"file": member.model.file, **given} if given else member.model.file
 
 
 def _stepped(rate: float) -> float:

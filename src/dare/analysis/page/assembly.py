@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series, words
 from dare.analysis.page.outcome import Outcome
-from dare.analysis.page.protection import protecting_rules
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
 from dare.output.page.shell import Section, render_page
@@ -104,8 +103,9 @@ def assemble_page(
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
         recipe=recipe_text(advice),
+        left_out=series.left_out(advice),
         protected=listing(advice.protect, PROTECTED_COLUMNS),
-        rules=write_toml({"tensors": protecting_rules(analysis, advice.protect)}),
+        rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
         drops=any(series.suggested_rates(analysis, advice).values()),
         inputs=Table(("input", "file"), tuple((name, short_name(file)) for name, file in inputs)),
         analysis=analysis,
@@ -177,15 +177,17 @@ def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> 
             remarks.append(f"the same as {copies[model.name]}")
         return ", ".join(remarks)
 
-    return {
+    columns: dict[str, Callable[[ModelAnalysis], str]] = {
         "model": lambda model: model.name,
         "change": lambda model: share(model.total.relative_norm),
         "verdict": verdict,
         "drop rate": rate,
         "error, at most": error,
         "origin": words.origin,
-        "remarks": remark,
     }
+    if any(map(remark, analysis.models)):
+        columns["remarks"] = remark
+    return columns
 
 
 def _counted(findings: Sequence[Finding]) -> str:
@@ -200,8 +202,8 @@ def _counted(findings: Sequence[Finding]) -> str:
 def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]:
     """Label, value and remark of the most telling numbers."""
     if advice.error_bound:
-        bound = f"bound: {share(advice.error_bound)}"
-        yield "Predicted error of the merge", share(advice.predicted_error), bound
+        bound = f"bound: {words.bound(advice.error_bound)}"
+        yield "Predicted error", share(advice.predicted_error), bound
     largest = max(analysis.models, key=lambda model: model.total.relative_norm)
     change = share(largest.total.relative_norm)
     yield "Largest change", change, f"{largest.name}, relative to the base"

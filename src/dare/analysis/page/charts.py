@@ -36,11 +36,15 @@ def lines(
     tooltip: list[Any],
     points: bool = True,
     field: str = "model",
+    shown: Sequence[str] = (),
 ) -> Any:
-    """A line for each name, told apart by colour, dashes and shapes; models' can be zoomed."""
+    """A line for each name, told apart by colour, dashes and shapes; models' can be zoomed.
+
+    If only some have a line, `shown` names them; each has the looks that it has among all.
+    """
     of_models = field == "model"
     opacity = bright_if(CHOSEN if of_models else CHOSEN_PAIR)
-    legend = legend_of(names) if of_models else ...
+    legend = legend_of(shown or names) if of_models else ...
     chart = alt.Chart().encode(
         x=x, y=y, color=by_name(alt.Color, names, field=field, legend=legend), opacity=opacity
     )
@@ -68,7 +72,7 @@ def model_bars(names: Sequence[str], *, text: Any, **places: Any) -> Any:
 
 def legend_of(names: Sequence[str], **looks: Any) -> Any:
     """A legend of models, in as many columns as there is room for."""
-    return alt.Legend(columns=room_for(names), labelExpr=MARKED, **looks)
+    return alt.Legend(columns=room_for(names), values=list(names), labelExpr=MARKED, **looks)
 
 
 def model_axis(channel: Any, names: Sequence[str], field: str = "model", **looks: Any) -> Any:

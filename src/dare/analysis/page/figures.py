@@ -302,7 +302,7 @@ def conflicts(analysis: Analysis) -> Figure | None:
         analysis,
         "conflicts",
         "conflict",
-        title="in opposite directions; 50% is chance",
+        title="opposite (chance: 50%)",
         shown_as=".0%",
         scale={"domain": [0, 1], "range": "diverging", "reverse": True},
         notable=f"abs(datum.conflict - 0.5) >= {limit('conflict') - 0.5:g}",
@@ -349,7 +349,7 @@ def _matrix(
         .legend(format=shown_as, gradientLength=160, gradientThickness=10, tickCount=4)
     )
     contrast = alt.expr(CONTRAST.format(field=field))
-    size = alt.expr("clamp(bandwidth('x') / 3.2, 7, 13)")
+    size = alt.expr("bandwidth('x') < 22 ? 0 : clamp(bandwidth('x') / 3.2, 7, 13)")
     texts = place.transform_filter("true" if few else notable)
     texts = texts.mark_text(fontSize=size, color=contrast, aria=False)
     texts = texts.encode(text=alt.Text(f"{field}:Q", format=shown_as))
@@ -368,7 +368,7 @@ def _matrix(
 
 def layer_cosines(analysis: Analysis) -> Figure | None:
     """Where every two models change the same way."""
-    pairs = series.closest_pairs(analysis)
+    pairs = series.telling_pairs(analysis)
     names = tuple(map(series.pair_name, pairs))
     rows: list[Row] = [
         {
@@ -401,7 +401,7 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
         field="pair",
     )
     zero = alt.Chart().mark_rule(strokeDash=[2, 3], aria=False).encode(y=alt.datum(0))
-    some = f" Shown are the {len(names)} closest pairs." if len(names) < len(analysis.pairs) else ""
+    some = f" Shown are {len(names)} of {len(analysis.pairs)} pairs, those farthest from 0."
     by_pair = {
         series.pair_name(pair): {layer: overlap.cosine for layer, overlap in pair.by_layer.items()}
         for pair in pairs
@@ -410,10 +410,10 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
         "layer-cosines",
         charts.finish(alt.layer(zero, chart), charts.dashed(rows, names, "pair"), height=240),
         series.layer_table(by_pair, cosine),
-        shown=some,
+        shown=some if len(names) < len(analysis.pairs) else "",
         pairs=times(len(names), "pair"),
     )
-    return replace(figure, folded=max(map(abs, values)) < apart)
+    return replace(figure, folded=all(abs(value) < apart for value in values))
 
 
 def cancelled(analysis: Analysis) -> Figure | None:
@@ -458,14 +458,18 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     """What dropping costs at which rate, the error that each model may have, and the advice."""
     out = series.left_out(advice)
     models = [model for model in analysis.models if model.name not in out] or analysis.models
-    names = [model.name for model in models]
+    names, everyone = [model.name for model in models], analysis.names
     curves = [row for model in models for row in series.prediction_rows(model, series.RATES)]
     if not (curves := [row for row in curves if row["error"]]):
         return None
     advised = series.suggested_rates(analysis, advice)
     steps = {name: sorted({*series.TABLE_RATES, *_above_zero(advised.get(name))}) for name in names}
-    listed_rows = [row for model in models for row in series.prediction_rows(model, steps[model.name])]
-    points = [row for row in listed_rows if row["rate"] == advised.get(row["model"]) and row["error"]]
+    listed_rows = [
+        row for model in models for row in series.prediction_rows(model, steps[model.name])
+    ]
+    points = [
+        row for row in listed_rows if row["rate"] == advised.get(row["model"]) and row["error"]
+    ]
     place = {
         "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
         "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
@@ -480,12 +484,12 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     }
     marks = alt.Chart({"values": points}).encode(**place, opacity=bright_if(CHOSEN))
     marks = marks.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
-        color=by_name(alt.Color, names, legend=charts.legend_of(names)),
-        shape=by_name(alt.Shape, names, SHAPES, legend=charts.legend_of(names)),
+        color=by_name(alt.Color, everyone, legend=charts.legend_of(names)),
+        shape=by_name(alt.Shape, everyone, SHAPES, legend=charts.legend_of(names)),
     )
     chart = alt.layer(
         *_share_line(advice),
-        charts.lines(names, **place, points=False),
+        charts.lines(everyone, shown=names, **place, points=False),
         *([marks, *_rate_labels(points, place)] if points else []),
     )
     rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
@@ -501,7 +505,7 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     )
     return _figure(
         "predicted-error",
-        charts.finish(chart, charts.dashed(curves, names), height=320),
+        charts.finish(chart, charts.dashed(curves, everyone), height=320),
         table,
         names=listed(tuple(names)),
         bound=words.error_bound(advice, len(names)),
@@ -519,7 +523,7 @@ def _share_line(advice: Advice) -> list[Any]:
     """The error that the dropping of one model may bring, as a line with its number."""
     if not advice.error_share:
         return []
-    data = {"values": [{"label": f"at most {share(advice.error_share)}"}]}
+    data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
     note = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
     note = note.encode(x=alt.datum(0), y=alt.datum(advice.error_share), text="label:N")
     return [level_line(advice.error_share, data), note]

@@ -185,15 +185,22 @@ def pair_name(pair: PairAnalysis) -> str:
     return f"{pair.first} · {pair.second}"
 
 
-def closest_pairs(analysis: Analysis) -> list[PairAnalysis]:
-    """The pairs with the largest cosines, of either sign, in their usual order.
+def telling_pairs(analysis: Analysis) -> list[PairAnalysis]:
+    """The pairs with the largest cosines in some layer, of either sign, in their usual order.
 
-    Of models that are the same only the first counts.
+    Of models that are the same only the first counts. Pairs that are far apart everywhere are left
+    out, unless all are.
     """
     copies = {name for same in find_copies(analysis) for name in same[1:]}
     pairs = [pair for pair in analysis.pairs if not copies & {pair.first, pair.second}]
-    ranked = sorted(pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
+    near = [pair for pair in pairs if _nearness(pair) >= limit("apart_cosine")]
+    ranked = sorted(near or pairs, key=_nearness, reverse=True)[:MOST_PAIRS]
     return [pair for pair in pairs if pair in ranked]
+
+
+def _nearness(pair: PairAnalysis) -> float:
+    overlaps = [pair.total, *pair.by_layer.values()]
+    return max(abs(finite(overlap.cosine) or 0.0) for overlap in overlaps)
 
 
 def find_copies(analysis: Analysis) -> list[tuple[str, ...]]:
@@ -215,10 +222,7 @@ def alike_first(analysis: Analysis) -> list[str]:
     copies = {same[0]: same for same in find_copies(analysis)}
     taken = {name for same in copies.values() for name in same[1:]}
     return [
-        each
-        for name in analysis.names
-        if name not in taken
-        for each in copies.get(name, (name,))
+        each for name in analysis.names if name not in taken for each in copies.get(name, (name,))
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
-from dare.output.page.words import NOTHING, number, share
+from dare.output.page.words import NOTHING, number
 
 HEADLINES = {
     Verdict.READY: "Ready to merge",
@@ -38,16 +38,25 @@ def error_bound(advice: Advice, models: int) -> str:
     """What the error of one model is held against, and why it is that.
 
     >>> error_bound(Advice((), {}, (), error_bound=0.05, error_share=0.02887), 3)
-    'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5.00%.'
+    'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5%.'
     """
     if not advice.error_share:
         return ""
     if models == 1:
-        return f"The dashed line is the bound, {share(advice.error_share)}."
+        return f"The dashed line is the bound, {bound(advice.error_share)}."
     return (
-        f"The dashed line is what one model may bring, {share(advice.error_share)}: "
-        f"{models} models together then stay within {share(advice.error_bound)}."
+        f"The dashed line is what one model may bring, {bound(advice.error_share)}: "
+        f"{models} models together then stay within {bound(advice.error_bound)}."
     )
+
+
+def bound(value: float) -> str:
+    """A limit in per cent, without zeros that say nothing.
+
+    >>> bound(0.05), bound(0.028868)
+    ('5%', '2.89%')
+    """
+    return f"{100 * value:.3g}%"
 
 
 def cosine(value: float) -> str:
