@@ -25,7 +25,6 @@ from typing import Any
 
 from compare import (
     PEERS_PYTHON,
-    SLOW_SECONDS,
     SMALL_PARAMETERS,
     USUAL_MODELS,
     USUAL_PARAMETERS,
@@ -35,7 +34,7 @@ from compare import (
     megabytes,
     provide_inputs,
     ratio,
-    run_job,
+    run_rounds,
     working_folders,
 )
 from jobs import BENCH, Inputs, Job, make_our_job
@@ -67,7 +66,7 @@ def main() -> int:
         with working_folders() as (work, output):
             for each in (small, inputs):
                 job = make_our_job("ours-linear", each, work, output)
-                merged = run_job(job, each, output, options.repeat)
+                [merged] = run_rounds([job], each, output, options.repeat)
         results.append(merged)
     print_table(results)
     if options.json:
@@ -89,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--parameters", type=float, default=USUAL_PARAMETERS, help="size of a model (0.95e9)")
     add("--models", type=int, default=USUAL_MODELS, help="how many fine-tunes (3)")
-    add("--repeat", type=int, default=3, help=f"runs of a job faster than {SLOW_SECONDS} s (3)")
+    add("--repeat", type=int, default=3, help="runs of each job (3)")
     add("--only", nargs="+", choices=JOB_NAMES, default=JOB_NAMES, metavar="JOB")
     add("--skip", nargs="+", choices=JOB_NAMES, default=(), metavar="JOB")
     add("--peers-python", type=Path, default=PEERS_PYTHON, metavar="PATH",
@@ -117,7 +116,7 @@ def run_reader(job: Job, inputs: Inputs, repeat: int) -> Result:
     if job.obstacle:
         return Result(job.name, job.title, job.rival, [], f"skipped: {job.obstacle}")
     runs: list[Measurement] = []
-    while len(runs) < repeat and not (runs and runs[0].wall_seconds > SLOW_SECONDS):
+    while len(runs) < repeat:
         what = f"{job.title}, {len(inputs.tuned)} of {inputs.shape.folder_name}"
         console.print(f"[dim]{what}, run {len(runs) + 1} …[/dim]")
         os.sync()
@@ -133,26 +132,25 @@ def print_table(results: Sequence[Result]) -> None:
     """Print one line for each job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("job", no_wrap=True)
-    for heading in ("runs", "wall s", "median", "CPU s", "peak MB", "own MB", "this ÷ read"):
+    for heading in ("runs", "wall s", "from – to", "CPU s", "memory MB", "this ÷ read"):
         table.add_column(heading, justify="right")
-    floor = next((r.best.wall_seconds for r in results if r.name == "read" and r.runs), None)
+    floor = next((r.median.wall_seconds for r in results if r.name == "read" and r.runs), None)
     for result in results:
         if not result.runs:
             table.add_row(result.title, "–")
             continue
-        best = result.best
+        middle = result.median
         table.add_row(
             result.title,
             str(len(result.runs)),
-            f"{best.wall_seconds:.2f}",
-            f"{result.median_seconds:.2f}",
-            f"{best.cpu_seconds:.2f}",
-            megabytes(best.peak_bytes),
-            megabytes(best.own_peak_bytes),
-            ratio(best.wall_seconds, floor),
+            f"{middle.wall_seconds:.2f}",
+            result.spread,
+            f"{middle.cpu_seconds:.2f}",
+            megabytes(middle.own_peak_bytes),
+            ratio(middle.wall_seconds, floor),
         )
     console.print(table)
-    console.print("wall: best of the runs, start-up included")
+    console.print("medians of the runs, start-up included; memory: without mapped files")
     for result in results:
         if result.problem:
             console.print(f"{result.title}: {result.problem}", style="red", markup=False)

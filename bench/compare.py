@@ -1,10 +1,11 @@
 """Compare merges by dare, mergekit and plain torch: time, CPU and memory, in one go.
 
 The models are made once, under bench/data. Every run is a process of its own, measured from its
-start to its end, with the inputs in the page cache and nothing left to write back. Our kernels are
-compiled beforehand; how long that takes is given separately. The peers are taken from an
-environment of their own (requirements-peers.txt); a job that cannot be run is listed with the
-reason.
+start to its end, with the inputs in the page cache and nothing left to write back. All jobs are run
+equally often, in rounds, so that a slow minute of the machine hits all of them; the figures are
+medians. Our kernels are compiled beforehand; how long that takes is given separately. The peers are
+taken from an environment of their own (requirements-peers.txt); a job that cannot be run is listed
+with the reason.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,32 +42,41 @@ SCALING_MODELS = (2, 3, 5, 8)
 USUAL_MODELS = 3
 SMALL_PARAMETERS = 1e6
 """Of the merge that has the kernels compiled."""
-SLOW_SECONDS = 30
-"""A job that takes longer is run once."""
 
 console = Console()
 console.width = max(console.width, 100)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """The runs of one job, or why there are none."""
 
     name: str
     title: str
     rival: str | None
-    runs: Sequence[Measurement]
+    runs: list[Measurement] = field(default_factory=list)
     problem: str | None = None
 
     @property
-    def best(self) -> Measurement:
-        """The fastest run."""
-        return min(self.runs, key=lambda run: run.wall_seconds)
+    def median(self) -> Measurement:
+        """The medians of what the runs took."""
+        return Measurement(
+            statistics.median(run.wall_seconds for run in self.runs),
+            statistics.median(run.cpu_seconds for run in self.runs),
+            _median_or_none(run.peak_bytes for run in self.runs),
+            _median_or_none(run.own_peak_bytes for run in self.runs),
+        )
 
     @property
-    def median_seconds(self) -> float:
-        """The median of the wall times."""
-        return statistics.median(run.wall_seconds for run in self.runs)
+    def spread(self) -> str:
+        """The shortest and the longest run."""
+        seconds = [run.wall_seconds for run in self.runs]
+        return f"{min(seconds):.2f} – {max(seconds):.2f}"
+
+
+def _median_or_none(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return int(statistics.median(known)) if known else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,7 @@ def main() -> int:
         document |= {
             "parameters": shape_for(options.parameters).parameters,
             "models": options.models,
+            "mergekit_flags": options.mergekit_flags,
             "compile_seconds": compile_seconds,
             "jobs": [asdict(result) for result in results],
         }
@@ -127,7 +138,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--parameters", type=float, default=USUAL_PARAMETERS, help="size of a model (0.95e9)")
     add("--models", type=int, default=USUAL_MODELS, help="how many fine-tunes (3)")
-    add("--repeat", type=int, default=3, help=f"runs of a job faster than {SLOW_SECONDS} s (3)")
+    add("--repeat", type=int, default=3, help="rounds, in each of which every job runs once (3)")
+    add("--mergekit-flags", default="", metavar="FLAGS", help="such as '--num-threads 2'")
     add("--peers-python", type=Path, default=PEERS_PYTHON, metavar="PATH",
         help="python that has mergekit and torch (.venv-peers/bin/python)")  # fmt: skip
     add("--only", nargs="+", choices=JOB_NAMES, default=JOB_NAMES, metavar="JOB")
@@ -151,28 +163,35 @@ def run_comparison(options: argparse.Namespace) -> tuple[list[Result], dict[str,
     inputs = provide_inputs([(options.parameters, options.models)])[0]
     with working_folders() as (work, output):
         compile_seconds = measure_compilation(chosen)
-        jobs = make_jobs(inputs, work, output, options.peers_python)
-        results = [
-            run_job(job, inputs, output, options.repeat) for job in jobs if job.name in chosen
-        ]
+        flags = options.mergekit_flags.split()
+        jobs = make_jobs(inputs, work, output, options.peers_python, flags)
+        chosen_jobs = [job for job in jobs if job.name in chosen]
+        results = run_rounds(chosen_jobs, inputs, output, options.repeat)
     return results, compile_seconds
 
 
-def run_job(job: Job, inputs: Inputs, output: Path, repeat: int) -> Result:
-    """Run a job until it has been run often enough."""
-    runs: list[Measurement] = []
-    problem = f"skipped: {job.obstacle}" if job.obstacle else None
-    while problem is None and len(runs) < repeat:
-        what = f"{job.title}, {len(inputs.tuned)} of {inputs.shape.folder_name}"
-        console.print(f"[dim]{what}, run {len(runs) + 1} …[/dim]")
-        try:
-            runs.append(run_once(job, inputs, output))
-        except ProgramError as error:
-            problem = f"failed: {error}"
-            break
-        if runs[0].wall_seconds > SLOW_SECONDS:
-            break
-    return Result(job.name, job.title, job.rival, runs, problem)
+def run_rounds(jobs: Sequence[Job], inputs: Inputs, output: Path, rounds: int) -> list[Result]:
+    """Run every job once, then again, until there were so many rounds."""
+    results = [
+        Result(job.name, job.title, job.rival, problem=job.obstacle and f"skipped: {job.obstacle}")
+        for job in jobs
+    ]
+    for number in range(1, rounds + 1):
+        for job, result in zip(jobs, results, strict=True):
+            if result.problem is None:
+                run_again(job, result, inputs, output, f"round {number} of {rounds}")
+    return results
+
+
+def run_again(job: Job, result: Result, inputs: Inputs, output: Path, place: str) -> None:
+    """Add a run to a job's result, or why it failed."""
+    what = f"{place}: {job.title}, {len(inputs.tuned)} of {inputs.shape.folder_name}"
+    try:
+        result.runs.append(run_once(job, inputs, output))
+    except ProgramError as error:
+        result.problem = f"failed: {error}"
+        return
+    console.print(f"[dim]{what}: {result.runs[-1].wall_seconds:.2f} s[/dim]")
 
 
 def run_once(job: Job, inputs: Inputs, output: Path) -> Measurement:
@@ -228,17 +247,17 @@ def run_scaling(options: argparse.Namespace) -> list[ScalingPoint]:
     with working_folders() as (work, output):
         for inputs in all_inputs:
             job = make_our_job("ours-linear", inputs, work, output)
-            result = run_job(job, inputs, output, options.repeat)
+            [result] = run_rounds([job], inputs, output, options.repeat)
             if result.problem:
                 raise SystemExit(f"{job.title}: {result.problem}")
-            best = result.best
+            middle = result.median
             points.append(
                 ScalingPoint(
                     inputs.shape.parameters,
                     len(inputs.tuned),
-                    best.wall_seconds,
-                    best.cpu_seconds,
-                    best.peak_bytes,
+                    middle.wall_seconds,
+                    middle.cpu_seconds,
+                    middle.own_peak_bytes,
                 )
             )
     return points
@@ -305,7 +324,7 @@ def describe_machine(peers_python: Path) -> dict[str, Any]:
         )
         packages |= dict(item.split("=", 1) for item in told.stdout.split())
     return {
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "architecture": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
@@ -321,29 +340,27 @@ def print_comparison(results: Sequence[Result], compile_seconds: dict[str, float
     """Print one line for each job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("job", no_wrap=True)
-    headings = ("runs", "wall s", "median", "CPU s", "peak MB", "own MB")
+    headings = ("runs", "wall s", "from – to", "CPU s", "memory MB")
     for heading in (*headings, "mergekit ÷ this", "this ÷ floor"):
         table.add_column(heading, justify="right")
-    seconds = {result.name: result.best.wall_seconds for result in results if result.runs}
+    seconds = {result.name: result.median.wall_seconds for result in results if result.runs}
     for result in results:
         if not result.runs:
             table.add_row(result.name, "–")
             continue
-        best = result.best
+        middle = result.median
         table.add_row(
             result.name,
             str(len(result.runs)),
-            f"{best.wall_seconds:.2f}",
-            f"{result.median_seconds:.2f}",
-            f"{best.cpu_seconds:.2f}",
-            megabytes(best.peak_bytes),
-            megabytes(best.own_peak_bytes),
-            ratio(seconds.get(result.rival or ""), best.wall_seconds),
-            ratio(best.wall_seconds, seconds.get("floor")),
+            f"{middle.wall_seconds:.2f}",
+            result.spread,
+            f"{middle.cpu_seconds:.2f}",
+            megabytes(middle.own_peak_bytes),
+            ratio(seconds.get(result.rival or ""), middle.wall_seconds),
+            ratio(middle.wall_seconds, seconds.get("floor")),
         )
     console.print(table)
-    console.print("wall: best of the runs, start-up included")
-    console.print("peak: resident memory; own: without the pages of memory-mapped files")
+    console.print("medians of the runs, start-up included; memory: without mapped files")
     for name, extra in compile_seconds.items():
         console.print(f"{name}: the first merge ever takes {extra:.1f} s longer, to compile")
     for result in results:

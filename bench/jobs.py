@@ -79,11 +79,17 @@ SCRIPT_JOBS = {
 JOB_NAMES = (*OUR_JOBS, *MERGEKIT_JOBS, *SCRIPT_JOBS, "torch", "floor")
 
 
-def make_jobs(inputs: Inputs, work: Path, output: Path, peers_python: Path) -> list[Job]:
+def make_jobs(
+    inputs: Inputs, work: Path, output: Path, peers_python: Path, mergekit_flags: Sequence[str]
+) -> list[Job]:
     """List all jobs; recipes and configurations are written into `work`, results to `output`."""
+    mergekit = [
+        make_mergekit_job(name, inputs, work, output, peers_python, mergekit_flags)
+        for name in MERGEKIT_JOBS
+    ]
     return [
         *(make_our_job(name, inputs, work, output) for name in OUR_JOBS),
-        *(make_mergekit_job(name, inputs, work, output, peers_python) for name in MERGEKIT_JOBS),
+        *mergekit,
         *(make_script_job(name, inputs, output, peers_python) for name in SCRIPT_JOBS),
         make_torch_job(inputs, output, peers_python),
         make_floor_job(inputs, output),
@@ -130,13 +136,18 @@ def write_recipe(
 
 
 def make_mergekit_job(
-    name: str, inputs: Inputs, work: Path, output: Path, peers_python: Path
+    name: str,
+    inputs: Inputs,
+    work: Path,
+    output: Path,
+    peers_python: Path,
+    flags: Sequence[str],
 ) -> Job:
     """One of mergekit's merges, by its program."""
     method, dtype = MERGEKIT_JOBS[name]
     configuration = configure_mergekit(inputs, method, dtype)
     title = f"mergekit: {method}, {dtype}"
-    return mergekit_job(name, title, configuration, work, output, peers_python)
+    return mergekit_job(name, title, configuration, work, output, peers_python, flags)
 
 
 def mergekit_job(
@@ -146,8 +157,9 @@ def mergekit_job(
     work: Path,
     output: Path,
     peers_python: Path,
+    flags: Sequence[str] = (),
 ) -> Job:
-    """A run of mergekit's program on a configuration."""
+    """A run of mergekit's program on a configuration, without a GPU unless a flag asks for one."""
     file = work / f"{name}.yaml"
     file.write_text(json.dumps(configuration))
     program = peers_python.with_name("mergekit-yaml")
@@ -155,7 +167,7 @@ def mergekit_job(
     return Job(
         name,
         title,
-        [(str(program), str(file), str(output), *options)],
+        [(str(program), str(file), str(output), *options, *flags)],
         environment={"HF_HUB_OFFLINE": "1"},
         obstacle=None if program.exists() else "mergekit is not where --peers-python points",
     )

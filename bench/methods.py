@@ -26,7 +26,7 @@ from compare import (
     megabytes,
     provide_inputs,
     ratio,
-    run_job,
+    run_rounds,
     working_folders,
 )
 from jobs import Inputs, Job, mergekit_job, write_recipe
@@ -84,14 +84,13 @@ def main() -> int:
     results: dict[str, tuple[Result, Result | None]] = {}
     with working_folders() as (work, output):
         for method in options.only:
-            run_job(our_job(method, fitting(method, small), work, output), small, output, 1)
+            run_rounds([our_job(method, fitting(method, small), work, output)], small, output, 1)
             chosen = fitting(method, inputs)
-            ours = run_job(our_job(method, chosen, work, output), chosen, output, options.repeat)
-            theirs = None
+            jobs = [our_job(method, chosen, work, output)]
             if method in RIVALS and not options.without_mergekit:
-                job = their_job(method, chosen, work, output, options.peers_python)
-                theirs = run_job(job, chosen, output, 1)
-            results[method] = ours, theirs
+                jobs.append(their_job(method, chosen, work, output, options.peers_python))
+            ours, *theirs = run_rounds(jobs, chosen, output, options.repeat)
+            results[method] = ours, theirs[0] if theirs else None
             if options.json:  # after each, since all of them take long
                 write_json(options.json, machine, results)
     print_table(results)
@@ -106,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     methods = all_methods()
     add("--parameters", type=float, default=USUAL_PARAMETERS, help="size of a model (0.3e9)")
     add("--models", type=int, default=USUAL_MODELS, help="how many fine-tunes (4)")
-    add("--repeat", type=int, default=3, help="runs of ours (3); mergekit is run once")
+    add("--repeat", type=int, default=3, help="rounds of both (3)")
     add("--only", nargs="+", choices=methods, default=methods, metavar="METHOD")
     add("--without-mergekit", action="store_true")
     add("--peers-python", type=Path, default=PEERS_PYTHON, metavar="PATH")
@@ -153,7 +152,7 @@ def print_table(results: dict[str, tuple[Result, Result | None]]) -> None:
     """Print one line for each method."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("method", no_wrap=True)
-    for heading in ("wall s", "CPU s", "peak MB", "mergekit s", "mergekit MB", "mergekit ÷ ours"):
+    for heading in ("wall s", "CPU s", "memory MB", "mergekit s", "mergekit MB", "mergekit ÷ ours"):
         table.add_column(heading, justify="right")
     for method, (ours, theirs) in results.items():
         table.add_row(method, *figures(ours, theirs))
@@ -167,16 +166,20 @@ def figures(ours: Result, theirs: Result | None) -> Sequence[str]:
     """The cells of one line."""
     if not ours.runs:
         return ("–",)
-    best = ours.best
-    cells = [f"{best.wall_seconds:.2f}", f"{best.cpu_seconds:.2f}", megabytes(best.peak_bytes)]
+    middle = ours.median
+    cells = [
+        f"{middle.wall_seconds:.2f}",
+        f"{middle.cpu_seconds:.2f}",
+        megabytes(middle.own_peak_bytes),
+    ]
     if theirs is None or not theirs.runs:
         return [*cells, "", "", ""]
-    rival = theirs.best
+    rival = theirs.median
     return [
         *cells,
         f"{rival.wall_seconds:.2f}",
-        megabytes(rival.peak_bytes),
-        ratio(rival.wall_seconds, best.wall_seconds),
+        megabytes(rival.own_peak_bytes),
+        ratio(rival.wall_seconds, middle.wall_seconds),
     ]
 
 

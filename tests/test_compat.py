@@ -167,7 +167,7 @@ def test_pieces_that_do_not_fit_are_refused():
         ties_elect_sign([vector(1), vector(1, 2)])
     with pytest.raises(InputError, match="w: no sign was elected"):
         ties_disjoint_merge([vector(1)], {})
-    with pytest.raises(RecipeError, match="weights: 2 given for 1 models"):
+    with pytest.raises(RecipeError, match=r"weights: 2 given for 1 model$"):
         dare.merge_arrays(vector(1), [vector(2)], weights=[1, 2])
 
 

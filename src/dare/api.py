@@ -1,7 +1,12 @@
-"""The library's verbs: plan, merge, merge arrays. Each tells its story in a few lines."""
+"""The library's verbs: plan, merge, merge arrays. Each tells its story in a few lines.
+
+All of them take what is asked for in any form: a recipe or where to load one from, tables, advice,
+or keywords by the names that a recipe and the command line have.
+"""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dare.analysis.judge.judgement import Advice
 from dare.analysis.measure.glance import Glance, glance
 from dare.errors import (
     Concern,
@@ -56,8 +62,10 @@ from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.recipe.document import read_toml, recipe_from_document
+from dare.recipe.document import read_toml
+from dare.recipe.naming import with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.settings import overlaid
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors
 from dare.run.merge_job import check_for_cluster, execute_on_cluster
@@ -66,6 +74,7 @@ from dare.run.slices import Feedback, SharedCensuses
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.places import to_path
+from dare.tensors.sizes import times
 
 if TYPE_CHECKING:
     from dare.deltas.reports import Restoration
@@ -79,8 +88,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
     A finished output stands for its manifest; its recipe demands the very same inputs.
     """
-    path = to_path(path)
-    return recipe_from_document(load_document(path), str(find_manifest(path) or path))
+    return make_recipe(path)
 
 
 def load_document(path: Path) -> dict[str, Any]:
@@ -94,19 +102,56 @@ def load_document(path: Path) -> dict[str, Any]:
     return read_toml(path) if manifest_file is None else repeating_document(path, manifest_file)
 
 
-AnyRecipe = Recipe | str | PathLike[str]
-"""A recipe, or where to load one from."""
+AnyPath = str | PathLike[str]
+AnyRecipe = Recipe | Advice | Mapping[str, Any] | AnyPath
+"""A recipe, its tables, the advice that has them, or where to load one from."""
+AnyModels = AnyPath | Sequence[AnyPath | ModelEntry | Mapping[str, Any]]
+"""One model or several; one that has settings is an entry or a table."""
 
 
-def plan(recipe: AnyRecipe, *, backend: str = "cpu", fetches: bool = False) -> Plan:
+def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
+    """The recipe in any form, with settings by name laid over it; None is no setting."""
+    given = with_our_names({name: v for name, v in settings.items() if v is not None})
+    if isinstance(given.get("base"), Mapping):
+        raise RecipeError(
+            "base is a dict: files are named here; arrays are merged by merge_arrays(base, models)"
+        )
+    if isinstance(recipe, Advice):
+        if not recipe.recipe:
+            raise RecipeError("the advice is not to merge any of the models; print it to see why")
+        recipe = recipe.recipe
+    if isinstance(recipe, Recipe):
+        if not given:
+            return recipe
+        document, where = recipe.to_tables(), "recipe with arguments"
+    elif recipe is None or isinstance(recipe, Mapping):
+        document, where = copy.deepcopy(dict(recipe or {})), "recipe" if recipe else "arguments"
+    else:
+        path = to_path(recipe)
+        document, where = load_document(path), str(find_manifest(path) or path)
+        where += " with arguments" if given else ""
+    return overlaid(document, given, where)
+
+
+def plan(
+    recipe: AnyRecipe | None = None,
+    *,
+    base: AnyPath | None = None,
+    models: AnyModels | None = None,
+    output: AnyPath | None = None,
+    method: str | None = None,
+    backend: str = "cpu",
+    fetches: bool = False,
+    **settings: Any,
+) -> Plan:
     """Read the headers and say what a merge would do, without reading or writing weights.
 
-    Models on the hub stay there, and a merge of the plan reads them from there, unless `fetches` is
-    true: then they are fetched into the hub's cache first, as `merge` does it. `backend` says what
-    will compute: `cpu`, or `reference`, which defines the results and is slow.
+    What to merge is given as in `merge`. Models on the hub stay there, and a merge of the plan
+    reads them from there, unless `fetches` is true: then they are fetched into the hub's cache
+    first, as `merge` does it. `backend` says what will compute: `cpu`, or `reference`, which
+    defines the results and is slow.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe)
+    recipe = make_recipe(recipe, base=base, models=models, output=output, method=method, **settings)
     recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
     check_inputs(recipe, inputs.base, inputs.models)
     planned = make_plan(
@@ -116,16 +161,35 @@ def plan(recipe: AnyRecipe, *, backend: str = "cpu", fetches: bool = False) -> P
 
 
 def merge(
-    recipe: AnyRecipe | Plan, *, overwrite: bool = False, resume: bool = True, backend: str = "cpu"
+    recipe: AnyRecipe | Plan | None = None,
+    *,
+    base: AnyPath | None = None,
+    models: AnyModels | None = None,
+    output: AnyPath | None = None,
+    method: str | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    backend: str = "cpu",
+    **settings: Any,
 ) -> Report:
-    """Carry out a recipe or a plan: write the merged model and say what was done.
+    """Merge models: write the merged one and say what was done.
 
-    A merge that was interrupted goes on where it stopped, unless `resume` is false. An existing
-    output is only replaced with `overwrite`; an input never is. `backend` is as in `plan`, whose
-    own holds for a plan.
+    `merge(base="base", models=["math", "code"], output="merged", drop_rate=0.5)` is all that it
+    takes. Settings are the fields of a `Recipe`, the parameters of stages (`drop_rate`, `t`, …),
+    `weight` and `model_seed`: one value, or a list with one for each model. Or give a recipe, its
+    tables, a file, an output to repeat, the advice of `advise` or a plan; settings change what it
+    says, but a plan is complete.
+
+    A merge that was interrupted resumes, unless `resume` is false. An existing output is only
+    replaced with `overwrite`; an input never is. `backend` is as in `plan`; a plan has one already.
     """
     started = time.perf_counter()
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
+    given = {"base": base, "models": models, "output": output, "method": method, **settings}
+    planned = _planned(recipe, backend, given)
+    return _carry_out(planned, started, overwrite=overwrite, resume=resume)
+
+
+def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) -> Report:
     recipe = planned.recipe
     check_for_cluster(planned)
     layout = checked_layout(planned, overwrite=overwrite, resume=resume)
@@ -170,6 +234,20 @@ def merge(
         return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
 
 
+def _planned(
+    recipe: AnyRecipe | Plan | None, backend: str, given: Mapping[str, Any] | None = None
+) -> Plan:
+    given = {name: value for name, value in (given or {}).items() if value is not None}
+    if not isinstance(recipe, Plan):
+        return plan(recipe, backend=backend, fetches=True, **given)
+    if given:
+        raise RecipeError(
+            f"{', '.join(given)}: a plan is complete and takes no settings; give them to "
+            "plan(…), or to merge(plan.recipe, …)"
+        )
+    return recipe
+
+
 def merge_slice(
     recipe: AnyRecipe | Plan,
     slice: str,  # noqa: A002 (it is the word for it)
@@ -187,7 +265,7 @@ def merge_slice(
     """
     started = time.perf_counter()
     part = Slice.parse(slice)
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
+    planned = _planned(recipe, backend)
     layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
@@ -251,7 +329,7 @@ def _do_slice(
 
 def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = "cpu") -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    planned = recipe if isinstance(recipe, Plan) else plan(recipe, backend=backend, fetches=True)
+    planned = _planned(recipe, backend)
     layout = _shared_layout(planned, overwrite=overwrite)
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
@@ -393,7 +471,7 @@ def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> La
     One that this very merge has completed before may be there, if the merge is to be resumed.
     """
     if planned.layout is None:
-        raise RecipeError("output is missing: add --output PATH (output in a recipe and in Python)")
+        raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
     inputs = [file for source in (planned.base, *planned.models) for file in source.files]
     if not resume or _finished_before(planned) is None:
         settle(planned.layout)
@@ -453,29 +531,20 @@ def merge_arrays(
 ) -> tuple[dict[str, Any], Report]:
     """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
 
-    Weights, seeds and parameters of delta stages (`model_settings`) are one for each model; rules
-    call the models "model 0", "model 1", …; all other settings are those of a `Recipe`.
+    Settings are as in `merge`. Weights, seeds and parameters of delta stages (`model_settings`) can
+    also be given as lists, one for each model. Rules call the models "model 0", "model 1", ….
 
     >>> import numpy as np
     >>> base = {"w": np.zeros(4, np.float32)}
     >>> tuned = {"w": np.array([1, 2, 3, 4], np.float32)}
     >>> merge_arrays(base, [tuned], method="sum", scale=0.5, verbose=False)[0]["w"]
     array([0.5, 1. , 1.5, 2. ], dtype=float32)
+    >>> merge_arrays(base, [tuned], drop_rate=0.5, seed=0, verbose=False)[0]["w"]
+    array([0., 0., 0., 8.], dtype=float32)
     """
     started = time.perf_counter()
     names = [f"model {index}" for index in range(len(models))]
-    per_model = {"weights": weights, "seeds": seeds, "model_settings": model_settings}
-    for word, given in per_model.items():
-        if given is not None and len(given) != len(models):
-            raise RecipeError(f"{word}: {len(given)} given for {len(models)} models")
-    unset = [None] * len(models)
-    entries = [
-        ModelEntry(file=name, weight=weight, seed=seed, settings=dict(parameters or {}))
-        for name, weight, seed, parameters in zip(
-            names, weights or unset, seeds or unset, model_settings or unset, strict=True
-        )
-    ]
-    recipe = Recipe(base="base", models=entries, **settings)
+    recipe = _array_recipe(names, {"weights": weights, "seeds": seeds}, model_settings, settings)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied = tie(array_source(base, "base"), sources, names)
     planned = make_plan(recipe, tied.base, tied.models, names, tied.notes, backend=backend)
@@ -497,6 +566,30 @@ def merge_arrays(
         info.name: like_original(base[info.name], info, sink.arrays[info.name]) for info in written
     }
     return {name: merged[name] for name in base}, report
+
+
+def _array_recipe(
+    names: list[str],
+    per_model: Mapping[str, Sequence[Any] | None],
+    model_settings: Sequence[Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+) -> Recipe:
+    for word, given in {**per_model, "model_settings": model_settings}.items():
+        if given is not None and len(given) != len(names):
+            raise RecipeError(f"{word}: {len(given)} given for {times(len(names), 'model')}")
+    listed = {"weight": per_model["weights"], "model_seed": per_model["seeds"]}
+    for name, values in listed.items():
+        if values is not None and name in settings:
+            raise RecipeError(f"{name} is given twice; leave one of them out")
+    lists = {name: list(values) for name, values in listed.items() if values is not None}
+    recipe = make_recipe({"base": "base", "models": names}, **settings, **lists)
+    if model_settings is None:
+        return recipe
+    entries = [
+        entry.model_copy(update={"settings": {**entry.settings, **parameters}})
+        for entry, parameters in zip(recipe.models, model_settings, strict=True)
+    ]
+    return recipe.model_copy(update={"models": entries})
 
 
 def _look(planned: Plan) -> Glance:

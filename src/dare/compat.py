@@ -1,7 +1,8 @@
 """The functions and classes that the published descriptions of DARE use, by their names.
 
 They are thin: each turns its arguments into a recipe and hands it to `merge` or `merge_arrays`.
-Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind.
+Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind. Those that
+analyze are in `dare.analysis.sparsity`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
+from dare.analysis.sparsity import (
+    Configuration,
+    DARESparsityAnalyzer,
+    LayerSparsityMetrics,
+    SparsityAnalysis,
+    dare_merge_readiness,
+)
 from dare.api import merge, merge_arrays
 from dare.errors import (
     Concern,
@@ -34,6 +42,25 @@ from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo
+
+__all__ = [
+    "Configuration",
+    "DARESparsityAnalyzer",
+    "DareConfig",
+    "DareMerger",
+    "LayerSparsityMetrics",
+    "SparsityAnalysis",
+    "dare_drop",
+    "dare_merge",
+    "dare_merge_readiness",
+    "dare_slerp_merge",
+    "dare_sparsify",
+    "dare_ties_merge",
+    "detect_delta_sparsity",
+    "ties_disjoint_merge",
+    "ties_elect_sign",
+    "ties_trim",
+]
 
 logger = logging.getLogger("dare")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dare.analysis.measure.kinds import kind_of, layer_of
+from dare.analysis.measure.kinds import kind_of, name_layers, number_layers
 from dare.analysis.results import Kind
 
 NAMES = {
@@ -25,6 +25,10 @@ NAMES = {
         transformer.layer.1.attention.q_lin.weight
         transformer.blocks.2.attn.Wqkv.weight
         blk.7.attn_q.weight
+        model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_out.0.weight
+        double_blocks.0.txt_attn.qkv.weight
+        transformer_blocks.18.attn.add_k_proj.weight
+        conditioner.embedders.1.model.transformer.resblocks.3.attn.in_proj_weight
         model.decoder.layers.4.encoder_attn.k_proj.weight
     """,
     Kind.MLP: """
@@ -45,6 +49,10 @@ NAMES = {
         transformer.layer.1.ffn.lin2.weight
         model.decoder.layers.4.fc2.weight
         blk.7.ffn_gate.weight
+        model.diffusion_model.input_blocks.1.1.transformer_blocks.0.ff.net.0.proj.weight
+        double_blocks.0.img_mlp.2.weight
+        transformer_blocks.18.ff_context.net.2.weight
+        conditioner.embedders.0.transformer.text_model.encoder.layers.3.mlp.fc1.weight
     """,
     Kind.NORM: """
         model.layers.0.input_layernorm.weight
@@ -60,6 +68,9 @@ NAMES = {
         blocks.5.norm1.weight
         backbone.layers.0.norm.weight
         blk.7.attn_norm.weight
+        model.diffusion_model.input_blocks.1.0.in_layers.0.weight
+        model.diffusion_model.out.0.bias
+        double_blocks.0.img_attn.norm.query_norm.scale
     """,
     Kind.EMBEDDING: """
         model.embed_tokens.weight
@@ -74,6 +85,10 @@ NAMES = {
         cls_token
         backbone.embeddings.weight
         token_embd.weight
+        cond_stage_model.transformer.text_model.embeddings.token_embedding.weight
+        conditioner.embedders.0.transformer.text_model.embeddings.position_embedding.weight
+        conditioner.embedders.1.model.token_embedding.weight
+        y_embedder.embedding_table.weight
     """,
     Kind.HEAD: """
         lm_head.weight
@@ -92,6 +107,22 @@ NAMES = {
         backbone.layers.0.mixer.conv1d.weight
         w
         logit_scale
+        model.diffusion_model.time_embed.0.weight
+        model.diffusion_model.label_emb.0.2.weight
+        model.diffusion_model.input_blocks.1.0.emb_layers.1.weight
+        model.diffusion_model.output_blocks.11.0.in_layers.2.weight
+        model.diffusion_model.out.2.weight
+        model.diffusion_model.x_embedder.proj.weight
+        model.diffusion_model.pos_embed
+        pos_embed.proj.weight
+        pos_embed.pos_embed
+        time_embedding.linear_1.weight
+        add_embedding.linear_2.weight
+        context_embedder.weight
+        time_text_embed.timestep_embedder.linear_1.weight
+        time_text_embed.text_embedder.linear_1.weight
+        transformer_blocks.0.norm1.linear.weight
+        single_blocks.0.linear1.weight
     """,
 }
 
@@ -114,5 +145,37 @@ def test_kinds_of_real_names(kind):
         ("", -1),
     ],
 )
-def test_layers(name, layer):
-    assert layer_of(name) == layer
+def test_the_layers_of_one_stack_have_the_numbers_in_their_names(name, layer):
+    assert number_layers([name]) == {name: layer}
+
+
+SDXL = (
+    "model.diffusion_model.output_blocks.1.0.in_layers.2.weight",
+    "model.diffusion_model.input_blocks.1.0.in_layers.2.weight",
+    "model.diffusion_model.middle_block.1.proj_in.weight",
+    "conditioner.embedders.0.transformer.text_model.encoder.layers.1.mlp.fc1.weight",
+    "conditioner.embedders.1.model.transformer.resblocks.1.mlp.c_fc.weight",
+    "model.diffusion_model.label_emb.0.2.weight",
+)
+
+
+def test_blocks_of_a_diffusion_model_and_its_text_encoders_share_no_number():
+    """Input blocks 0 and 1, the middle block, output blocks 0 and 1, then the encoders."""
+    assert list(number_layers(SDXL).values()) == [4, 1, 2, 6, 8, -1]
+    assert name_layers(SDXL) == {
+        4: "output_blocks.1",
+        1: "input_blocks.1",
+        2: "middle_block.0",
+        6: "encoder.layers.1",
+        8: "transformer.resblocks.1",
+    }
+
+
+def test_a_second_stack_leaves_the_numbers_of_a_longer_one_alone():
+    names = ["classifier.0.weight", "model.layers.0.w", "model.layers.1.w"]
+    assert list(number_layers(names).values()) == [2, 0, 1]
+
+
+def test_stacks_whose_names_end_alike_keep_their_whole_names():
+    names = ["a.x.layers.0.w", "b.x.layers.0.w"]
+    assert list(name_layers(names).values()) == ["a.x.layers.0", "b.x.layers.0"]

@@ -12,8 +12,9 @@ import pytest
 from calling import TO, TWO, asked_recipe, dare_succeeds
 
 from dare.cli import commands
-from dare.cli.flags import FIELDS, PER_MODEL, stage_parameter_names
+from dare.cli.flags import FIELDS, PER_MODEL
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
+from dare.recipe.settings import parameter_names
 from dare.stages import STAGES
 
 TOML = """
@@ -60,14 +61,14 @@ def test_everything_that_can_be_said_of_a_model_has_a_flag():
 
 def test_every_parameter_of_every_stage_has_a_flag():
     every = {name for stage in STAGES.values() for name in stage.parameters}
-    assert set(stage_parameter_names()) == every
-    assert len(stage_parameter_names()) == len(every)
+    assert set(parameter_names()) == every
+    assert len(parameter_names()) == len(every)
 
 
 @pytest.mark.parametrize("command", [commands.merge, commands.plan, commands.init])
 def test_the_commands_that_take_a_recipe_take_all_of_it(command):
     flags = inspect.signature(command).parameters
-    assert {*FIELDS, *PER_MODEL, *stage_parameter_names(), "config"} <= flags.keys()
+    assert {*FIELDS, *PER_MODEL, *parameter_names(), "config"} <= flags.keys()
 
 
 GIVEN = {
@@ -296,7 +297,7 @@ def test_help_tells_the_range_and_the_default_of_every_parameter(monkeypatch):
     lines = dare_succeeds("merge", "--help").out.replace("│", " ").splitlines()
     told = [" ".join(line.split()) for line in lines]
     endings = {}
-    for name in stage_parameter_names():
+    for name in parameter_names():
         flag = f"--{name.replace('_', '-')} VALUE..."
         (line,) = [line for line in told if line.startswith(flag)]
         assert line.endswith("]")

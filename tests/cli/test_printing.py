@@ -130,6 +130,6 @@ def test_a_models_name_does_not_become_a_line_of_the_recipe(folder: Path, method
     assert_harmless(text)
     recipe = tomllib.loads(text)
     assert "allow_pickle" not in recipe
-    assert recipe["models"]["base_file"] == NAME
+    assert recipe["base"] == NAME
     Path("r.toml").write_text(text)
     assert not library.load_recipe("r.toml").allow_pickle

@@ -217,11 +217,12 @@ def test_it_says_where_the_recipe_is_and_what_to_do_next(folder):
 
 def test_without_an_output_one_is_suggested(folder):
     dare_succeeds("init", *TWO)
-    assert tomllib.loads(Path("recipe.toml").read_text())["models"] == {
-        "base_file": "base.safetensors",
-        "merge_files": ["math.safetensors", "code.safetensors"],
-        "output_file": "merged.safetensors",
-    }
+    written = tomllib.loads(Path("recipe.toml").read_text())
+    assert [written[name] for name in ("base", "models", "output")] == [
+        "base.safetensors",
+        ["math.safetensors", "code.safetensors"],
+        "merged.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("to", [["--to", "-"], ["--to=-"]])

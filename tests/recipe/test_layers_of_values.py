@@ -66,6 +66,24 @@ def recipe(**given):
         ("0.weight", None),
         ("layer12.weight", None),
         ("lm_head.weight", None),
+        (
+            "model.diffusion_model.output_blocks.3.1.transformer_blocks.0.attn1.to_q.weight",
+            ("model.diffusion_model.output_blocks", 3),
+        ),
+        (
+            "model.diffusion_model.middle_block.2.out_layers.3.weight",
+            ("model.diffusion_model.middle_block", 0),
+        ),
+        ("mid_block.attentions.0.proj_in.weight", ("mid_block", 0)),
+        ("model.diffusion_model.time_embed.2.weight", None),
+        ("model.diffusion_model.label_emb.0.0.weight", None),
+        ("model.diffusion_model.out.2.weight", None),
+        ("t_embedder.mlp.0.weight", None),
+        ("final_layer.adaLN_modulation.1.weight", None),
+        (
+            "conditioner.embedders.1.model.transformer.resblocks.7.ln_1.weight",
+            ("conditioner.embedders.1.model.transformer.resblocks", 7),
+        ),
     ],
 )
 def test_the_layer_is_the_first_number_between_dots(name, place):
@@ -78,6 +96,20 @@ def test_each_stack_counts_its_own_layers():
     assert depths["model.layers.1.mlp.weight"] == Fraction(1, 3)
     assert depths["vision.blocks.1.weight"] == 1
     assert depths["model.embed_tokens.weight"] == depths["model.norm.weight"] == 0
+
+
+def test_the_blocks_of_one_network_follow_each_other():
+    flux = [f"double_blocks.{i}.w" for i in range(19)] + [f"single_blocks.{i}.w" for i in range(38)]
+    depths = find_depths(["img_in.weight", *flux, "final_layer.linear.weight"])
+    assert [depths[name] * 56 for name in flux] == list(range(57))
+    assert depths["img_in.weight"] == depths["final_layer.linear.weight"] == 0
+
+
+def test_stacks_of_different_modules_do_not_follow_each_other():
+    """As in the autoencoder of diffusers, which goes down in one half and up in the other."""
+    names = ["encoder.down_blocks.1.w", "encoder.mid_block.resnets.0.w", "decoder.up_blocks.1.w"]
+    depths = find_depths(["decoder.mid_block.resnets.0.w", *names])
+    assert list(depths.values()) == [0, Fraction(1, 2), 1, 1]
 
 
 def test_a_stack_of_one_layer_stands_at_the_end():

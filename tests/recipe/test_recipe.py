@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dare.api import load_recipe
 from dare.errors import InputError, RecipeError
 from dare.recipe.document import recipe_from_document as from_document
+from dare.recipe.naming import OTHER_NAMES, OUR_NAMES, in_our_form
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 from dare.tensors.names import is_embedding
@@ -416,7 +417,7 @@ def test_a_value_of_a_model_out_of_range_is_refused(settings, match):
 @pytest.mark.parametrize(
     ("document", "match"),
     [
-        ({"models": 5}, r"models: must be a table"),
+        ({"models": 5, "base": "b"}, r"models: must be a list"),
         ({"tensors": 5}, "tensors"),
         ({"tensors": [5]}, r"\[\[tensors\]\]"),
         ({"tensors": {"match": "*"}}, r"\[\[tensors\]\]"),
@@ -659,3 +660,52 @@ def test_embeddings_and_heads_are_known_by_name(tensor, expected):
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         recipe().seed = 1
+
+
+# ---------------------------------------------------------------- what the files are called
+
+OURS = {"base": "b", "models": ["m", {"file": "n", "weight": 2.0}], "output": "o"}
+SEEDS = {"models": {"base_file": "b", "merge_files": OURS["models"], "output_file": "o"}}
+
+
+def test_both_forms_are_the_same_recipe():
+    assert from_document(OURS, "recipe") == from_document(SEEDS, "recipe")
+    assert from_document(OURS, "recipe") == recipe(
+        base="b", models=["m", ModelEntry(file="n", weight=2.0)], output="o"
+    )
+
+
+def test_a_recipe_is_written_in_our_form_and_kept_in_manifests_in_the_other():
+    asked = from_document({**OURS, "seed": 1, "dare": {"drop_rate": 0.5}}, "recipe")
+    assert asked.to_tables() == {**OURS, "seed": 1, "dare": {"drop_rate": 0.5}}
+    assert list(asked.to_tables()) == ["base", "models", "output", "seed", "dare"]
+    assert asked.to_document() == {**SEEDS, "seed": 1, "dare": {"drop_rate": 0.5}}
+    assert list(asked.to_document()) == ["seed", "models", "dare"]
+    assert in_our_form(SEEDS) == OURS
+
+
+@pytest.mark.parametrize("name", [name for others in OTHER_NAMES.values() for name in others])
+def test_every_other_name_is_understood_in_a_recipe(name):
+    document = {name if key == OUR_NAMES[name] else key: OURS[key] for key in OURS}
+    assert from_document(document, "recipe") == from_document(OURS, "recipe")
+    assert from_document({"models": document}, "recipe") == from_document(OURS, "recipe")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"base": "b", "models": {"merge_files": ["m"]}}, "^recipe: base at the top level and a"),
+        ({"base": "b", "base_file": "b", "models": ["m"]}, "base and base_file: are names for"),
+        ({"base": "b"}, "^recipe: models is missing$"),
+        ({"models": ["m"]}, "^recipe: base is missing$"),
+        ({"models": {"base_file": "b"}}, r"^recipe: \[models\] merge_files is missing$"),
+        ({"bass": "b", "models": ["m"]}, r"^recipe: bass: not known \(did you mean 'base'\?\)$"),
+        ({"base": "b", "modles": []}, r"^recipe: modles: not known \(did you mean 'models'\?\)$"),
+        ({"base": "b", "models": [{"fil": "m"}]}, "^recipe: models, number 1: fil: not known here"),
+        ({"base": "b", "merge": [5]}, "^recipe: merge, number 1: must be the path"),
+        ({"dare": {"drop_rate": 0.5, "base": "b"}}, r"\[dare\] base: belongs at the top level"),
+    ],
+)
+def test_messages_name_files_as_the_recipe_does(document, message):
+    with pytest.raises(RecipeError, match=message):
+        from_document(document, "recipe")

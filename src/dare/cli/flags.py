@@ -19,12 +19,10 @@ from cyclopts import Group, Parameter
 from dare.api import load_document
 from dare.cli import UsageError
 from dare.errors import RecipeError
-from dare.recipe.document import FILE_KEYS, LIFTED, recipe_from_document
-from dare.recipe.schema import SAME_WEIGHTS, Recipe
-from dare.recipe.settings import read_value, set_for_models, set_parameter
-from dare.stages import STAGES, parse_method
-from dare.stages.outside import load_installed_stages
-from dare.tensors.sizes import times
+from dare.recipe.naming import FLAGS
+from dare.recipe.schema import Recipe
+from dare.recipe.settings import overlaid, parameter_names, read_value
+from dare.stages import STAGES
 
 FILES = Group("Files", sort_key=1)
 METHOD = Group("Method", sort_key=2)
@@ -106,9 +104,9 @@ class Flag:
 
 
 FIELDS: dict[str, Flag] = {
-    "base": Flag(Path, FILES, ("--base", "-b")),
-    "models": Flag(list[Path], FILES, ("--merge", "-m"), "PATH..."),
-    "output": Flag(Path, FILES, ("--output", "-o")),
+    "base": Flag(Path, FILES, FLAGS["base"]),
+    "models": Flag(list[Path], FILES, FLAGS["models"], "PATH..."),
+    "output": Flag(Path, FILES, FLAGS["output"]),
     "copy_from": Flag(str, FILES, metavar="MODEL"),
     "chat_template": Flag(str, FILES),
     "allow_pickle": Flag(bool, FILES),
@@ -152,7 +150,7 @@ def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command a flag for all that a recipe can say, in place of its `**flags`."""
     signature = inspect.signature(command, eval_str=True)
     flags = FIELDS | PER_MODEL
-    for name in stage_parameter_names():
+    for name in parameter_names():
         flags[name] = Flag(list[str], STAGE_PARAMETERS, (), "VALUE...", _stage_help(name))
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters += [flag.parameter(name) for name, flag in flags.items()]
@@ -160,12 +158,6 @@ def takes_recipe(command: Callable[..., int]) -> Callable[..., int]:
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
     return command
-
-
-def stage_parameter_names() -> list[str]:
-    """Every parameter that a stage has, once; stages of installed packages have theirs too."""
-    load_installed_stages()
-    return list(dict.fromkeys(name for stage in STAGES.values() for name in stage.parameters))
 
 
 def _stage_help(name: str) -> str:
@@ -192,66 +184,30 @@ def recipe_from_flags(
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
     given = {name: value for name, value in flags.items() if value is not None}
     if config is None and start is None:
-        missing = [FIELDS[name].names[0] for name in ("base", "models") if name not in given]
+        missing = [FLAGS[name][0] for name in ("base", "models") if name not in given]
         if missing:
             raise UsageError(
-                f"{' and '.join(missing)} missing: give --base, --merge and --output, "
+                f"{' and '.join(missing)} missing: give --base, --models and --output, "
                 "or a recipe with --config"
             )
     document = copy.deepcopy(dict(start or {})) if config is None else load_document(config)
     where = "command line" if config is None else str(config)
     if config is not None and given:
         where += " with flags"
-    moved: dict[str, Any] = {}
-    if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
-        moved = {name: given.pop(name) for name in ("base", "models") if name in given}
-        if set(given) - SAME_WEIGHTS:
-            del document["output_digest"]
     try:
-        _lay_over(document, given, fixed)
-        return _with_files(recipe_from_document(document, where), moved)
+        values = {name: _read(name, value) for name, value in given.items()}
     except RecipeError as error:
-        text = str(error)
-        raise RecipeError(text if text.startswith(where) else f"{where}: {text}") from None
+        raise RecipeError(f"{where}: {error}") from None
+    return overlaid(document, values | fixed, where, _flag)
 
 
-def _with_files(recipe: Recipe, moved: Mapping[str, Any]) -> Recipe:
-    """A repeated merge whose files lie elsewhere than the manifest says."""
-    files = moved.get("models", [entry.file for entry in recipe.models])
-    if len(files) != len(recipe.models):
-        raise RecipeError(
-            f"--merge: {times(len(files), 'model')} given, and "
-            f"{len(recipe.models)} were merged; give all of them, in that order"
-        )
-    return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
-
-
-def _lay_over(document: dict[str, Any], given: dict[str, Any], fixed: Mapping[str, Any]) -> None:
-    files = document.setdefault("models", {})
-    if not isinstance(files, dict):
-        return  # which is what the recipe's own check will say
-    fields = {name: given[name] for name in FIELDS if name in given} | dict(fixed)
-    if "tensors" in fields:
-        fields["tensors"] = [read_rule(text) for text in fields["tensors"]]
-    for key, name in FILE_KEYS.items():
-        if name in fields:
-            paths = fields.pop(name)
-            files[key] = str(paths) if isinstance(paths, Path) else [str(path) for path in paths]
-    document.update(fields)
-    for key in LIFTED:
-        if key in fields and isinstance(document.get("dare"), dict):
-            document["dare"].pop(key, None)
-
-    for name in (name for name in PER_MODEL if name in given):
-        set_for_models(files, name.removeprefix("model_"), given[name], _flag(name))
-    asked = [name for name in stage_parameter_names() if name in given]
-    method = document.get("method", Recipe.model_fields["method"].default)
-    if not asked or not isinstance(method, str):
-        return  # a method that is no text is for the recipe's own check too
-    chain = parse_method(method)
-    for name in asked:
-        values = [read_value(text) for text in given[name]]
-        set_parameter(document, chain, name, values, _flag(name))
+def _read(name: str, value: Any) -> Any:
+    """What a flag gives, as a recipe would have it."""
+    if name == "tensors":
+        return [read_rule(text) for text in value]
+    if name in FIELDS or name in PER_MODEL:
+        return value
+    return [read_value(text) for text in value]
 
 
 def read_rule(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.errors import printable
 from dare.planning.plan import Plan
+from dare.recipe.naming import in_our_form
 from dare.recipe.schema import Recipe
 from dare.recipe.toml import write_toml, write_value
 from dare.stages import parse_method
@@ -29,28 +30,31 @@ EXAMPLES = {
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 
+OUTPUT = "merged.safetensors"
+"""Where a recipe merges to that does not say it."""
+
 ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest"}
-"""Fields that have tables of their own; and the digest, which what is edited will not have."""
+"""Fields that stand first or in tables; and the digest, which an edited recipe will not have."""
 
 
 def write_template(plan: Plan, advice: Advice | None = None) -> str:
     """The recipe of a plan as TOML: what it sets, and as comments what it could set."""
     recipe = plan.recipe
-    document = recipe.to_document()
+    document = recipe.to_tables()
     lines = [
         "# A recipe for dare. `dare plan FILE` says what it would do, `dare FILE` does it.",
         "# What is commented out is at its default, or an example.",
         *(["#", "# Chosen after an analysis:", *reasons(advice)] if advice else []),
         "",
-        *_fields(document),
-        "[models]",
         f"# {_described(plan)}",
-        _key("base_file", document["models"]["base_file"]),
-        "# Each may be a table of its own: { file = …, weight = 0.5, seed = 7, drop_rate = 0.8 }",
-        "merge_files = [",
-        *(f"    {write_value(entry)}," for entry in document["models"]["merge_files"]),
+        _key("base", document["base"]),
+        "# Each may be a table: { file = …, weight = 0.5, seed = 7, drop_rate = 0.8 }",
+        "models = [",
+        *(f"    {write_value(entry)}," for entry in document["models"]),
         "]",
-        _key("output_file", document["models"].get("output_file", "merged.safetensors")),
+        _key("output", document.get("output", OUTPUT)),
+        "",
+        *_fields(document),
         *_stages(recipe, document),
         *_rules(document),
     ]
@@ -62,7 +66,7 @@ def advised_toml(advice: Advice, output: Path) -> str:
     recipe = advice.recipe
     if not recipe:
         return "\n".join(["# None of the models should be merged:", *reasons(advice), ""])
-    document = {**recipe, "models": {**recipe["models"], "output_file": str(output)}}
+    document = {**in_our_form(recipe), "output": str(output)}
     return "\n".join([*reasons(advice), "", write_toml(document)])
 
 
@@ -74,7 +78,7 @@ def reasons(advice: Advice) -> Iterator[str]:
         grounds = f"({advised.evidence} evidence; {advised.source})"
         setting = f"{advised.setting}{whose} = {advised.value}"
         texts.append(f"{setting}: {advised.reason} {grounds}")
-    texts += [f"Not known: {doubt}" for doubt in advice.doubts]
+    texts += [f"Caveat: {doubt}" for doubt in advice.doubts]
     for text in map(printable, texts):
         yield from textwrap.wrap(text, 98, initial_indent="# - ", subsequent_indent="#   ")
 

@@ -108,7 +108,7 @@ def compress(
         show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
     ):
         if partial.doubtful:
-            display.announce("comparing the inputs with those of the earlier try")
+            display.announce("comparing the inputs with those of the earlier run")
             partial.confirm(with_same_inputs(plan, partial.doubtful, lambda _nbytes: None))
         records = execute(
             plan,
@@ -143,8 +143,8 @@ def compress(
 def _held_against(choice: Choice, report: DeltaReport) -> DeltaReport:
     """The report with what was expected of the chosen settings, and whether the target is met."""
     note = (
-        f"chosen: {choice.table[0]}; {show_size(choice.predicted_bytes)} and an error of "
-        f"{choice.predicted_error:.3g} of the weights were expected"
+        f"chosen: {choice.table[0]}; {show_size(choice.predicted_bytes)} and an "
+        f"error of {choice.predicted_error:.3g} of the weights were predicted"
     )
     missed = []
     if choice.target_size is not None and report.bytes_written > choice.target_size:
@@ -232,8 +232,8 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
     notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
     if len(json.dumps(_metadata(notes))) > MAX_METADATA:
         raise MismatchError(
-            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and the header "
-            "of a file cannot hold all that is to be said of them"
+            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and "
+            "the header of one file cannot describe that many; split the model"
         )
     layout = lay_out(output.layout.target, described, None)
     sources = {name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described}

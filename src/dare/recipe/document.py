@@ -7,16 +7,15 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from dare.errors import RecipeError, did_you_mean
+from dare.recipe.naming import OUR_NAMES, Files
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.recipe.toml import read_toml
 from dare.stages import STAGES, parse_method
 
-__all__ = ["FILE_KEYS", "LIFTED", "read_toml", "recipe_from_document"]
+__all__ = ["LIFTED", "read_toml", "recipe_from_document"]
 
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 """Keys that may stand in the table [dare] but belong to the whole recipe."""
-
-FILE_KEYS = {"base_file": "base", "merge_files": "models", "output_file": "output"}
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 
@@ -31,12 +30,16 @@ def recipe_from_document(document: Mapping[str, Any], where: str) -> Recipe:
 
 def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(document)
-    given |= _files(given.pop("models", {}))
+    _check_places(given)
+    files = _files(Files.of(given))
+    given = {key: value for key, value in given.items() if key not in OUR_NAMES} | files
     if "tensors" in given:
-        if not isinstance(given["tensors"], list):
+        if not isinstance(given["tensors"], list | tuple):
             raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
         given["tensors"] = [
-            _built(rule, TensorRule, f"[[tensors]], number {number}: ")
+            rule
+            if isinstance(rule, TensorRule)
+            else _built(rule, TensorRule, f"[[tensors]], number {number}: ")
             for number, rule in enumerate(given["tensors"], start=1)
         ]
     if "stages" in given:
@@ -57,29 +60,47 @@ def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "stages": stages}
 
 
-def _files(table: object) -> dict[str, Any]:
-    """The fields that stand in the table [models]."""
-    if not isinstance(table, dict):
-        raise RecipeError("models: must be a table, as in [models]")
-    for key in table:
-        if key not in FILE_KEYS:
-            raise RecipeError(f"[models] {key}: not known{did_you_mean(key, FILE_KEYS)}")
-    for key in ("base_file", "merge_files"):
-        if key not in table:
-            raise RecipeError(f"[models] {key} is missing")
-    files = {field: table[key] for key, field in FILE_KEYS.items() if key in table}
-    if isinstance(files["models"], list):
+def _files(named: Files) -> dict[str, Any]:
+    """The fields that name files, from where the document names them."""
+    for field in ("base", "models"):
+        if named.get(field) is None:
+            raise _missing(named, field)
+    files = {field: named.get(field) for field in named.keys if named.get(field) is not None}
+    shown, models = named.shown("models"), files["models"]
+    if isinstance(models, list | tuple):
         files["models"] = [
             entry
-            if isinstance(entry, str | PathLike)
-            else _built(entry, ModelEntry, f"[models] merge_files, number {number}: ")
-            for number, entry in enumerate(files["models"], start=1)
+            if isinstance(entry, str | PathLike | ModelEntry)
+            else _built(entry, ModelEntry, f"{shown}, number {number}: ")
+            for number, entry in enumerate(models, start=1)
         ]
-    elif not isinstance(files["models"], str | PathLike):
+    elif not isinstance(models, str | PathLike):
         raise RecipeError(
-            '[models] merge_files: must be a list, as in ["math.safetensors", "code.safetensors"]'
+            f'{shown}: must be a list, as in ["math.safetensors", "code.safetensors"]'
         )
     return files
+
+
+def _check_places(document: Mapping[str, Any]) -> None:
+    """Refuse a file that is named below a table's heading, which makes it a part of the table."""
+    for heading, table in document.items():
+        if heading in STAGES and isinstance(table, dict):
+            for name in table:
+                if name in OUR_NAMES:
+                    raise RecipeError(
+                        f"[{heading}] {name}: belongs at the top level; move it above the first "
+                        "heading in brackets"
+                    )
+
+
+def _missing(named: Files, field: str) -> RecipeError:
+    """Say that a field is missing, or which unknown key is probably meant for it."""
+    for key in named.table:
+        if key not in (*OUR_NAMES, *Recipe.model_fields, *STAGES):
+            guess = did_you_mean(key, [named.keys[field]])
+            if guess:
+                return RecipeError(f"{key}: not known{guess}")
+    return RecipeError(f"{named.shown(field)} is missing")
 
 
 def _owner(parameter: str, method: object) -> str | None:

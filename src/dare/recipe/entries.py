@@ -127,6 +127,10 @@ class ModelEntry(Strict):
         is_told = path.stem in GENERIC_NAMES and folder.name and folder != Path.home()
         return folder.name if is_told else path.stem.removesuffix(".delta")
 
+    def to_table(self) -> dict[str, Any]:
+        """The entry as a table of a recipe: its parameters stand among its keys."""
+        return flat(self.model_dump(mode="json", exclude_defaults=True))
+
 
 class TensorRule(Strict):
     """Parameters for the tensors whose names match a pattern, or contain a text.
@@ -172,6 +176,12 @@ class TensorRule(Strict):
         words = {"matching": self.match, "containing": self.contains, "of model": self.model}
         parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
         return f"tensors {' '.join(parts)}"
+
+
+def flat(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with its parameters among its keys, as `document` reads it."""
+    settings: dict[str, Any] = entry.get("settings", {})
+    return {key: value for key, value in entry.items() if key != "settings"} | settings
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -3,14 +3,20 @@
 The first number is the first layer's and the last number the last layer's; between two numbers the
 value changes in a straight line. Tensors that stand outside the layers, such as embeddings, the
 last norm and the head, take the first number, and a stack of a single layer takes the last.
+
+The blocks of a diffusion model have several names and follow each other, so they are one stack:
+input, middle and output blocks of a U-Net, double and single blocks of a transformer. 25 numbers
+are those of the 25 blocks of Stable Diffusion 1.5.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
+
+from dare.tensors.names import PROJECTIONS
 
 Gradient = list[float]
 """One number or more, from the first layer to the last."""
@@ -18,7 +24,22 @@ Gradient = list[float]
 OUTSIDE = Fraction(0)
 """The depth of a tensor that stands in no layer."""
 
-_LAYER = re.compile(r"\.(\d+)\.")
+SEQUENCES: tuple[tuple[str, ...], ...] = (
+    ("input_blocks", "middle_block", "output_blocks"),
+    ("down_blocks", "mid_block", "up_blocks"),
+    ("double_blocks", "single_blocks"),
+    ("transformer_blocks", "single_transformer_blocks"),
+)
+"""Blocks that follow each other in one network: U-Nets and transformers, in files and diffusers."""
+
+_PLACE = re.compile(
+    r"(?:^|\.)(?P<middle>middle_block|mid_block)\."
+    rf"|(?:^|\.)(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation)\."
+    r"|(?<!embedders)\.(?P<layer>\d+)\."
+)
+"""What comes first in a name: the one middle block, a module outside the layers although its parts
+are numbered, or a number. The text encoders in `conditioner.embedders` are numbered, and no layers.
+"""
 
 
 def stack_and_layer(tensor: str) -> tuple[str, int] | None:
@@ -27,8 +48,12 @@ def stack_and_layer(tensor: str) -> tuple[str, int] | None:
     >>> stack_and_layer("model.layers.12.mlp.experts.3.weight"), stack_and_layer("lm_head.weight")
     (('model.layers', 12), None)
     """
-    found = _LAYER.search(tensor)
-    return (tensor[: found.start()], int(found.group(1))) if found else None
+    found = _PLACE.search(tensor)
+    if found is None or found["apart"]:
+        return None
+    if found["middle"]:
+        return tensor[: found.end("middle")], 0
+    return tensor[: found.start()], int(found["layer"])
 
 
 def count_layers(tensors: Iterable[str]) -> dict[str, int]:
@@ -45,22 +70,43 @@ def count_layers(tensors: Iterable[str]) -> dict[str, int]:
     return counts
 
 
+def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
+    """The stacks of each network, in the order in which they are passed.
+
+    >>> find_networks({"up_blocks": 4, "mid_block": 1, "down_blocks": 4, "encoder.layers": 12})
+    [['down_blocks', 'mid_block', 'up_blocks'], ['encoder.layers']]
+    """
+    networks: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for stack in counts:
+        outer, _, inner = stack.rpartition(".")
+        sequence = next((names for names in SEQUENCES if inner in names), (inner,))
+        networks.setdefault((outer, sequence), []).append(stack)
+    for (_, sequence), stacks in networks.items():
+        stacks.sort(key=lambda stack: sequence.index(stack.rpartition(".")[2]))
+    return list(networks.values())
+
+
 def find_depths(tensors: Iterable[str]) -> dict[str, Fraction]:
-    """How deep each tensor stands in its stack: 0 is the first layer, 1 the last.
+    """How deep each tensor stands in its network: 0 is the first layer, 1 the last.
 
     >>> depths = find_depths(["embed.w", "h.0.w", "h.1.w", "h.4.w", "blocks.0.w"])
     >>> [str(depth) for depth in depths.values()]
     ['0', '0', '1/4', '1', '1']
     """
     names = list(tensors)
-    layers = count_layers(names)
+    counts = count_layers(names)
+    before, last = {}, {}
+    for stacks in find_networks(counts):
+        layers = [counts[stack] for stack in stacks]
+        for place, stack in enumerate(stacks):
+            before[stack], last[stack] = sum(layers[:place]), sum(layers) - 1
     depths = dict.fromkeys(names, OUTSIDE)
     for name in names:
-        place = stack_and_layer(name)
-        if place is not None:
-            stack, layer = place
-            last = layers[stack] - 1
-            depths[name] = Fraction(layer, last) if last else Fraction(1)
+        found = stack_and_layer(name)
+        if found is not None:
+            stack, layer = found
+            deepest = last[stack]
+            depths[name] = Fraction(before[stack] + layer, deepest) if deepest else Fraction(1)
     return depths
 
 

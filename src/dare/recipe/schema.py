@@ -1,19 +1,19 @@
 """What the user asks for: typed, strict, and the same as a TOML file or a Python object.
 
-The two tables of a small recipe are enough:
+Three names and a rate are enough:
+
+    base = "base.safetensors"
+    models = ["math.safetensors", "code.safetensors"]
+    output = "merged.safetensors"
 
     [dare]
     drop_rate = 0.9
 
-    [models]
-    base_file = "base.safetensors"
-    merge_files = ["math.safetensors", "code.safetensors"]
-    output_file = "merged.safetensors"
-
-Everything else has a default. A stage's parameters stand in a table of its name. A model may be
-an inline table with its own `weight`, `seed` and parameters. `[[tensors]]` rules set parameters
-for the tensors whose names match. A list in place of a number is its values from the first layer
-to the last. `resolving` says what of all this applies to a tensor and a model.
+Everything else has a default; `naming` has the other names of the first three. A stage's
+parameters stand in a table of its name. A model may be an inline table with its own `weight`,
+`seed` and parameters. `[[tensors]]` rules set parameters for the tensors whose names match. A list
+in place of a number is its values from the first layer to the last. `resolving` says what of all
+this applies to a tensor and a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, with_lists
+from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, flat, with_lists
+from dare.recipe.naming import OTHER_NAMES
 from dare.recipe.resolving import Resolving
 from dare.recipe.search import Search, search_table
 from dare.recipe.toml import write_toml
@@ -163,7 +164,7 @@ class Recipe(Strict, Resolving):
         if not isinstance(value, Sequence):
             return value
         if not value:
-            raise RecipeError("no models: name at least one (merge_files in TOML, or --merge)")
+            raise RecipeError("no models: name at least one")
         return tuple(
             ModelEntry(file=entry) if isinstance(entry, str | PathLike) else entry
             for entry in value
@@ -285,24 +286,28 @@ class Recipe(Strict, Resolving):
 
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
-        return write_toml(self.to_document())
+        return write_toml(self.to_tables())
+
+    def to_tables(self) -> dict[str, Any]:
+        """The recipe as plain tables, as people write it, without what is at its default."""
+        plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+        plain["models"] = [
+            entry["file"] if set(entry) == {"file"} else flat(entry) for entry in plain["models"]
+        ]
+        rules = [flat(rule) for rule in plain.pop("tensors", [])]
+        stages = plain.pop("stages", {})
+        files = {name: plain.pop(name) for name in OTHER_NAMES if name in plain}
+        return {**files, **plain, **stages, **({"tensors": rules} if rules else {})}
 
     def to_document(self) -> dict[str, Any]:
-        """The recipe as the plain tables of its TOML form, without what is at its default."""
-        plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
-        files = {"base_file": plain.pop("base")}
-        files["merge_files"] = [
-            entry["file"] if set(entry) == {"file"} else _flat(entry)
-            for entry in plain.pop("models")
-        ]
-        if (output := plain.pop("output", None)) is not None:
-            files["output_file"] = output
-        rules = [_flat(rule) for rule in plain.pop("tensors", [])]
-        stages = plain.pop("stages", {})
-        return {**plain, "models": files, **stages, **({"tensors": rules} if rules else {})}
+        """The same as manifests hold it: with the files in a table [models].
 
-
-def _flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with its parameters among its keys, as `document` reads it."""
-    settings: dict[str, Any] = entry.get("settings", {})
-    return {key: value for key, value in entry.items() if key != "settings"} | settings
+        Bytes of outputs depend on it, so it stays as it is.
+        """
+        tables = self.to_tables()
+        files = {
+            others[0]: tables.pop(ours) for ours, others in OTHER_NAMES.items() if ours in tables
+        }
+        later = {*self.stages, "tensors"}
+        fields = {key: value for key, value in tables.items() if key not in later}
+        return {**fields, "models": files, **{key: tables[key] for key in tables if key in later}}

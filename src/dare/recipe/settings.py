@@ -4,24 +4,122 @@ scale, method, seed …          a field of the recipe
 drop_rate                      a parameter, in the table of the one stage that has it
 trim.density                   a parameter of that stage
 weight.math, drop_rate.math    what is said of one model; weight alone: of each
+
+`overlaid` does it for a whole merge, from a command line or from keywords in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import LIFTED, recipe_from_document
 from dare.recipe.entries import distinct
-from dare.recipe.schema import Recipe
+from dare.recipe.naming import OTHER_NAMES, Files
+from dare.recipe.schema import SAME_WEIGHTS, ModelEntry, Recipe
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
+from dare.stages.outside import load_installed_stages
 from dare.tensors.sizes import times
 
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
 """Fields of a recipe that can be set by name."""
 OF_MODELS = ("weight", "seed")
 """What is said of each model, beside the parameters of delta stages."""
+PER_MODEL = {"weight": "weight", "model_seed": "seed"}
+"""What is said of each model by keyword or flag; seed alone is the recipe's."""
+
+
+def overlaid(
+    document: dict[str, Any],
+    given: Mapping[str, Any],
+    where: str,
+    spelled: Callable[[str], str] = str,
+) -> Recipe:
+    """The recipe of a document with what is given by name laid over it; the document changes.
+
+    Given are fields of a recipe by their names, `PER_MODEL`, and parameters of stages: one value
+    for all models, or a list with one for each. `spelled` says what users call a name.
+    """
+    given = dict(given)
+    moved: dict[str, Any] = {}
+    if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
+        moved = {name: given.pop(name) for name in ("base", "models") if name in given}
+        if set(given) - SAME_WEIGHTS:
+            del document["output_digest"]
+    try:
+        _lay_over(document, given, spelled)
+        recipe = recipe_from_document(document, where)
+        return _with_files(recipe, moved, spelled("models")) if moved else recipe
+    except RecipeError as error:
+        text = str(error)
+        raise RecipeError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:
+    """A repeated merge whose files lie elsewhere than the manifest says."""
+    files = moved.get("models", [entry.file for entry in recipe.models])
+    files = [files] if isinstance(files, str | PathLike) else files
+    if len(files) != len(recipe.models):
+        raise RecipeError(
+            f"{shown}: {times(len(files), 'model')} given, and {len(recipe.models)} were merged; "
+            "give all of them, in that order"
+        )
+    return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
+
+
+def _lay_over(
+    document: dict[str, Any], given: dict[str, Any], spelled: Callable[[str], str]
+) -> None:
+    _check_known(given, spelled)
+    fields = {name: value for name, value in given.items() if name in Recipe.model_fields}
+    named = Files.of(document)
+    for name in OTHER_NAMES:
+        if name in fields:
+            named.set(name, fields.pop(name))
+    for stage, table in fields.pop("stages", {}).items():
+        document[stage] = {**_table(document.get(stage)), **table}
+    document.update(fields)
+    for key in LIFTED:
+        if key in fields and isinstance(document.get("dare"), dict):
+            document["dare"].pop(key, None)
+    for name, key in PER_MODEL.items():
+        if name in given:
+            set_for_models(document, key, _each(given[name], named), spelled(name))
+    asked = [name for name in parameter_names() if name in given]
+    method = document.get("method", Recipe.model_fields["method"].default)
+    if not asked or not isinstance(method, str):
+        return  # the check of the recipe says what is wrong with a method that is not text
+    chain = parse_method(method)
+    for name in asked:
+        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        set_parameter(document, chain, name, list(values), spelled(name))
+
+
+def _table(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def parameter_names() -> list[str]:
+    """Every parameter that a stage has, once; stages of installed packages have theirs too."""
+    load_installed_stages()
+    return list(dict.fromkeys(name for stage in STAGES.values() for name in stage.parameters))
+
+
+def _check_known(given: Mapping[str, Any], spelled: Callable[[str], str]) -> None:
+    known = (*Recipe.model_fields, *PER_MODEL, *parameter_names())
+    for name in given:
+        if name not in known:
+            raise RecipeError(f"{spelled(name)}: not known{did_you_mean(name, known)}")
+
+
+def _each(value: Any, named: Files) -> Sequence[Any]:
+    """A value for each model, where one may be given for all."""
+    if isinstance(value, list | tuple):
+        return value
+    models = named.get("models")
+    return [value] * (len(models) if isinstance(models, list | tuple) else 1)
 
 
 def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
@@ -55,13 +153,13 @@ def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequenc
     if not dot and name in FIELDS:
         document[name] = value
     elif not dot and name in OF_MODELS:
-        set_for_models(document["models"], name, [value] * len(models), name)
+        set_for_models(document, name, [value] * len(models), name)
     elif not dot:
         set_parameter(document, chain, name, [value], name)
     elif first in {stage.name for stage in chain}:
         document.setdefault(first, {})[rest] = value
     elif rest in models:
-        set_for_model(document["models"], first, value, models.index(rest))
+        set_for_model(document, first, value, models.index(rest))
     else:
         known = [*(stage.name for stage in chain), *models]
         raise RecipeError(
@@ -102,7 +200,7 @@ def _leave_out_the_idle(document: dict[str, Any]) -> None:
         del document[name]
     if not applies("embedding_drop_rate", method):
         document.pop("embedding_drop_rate", None)
-    entries = [e for e in document["models"]["merge_files"] if isinstance(e, dict)]
+    entries = [entry for entry in Files.of(document).get("models") if isinstance(entry, dict)]
     for entry in [*entries, *document.get("tensors", [])]:
         is_rule = "file" not in entry
         for key in list(entry):
@@ -118,19 +216,16 @@ def set_parameter(
     """Set a stage's parameter for all models, or for each its own; `shown` is its name to users."""
     owner = _owner(chain, name, shown)
     if not isinstance(document.setdefault(owner.name, {}), dict):
-        return  # which is what the recipe's own check will say
+        return  # the check of the recipe will say it
     if len(values) == 1:
         document[owner.name][name] = values[0]
-        entries = document["models"].get("merge_files")
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict):
-                entry.pop(name, None)
+        _forget_for_models(document, name)
     elif owner.kind == "combine":
         raise RecipeError(
             f"{shown}: {owner.name} sees all models at once and takes one value, not {len(values)}"
         )
     else:
-        set_for_models(document["models"], name, values, shown)
+        set_for_models(document, name, values, shown)
 
 
 def _owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
@@ -157,25 +252,43 @@ def _owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
     return owners[0]
 
 
-def set_for_models(files: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
+def set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
     """Write a value into each model's table."""
-    entries = files.get("merge_files", [])
-    if not isinstance(entries, list):
-        entries = files["merge_files"] = [entries]
+    entries = _entries(document)
     if len(values) != len(entries):
         raise RecipeError(
             f"{shown}: {len(values)} given for {times(len(entries), 'model')}; give one for "
             "each, in the order of the models"
         )
     for place, value in enumerate(values):
-        set_for_model(files, key, value, place)
+        set_for_model(document, key, value, place)
 
 
-def set_for_model(files: dict[str, Any], key: str, value: Any, place: int) -> None:
+def set_for_model(document: dict[str, Any], key: str, value: Any, place: int) -> None:
     """Write a value into one model's table."""
-    entry = files["merge_files"][place]
-    own = entry if isinstance(entry, dict) else {"file": entry}
-    files["merge_files"][place] = {**own, key: value}
+    entries = _entries(document)
+    entry = entries[place]
+    table = entry if isinstance(entry, dict) else {"file": entry}
+    entries[place] = {**table, key: value}
+    Files.of(document).set("models", entries)
+
+
+def _forget_for_models(document: dict[str, Any], key: str) -> None:
+    """Take a value out of each model's table."""
+    named = Files.of(document)
+    if isinstance(named.get("models"), list | tuple):
+        for place, entry in enumerate(entries := _entries(document)):
+            if isinstance(entry, dict):
+                entries[place] = {name: entry[name] for name in entry if name != key}
+        named.set("models", entries)
+
+
+def _entries(document: dict[str, Any]) -> list[Any]:
+    """The models of a document as a list of its own, those with settings as tables."""
+    models = Files.of(document).get("models")
+    if not isinstance(models, list | tuple):
+        models = [] if models is None else [models]
+    return [entry.to_table() if isinstance(entry, ModelEntry) else entry for entry in models]
 
 
 def read_value(text: str) -> Any:

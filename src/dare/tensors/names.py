@@ -5,11 +5,15 @@ Three questions are asked, and each has its own answer. Which modules have a row
 `is_tied_embedding` with `is_tied_head` where nothing but a configuration says so)? Which tensors
 are embeddings or heads in the wide sense, positions and classifiers included (`is_embedding` for
 `embedding_drop_rate`, the two expressions for an analysis)?
+
+Diffusion models call what projects a time step, a label, a patch or a text an embedding too. That
+has no row for anything, so it is none here (`without_projections`).
 """
 
 from __future__ import annotations
 
 import fnmatch
+import re
 
 INPUT_EMBEDDINGS = (
     *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "token_embd"),
@@ -33,6 +37,18 @@ EMBEDDINGS = (
 `embedding_drop_rate` is for them, so a change here is a change of output bytes.
 """
 
+PROJECTIONS = (
+    *("time_embed", "time_embedding", "time_projection", "time_text_embed", "add_embedding"),
+    *("label_emb", "timestep_embedder", "guidance_embedder", "context_embedder"),
+    *("x_embedder", "y_embedder", "t_embedder"),
+)
+"""Modules of diffusion models that sound like embeddings and have no row for each of anything."""
+_PROJECTION = re.compile(
+    rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedder(?=\.))?"
+    r"|(?<=diffusion_model\.)pos_embed$|^pos_embed\.(?=proj\.)|^pos_embed\.pos_embed$"
+    r"|(?<![^.])text_embedding(?=\.\d)"
+)
+
 _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
 ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
 ANY_HEAD = (
@@ -42,9 +58,21 @@ ANY_HEAD = (
 """Expressions that are looked for in a name, heads first: `embed_out` is a head."""
 
 
+def without_projections(tensor: str) -> str:
+    """A name with a dash for all that only sounds like an embedding.
+
+    >>> without_projections("conditioner.embedders.1.model.token_embedding.weight")
+    'conditioner.-.1.model.token_embedding.weight'
+    >>> without_projections("time_text_embed.text_embedder.linear_1.weight")
+    '-.linear_1.weight'
+    """
+    return _PROJECTION.sub("-", tensor)
+
+
 def is_embedding(tensor: str) -> bool:
     """Say whether a tensor is an embedding or a head, by its name."""
-    return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in EMBEDDINGS)
+    name = without_projections(tensor)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in EMBEDDINGS)
 
 
 def is_input_embedding(tensor: str) -> bool:

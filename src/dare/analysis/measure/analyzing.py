@@ -16,7 +16,7 @@ from typing import Any, Literal
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.job import AnalysisJob, tensor_of
-from dare.analysis.measure.kinds import kind_of, layer_of
+from dare.analysis.measure.kinds import kind_of, number_layers
 from dare.analysis.measure.measuring import (
     AddUp,
     Measured,
@@ -307,6 +307,7 @@ def _measure_there(
 def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subject], list[str]]:
     """The tensors that can be compared, with their models; and those that cannot, with reasons."""
     subjects, left_out, labels = [], [], list(models)
+    layers = number_layers(base.tensors)
     for name, info in sorted(base.tensors.items()):
         held = [source.tensors.get(name) for source in models.values()]
         if not info.dtype.is_weight:
@@ -321,7 +322,7 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
                 model = f"{labels[number]} is {other.described}"
                 left_out.append(f"{name}: base is {info.described}, {model}")
         if fitting:
-            subjects.append(Subject(info, kind_of(name), layer_of(name), tuple(fitting)))
+            subjects.append(Subject(info, kind_of(name), layers[name], tuple(fitting)))
     for name in sorted({name for source in models.values() for name in source.tensors}):
         if name not in base.tensors:
             owners = [label for label, source in models.items() if name in source.tensors]

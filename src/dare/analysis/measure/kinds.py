@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from dare.analysis.results import OUTSIDE, Kind
-from dare.recipe.layers import stack_and_layer
-from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD
+from dare.recipe.layers import SEQUENCES, count_layers, find_networks, stack_and_layer
+from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
 PATTERNS = (
-    (Kind.NORM, r"norm|(^|[._])ln(\d|_|\.|$)"),
+    (
+        Kind.NORM,
+        r"norm(?!\w*\.linear\.)|(^|[._])ln(\d|_|\.|$)|"
+        r"(in|out)_layers\.0\.|diffusion_model\.out\.0\.",
+    ),
     (Kind.HEAD, ANY_HEAD),
     (Kind.EMBEDDING, ANY_EMBEDDING),
     (Kind.MLP, r"experts?(\.|_|$)|moe"),
@@ -20,14 +27,16 @@ PATTERNS = (
     ),
     (
         Kind.MLP,
-        r"mlp|ffn|feed_?forward|densereludense|intermediate|(^|\.)(fc\d?|c_fc|c_proj|ff|w[123])\.|"
+        r"mlp|ffn|feed_?forward|densereludense|intermediate|(^|\.)(fc\d?|c_fc|c_proj|ff(_context)?|w[123])\.|"
         r"(up|down|gate)_proj|dense_h_to_4h|dense_4h_to_h|(^|\.)lin[12]\.|\.output\.dense",
     ),
 )
 """The first pattern that is found in a name, whatever its case, says the kind.
 
-Norms come first, since every part of a model may have one. Experts come before attention and the
-other layers of perceptrons after it, because BERT's attention has an `output.dense` too.
+Norms come first, since every part of a model may have one; the linear layer inside some norms of
+diffusion models, which shifts and scales by the time step, is no norm. Experts come before
+attention and the other layers of perceptrons after it, because BERT's attention has an
+`output.dense` too.
 """
 
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in PATTERNS)
@@ -40,17 +49,65 @@ def kind_of(name: str) -> Kind:
     >>> kind_of("model.layers.3.self_attn.q_proj.weight").value, kind_of("lm_head.weight").value
     ('attention', 'head')
     """
+    plain = without_projections(name)
     for kind, pattern in _COMPILED:
-        if pattern.search(name):
+        if pattern.search(plain):
             return kind
     return Kind.OTHER
 
 
-def layer_of(name: str) -> int:
-    """The number of the layer that a tensor stands in; -1 outside.
+def number_layers(tensors: Iterable[str]) -> dict[str, int]:
+    """The number of the layer that each tensor stands in; -1 outside.
 
-    >>> layer_of("model.layers.3.self_attn.q_proj.weight"), layer_of("lm_head.weight")
-    (3, -1)
+    The layers of a model with one stack have the numbers in their names. Several stacks are
+    numbered one after the other, so that no two layers share a number: a network of several stacks
+    first, then the longest; encoders before decoders.
+
+    >>> number_layers(["encoder.block.0.w", "decoder.block.0.w", "encoder.block.1.w", "norm.w"])
+    {'encoder.block.0.w': 0, 'decoder.block.0.w': 2, 'encoder.block.1.w': 1, 'norm.w': -1}
     """
-    place = stack_and_layer(name)
-    return OUTSIDE if place is None else place[1]
+    names = list(tensors)
+    counts = count_layers(names)
+    firsts: dict[str, int] = {}
+    number = 0
+    for stack in itertools.chain(*sorted(find_networks(counts), key=_order(counts))):
+        firsts[stack] = number
+        number += counts[stack]
+    places = {name: stack_and_layer(name) for name in names}
+    return {
+        name: OUTSIDE if place is None else firsts[place[0]] + place[1]
+        for name, place in places.items()
+    }
+
+
+def _order(counts: Mapping[str, int]) -> Callable[[list[str]], tuple[bool, int, bool, str]]:
+    def rank(stacks: list[str]) -> tuple[bool, int, bool, str]:
+        layers = sum(counts[stack] for stack in stacks)
+        return len(stacks) == 1, -layers, "decoder" in stacks[0], stacks[0]
+
+    return rank
+
+
+def name_layers(tensors: Iterable[str]) -> dict[int, str]:
+    """What the numbers of `number_layers` are called: with their stack, if there are several.
+
+    >>> name_layers(["t5.encoder.block.0.w", "t5.decoder.block.0.w", "t5.norm.w"])
+    {0: 'encoder.block.0', 1: 'decoder.block.0'}
+    >>> name_layers(["model.layers.0.w", "model.layers.1.w"])
+    {0: '0', 1: '1'}
+    """
+    numbers = number_layers(tensors)
+    places = {name: place for name in numbers if (place := stack_and_layer(name)) is not None}
+    stacks = {stack for stack, _ in places.values()}
+    ends = Counter(map(_end_of, stacks))
+    titles = {stack: _end_of(stack) if ends[_end_of(stack)] == 1 else stack for stack in stacks}
+    return {
+        numbers[name]: f"{titles[stack]}.{layer}" if len(stacks) > 1 else str(layer)
+        for name, (stack, layer) in places.items()
+    }
+
+
+def _end_of(stack: str) -> str:
+    """The end of a stack's name that says enough: two parts, or one that nothing else has."""
+    parts = stack.split(".")
+    return parts[-1] if any(parts[-1] in names for names in SEQUENCES) else ".".join(parts[-2:])

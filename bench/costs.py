@@ -1,0 +1,109 @@
+"""What each stage costs beside `linear`: processor time, passes over the weights and memory.
+
+    python bench/costs.py FOLDER                  # writes docs/method-costs.json
+
+Merges run in this process on one set of made-up models in FOLDER, which are made if they are not
+there: a base of 50 million parameters (100 MB in bfloat16) and three fine-tunes. Processor time
+counts, so that other work on the machine matters little; methods take turns, and the median of the
+rounds is kept. Start-up and compilation are not in it. A delta stage is followed by `linear`, and a
+stage that takes two models is held against `linear` of two.
+
+Passes and memory are what a plan says: how often all weights are read, and what is in memory at the
+most. Stages that work on whole matrices take longer, for each element, the wider these are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from models import make_models, shape_for
+
+import dare
+from dare.stages import STAGES, Stage
+
+ROOT = Path(__file__).parents[1]
+COSTS = ROOT / "docs" / "method-costs.json"
+PARAMETERS, MODELS, ROUNDS = 50e6, 3, 3
+SMALL_PARAMETERS = 1e6
+"""Of the models whose merges have the kernels compiled."""
+SLOW_SECONDS = 10
+"""A method that takes longer is run once."""
+MEMORY = "4GiB"
+
+
+def main() -> None:
+    """Measure every stage, or those that are named, and write what was found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the models are, and merges go")
+    parser.add_argument("--parameters", type=float, default=PARAMETERS, help="of a model (50e6)")
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--json", type=Path, default=COSTS, metavar="PATH")
+    options = parser.parse_args()
+    shape, small = shape_for(options.parameters), shape_for(SMALL_PARAMETERS)
+    for size in (shape, small):
+        make_models(options.folder, size, MODELS)
+    work = options.folder / shape.folder_name
+    stages = [STAGES[name] for name in options.only]
+    chains = list(dict.fromkeys([("linear", MODELS), ("linear", 2), *map(chain_of, stages)]))
+    for method, models in chains:
+        merge(options.folder / small.folder_name, method, models)
+    times: dict[str, list[float]] = {f"{method} of {models}": [] for method, models in chains}
+    for _ in range(ROUNDS):
+        for method, models in chains:
+            found = times[f"{method} of {models}"]
+            if not found or found[0] < SLOW_SECONDS:
+                found.append(merge(work, method, models))
+                print(f"{method} of {models}: {found[-1]:.2f} s", flush=True)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    document = {
+        "parameters": shape.parameters,
+        "stages": {stage.name: cost_of(stage, work, medians) for stage in stages},
+    }
+    options.json.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+
+
+def chain_of(stage: Stage) -> tuple[str, int]:
+    """The method that a stage is measured by, and the number of its models."""
+    method = stage.name if stage.kind == "combine" else f"{stage.name}+linear"
+    return method, stage.models or MODELS
+
+
+def cost_of(stage: Stage, work: Path, medians: dict[str, float]) -> dict[str, Any]:
+    """Time relative to `linear`, passes and memory of a stage."""
+    method, models = chain_of(stage)
+    planned = dare.plan(recipe_of(work, method, models))
+    return {
+        "time": round(medians[f"{method} of {models}"] / medians[f"linear of {models}"], 2),
+        "passes": planned.cost.passes,
+        "memory_bytes": planned.cost.peak_memory,
+    }
+
+
+def recipe_of(work: Path, method: str, models: int) -> dare.Recipe:
+    """A merge of so many models by a method with its usual settings."""
+    return dare.Recipe(
+        base=work / "base",
+        models=[work / f"tuned-{number}" for number in range(1, models + 1)],
+        output=work / "merged.safetensors",
+        method=method,
+        max_memory=MEMORY,
+        verbose=False,
+    )
+
+
+def merge(work: Path, method: str, models: int) -> float:
+    """Merge once; the seconds of processor time that it took."""
+    started = time.process_time()
+    dare.merge(recipe_of(work, method, models), overwrite=True)
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Diffusion checkpoints: merged by block, analysed by block, and what counts as an embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from diffusion_models import Shapes, flux, stable_diffusion
+from safetensors.numpy import load_file, save_file
+
+import dare
+from dare.tensors.names import is_embedding
+
+UNET = "model.diffusion_model"
+TEXT = "cond_stage_model.transformer.text_model"
+BLOCKS = 25
+"""Those of Stable Diffusion 1.5: 12 input blocks, the middle block, 12 output blocks."""
+
+
+def make(shapes: Shapes, models: int = 2):
+    generator = np.random.default_rng(3)
+    base = {n: generator.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    tuned = [
+        {
+            n: v + np.float32(0.01) * generator.standard_normal(v.shape, np.float32)
+            for n, v in base.items()
+        }
+        for _ in range(models)
+    ]
+    return base, tuned
+
+
+@pytest.mark.parametrize("block", [0, 12, 24])
+def test_one_number_for_each_block_is_that_blocks_own(block):
+    base, [tuned] = make(stable_diffusion(), 1)
+    weights = [float(number == block) for number in range(BLOCKS)]
+    rule = dare.TensorRule(match=["cond_stage_model.*", "first_stage_model.*"], weight=0)
+    merged, _ = dare.merge_arrays(
+        base, [tuned], method="sum", weights=[weights], tensors=[rule], verbose=False
+    )
+    if block < 12:
+        stack = f"{UNET}.input_blocks.{block}."
+    else:
+        stack = f"{UNET}.output_blocks.{block - 13}." if block > 12 else f"{UNET}.middle_block."
+    around = (f"{UNET}.time_embed.", f"{UNET}.out.")  # they take the first number
+    changed = {name for name in base if merged[name].tobytes() != base[name].tobytes()}
+    expected = {n for n in base if n.startswith(stack) or (block == 0 and n.startswith(around))}
+    assert changed == expected
+
+
+def test_an_analysis_knows_input_middle_output_and_text_blocks_apart(tmp_path):
+    base, models = make(stable_diffusion())
+    for name, arrays in (("base", base), ("a", models[0]), ("b", models[1])):
+        save_file(arrays, tmp_path / f"{name}.safetensors")
+    files = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    found = dare.analyze(tmp_path / "base.safetensors", files, verbose=False)
+    layers = {tensor.name: tensor.layer for tensor in found.models[0].tensors}
+    assert layers[f"{UNET}.input_blocks.1.0.in_layers.2.weight"] == 1
+    assert layers[f"{UNET}.middle_block.1.proj_in.weight"] == 12
+    assert layers[f"{UNET}.output_blocks.1.0.in_layers.2.weight"] == 14
+    assert layers[f"{TEXT}.encoder.layers.1.mlp.fc1.weight"] == BLOCKS + 1
+    assert layers[f"{UNET}.time_embed.0.weight"] == layers[f"{UNET}.out.2.weight"] == -1
+    tokens = found.models[0].by_kind[dare.analysis.results.Kind.EMBEDDING]
+    assert tokens.elements == 20 * 6 + 7 * 6
+
+
+def test_embedding_drop_rate_is_for_the_text_encoder_s_tokens_alone():
+    base, models = make(stable_diffusion())
+    given = {"method": "dare+sum", "seed": 1, "verbose": False}
+    plain, _ = dare.merge_arrays(base, models, stages={"dare": {"drop_rate": 0.5}}, **given)
+    kept, _ = dare.merge_arrays(
+        base, models, stages={"dare": {"drop_rate": 0.5}}, embedding_drop_rate=0, **given
+    )
+    changed = {name for name in base if plain[name].tobytes() != kept[name].tobytes()}
+    assert changed == {
+        f"{TEXT}.embeddings.{part}_embedding.weight" for part in ("token", "position")
+    }
+    assert changed == set(filter(is_embedding, base))
+
+
+def test_flux_is_one_stack_of_double_and_single_blocks(tmp_path):
+    base, models = make(flux(), 1)
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(models[0], tmp_path / "tuned.safetensors")
+    recipe = dare.Recipe(
+        base=tmp_path / "base.safetensors",
+        models=[
+            dare.ModelEntry(file=tmp_path / "tuned.safetensors", weight=[0, 0, 0, 1, 0, 0, 0, 0])
+        ],
+        output=tmp_path / "out.safetensors",
+        method="sum",
+        verbose=False,
+    )
+    dare.merge(recipe)
+    out = load_file(tmp_path / "out.safetensors")
+    changed = {
+        name.split(".")[0:2] == ["single_blocks", "0"]
+        for name in base
+        if out[name].tobytes() != base[name].tobytes()
+    }
+    assert changed == {True}

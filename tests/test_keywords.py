@@ -1,0 +1,128 @@
+"""What to merge, by keyword: the same recipe as a file or flags would give, or one clear error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import dare
+from dare import ModelEntry, Recipe, RecipeError
+from dare.analysis.judge.judgement import Advice
+from dare.api import make_recipe
+from dare.recipe.naming import OTHER_NAMES
+from helpers import save
+
+FILES = {"base": "b", "models": ["m", "n"], "output": "o"}
+WHOLE = Recipe(**FILES, stages={"dare": {"drop_rate": 0.5}}, seed=3)
+
+
+def entries(**by_name):
+    return tuple(
+        ModelEntry(file=file, **{name: values[place] for name, values in by_name.items()})
+        for place, file in enumerate(FILES["models"])
+    )
+
+
+SAME = {
+    "keywords": lambda: make_recipe(**FILES, drop_rate=0.5, seed=3),
+    "a list of one": lambda: make_recipe(**FILES, drop_rate=[0.5], seed=3),
+    "tables by stage": lambda: make_recipe(**FILES, stages={"dare": {"drop_rate": 0.5}}, seed=3),
+    "a dict": lambda: make_recipe(WHOLE.to_tables()),
+    "a dict as in manifests": lambda: make_recipe(WHOLE.to_document()),
+    "a dict with a setting": lambda: make_recipe({**FILES, "seed": 3}, drop_rate=0.5),
+    "a recipe with settings": lambda: make_recipe(Recipe(**FILES), drop_rate=0.5, seed=3),
+    "advice": lambda: make_recipe(Advice((), WHOLE.to_tables(), ())),
+    "settings that are None": lambda: make_recipe(**FILES, drop_rate=0.5, seed=3, method=None),
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_every_form_is_the_same_recipe(form):
+    assert SAME[form]() == WHOLE
+
+
+@pytest.mark.parametrize("ours", OTHER_NAMES)
+def test_every_other_name_is_understood(ours):
+    for name in OTHER_NAMES[ours]:
+        given = {key: value for key, value in FILES.items() if key != ours}
+        assert make_recipe(**given, **{name: FILES[ours]}) == Recipe(**FILES)
+
+
+def test_a_file_with_settings(tmp_path):
+    (tmp_path / "recipe.toml").write_text(Recipe(**FILES, seed=3).to_toml())
+    assert make_recipe(tmp_path / "recipe.toml", drop_rate=0.5) == WHOLE
+    with pytest.raises(RecipeError, match=r"recipe.toml with arguments: t would have no effect"):
+        make_recipe(tmp_path / "recipe.toml", t=0.5)
+
+
+def test_a_list_has_a_value_for_each_model():
+    found = make_recipe(**FILES, drop_rate=[0.1, 0.2], weight=[1, 2], model_seed=[5, 6])
+    settings = [{"drop_rate": 0.1}, {"drop_rate": 0.2}]
+    assert found.models == entries(settings=settings, weight=[1, 2], seed=[5, 6])
+    assert make_recipe(**FILES, weight=2.0).models == entries(weight=[2.0, 2.0])
+
+
+def test_models_may_be_entries_and_tables():
+    models = [{"file": "m", "weight": 2.0}, ModelEntry(file="n", settings={"drop_rate": 0.1})]
+    found = make_recipe(base="b", models=models, weight=[3.0, 4.0])
+    assert found.models == entries(weight=[3.0, 4.0], settings=[{}, {"drop_rate": 0.1}])
+    assert models[0] == {"file": "m", "weight": 2.0}
+
+
+def test_what_is_given_is_not_changed():
+    document = WHOLE.to_tables()
+    make_recipe(document, drop_rate=[0.1, 0.2], scale=2.0)
+    assert document == WHOLE.to_tables()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**FILES, "drop_rat": 0.5}, r"^arguments: drop_rat: not known \(did you mean 'drop_rate'"),
+        ({**FILES, "base_path": "c"}, r"^base and base_path: are names for the same"),
+        ({"models": ["m"]}, r"^arguments: base is missing$"),
+        ({**FILES, "drop_rate": [0.1, 0.2, 0.3]}, r"drop_rate: 3 given for 2 models"),
+        ({**FILES, "t": 0.5}, r"^arguments: t would have no effect: method 'dare\+linear' takes"),
+        ({**FILES, "base": {"w": np.zeros(3)}}, r"^base is a dict: .* merge_arrays\(base, models"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_with_one_message(given, message):
+    with pytest.raises(RecipeError, match=message):
+        make_recipe(**given)
+
+
+def test_advice_against_merging_is_not_merged():
+    with pytest.raises(RecipeError, match=r"^the advice is not to merge any of the models"):
+        dare.merge(Advice((), {}, ()))
+
+
+BASE = {"w": np.zeros(1000, np.float32)}
+TUNED = [{"w": np.full(1000, value, np.float32)} for value in (0.001, 0.002)]
+
+
+def test_merging_files_plans_and_arrays_by_keyword_agree(tmp_path):
+    base = save(tmp_path / "base.safetensors", BASE)
+    models = [save(tmp_path / f"{n}.safetensors", model) for n, model in enumerate(TUNED)]
+    asked = {"drop_rate": 0.5, "method": "dare+sum", "verbose": False}
+    merged, _ = dare.merge_arrays(BASE, TUNED, **asked)
+    report = dare.merge(base=base, models=models, output=tmp_path / "o.safetensors", **asked)
+    planned = dare.plan(base=base, models=models, output=tmp_path / "p.safetensors", **asked)
+    again = dare.merge(planned)
+    kept = np.stack([dare.keep_mask("w", 1000, 0.5, seed=42 + number) for number in (0, 1)])
+    expected = kept[0] * np.float32(0.002) + kept[1] * np.float32(0.004)
+    np.testing.assert_array_equal(merged["w"], expected)
+    assert report.digests.output == again.digests.output
+    with pytest.raises(RecipeError, match=r"^scale: a plan is complete and takes no settings"):
+        dare.merge(planned, scale=2.0)
+
+
+def test_arrays_take_parameters_by_name_and_for_each_model():
+    one, _ = dare.merge_arrays(BASE, TUNED, drop_rate=[0.5, 0.0], verbose=False)
+    settings = [{"drop_rate": 0.5}, {}]
+    other, _ = dare.merge_arrays(
+        BASE, TUNED, drop_rate=0.0, model_settings=settings, weights=[0.5, 0.5], verbose=False
+    )
+    np.testing.assert_array_equal(one["w"], other["w"])
+    assert len(np.unique(one["w"])) == 2
+    with pytest.raises(RecipeError, match=r"^weight is given twice"):
+        dare.merge_arrays(BASE, TUNED, weights=[1, 2], weight=[1, 2])
