@@ -18,12 +18,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.limits import TABLE
 from dare.analysis.judge.readiness import RULES
+from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
@@ -330,6 +332,41 @@ def _is_property(node: ast.FunctionDef) -> bool:
     return any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
 
 
+# ---------------------------------------------------------------- messages
+
+
+def warnings() -> str:
+    """Every warning with what was seen and what to do, as the source describes it."""
+    tree = ast.parse((ROOT / "src/dare/errors.py").read_text("utf-8"))
+    (concerns,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Concern"
+    )
+    rows = []
+    for statement, following in pairwise(concerns.body):
+        if isinstance(statement, ast.Assign):
+            name = ast.literal_eval(statement.value)
+            seen, _, remedy = _text_of(following).partition(" Remedy: ")
+            rows.append((f"[{name}](#{name.replace(' ', '-')})", seen, remedy))
+    return _table(("warning", "what was seen", "what to do"), rows)
+
+
+def errors() -> str:
+    """The tree of exceptions, each with the first line of its docstring."""
+    rows = list(_exceptions(DareError, ""))
+    width = max(len(name) for name, _ in rows) + 2
+    drawn = "\n".join(f"{name:{width}}{meaning}".rstrip() for name, meaning in rows)
+    return f"```text\n{drawn}\n```"
+
+
+def _exceptions(kind: type[DareError], before: str) -> Iterable[tuple[str, str]]:
+    meaning = (kind.__doc__ or "").strip().splitlines()[0]
+    yield before + kind.__name__, meaning
+    below = [other for other in kind.__subclasses__() if other.__module__ == kind.__module__]
+    stem = before[:-4] + {"├── ": "│   ", "└── ": "    "}.get(before[-4:], "")
+    for other in below:
+        yield from _exceptions(other, stem + ("└── " if other is below[-1] else "├── "))
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -353,11 +390,13 @@ def _cell(text: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "analysis": analysis,
+    "errors": errors,
     "flags": flags,
     "methods": methods,
     "names": names,
     "recipe": recipe,
     "rules": rules,
+    "warnings": warnings,
 }
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -88,6 +89,9 @@ def test_a_page_takes_the_parts_in(generate: ModuleType) -> None:
     for name in ("methods", "recipe"):
         taken_in = generate.on_page_markdown(page(f"{name}.md"))
         assert generate.PARTS[name]() in taken_in
+    messages = generate.on_page_markdown(page("messages.md"))
+    assert generate.warnings() in messages
+    assert generate.errors() in messages
 
 
 def test_examples_in_docstrings_become_code() -> None:
@@ -124,17 +128,28 @@ def test_the_command_line_page_has_every_flag_and_no_other(generate: ModuleType)
     assert written == known
 
 
-def test_every_warning_is_explained() -> None:
+def test_every_warning_is_explained(generate: ModuleType) -> None:
     sections = re.findall(r"^### (.*)$", page("messages.md"), re.M)
     assert sections == [concern.value for concern in Concern]
+    rows = [line.split(" | ") for line in generate.warnings().splitlines()[2:]]
+    assert [row[0] for row in rows] == [
+        f"| [{name}](#{name.replace(' ', '-')})" for name in sections
+    ]
+    unsaid = [row[0] for row in rows if len(row) != 3 or not row[1] or row[2] == " |"]
+    assert unsaid == []  # each has what was seen, and what to do
 
 
-def test_every_error_is_drawn() -> None:
+def test_every_error_is_drawn(generate: ModuleType) -> None:
     kinds = [DareError]
     for kind in kinds:
-        kinds += kind.__subclasses__()
-    public = {kind.__name__ for kind in kinds} & set(dare.__all__)
-    assert all(name in page("messages.md") for name in public)
+        kinds += [other for other in kind.__subclasses__() if other.__module__ == kind.__module__]
+    tree = generate.errors()
+    drawn = re.findall(r"^[│├└─ ]*(\w+Error) +\S", tree, re.M)
+    assert sorted(drawn) == sorted(kind.__name__ for kind in kinds)
+    assert "│   └── HeaderError  " in tree
+    in_source = sys.modules[DareError.__module__].__doc__
+    assert in_source is not None
+    assert all(f" {name} " in in_source.replace("\n", " ") for name in drawn)
 
 
 def test_every_message_that_is_quoted_is_in_the_source() -> None:
