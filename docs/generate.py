@@ -6,7 +6,8 @@ A page says where such a part goes:
 
 so the page exists in the repository, with its introduction, and what follows is never out of date.
 Two pages are files of the repository's root: contributing.md and changelog.md. The playground is
-added as the static files that `dare playground --build` writes.
+added as the static files that `dare playground --build` writes. What a stage costs was measured by
+bench/costs.py, and its picture drawn by make_method_pictures.py.
 
 `python docs/generate.py methods` prints a part.
 """
@@ -21,13 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dare.analysis.judge.advice import METHODS
 from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.limits import TABLE
 from dare.analysis.judge.readiness import RULES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
-from dare.tensors.names import EMBEDDINGS
+from dare.tensors.names import EMBEDDINGS, PROJECTIONS
 from dare.web.assets import page_assets
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 WIDEST_INTEGER = 1 << 63
+SURE_TIMES = 10
+"""Up to here a ratio of times has a digit after the point."""
+COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
+"""What bench/costs.py has measured."""
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
@@ -104,8 +110,8 @@ def flags() -> str:
 
 
 def _stage(stage: Stage) -> str:
-    parts = [f"### {stage.name}", stage.documentation]
-    facts = []
+    parts = [f"### {stage.name}", picture(stage), stage.documentation]
+    facts = [cost(stage)]
     if stage.kind == "combine":
         facts.append(f"Weights: {_default_weight(stage)}.")
         if stage.models is not None:
@@ -118,6 +124,47 @@ def _stage(stage: Stage) -> str:
     else:
         parts.append("No parameters.")
     return "\n\n".join(part for part in parts if part)
+
+
+def picture(stage: Stage) -> str:
+    """The picture of a stage, as a part of the page."""
+    file = ROOT / "docs/images/methods" / f"{stage.name}.svg"
+    return file.read_text("utf-8").strip() if file.is_file() else ""
+
+
+def cost(stage: Stage) -> str:
+    """What a stage costs, in a sentence."""
+    measured = COSTS.get(stage.name)
+    if measured is None:
+        return ""
+    times = measured["time"]
+    share = f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
+    reads = "once" if measured["passes"] == 1 else f"{measured['passes']} times"
+    memory = measured["memory_bytes"] / 1e6
+    usual, millions = COSTS["linear"]["parameters"], measured["parameters"] / 1e6
+    size = (
+        "" if measured["parameters"] == usual else f" (models of {millions:.0f} million parameters)"
+    )
+    return (
+        f"**Cost:** {share} × the time of `linear`{size}; reads the weights {reads}; "
+        f"{memory:,.0f} MB of memory."
+    )
+
+
+def stage_table() -> str:
+    """The table of all stages, with what each costs."""
+    rows = []
+    for stage in sorted(STAGES.values(), key=lambda stage: stage.kind):
+        measured = COSTS.get(stage.name, {})
+        times = f"{measured['time']:.1f}" if measured else ""
+        rows.append((f"[`{stage.name}`](methods.md#{stage.name})", stage.summary, times))
+    return _table(("stage", "what it does", "time ÷ `linear`"), rows)
+
+
+def habits() -> str:
+    """What is usually recommended, as the advice knows it."""
+    rows = ((habit.applies_to, f"`{habit.method}`") for habit in METHODS)
+    return _table(("for", "usually recommended"), rows)
 
 
 def _parameters(stage: Stage) -> Iterable[Sequence[str]]:
@@ -142,9 +189,6 @@ def _paper(paper: str) -> str:
 
 
 HOMES = {
-    "base": "[models] base_file",
-    "models": "[models] merge_files",
-    "output": "[models] output_file",
     "stages": "[NAME OF A STAGE]",
     "tensors": "[[tensors]]",
 }
@@ -167,7 +211,7 @@ def recipe() -> str:
             "## Keys of a recipe",
             _fields(Recipe, HOMES),
             "## Keys of a model",
-            "A model in `merge_files` is a path, or a table with these keys and any parameter of "
+            "A model in `models` is a path, or a table with these keys and any parameter of "
             "the method's delta stages.",
             _fields(ModelEntry, {"settings": "drop_rate, …"}),
             "## Keys of a rule for tensors",
@@ -181,7 +225,9 @@ def recipe() -> str:
             "## Names that count as embeddings",
             "`embedding_drop_rate` is for tensors whose names match one of "
             + ", ".join(f"`{pattern}`" for pattern in EMBEDDINGS)
-            + ".",
+            + ". What projects a time step, a label, a patch or a text in "
+            "[a diffusion model](guides/diffusion.md#embeddings) has no row for each token, and is "
+            "none: " + ", ".join(f"`{module}`" for module in PROJECTIONS) + ".",
         ]
     )
 
@@ -333,9 +379,11 @@ def _cell(text: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "analysis": analysis,
     "flags": flags,
+    "habits": habits,
     "methods": methods,
     "recipe": recipe,
     "rules": rules,
+    "stages": stage_table,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sign election and disjoint mean."""
+"""A vote on signs, and a mean of those that agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dare.stages.registry import combine_stage
 from dare.stages.trim import KeepRatio
 
 TrimFirst = Annotated[
-    KeepRatio | None, Field(description="Share of each delta's elements to keep before electing.")
+    KeepRatio | None, Field(description="Share of each delta's elements to keep before the vote.")
 ]
 Divisor = Annotated[
     Literal["weights", "count", "nothing"],
@@ -22,7 +22,7 @@ Divisor = Annotated[
 ]
 Vote = Annotated[
     Literal["sum", "count"],
-    Field(description="Elect the sign of the sum, or the one that more models have."),
+    Field(description="Whether the sign of the sum wins, or the one that more models have."),
 ]
 Weighted = Annotated[bool, Field(description="Whether a model's vote counts by its weight.")]
 
@@ -39,7 +39,7 @@ def ties(
     vote: Vote = "sum",
     weighted: Weighted = True,
 ) -> Floats:
-    """Elect a sign for each element, then average the models that agree with it.
+    """Let the models vote on the sign of each element, then average those that agree with it.
 
     P = Σ wᵢ·δ̂ᵢ over the positive terms, N over the negative ones. Where P + N > 0 the result is
     P / Σ wᵢ over the models that made up P, where P + N < 0 it is N / Σ wᵢ likewise, and where
@@ -47,7 +47,7 @@ def ties(
     and `divide_by = "nothing"` leaves P and N as they are, as mergekit's `dare_ties` does.
     `keep_ratio` trims each delta first, as the stage `trim` does.
 
-    `weighted = false` elects by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
+    `weighted = false` counts votes by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
     `vote = "count"` by the weights of the models on either side, or with `weighted = false` by
     their number. PEFT's are `weighted = false`, `divide_by = "count"` and either vote.
     """
