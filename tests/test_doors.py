@@ -150,3 +150,55 @@ def test_dropping_trimming_electing_and_averaging_step_by_step_are_the_chain():
     chain = merged_arrays("dare+trim+ties", stages, deltas, zeros)
     for name in SHAPES:  # a step rounds where the chain does not
         np.testing.assert_allclose(merged[name], chain[name], rtol=3e-7, err_msg=name)
+
+
+# ---------------------------------------------------------------- trimming before ties
+
+
+def test_which_doors_to_dare_ties_trim_and_to_what(files, tmp_path):
+    """Only the published function does, to the share that each of its two publications has."""
+    base, models = files
+    plain = dare.Recipe(base=base, models=models, method="dare+ties")
+    alias = dare.Recipe(base=base, models=models, method="dare_ties")
+    trimmed = dare.Recipe(
+        base=base, models=models, method="dare+ties", stages={"ties": {"keep_ratio": 0.3}}
+    )
+    assert [chain_of(recipe) for recipe in (plain, alias)] == [["dare", "ties"]] * 2
+    assert chain_of(trimmed) == ["dare", "trim", "ties"]
+    assert dare.plan(trimmed).to_dict()["stages"][1]["keep_ratio"] == 0.3
+
+    rate, seed = {"drop_rate": 0.9}, 42
+    whole, to_fifth, to_half = (
+        merged_arrays(method, {"dare": rate, **trim}, TUNED, seed=seed)
+        for method, trim in (
+            ("dare+ties", {}),
+            ("dare+trim+ties", {"trim": {"keep_ratio": 0.2}}),
+            ("dare+trim+ties", {"trim": {"keep_ratio": 0.5}}),
+        )
+    )
+    assert_same(dare.dare_ties_merge(TUNED, BASE), to_fifth)
+    assert_same(dare.dare_ties_merge(TUNED, BASE, density=1.0), whole)
+
+    output = tmp_path / "published.safetensors"
+    report = dare.dare_ties_merge(base, models, output, dtype="float32")
+    assert report.method == "dare+trim+ties"
+    assert_same(load_file(output), to_half)
+    output = tmp_path / "method.safetensors"
+    report = dare.dare_merge(base, models, output, merge_method="ties", dtype="float32")
+    assert report.method == "dare+ties"
+    assert_same(load_file(output), whole)
+    config = dare.DareConfig(method="dare+ties", verbose=False)
+    output = tmp_path / "program.safetensors"
+    dare.DareMerger(base_file=base, merge_files=models, config=config).merge(output)
+    assert_same(load_file(output), whole)
+
+
+def test_each_door_says_so():
+    assert "without it nothing is trimmed" in dare.stages.STAGES["ties"].documentation
+    assert "0.2 and 0.5; 1 trims nothing" in dare.dare_ties_merge.__doc__
+    assert 'merge_method="ties"` trims nothing' in dare.dare_merge.__doc__
+    assert "`dare+ties` trims nothing" in dare.DareConfig.__doc__
+
+
+def chain_of(recipe):
+    return [stage.name for stage, _ in recipe.chain]

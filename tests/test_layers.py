@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dare
+from dare import compat
 
 ROOT = Path(dare.__file__).parent
 LAYERS = (
@@ -205,9 +206,18 @@ def test_importing_dare_takes_no_time():
 
 def test_all_public_names_are_there_and_nothing_else():
     assert dir(dare) == sorted(dare.__all__)
+    assert set(dare.__all__) == {*dare._HOMES, "__version__"} - set(compat.__all__)
     for name, module in dare._HOMES.items():
         home = importlib.import_module(f"dare.{module}")
         assert dare.__getattr__(name) is getattr(home, name)
+
+
+def test_names_from_papers_can_be_imported_and_are_not_listed():
+    named = {name for name, module in dare._HOMES.items() if module == "compat"}
+    assert named == set(compat.__all__)
+    assert named & {*dir(dare), *dare.__all__} == set()
+    code = f"from dare import {', '.join(sorted(named))}; import dare; print(len(dir(dare)))"
+    assert int(run_python(code)) == len(dare.__all__)
 
 
 def test_type_checkers_see_the_public_names():

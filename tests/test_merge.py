@@ -187,7 +187,7 @@ def test_where_everything_is_dropped_the_base_is_there_bit_for_bit(dtype, patter
         {"w": base},
         [{"w": model}],
         stages={"dare": {"drop_rate": 1 - 2**-45}},
-        delta_threshold=3e38,
+        allow_not_finite=True,
         verbose=False,
     )
     assert (merged["w"].view(width) == base.view(width)).all()
@@ -273,12 +273,13 @@ def test_a_missing_tensor_counts_as_unchanged_when_allowed(tmp_path):
     assert any("w: not in model0, model1" in str(warning) for warning in report.warnings)
 
 
-def test_nan_and_infinity_in_weights_are_reported(tmp_path):
+def test_nan_and_infinity_in_weights_are_reported_if_they_are_allowed(tmp_path):
     base = {"w": np.zeros(4, np.float32)}
     model = {"w": np.array([np.nan, np.inf, -np.inf, 1], np.float32)}
-    report = dare.merge(write_recipe(tmp_path, base, [model], method="sum"))
+    given = write_recipe(tmp_path, base, [model], method="sum", allow_not_finite=True)
+    report = dare.merge(given)
     assert (report.nans, report.overflowed) == (1, 2)
-    assert any("1 merged values are NaN" in str(warning) for warning in report.warnings)
+    assert any("1 merged value is NaN" in str(warning) for warning in report.warnings)
     assert np.isnan(report.models[0].largest_delta)
 
 
@@ -287,7 +288,8 @@ def test_overflow_is_reported(tmp_path):
     model = {"w": np.full(10, 65000, np.float16)}
     report = dare.merge(write_recipe(tmp_path, base, [model], method="sum", scale=2.0))
     assert report.overflowed == 10
-    assert any("too large for their type" in str(warning) for warning in report.warnings)
+    assert [(w.about, w.strength) for w in report.warnings] == [("overflow", "strong warning")]
+    assert "10 merged values are infinite or too large for the output type" in str(report)
 
 
 def test_mixed_storage_types_are_merged_in_float32(tmp_path):

@@ -1,10 +1,11 @@
-"""Merge fine-tuned language models by DARE: drop most of each change, rescale the rest, add up.
+"""Merge fine-tuned models by DARE and related methods: drop most of each change, rescale the rest.
 
     import dare
 
-    print(dare.merge("recipe.toml"))
+    dare.merge(base="base", models=["math", "code"], output="merged", drop_rate=0.5)
 
-Names are imported when they are first used, so that `import dare` costs next to nothing.
+Names are imported when they are first used, so that `import dare` costs next to nothing. Those that
+published descriptions of DARE use live in `dare.compat`, and can be imported from here too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,7 @@ _NAMES = {
     "analysis.judge.readiness": "assess",
     "analysis.measure.analyzing": "analyze analyze_arrays",
     "analysis.results": "Analysis",
-    "analysis.sparsity": (
-        "Configuration DARESparsityAnalyzer LayerSparsityMetrics SparsityAnalysis "
-        "dare_merge_readiness"
-    ),
     "api": "apply_delta finish load_recipe merge merge_arrays merge_slice plan",
-    "compat": (
-        "DareConfig DareMerger dare_drop dare_merge dare_slerp_merge dare_sparsify "
-        "dare_ties_merge detect_delta_sparsity ties_disjoint_merge ties_elect_sign "
-        "ties_trim"
-    ),
     "deltas.compressing": "compress",
     "deltas.live": "LiveDelta load_delta",
     "deltas.reports": "DeltaReport Restoration",
@@ -48,12 +40,22 @@ _NAMES = {
     "studies.searching": "SearchResult search",
     "tensors.mask": "MASK_VERSION keep_mask",
 }
+_COMPAT = (
+    "Configuration DARESparsityAnalyzer DareConfig DareMerger LayerSparsityMetrics "
+    "SparsityAnalysis dare_drop dare_merge dare_merge_readiness dare_slerp_merge dare_sparsify "
+    "dare_ties_merge detect_delta_sparsity ties_disjoint_merge ties_elect_sign ties_trim"
+)
+"""Importable from here, but not listed."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 (they are text)
 
+_HOMES |= dict.fromkeys(_COMPAT.split(), "compat")
+
 
 def __getattr__(name: str) -> Any:
+    if name == "compat":
+        return importlib.import_module("dare.compat")
     if name not in _HOMES:
         raise AttributeError(f"module 'dare' has no attribute {name!r}")
     loaded = getattr(importlib.import_module(f"dare.{_HOMES[name]}"), name)

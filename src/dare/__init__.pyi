@@ -5,13 +5,6 @@ from dare.analysis.judge.judgement import Advice as Advice, Readiness as Readine
 from dare.analysis.judge.readiness import assess as assess
 from dare.analysis.measure.analyzing import analyze as analyze, analyze_arrays as analyze_arrays
 from dare.analysis.results import Analysis as Analysis
-from dare.analysis.sparsity import (
-    Configuration as Configuration,
-    DARESparsityAnalyzer as DARESparsityAnalyzer,
-    LayerSparsityMetrics as LayerSparsityMetrics,
-    SparsityAnalysis as SparsityAnalysis,
-    dare_merge_readiness as dare_merge_readiness,
-)
 from dare.api import (
     apply_delta as apply_delta,
     finish as finish,
@@ -22,10 +15,15 @@ from dare.api import (
     plan as plan,
 )
 from dare.compat import (
+    Configuration as Configuration,
     DareConfig as DareConfig,
     DareMerger as DareMerger,
+    DARESparsityAnalyzer as DARESparsityAnalyzer,
+    LayerSparsityMetrics as LayerSparsityMetrics,
+    SparsityAnalysis as SparsityAnalysis,
     dare_drop as dare_drop,
     dare_merge as dare_merge,
+    dare_merge_readiness as dare_merge_readiness,
     dare_slerp_merge as dare_slerp_merge,
     dare_sparsify as dare_sparsify,
     dare_ties_merge as dare_ties_merge,

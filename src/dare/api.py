@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
@@ -17,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.judgement import Advice
-from dare.analysis.measure.glance import glance
+from dare.analysis.measure.glance import Glance, glance
 from dare.errors import (
     Concern,
-    DareWarning,
     InputError,
     Notice,
     OutputError,
     RecipeError,
+    Strength,
     VerificationError,
+    warn_caller,
 )
 from dare.inputs.arrays import array_source, like_original
 from dare.inputs.opening import open_inputs
@@ -47,6 +47,7 @@ from dare.output.manifest import (
     metadata_of,
     repeating_document,
 )
+from dare.output.repeated_inputs import check_inputs
 from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
@@ -66,6 +67,7 @@ from dare.recipe.naming import with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.settings import overlaid
 from dare.run.execute import execute, with_same_inputs
+from dare.run.finite import check_records, check_tensors
 from dare.run.merge_job import check_for_cluster, execute_on_cluster
 from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.slices import Feedback, SharedCensuses
@@ -151,6 +153,7 @@ def plan(
     """
     recipe = make_recipe(recipe, base=base, models=models, output=output, method=method, **settings)
     recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
+    check_inputs(recipe, inputs.base, inputs.models)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -193,14 +196,13 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
     if resume and (finished := _finished_before(planned)) is not None:
         settle(layout)
         return finished
-    noticed = glance(planned)
-    _warn(recipe, [*planned.warnings, *noticed])
+    seen = _look(planned)
     _rehearse(planned, layout)
     with (
         open_output(*_output_of(planned, layout), resume=resume) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
-        noticed += _take_over(planned, output, display)
+        noticed = _take_over(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
         if recipe.cluster is None:
@@ -226,9 +228,10 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
             seconds=time.perf_counter() - started,
             bytes_read=meter.bytes_read,
             resumed_chunks=len(output.resumed),
+            seen=seen,
             noticed=noticed,
         )
-        return _publish(planned, output, report, len(noticed), overwrite=overwrite)
+        return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
 
 
 def _planned(
@@ -267,14 +270,14 @@ def merge_slice(
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return SliceReport(slice, 0, 0, 0, 0.0, (), finished)
-    noticed = glance(planned)
-    _warn(planned.recipe, [*planned.warnings, *noticed])
+    seen = _look(planned)
     _rehearse(planned, layout)
+    noticed: list[Notice] = []
     done = _do_slice(planned, layout, part, noticed, overwrite=overwrite, wait=wait)
     report = None
     if not done.unfinished:
         with suppress(Gone, Busy):  # another was as far at the same moment, and publishes it
-            report = _finish(planned, layout, noticed, overwrite=overwrite, wait=wait)
+            report = _finish(planned, layout, seen, noticed, overwrite=overwrite, wait=wait)
     return replace(done, seconds=time.perf_counter() - started, report=report)
 
 
@@ -331,13 +334,17 @@ def finish(recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str = 
     if (finished := _finished_before(planned)) is not None:
         settle(layout)
         return finished
-    noticed = glance(planned)
-    _warn(planned.recipe, [*planned.warnings, *noticed])
-    return _finish(planned, layout, noticed, overwrite=overwrite)
+    return _finish(planned, layout, _look(planned), [], overwrite=overwrite)
 
 
 def _finish(
-    planned: Plan, layout: Layout, noticed: list[Notice], *, overwrite: bool, wait: float = 0
+    planned: Plan,
+    layout: Layout,
+    seen: Glance,
+    noticed: list[Notice],
+    *,
+    overwrite: bool,
+    wait: float = 0,
 ) -> Report:
     with (
         FinishingOutput(*_output_of(planned, layout), wait=wait) as output,
@@ -352,9 +359,10 @@ def _finish(
             seconds=output.seconds,
             bytes_read=output.bytes_read,
             resumed_chunks=output.resumed_chunks,
+            seen=seen,
             noticed=noticed,
         )
-        return _publish(planned, output, report, len(noticed), overwrite=overwrite)
+        return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
 
 
 def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
@@ -383,20 +391,26 @@ def _take_over(planned: Plan, output: AnyOutput, display: Display) -> list[Notic
     noticed = []
     if output.started_over:
         text = f"{output.folder}: {output.started_over}"
-        noticed.append(Notice(Concern.LEFTOVERS, text))
+        noticed.append(Notice(Concern.LEFTOVERS, text, Strength.NOTE))
         _warn(planned.recipe, noticed)
     if output.doubtful:
         display.announce("comparing the inputs with those of the earlier try")
         output.confirm(with_same_inputs(planned, output.doubtful, lambda _nbytes: None))
+    check_records(planned, output.resumed)
     return noticed
 
 
 def _publish(
-    planned: Plan, output: AnyOutput, report: Report, noticed: int, *, overwrite: bool
+    planned: Plan,
+    output: AnyOutput,
+    report: Report,
+    noticed: Collection[Notice],
+    *,
+    overwrite: bool,
 ) -> Report:
     """Put the last files beside the weights and give the output its name.
 
-    So many of the report's warnings were noticed since the plan and have been shown.
+    Those of the report's warnings that were noticed since the plan have been shown.
     """
     check_digests(planned, report.digests)
     embedded = _embedded(planned, report)
@@ -407,8 +421,11 @@ def _publish(
         overwrite=overwrite,
     )
     target = output.layout.target
-    late = [Notice(Concern.LEFTOVERS, f"{target} is complete, but {p}") for p in problems]
-    _warn(planned.recipe, [*report.warnings[len(planned.warnings) + noticed :], *late])
+    late = [
+        Notice(Concern.LEFTOVERS, f"{target} is complete, but {p}", Strength.NOTE) for p in problems
+    ]
+    shown = {*planned.warnings, *noticed}
+    _warn(planned.recipe, [*(n for n in report.warnings if n not in shown), *late])
     return replace(report, warnings=(*report.warnings, *late))
 
 
@@ -420,10 +437,16 @@ def _finished_before(planned: Plan) -> Report | None:
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
     target = planned.recipe.output
-    done = Notice(Concern.LEFTOVERS, f"{target}: was complete already, only leftovers lay about")
+    text = f"{target}: was complete already, only leftovers lay about"
     records = [record for _, record in found.records.values()]
     return make_report(
-        planned, records, seconds=0.0, bytes_read=0, resumed_chunks=len(records), noticed=[done]
+        planned,
+        records,
+        seconds=0.0,
+        bytes_read=0,
+        resumed_chunks=len(records),
+        seen=glance(planned),
+        noticed=[Notice(Concern.LEFTOVERS, text, Strength.NOTE)],
     )
 
 
@@ -525,7 +548,7 @@ def merge_arrays(
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied = tie(array_source(base, "base"), sources, names)
     planned = make_plan(recipe, tied.base, tied.models, names, tied.notes, backend=backend)
-    _warn(recipe, planned.warnings)
+    seen = _look(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
     records = execute(planned, sink)
@@ -535,8 +558,10 @@ def merge_arrays(
         seconds=time.perf_counter() - started,
         bytes_read=planned.cost.bytes_read,
         resumed_chunks=0,
+        seen=seen,
     )
-    _warn(recipe, report.warnings[len(planned.warnings) :])
+    shown = {*planned.warnings, *seen.notices}
+    _warn(recipe, [notice for notice in report.warnings if notice not in shown])
     merged = {
         info.name: like_original(base[info.name], info, sink.arrays[info.name]) for info in written
     }
@@ -567,10 +592,18 @@ def _array_recipe(
     return recipe.model_copy(update={"models": entries})
 
 
+def _look(planned: Plan) -> Glance:
+    """Glance at the weights; refuse what is not finite, and warn of what is amiss."""
+    seen = glance(planned)
+    check_tensors(planned, seen.suspects)
+    _warn(planned.recipe, [*planned.warnings, *seen.notices])
+    return seen
+
+
 def _warn(recipe: Recipe, notices: Sequence[Notice]) -> None:
     if recipe.verbose:
-        for notice in notices:
-            warnings.warn(notice.text, DareWarning, stacklevel=3)
+        for notice in dict.fromkeys(notices):
+            warn_caller(notice.text)
 
 
 def _bytes_taken_over(planned: Plan, resumed: Sequence[Record]) -> int:

@@ -1,7 +1,8 @@
 """The functions and classes that the published descriptions of DARE use, by their names.
 
 They are thin: each turns its arguments into a recipe and hands it to `merge` or `merge_arrays`.
-Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind.
+Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind. Those that
+analyze are in `dare.analysis.sparsity`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import secrets
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, get_overloads, overload
 
@@ -19,8 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
+from dare.analysis.sparsity import (
+    Configuration,
+    DARESparsityAnalyzer,
+    LayerSparsityMetrics,
+    SparsityAnalysis,
+    dare_merge_readiness,
+)
 from dare.api import merge, merge_arrays
-from dare.errors import DareWarning, InputError, MismatchError, RecipeError, did_you_mean
+from dare.errors import (
+    Concern,
+    InputError,
+    MismatchError,
+    RecipeError,
+    did_you_mean,
+    warn_caller,
+)
 from dare.inputs.arrays import like_original, stored
 from dare.inputs.reading import decoded
 from dare.output.report import Report
@@ -29,12 +43,31 @@ from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo
 
+__all__ = [
+    "Configuration",
+    "DARESparsityAnalyzer",
+    "DareConfig",
+    "DareMerger",
+    "LayerSparsityMetrics",
+    "SparsityAnalysis",
+    "dare_drop",
+    "dare_merge",
+    "dare_merge_readiness",
+    "dare_slerp_merge",
+    "dare_sparsify",
+    "dare_ties_merge",
+    "detect_delta_sparsity",
+    "ties_disjoint_merge",
+    "ties_elect_sign",
+    "ties_trim",
+]
+
 logger = logging.getLogger("dare")
 
 Arrays = Mapping[str, Any]
 AnyPath = str | PathLike[str]
-NO_THRESHOLD = 3.0e38
-"""For functions that say nothing about large deltas."""
+BESIDE_A_BASE = (Concern.LARGE_DELTAS, Concern.NOT_HOMOLOGOUS, Concern.EQUALS_BASE)
+"""What can only be said of a model that has a base."""
 MERGE_METHODS = ("linear", "ties", "sum")
 
 
@@ -43,7 +76,7 @@ MERGE_METHODS = ("linear", "ties", "sum")
 
 @dataclass(frozen=True)
 class DareConfig:
-    """How to merge.
+    """How to merge; `method` is that of a recipe, so that `dare+ties` trims nothing.
 
     >>> DareConfig(drop_rate=0.95).delta_threshold
     0.002
@@ -84,7 +117,7 @@ class DareMerger:
         )
         report = merge(recipe, overwrite=overwrite)
         if config.verbose:
-            print(report)
+            print(replace(report, warnings=()))  # these have been issued
         return report
 
 
@@ -109,7 +142,17 @@ def dare_drop(
     """
     settings = {"drop_rate": drop_rate, "rescale": rescale}
     zeros = {name: _as_original(delta, name, None) for name, delta in task_vector.items()}
-    dropped, report = _merge(zeros, [task_vector], "dare+sum", _seed(seed), dare=settings)
+    dropped, report = merge_arrays(
+        zeros,
+        [task_vector],
+        method="dare+sum",
+        stages=_checked({"dare": settings}),
+        seed=_seed(seed),
+        verbose=False,
+    )
+    for notice in report.warnings:
+        if notice.about not in BESIDE_A_BASE:
+            warn_caller(notice.text)
     realised = report.models[0].drop_rate_realised
     if realised is not None:
         logger.info("DARE: dropped %.2f%% (target: %.2f%%)", 100 * realised, 100 * drop_rate)
@@ -202,11 +245,9 @@ def detect_delta_sparsity(task_vector: Arrays) -> float:
     if count == 0:
         raise InputError(f"all {elements:,} elements are NaN or infinite; check the checkpoint")
     if count < elements:
-        warnings.warn(
+        warn_caller(
             f"{elements - count:,} of {elements:,} elements are NaN or infinite; the sparsity "
-            "counts the others. Check the checkpoint",
-            DareWarning,
-            stacklevel=2,
+            "counts the others. Check the checkpoint"
         )
     threshold = np.float32(0.01 * largest)
     below = sum(
@@ -244,8 +285,8 @@ def dare_merge(
 ) -> Report:
     """Apply DARE to safetensors models and merge them by `merge_method`.
 
-    A tensor that a model lacks counts as unchanged there, and one that only a model has is left
-    out; either is warned of.
+    `merge_method="ties"` trims nothing; `dare_ties_merge` does. A tensor that a model lacks counts
+    as unchanged there, and one that only a model has is left out; either is warned of.
     """
     if merge_method not in MERGE_METHODS:
         raise RecipeError(
@@ -292,12 +333,14 @@ def dare_ties_merge(
 
 
 def dare_ties_merge(*arguments: Any, **keywords: Any) -> Any:
-    """Apply DARE, trim what is left, elect signs and average.
+    """Apply DARE, trim what is left, vote on signs and average.
 
     Two published forms share this name, and what is passed tells them apart:
     `dare_ties_merge([model, …], pretrained, drop_rate=0.9, density=0.2)` merges dicts of arrays,
     `dare_ties_merge(base_path, [path, …], output_path, dare_drop_rate=0.9, ties_keep_ratio=0.5)`
-    merges files. Trimming counts the elements that DARE has kept.
+    merges files. Trimming counts the elements that DARE has kept. Each form has the default of its
+    publication, 0.2 and 0.5; 1 trims nothing, as `method = "dare+ties"` in a recipe, `DareConfig`
+    and `dare_merge(merge_method="ties")` do.
     """
     takes_files = "base_path" in keywords or isinstance((*arguments, None)[0], str | PathLike)
     form = get_overloads(dare_ties_merge)[takes_files]
@@ -355,7 +398,6 @@ def _merge(
         method=method,
         stages=_checked(stages),
         seed=seed,
-        delta_threshold=NO_THRESHOLD,
     )
 
 

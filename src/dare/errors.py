@@ -20,9 +20,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent)
 
 ACTS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff"
@@ -97,6 +102,14 @@ class DareWarning(UserWarning):
         return printable(super().__str__())
 
 
+def warn_caller(text: str) -> None:
+    """Issue a DareWarning at the line that called the package, however deep in it we are."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, DareWarning, stacklevel=level)
+
+
 class Concern(StrEnum):
     """What a notice is about."""
 
@@ -106,6 +119,8 @@ class Concern(StrEnum):
     HIGH_DROP_RATE = "high drop rate"
     NO_RESCALE = "rescale off"
     LOW_RANK = "low-rank delta"
+    SAME_MODEL = "same model twice"
+    EQUALS_BASE = "equal to the base"
     MISSING_TENSORS = "missing tensors"
     EXTRA_TENSORS = "extra tensors"
     MISMATCHED_TENSORS = "mismatched tensors"
@@ -117,12 +132,24 @@ class Concern(StrEnum):
     MISSED_TARGET = "missed target"
 
 
+class Strength(StrEnum):
+    """How much a notice matters."""
+
+    NOTE = "note"
+    """The output is as it was asked for; only something around it is worth a line."""
+    WARNING = "warning"
+    """The output is probably not as good as it could be."""
+    STRONG = "strong warning"
+    """The output is probably of no use."""
+
+
 @dataclass(frozen=True)
 class Notice:
     """Something that is allowed and usually a mistake: what it is about, what was seen."""
 
     about: Concern
     text: str
+    strength: Strength = Strength.WARNING
 
     def __str__(self) -> str:
         """The text alone; it says what it is about."""

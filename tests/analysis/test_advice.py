@@ -13,12 +13,18 @@ from dare import merge
 from dare.analysis.judge.advice import METHODS, advise, find_guidelines
 from dare.analysis.judge.judgement import Evidence
 from dare.analysis.judge.limits import limit
-from dare.analysis.judge.prediction import predict
+from dare.analysis.judge.prediction import (
+    exposure_of,
+    exposures_of,
+    mean_bounded_error,
+    predict,
+)
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import analyze, analyze_arrays
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
+from dare.output.page.words import share
 from dare.recipe.document import read_toml, recipe_from_document
 from helpers import save
 
@@ -29,9 +35,7 @@ SMALL = 0.004
 
 
 def recipe_of(advice):
-    document = advice.recipe
-    models = document["models"] | {"output_file": "out.safetensors"}
-    return recipe_from_document(document | {"models": models}, "advice")
+    return recipe_from_document(advice.recipe, "advice")
 
 
 def values(advice, setting):
@@ -59,6 +63,7 @@ def test_independent_models_are_added_up(count, method):
     advice = advise(analysis(ROOT, many(count, 0.01)))
     assert advice.recipe["method"] == method
     assert recipe_of(advice).method == method
+    assert str(recipe_of(advice).output) == "merged.safetensors"
     assert values(advice, "method") == {None: method}
 
 
@@ -66,7 +71,7 @@ def test_the_usual_method_is_named_where_the_advice_is_another():
     (method,) = (
         each for each in advise(analysis(ROOT, many(3))).suggestions if each.setting == "method"
     )
-    assert "for 3 to 5 models of mixed domains dare+ties is usually recommended" in method.reason
+    assert "For 3 to 5 models of mixed domains dare+ties is usually recommended" in method.reason
     assert method.evidence is Evidence.WEAK
 
 
@@ -78,7 +83,7 @@ def test_alike_models_are_averaged_without_dropping():
     assert values(advice, "drop_rate") == {}
     assert recipe_of(advice).weights() == (0.5, 0.5)
     reason = advice.suggestions[0].reason
-    assert "for 2 models of one domain linear is usually recommended" in reason
+    assert "For 2 models of one domain linear is usually recommended" in reason
     assert "not in each other's way" in reason
 
 
@@ -109,7 +114,7 @@ def test_models_that_overlap_a_little_are_scaled_down():
 @pytest.mark.parametrize(("count", "average"), [(2, "0.5"), (4, "0.25")])
 def test_a_sum_raises_a_doubt_about_its_scale(count, average):
     doubts = advise(analysis(ROOT, many(count))).doubts
-    assert any(f"try scales down to {average}, the average" in doubt for doubt in doubts)
+    assert any(f"Try scales down to {average}, the average" in doubt for doubt in doubts)
 
 
 # ---------------------------------------------------------------- drop rates
@@ -119,7 +124,7 @@ def test_merging_keeps_to_the_range_that_was_best():
     advice = advise(analysis(ROOT, many(2, SMALL)))
     assert values(advice, "drop_rate") == {"m0": 0.6, "m1": 0.6}
     assert advice.recipe["dare"] == {"drop_rate": 0.6}
-    assert advice.recipe["models"]["merge_files"] == ["m0.safetensors", "m1.safetensors"]
+    assert advice.recipe["models"] == ["m0.safetensors", "m1.safetensors"]
     (first, _) = (each for each in advice.suggestions if each.setting == "drop_rate")
     assert first.evidence is Evidence.WEAK
     assert "mostly 0.1 to 0.6" in first.reason
@@ -141,7 +146,7 @@ def test_a_lora_alone_stays_at_what_is_usual():
     seen = analysis(ROOT, many(1, SMALL), own={"m0": {"origin": Origin.LORA}})
     advice = advise(seen)
     assert values(advice, "drop_rate") == {"m0": 0.85}
-    assert "Above 0.85 is not usual for LoRAs" in str(advice).replace("\n  ", " ")
+    assert "but above 0.85 is not usual for LoRAs" in str(advice).replace("\n  ", " ")
 
 
 def test_large_changes_lower_the_rate():
@@ -150,7 +155,7 @@ def test_large_changes_lower_the_rate():
     assert rates["small"] == 0.6
     # One of two: 0.05/√2 = 0.0354 of 0.04, p/(1 - p) = 0.78 before confidence.
     assert rates["large"] in (0.35, 0.4)
-    entries = advice.recipe["models"]["merge_files"]
+    entries = advice.recipe["models"]
     assert entries[1] == "small.safetensors" or entries[0] == "small.safetensors"
     assert {"file": "large.safetensors", "drop_rate": rates["large"]} in entries
     assert [entry.settings for entry in recipe_of(advice).models] == [
@@ -165,7 +170,7 @@ def test_nothing_is_dropped_where_nothing_can_be():
     assert values(advice, "drop_rate") == {"a": 0.0, "b": 0.0}
     assert recipe_of(advice).method == "sum"
     reasons = [each.reason for each in advice.suggestions if each.setting == "drop_rate"]
-    assert all(reason.endswith("dropping is not worth its noise") for reason in reasons)
+    assert all(reason.endswith("Rates below 0.1 are not worth their noise") for reason in reasons)
 
 
 @given(st.integers(1, 3), st.floats(0.002, 0.3))
@@ -201,6 +206,114 @@ def test_embeddings_whose_rows_change_seldom_are_dropped_less():
     advice = advise(analysis(ROOT, models))
     assert advice.recipe["embedding_drop_rate"] == 0.0
     assert recipe_of(advice).embedding_drop_rate == 0.0
+
+
+# ---------------------------------------------------------------- what dropping costs
+
+
+def errors_of(seen, advice):
+    rates = values(advice, "drop_rate")
+    return [mean_bounded_error(exposures_of(m), rates[m.name]) for m in seen.models]
+
+
+@pytest.mark.parametrize(("count", "ratio"), [(1, 0.02), (2, 0.03), (3, 0.02), (10, 0.02)])
+def test_reasons_have_the_error_that_is_bounded(count, ratio):
+    seen = analysis(ROOT, many(count, ratio))
+    advice = advise(seen)
+    errors = errors_of(seen, advice)
+    assert advice.error_bound == limit("output_error")
+    assert advice.error_share == pytest.approx(limit("output_error") / math.sqrt(count))
+    assert all(0 < error <= advice.error_share for error in errors)
+    assert advice.predicted_error == pytest.approx(math.hypot(*errors))
+    assert advice.predicted_error <= advice.error_bound
+    for each, error in zip(
+        (each for each in advice.suggestions if each.setting == "drop_rate"), errors, strict=True
+    ):
+        said = f"Dropping {each.value:.0%} brings at most {share(error)} error to the outputs"
+        assert each.reason.startswith(said)
+        bound = "5% is the bound" if count == 1 else f"{share(advice.error_share)} is its share"
+        assert bound in each.reason
+
+
+def test_a_scale_lowers_the_error_of_a_merge():
+    seen = analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, 0.3, TWO, 0.91**0.5)})
+    advice = advise(seen)
+    expected = advice.recipe["scale"] * math.hypot(*errors_of(seen, advice))
+    assert advice.predicted_error == pytest.approx(expected)
+
+
+def test_what_is_not_dropped_brings_no_error():
+    advice = advise(analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, 0.8, TWO, 0.6)}))
+    assert (advice.predicted_error, advice.protect) == (0.0, ())
+    nothing = advise(analysis(ROOT, {"copy": ROOT}))
+    assert (nothing.predicted_error, nothing.error_bound) == (0.0, 0.0)
+
+
+def test_a_rate_that_is_wanted_is_predicted_with_its_q():
+    seen = analysis(ROOT, many(3))
+    advice = advise(seen, drop_rate=0.9)
+    errors = [mean_bounded_error(exposures_of(model), 0.9, 0.127) for model in seen.models]
+    assert advice.predicted_error == pytest.approx(math.hypot(*errors))
+    assert advice.predicted_error > advice.error_bound
+    assert advice.protect == ()
+
+
+DEEP = {
+    f"layers.{layer}.{part}.weight": np.random.default_rng(layer)
+    .normal(0, 0.02, (64, 128))
+    .astype(np.float32)
+    for layer in range(6)
+    for part in ("attn.q", "mlp.up")
+}
+
+
+MLP, ATTENTION = "layers.3.mlp.up.weight", "layers.1.attn.q.weight"
+
+
+def deep(seed, sizes=()):
+    """A fine-tune of many layers, with other sizes of change in some of them."""
+    tuned = tune(DEEP, 0.02, seed)
+    for name, ratio in dict(sizes).items():
+        tuned |= tune({name: DEEP[name]}, ratio, seed)
+    return tuned
+
+
+def test_no_layer_stands_out_among_equals():
+    assert advise(analysis(DEEP, {"a": deep(1), "b": deep(2)})).protect == ()
+
+
+def test_layers_that_dropping_hurts_more_are_named():
+    models = {"a": deep(1, {MLP: 0.06}), "b": deep(2, {ATTENTION: 0.05})}
+    seen = analysis(DEEP, models)
+    advice = advise(seen)
+    assert [(each.layer, each.kind) for each in advice.protect] == [(3, "mlp"), (1, "attention")]
+    first = advice.protect[0]
+    rates = values(advice, "drop_rate")
+
+    def error(*rates):
+        own = [[t for t in m.tensors if t.name in first.tensors] for m in seen.models]
+        return math.hypot(
+            *(
+                mean_bounded_error([*map(exposure_of, t)], r)
+                for t, r in zip(own, rates, strict=True)
+            )
+        )
+
+    assert first.tensors == (MLP,)
+    assert first.error == pytest.approx(error(rates["a"], rates["b"]))
+    assert first.error >= 1.5 * advice.predicted_error
+    assert 0 < first.drop_rate < min(rates.values())
+    assert error(first.drop_rate, first.drop_rate) <= advice.predicted_error
+    assert error(first.drop_rate + 0.05, first.drop_rate + 0.05) > advice.predicted_error
+
+
+def test_the_rule_of_a_protection_can_be_put_into_the_recipe():
+    advice = advise(analysis(DEEP, {"a": deep(1, {MLP: 0.06}), "b": deep(2)}))
+    (only,) = advice.protect
+    recipe = recipe_from_document({**advice.recipe, "tensors": [only.rule]}, "advice")
+    for model in (0, 1):
+        assert recipe.settings_for(MLP, model)[0]["drop_rate"] == only.drop_rate
+        assert recipe.settings_for(ATTENTION, model)[0]["drop_rate"] > only.drop_rate
 
 
 # ---------------------------------------------------------------- a rate that is wanted
@@ -286,7 +399,7 @@ def rate_reason(**settings):
 
 def test_the_guideline_that_applies_is_named_in_the_reason_and_no_other():
     value, reason = rate_reason(parameters=6.7e9, steps=1_000)
-    assert "the guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps" in reason
+    assert "The guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps" in reason
     assert "10,000" not in reason
     for size in ({}, {"parameters": 7e9, "steps": 50_000}, {"parameters": 34e9}):
         other_value, other_reason = rate_reason(**size)
@@ -297,12 +410,12 @@ def test_the_guideline_that_applies_is_named_in_the_reason_and_no_other():
 def test_the_size_is_that_of_the_headers():
     seen = analysis(ROOT, many(1), base_dtypes={"BF16": 6_738_415_616})
     (rate,) = (e for e in advise(seen, steps=5_000).suggestions if e.setting == "drop_rate")
-    assert "the guideline is 0.9 to 0.95 for 7B after 2,000 to 10,000 steps" in rate.reason
+    assert "The guideline is 0.9 to 0.95 for 7B after 2,000 to 10,000 steps" in rate.reason
 
 
 def test_a_guideline_stands_beside_a_rate_that_is_wanted():
     _, reason = rate_reason(drop_rate=0.9, parameters=70e9)
-    assert reason.endswith("the guideline is 0.9 to 0.95 for 70B or more")
+    assert reason.endswith("The guideline is 0.9 to 0.95 for 70B or more")
 
 
 def test_steps_must_be_a_number_of_steps():
@@ -332,7 +445,7 @@ def test_what_no_setting_can_mend_is_left_out():
         "code": TWO,
     }
     advice = advise(analysis(ROOT, models))
-    gone = values(advice, "merge_files")
+    gone = values(advice, "models")
     assert gone == dict.fromkeys(("other", "copy", "again", "half"), "left out")
     files = [entry.file.name for entry in recipe_of(advice).models]
     assert files == ["math.safetensors", "code.safetensors"]
@@ -340,14 +453,14 @@ def test_what_no_setting_can_mend_is_left_out():
 
 def test_of_two_that_are_the_same_one_stays():
     advice = advise(analysis(ROOT, {"a": ONE, "b": ONE, "c": ONE}))
-    assert values(advice, "merge_files") == {"b": "left out", "c": "left out"}
+    assert values(advice, "models") == {"b": "left out", "c": "left out"}
 
 
 def test_what_is_wrong_twice_is_left_out_once():
     broken = make_base(seed=9)
     broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
     advice = advise(analysis(ROOT, {"a": ONE, "broken": broken}))
-    gone = [each.source for each in advice.suggestions if each.setting == "merge_files"]
+    gone = [each.source for each in advice.suggestions if each.setting == "models"]
     assert gone == ["readiness, not_finite"]
 
 
@@ -385,7 +498,7 @@ def test_settings_for_models_that_are_left_out_are_not_made():
 def test_a_verdict_that_is_given_is_used():
     seen = analysis(ROOT, many(2))
     readiness = assess(analysis(ROOT, {"m0": ROOT, "m1": TWO}))
-    assert values(advise(seen, readiness), "merge_files") == {"m0": "left out"}
+    assert values(advise(seen, readiness), "models") == {"m0": "left out"}
 
 
 # ---------------------------------------------------------------- as a recipe and as text
@@ -399,7 +512,7 @@ def test_the_recipe_can_be_written_and_carried_out(tmp_path):
         own[name] = {"file": str(save(tmp_path / f"{name}.safetensors", model))}
     advice = advise(analysis(ROOT, models, own=own, base=str(tmp_path / "base.safetensors")))
     document = advice.recipe
-    document["models"]["output_file"] = str(tmp_path / "out.safetensors")
+    document["output"] = str(tmp_path / "out.safetensors")
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(document))
     recipe = recipe_from_document(read_toml(file), str(file))

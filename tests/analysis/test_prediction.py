@@ -179,6 +179,21 @@ def test_the_bound_by_hand():
     assert bounded_error(Exposure(1, 0.02, 100.0), 0.0) == 0.0
 
 
+@given(rates, st.floats(0.05, 1.0))
+def test_with_q_and_many_carriers_the_bound_is_the_error(p, q):
+    assert bounded_error(Exposure(1, 0.02, 1e18), p, q) == pytest.approx(
+        0.02 * relative_error(p, q), rel=1e-3
+    )
+
+
+def test_with_q_by_hand():
+    # p = 0.75, q = 0.5: the kept quarter is off by δ, as what is dropped is; nothing varies.
+    assert bounded_error(Exposure(1, 0.02, 4.0), 0.75, 0.5) == pytest.approx(0.02)
+    # q = 1: what is kept is right. 0.75 + √19·√(0.75·0.25/4) of δ².
+    expected = 0.02 * math.sqrt(0.75 + math.sqrt(19 * 0.75 * 0.25 / 4))
+    assert bounded_error(Exposure(1, 0.02, 4.0), 0.75, 1.0) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.8, 0.95])
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "sparse"])
 def test_nineteen_of_twenty_rows_stay_within_the_bound(rate, kind):

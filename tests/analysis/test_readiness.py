@@ -11,14 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
+from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict
 from dare.analysis.judge.limits import limit
-from dare.analysis.judge.prediction import predict
-from dare.analysis.judge.readiness import BASE, CONDITIONS, RULES, assess, body_of, rounding_norm
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
+from dare.analysis.judge.readiness import (
+    BASE,
+    CONDITIONS,
+    FAMILIES,
+    RULES,
+    assess,
+    body_of,
+    chance_cancelled,
+    rounding_norm,
+)
+from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Analysis, Origin
+from dare.demo.merges import BASE as DEMO_BASE
+from dare.demo.merges import TUNED
+from dare.output.page.words import share
+from dare.stages import STAGES
 
 ROOT = make_base()
-ONE, TWO = tune(ROOT, seed=1), tune(ROOT, seed=2)
+ONE, TWO, THREE = (tune(ROOT, seed=seed) for seed in (1, 2, 3))
 
 
 def found(seen: Analysis, **settings) -> set[str]:
@@ -83,7 +98,7 @@ def test_words():
     text = str(assess(analysis(ROOT, {"math": ONE, "copy": ROOT})))
     lines = text.splitlines()
     assert lines[:3] == ["ready with changes", "  math: ready", "  copy: ready with changes"]
-    assert lines[3].startswith("change: copy: It is the base, element by element. It adds nothing")
+    assert lines[3].startswith("change: copy: Equal to the base, element by element. That adds")
     assert lines[-1].startswith("    ")
     assert max(map(len, text.splitlines())) <= 100
 
@@ -95,6 +110,70 @@ def test_json_has_no_infinities():
     endless = Finding("rule", Severity.NOTE, (), "seen", "why", "do", {"ratio": math.inf})
     document = json.loads(dataclasses.replace(readiness, findings=(endless,)).to_json())
     assert document["findings"][0]["figures"] == {"ratio": "inf"}
+
+
+# ---------------------------------------------------------------- for a method
+
+SMALL_AND_LARGE = {"a": ONE, "b": tune(ROOT, 0.005, seed=2)}
+
+
+@pytest.mark.parametrize(
+    ("method", "verdict"),
+    [
+        ("", Verdict.WITH_CHANGES),
+        ("dare+ties", Verdict.WITH_CHANGES),
+        ("dare_ties", Verdict.WITH_CHANGES),
+        ("emr", Verdict.WITH_CHANGES),
+        ("dare+sum", Verdict.READY),
+        ("slerp", Verdict.READY),
+    ],
+)
+def test_what_matters_in_a_vote_only(method, verdict):
+    readiness = assess(analysis(ROOT, SMALL_AND_LARGE), method=method)
+    assert (readiness.verdict, readiness.method) == (verdict, method)
+    assert readiness.by_model == {"a": Verdict.READY, "b": verdict}
+    (only,) = readiness.findings
+    assert (only.rule, only.only_for) == ("outweighed", "ties")
+    assert only.severity.verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("method", "severity"),
+    [
+        ("dare+sum", "change"),
+        ("darex+linear", "change"),
+        ("della", "change"),
+        ("sum", "note"),
+        ("trim+ties", "note"),
+    ],
+)
+def test_what_matters_for_random_dropping_only(method, severity):
+    readiness = assess(analysis(ROOT, {"m": tune(ROOT, 0.1)}), method=method)
+    (only,) = [each for each in readiness.findings if each.rule == "large_change"]
+    assert only.severity == severity
+
+
+def test_findings_are_in_order_again_for_a_method():
+    models = {"a": tune(ROOT, 0.1), "copy": ROOT}
+    assert [e.rule for e in assess(analysis(ROOT, models)).findings] == [
+        "large_change",
+        "equals_base",
+    ]
+    readiness = assess(analysis(ROOT, models), method="sum")
+    assert [e.rule for e in readiness.findings] == ["equals_base", "large_change"]
+
+
+def test_the_verdict_is_for_the_method_that_is_advised():
+    readiness, advice = judge(analysis(ROOT, SMALL_AND_LARGE))
+    assert readiness.method == advice.recipe["method"] == "dare+sum"
+    assert readiness.verdict is Verdict.READY
+    nothing, none = judge(analysis(ROOT, {"m": make_base(seed=9)}))
+    assert (nothing.method, none.recipe) == ("", {})
+
+
+def test_every_stage_that_a_finding_is_for_is_one():
+    assert {rule.only_for for rule in RULES} <= {"", *STAGES}
+    assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
 
 
 # ---------------------------------------------------------------- one model and the base
@@ -180,7 +259,7 @@ def test_elements_that_are_not_finite(value):
     seen = analysis(ROOT, {"bad": broken, "good": TWO})
     only = finding(seen, "not_finite")
     assert only.models == ("bad",)
-    assert "1 elements are NaN or infinite, in layers.0.mlp.up_proj.weight" in only.seen
+    assert only.seen == "1 element is NaN or infinite, in layers.0.mlp.up_proj.weight"
     assert assess(seen).by_model["good"] is Verdict.READY
 
 
@@ -296,30 +375,91 @@ def test_an_outlier_is_named_and_changes_nothing_else():
 
 
 def test_sentences_have_the_numbers_of_the_predictions():
-    """What a rate is said to bring is at least the mean that the table has, and above the bound."""
     for ratio in (0.06, 0.08, 0.2):
         seen = analysis(ROOT, {"m": tune(ROOT, ratio)})
         only = finding(seen, "large_change")
-        rate = only.figures["tolerated_drop_rate"]
-        total = seen.models[0].total
-        assert f"Its change is {total.relative_norm:.1%} of the base" in only.seen
-        assert predict(total, rate).output_error <= limit("output_error")
+        rate, exposures = only.figures["tolerated_drop_rate"], exposures_of(seen.models[0])
+        error = mean_bounded_error(exposures, limit("easy_rate"))
+        assert f"Dropping 50% of its change brings up to {share(error)} error" in only.seen
+        assert only.figures["error"] == error > limit("output_error")
+        assert mean_bounded_error(exposures, rate) <= limit("output_error")
         assert "0.0 or" not in str(only)
         if rate >= limit("useful_rate"):
             assert f"drop_rate = {rate} or less" in only.remedy
         else:
-            told = float(re.search(r"is up to ([\d.]+)%", only.matters)[1]) / 100
-            assert told > limit("output_error")
-            assert told >= predict(total, limit("useful_rate")).output_error
+            assert share(mean_bounded_error(exposures, limit("useful_rate"))) in only.matters
 
 
-# ---------------------------------------------------------------- two models
+def test_a_change_is_the_one_of_the_table():
+    """What is judged without embeddings is not called the change, which is of all tensors."""
+    name = "model.embed_tokens.weight"
+    tuned = tune(ROOT, 0.2) | {name: ROOT[name]}
+    for seen in (analysis(ROOT, {"m": tuned}), analysis(ROOT, {"m": make_base(seed=9)})):
+        for each in assess(seen).findings:
+            for told in re.findall(r"hange is ([\d.]+)%", str(each)):
+                assert float(told) / 100 == pytest.approx(seen.models[0].total.relative_norm)
+
+
+# ---------------------------------------------------------------- groups of models
 
 
 def test_the_same_model_twice():
     assert of({"a": ONE, "b": ONE, "c": TWO}) == {"same_model"}
     seen = finding(analysis(ROOT, {"a": ONE, "b": ONE, "c": TWO}), "same_model")
     assert seen.models == ("a", "b")
+    assert seen.seen == "They are one model: both make the same change (cosine 1.0000)"
+
+
+def test_copies_are_one_finding_even_if_one_of_them_is_broken():
+    broken = {name: array.copy() for name, array in ONE.items()}
+    broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
+    models = {"a": ONE, "x": TWO, "nan": broken, "again": ONE, "more": ONE}
+    seen = finding(analysis(ROOT, models), "same_model")
+    assert seen.models == ("a", "nan", "again", "more")
+    assert "all 4 make the same change" in seen.seen
+    assert "up to 4 times" in seen.matters
+
+
+def test_two_sets_of_copies_are_two_findings():
+    seen = analysis(ROOT, {"a": ONE, "b": TWO, "c": ONE, "d": TWO})
+    groups = [each.models for each in assess(seen).findings if each.rule == "same_model"]
+    assert groups == [("a", "c"), ("b", "d")]
+
+
+def test_multiples_are_one_finding():
+    models = {"a": ONE, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0)}
+    models |= {"again": ONE, "twice": mixed(ROOT, ONE, 2.0, TWO, 0.0)}
+    seen = finding(analysis(ROOT, models), "multiple")
+    assert seen.models == ("a", "half", "again", "twice")
+    assert "one direction: half is 0.5 times a, twice is 2 times a (cosine" in seen.seen
+    assert seen.figures["ratio.twice"] == pytest.approx(2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("links", "who"), [(3, "They change"), (2, "a and b, a and c change the base")]
+)
+def test_alike_models_are_one_finding(links, who):
+    """With all three pairs alike it is about them; with two, about those."""
+    far = mixed(ROOT, ONE, 0.6, THREE, 0.8) if links == 3 else mixed(ROOT, ONE, 0.6, THREE, -0.8)
+    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.6, THREE, 0.8), "c": far, "d": TWO}
+    if links == 3:
+        models["c"] = mixed(ROOT, ONE, 0.8, TWO, 0.6)
+        models["b"] = mixed(ROOT, ONE, 0.9, THREE, 0.44)
+        models["d"] = tune(ROOT, seed=7)
+    seen = analysis(ROOT, models)
+    only = finding(seen, "alike")
+    assert only.models == ("a", "b", "c")
+    assert only.seen.startswith(who)
+    alike = [pair for pair in seen.pairs if pair.total.cosine >= limit("alike_cosine")]
+    assert len(alike) == links
+
+
+def test_ten_models_against_one_are_one_finding():
+    models = {f"m{n}": mixed(ROOT, ONE, -0.5, tune(ROOT, seed=n), 0.86) for n in range(3, 12)}
+    seen = analysis(ROOT, {"one": ONE, **models})
+    only = finding(seen, "opposed")
+    assert len(only.models) == 10
+    assert "one and m3, one and m4, one and m5 and 6 more change" in only.seen
 
 
 @pytest.mark.parametrize("share", [0.5, 1.1, 2.0])
@@ -348,8 +488,58 @@ def test_models_that_share_another_base():
     ancestor = tune(ROOT, 0.3, seed=5)
     models = {"a": tune(ancestor, 0.02, seed=1), "b": tune(ancestor, 0.02, seed=2)}
     assert found(analysis(ancestor, models)) == set()
-    assert found(analysis(ROOT, models)) == {"other_base", "alike", "large_change"}
+    assert found(analysis(ROOT, models)) == {"other_base", "large_change"}
     assert found(analysis(ROOT, {"a": ancestor, "b": ancestor})) == {"same_model", "large_change"}
+
+
+def test_a_base_that_is_a_fine_tune_of_a_model():
+    models = {"root": ROOT, "b": TWO, "c": tune(ROOT, 0.03, seed=3)}
+    seen = finding(analysis(ONE, models), "contained")
+    assert (seen.models, seen.severity) == (("root",), Severity.CHANGE)
+    assert seen.seen == "All other models contain the whole step from the given base to root"
+    assert seen.figures["share.b"] == pytest.approx(1, abs=0.02)
+    assert "Give root as base" in seen.remedy
+    assert "alike" not in found(analysis(ONE, models))
+
+
+@pytest.mark.parametrize("order", [("root", "b"), ("b", "root")])
+def test_one_other_model_tells_it_too(order):
+    models = {"root": ROOT, "b": TWO}
+    seen = finding(analysis(ONE, {name: models[name] for name in order}), "contained")
+    assert seen.models == ("root",)
+    assert seen.seen.startswith("b contains the whole step")
+
+
+def test_the_demonstration_with_a_fine_tune_as_its_base():
+    """It was called ready once."""
+    seen = analyze(TUNED["add"], [DEMO_BASE, TUNED["sort"]], spectra="none", verbose=False)
+    readiness, advice = judge(seen)
+    assert readiness.verdict is Verdict.WITH_CHANGES
+    assert [each.models for each in readiness.findings if each.rule == "contained"] == [("base",)]
+    assert any("another base" in doubt for doubt in advice.doubts)
+    right = analyze(DEMO_BASE, list(TUNED.values()), spectra="none", verbose=False)
+    assert found(right) == {"outweighed"}
+
+
+@pytest.mark.parametrize("size", [0.02, 0.022, 0.026])
+def test_a_base_that_is_a_fine_tune_of_what_is_not_there_is_a_question(size):
+    models = {name: tune(ROOT, size, seed) for name, seed in (("a", 5), ("b", 6), ("c", 7))}
+    seen = analysis(ONE, models)
+    told = {"common_step", "alike"} & found(seen)
+    assert told
+    assert all(finding(seen, rule).severity is Severity.NOTE for rule in told)
+    if "common_step" in told:
+        shared = seen.models[0].total
+        expected = 0.02 * np.sqrt(sum((v**2).sum() for v in ROOT.values()))
+        assert finding(seen, "common_step").figures["shared"] == pytest.approx(
+            expected / shared.base_norm, rel=0.05
+        )
+
+
+def test_what_unequal_pairs_share_is_no_step():
+    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)}
+    models["c"] = mixed(ROOT, ONE, 0.45, THREE, 2.5)
+    assert "common_step" not in of(models)
 
 
 def test_one_model_outweighs_another():
@@ -361,6 +551,14 @@ def test_one_model_outweighs_another():
 
 
 # ---------------------------------------------------------------- all of them
+
+
+def test_the_chance_to_cancel():
+    models = {"a": ONE, "b": TWO, "c": tune(ROOT, 0.004, seed=3)}
+    seen = analysis(ROOT, models)
+    assert chance_cancelled(seen) == pytest.approx(seen.together.cancelled, abs=0.01)
+    assert chance_cancelled(analysis(ROOT, {"a": ONE})) == 0
+    assert chance_cancelled(analysis(ROOT, {"copy": ROOT})) == 0
 
 
 def test_chance_is_not_cancelling():

@@ -76,7 +76,7 @@ def test_processes_that_want_one_output_do_not_spoil_it(
         is_new = check_between(place, scenario, context)
         assert is_new or all(outcome.status != 0 for outcome in outcomes), context
         made_twice = is_new and (place.work / f"{scenario.output}.partial").exists()
-        if made_twice or any("has appeared" in outcome.err for outcome in outcomes):
+        if made_twice or any("appeared during" in outcome.err for outcome in outcomes):
             # The loser keeps what it has made, as one that is killed does; it is gone when it is
             # made again.
             over = () if scenario.before else ("--overwrite",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import shlex
 import shutil
 import tomllib
 from pathlib import Path
@@ -36,11 +37,35 @@ def analysis(folder: Path, analysed: str) -> Path:
     return folder / "analysis.json"
 
 
-def test_analyze_tells_verdict_models_and_advice(folder):
+def test_analyze_says_what_decides_and_in_full_the_rest(folder):
     found = dare_succeeds("analyze", *INPUTS)
-    assert found.out.startswith("Ready")
-    for word in ("math", "code", "Cosine", "Advice", "drop_rate"):
+    assert found.out.startswith("Ready to merge by dare+")
+    for word in ("math", "code", "Overlap", "Advice", "Error"):
         assert word in found.out
+    assert "Caveat" not in found.out
+    full = dare_succeeds("analyze", *INPUTS, "--full")
+    for word in ("Magnitudes", "by kind", "Every two models", "drop_rate of math", "Caveat"):
+        assert word in full.out
+    assert "--full" not in full.out
+
+
+def test_the_next_commands_can_be_typed(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shutil.copy("math.safetensors", "it's my model.safetensors")
+    given = ("base.safetensors", "it's my model.safetensors", "code.safetensors")
+    text = dare_succeeds("analyze", *given).out
+    after = text[text.index("Next\n") :].replace("\\\n", " ")
+    steps = {words[0]: words[1:] for words in map(shlex.split, after.splitlines()[1:3])}
+    assert steps["advise"] == ["dare", "advise", *given, ">", "recipe.toml"]
+    assert steps["merge"] == ["dare", "recipe.toml"]
+    Path("recipe.toml").write_text(dare_succeeds(*steps["advise"][1:-2], "--quiet").out)
+    dare_succeeds("recipe.toml", "--quiet")
+    assert "> recipe2.toml" in dare_succeeds("analyze", *given).out  # the shell would replace it
+
+
+def test_what_reads_the_models_again_gets_the_same_options(folder):
+    text = dare_succeeds("analyze", *INPUTS, "--allow-pickle", "--steps", "900").out
+    assert f"dare advise {' '.join(INPUTS)} --allow-pickle --steps 900 > recipe.toml" in text
 
 
 def test_the_json_document_has_analysis_readiness_and_advice(folder):
@@ -52,7 +77,7 @@ def test_the_json_document_has_analysis_readiness_and_advice(folder):
         row for row in found["predictions"] if row["model"] == "math" and row["drop_rate"] == 0.5
     )
     assert half["relative_error"] == 1.0
-    assert found["advice"]["recipe"]["models"]["base_file"] == "base.safetensors"
+    assert found["advice"]["recipe"]["base"] == "base.safetensors"
     base, tuned = load_file("base.safetensors"), load_file("math.safetensors")
     norm = np.sqrt(
         sum(
@@ -79,7 +104,7 @@ def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
     document = json.loads(analysis.read_text())
     document["base_dtypes"] = {"BF16": 7_000_000_000}
     analysis.write_text(json.dumps(document))
-    expected = "the guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps"
+    expected = "The guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps"
     advised = dare_succeeds("advise", "analysis.json", "--steps", "1000").out
     assert expected in advised.replace("\n#   ", " ")
     found = dare_succeeds("analyze", "analysis.json", "--steps", "1000", "--json").json

@@ -96,7 +96,9 @@ def test_a_merge_shows_plan_report_and_the_next_commands(folder):
     shown = dare_succeeds(*TWO, *TO).out
     lines = [line.rstrip() for line in shown.splitlines()]
     assert lines[0].startswith("Plan  method   dare+linear")
-    assert "      tensors  3 merged, 1 copied from base (not a weight type)" in lines
+    merged = "3 merged, 1 copied from base (not a weight type); 3,320 elements, F32, I64"
+    assert f"      tensors  {merged}" in lines
+    assert not any("thread" in line or "buffers" in line for line in lines)
     (told,) = [n for n, line in enumerate(lines) if line.startswith("Merged 3 tensors in ")]
     header, _, math, code = (line.split() for line in lines[told + 2 : told + 6])
     assert header == ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold", "in"]
@@ -212,10 +214,12 @@ def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
     assert places["model.embed_tokens.weight"]["file"] == "merged.safetensors"
 
 
-def test_a_plan_says_how_long_it_takes_and_a_merge_only_what_is_kept(folder):
+def test_a_plan_says_how_long_it_takes_and_a_merge_if_it_takes_long(folder, monkeypatch):
     known = r"takes    about \d\.?\d* to \d\.?\d* s on this machine"
     assert "on this machine" not in dare_succeeds(*TWO, *TO).out
     assert re.search(known, dare_succeeds("plan", *TWO).out)
+    assert "on this machine" not in dare_succeeds(*TWO, "--output", "soon.safetensors").out
+    monkeypatch.setattr("dare.cli.show.WORTH_WAITING_FOR", 0.1)
     assert re.search(known, dare_succeeds(*TWO, "--output", "other.safetensors").out)
 
 
@@ -582,7 +586,7 @@ def test_a_merge_is_repeated_with_its_files_elsewhere(merged, folder):
     files = [elsewhere / f"{name}-2.safetensors" for name in names]
     for name, file in zip(names, files, strict=True):
         shutil.move(f"{name}.safetensors", file)
-    assert "name where the inputs are now" in dare(merged, "-o", "again.safetensors").err
+    assert "give their paths with --base" in dare(merged, "-o", "again.safetensors").err
     dare_succeeds(merged, "-o", "again.safetensors", "-b", files[0], "-m", *files[1:], "--quiet")
     assert sha256(folder / "again.safetensors") == sha256(merged)
     swapped = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", *files[:0:-1], "--quiet")

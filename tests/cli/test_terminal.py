@@ -16,6 +16,8 @@ import pytest
 from calling import TO, TWO, dare_succeeds
 from rich.cells import cell_len
 
+from dare.cli.texts import COMMANDS
+from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from helpers import save, sha256
 
@@ -109,9 +111,21 @@ def test_help_fits(command, columns, page):
     assert len(boxes) > 8
     assert {cell_len(line) for line in boxes} == {columns}  # all borders stand in one column
     examples = text.partition("Examples")[2]
-    assert (
-        "  dare --base base.safetensors --merge math.safetensors code.safetensors \\\n" in examples
-    )
+    assert re.search(r"\n  dare base\S* math\S* code\S* -o merged", examples)
+
+
+def test_help_is_a_screen_and_a_half(page):
+    text = page(80, "--help")
+    assert len(text.splitlines()) <= 66
+    flags = text[: text.index("╭")]
+    fields = {"base", "models", "output", "method", "seed"}
+    for name in (*fields, "drop-rate", "weight", "overwrite", "quiet"):
+        assert f"\n  --{name}" in flags
+    for name in ("method", "seed"):
+        assert f"({Recipe.model_fields[name].default})\n" in flags
+    assert f"({STAGES['dare'].parameters['drop_rate'].default})\n" in flags
+    commands = [line[2:].split()[0] for line in text.splitlines() if line.startswith("│ ")]
+    assert sorted(commands) == sorted(COMMANDS)  # each in one line
 
 
 @WIDTHS
@@ -144,6 +158,19 @@ def test_a_plan_fits_even_with_long_paths(columns, page):
         (row,) = [row for row in rows if row[:1] == [name]]
         assert row[1:4] == [f"{name}.safetensors", "1", str(42 + number)]
     assert place in "".join(text.split())
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_ten_models_with_long_names_fit(columns, page):
+    names = [f"{'a-name-that-is-far-too-long-' * 4}{number}" for number in range(10)]
+    for name in names:
+        shutil.copy("math.safetensors", f"{name}.safetensors")
+    files = [f"{name}.safetensors" for name in names]
+    text = page(columns, "base.safetensors", *files, "-o", "merged.safetensors")
+    rows = [line for line in text.splitlines() if line.startswith(" a-name-th")]
+    assert len(rows) == 20  # each once in the plan and once in the report
+    text = page(columns, "analyze", "base.safetensors", *files)
+    assert len(text.splitlines()) < 40
 
 
 @WIDTHS
@@ -267,7 +294,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_gives_the_same_bytes(uninterrupted, l
     terminal = interrupt_a_merge(command, output)
     assert not output.exists()
     assert "Traceback" not in terminal.text
-    said, _, after = terminal.text.partition("dare: interrupted; go on where it stopped with\n")
+    said, _, after = terminal.text.partition("dare: interrupted; to resume, run\n")
     assert said
     (way_on,) = after.strip().splitlines()
     assert way_on == command.removesuffix(" --no-resume")
@@ -289,7 +316,7 @@ def test_ctrl_c_on_a_quiet_merge_says_no_more_than_how_to_go_on(large, monkeypat
     command = " ".join(["dare", *TWO, "-o", output.name, "--threads", "1", "--quiet"])
     terminal = interrupt_a_merge(command, output)
     assert terminal.text.replace("^C", "").strip().splitlines() == [
-        "dare: interrupted; go on where it stopped with",
+        "dare: interrupted; to resume, run",
         f"  {command}",
     ]
     assert not output.exists()

@@ -374,7 +374,6 @@ UNPARSABLE = {  # for cyclopts: the line, and the command whose help is named
     f"{MERGE_TWO} --drop-rat 0.5": "merge ",
     "mrege recipe.toml": "",
     f"plan {MERGE_TWO} --weight a b": "plan ",
-    "plan one.toml two.toml": "plan ",
 }
 IN_OTHER_WORDS = [
     *(("recipe.toml", text, FAILED, words, "") for text, words in REFUSED_VALUES.items()),
@@ -557,12 +556,6 @@ FILES = {
         f"recipe.toml: the header claims {int.from_bytes(MODELS[:8].encode(), 'little')} bytes, "
         "more than the 100000000 that safetensors allows; this is not a safetensors file",
     ),
-    "a model in place of a recipe": (
-        _nothing,
-        "plan math.safetensors",
-        "math.safetensors: is no recipe, and has no manifest to repeat it by "
-        "(math.safetensors.manifest.json); models are given with --base and --merge",
-    ),
     "an output in place of a recipe that is not there": (
         _nothing,
         "merged.safetensors",
@@ -583,8 +576,10 @@ FILES = {
     "a manifest of a later version": (
         _merged_with_manifest(recipe={}, format=9, versions={"dare": "7.0"}),
         "plan merged.safetensors",
-        "merged.safetensors.manifest.json: its format is 9, and this version of dare repeats only "
-        f"{FORMAT}; use the version that wrote it (dare 7.0)",
+        (
+            "merged.safetensors.manifest.json: its format is 9, and this version of "
+            f"dare can repeat only {FORMAT}; use the version that wrote it (dare 7.0)"
+        ),
     ),
     "a recipe to write where there is one": (
         _broken("recipe.toml", MODELS.encode()),
@@ -633,19 +628,21 @@ OUTPUTS = {
     "an output that exists": (
         _nothing,
         "-o german.safetensors",
-        "german.safetensors: exists already; choose another output, or replace it with "
-        "--overwrite (overwrite=True in Python)",
+        (
+            "german.safetensors: exists already; choose another output, or replace "
+            "it with --overwrite (overwrite=True in Python)"
+        ),
     ),
     "a folder as output that is not dare's": (
         _two_in_a_folder,
         "-o both --overwrite",
-        "both: not made by dare (it has no dare-manifest.json), so it is not replaced; "
-        "remove it yourself or choose another output",
+        "both: was not made by dare (it has no dare-manifest.json), so it is not replaced; "
+        "remove it yourself, or choose another output",
     ),
     "an output without a name": (
         _nothing,
         "-o /",
-        "/: is not a name for an output; give it one",
+        "/: is not a name for an output; add a name",
     ),
 }
 
@@ -702,7 +699,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_merge(folder, monkeypatc
     assert_refused(
         outcome,
         "merged.safetensors: needs 13.3 kB more and the disk has 1.0 kB free; "
-        "make room or choose another place, then run it again",
+        "make room or choose another place, then run the merge again",
     )
     assert not Path("merged.safetensors").exists()
 
@@ -723,7 +720,7 @@ def test_a_disk_that_fills_up_leaves_what_the_same_command_goes_on_with(folder, 
     assert_refused(
         outcome,
         "merged.safetensors.partial/merged.safetensors: the disk is full; "
-        "make room and run the same merge again, it goes on where it stopped",
+        "make room and run the same merge again; it resumes",
     )
     assert not Path("merged.safetensors").exists()
     report = dare_succeeds(*TWO, *TO, "--quiet", "--json", "--threads", "1").json

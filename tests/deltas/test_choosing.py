@@ -255,7 +255,7 @@ def test_a_size_that_cannot_be_had_says_which_can():
 
 
 def test_an_error_that_cannot_be_had_says_the_least_and_lossless():
-    with pytest.raises(RecipeError, match=r"the least error is about 0.002\d .*--lossless"):
+    with pytest.raises(RecipeError, match=r"the smallest error is about 0.002\d .*--lossless"):
         choose(*small_models(), target_error=1e-4, bits=4)
     exact = choose(*small_models(), target_error=0)
     assert exact.scheme == Scheme(0.0, "native")

@@ -441,7 +441,7 @@ def test_the_recipe_that_is_advised_for_delta_files_runs(tmp_path):
         analysis = dare.analyze(BASE, models)
         assert [model.was_dropped for model in analysis.models] == dropped
         document = {**dare.advise(analysis).recipe, "verbose": False}
-        document["models"]["output_file"] = str(tmp_path / "advised.safetensors")
+        document["output"] = str(tmp_path / "advised.safetensors")
         dare.merge(recipe_from_document(document, "advice"), overwrite=True)
     with pytest.raises(RecipeError, match="were dropped from a delta file already"):
         dare.advise(analysis, drop_rate=0.5)

@@ -334,7 +334,7 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(way, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(PartialOutput, "finish", finish)
-        with pytest.raises(OutputError, match="has appeared during"):
+        with pytest.raises(OutputError, match="appeared during"):
             way.run()
     assert way.output.read_bytes() == b"theirs"
     way.output.unlink()

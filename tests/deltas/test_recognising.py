@@ -128,7 +128,7 @@ def test_an_adapter_is_told_what_it_is(tmp_path):
     (tmp_path / "adapter_config.json").write_text(config)
     size = len(config) + (tmp_path / "adapter_model.safetensors").stat().st_size
     assert describe_adapter(open_model(tmp_path)) == (
-        f"it is stored as an adapter already, which takes {size} bytes; keep it as it is"
+        f"it is already stored as an adapter, which takes {size} bytes; keep it as it is"
     )
 
 

@@ -15,6 +15,7 @@ import yaml
 from doc_blocks import ROOT
 
 import dare
+from dare import compat
 from dare.cli import main
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, DareError
@@ -177,8 +178,11 @@ def test_every_message_that_is_quoted_is_in_the_source() -> None:
 
 def test_the_python_page_has_every_public_name() -> None:
     text = page("python.md")
-    missing = [n for n in dare.__all__ if n != "__version__" and not re.search(rf"\b{n}\b", text)]
-    assert missing == []
+    listed, _, compatible = text.partition("## Names from papers and articles")
+    compatible, _, errors = compatible.partition("## Errors")
+    public = [name for name in dare.__all__ if name != "__version__"]
+    assert [n for n in public if not re.search(rf"\b{n}\b", listed + errors)] == []
+    assert re.findall(r"^::: dare\.compat\.(\w+)", compatible, re.M) == compat.__all__
 
 
 def test_every_dependency_has_a_reason() -> None:

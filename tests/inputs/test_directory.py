@@ -128,7 +128,7 @@ def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: P
     found = collect(model)
     assert {"modeling_x.py", "setup.py"} <= set(found.files)
     (note,) = found.notes
-    assert note.endswith("copied as it is; it only runs with trust_remote_code=True")
+    assert note.endswith("copied unchanged; it runs only with trust_remote_code=True")
 
 
 def test_folders_of_sentence_transformers(model: Path) -> None:
@@ -296,7 +296,7 @@ def test_which_chat_template(tmp_path: Path) -> None:
     assert choose_chat_template("auto", plain, {"plain": plain, "file": None}) == (None, ())
     assert choose_chat_template("auto", plain, {"one": one, "same": same}) == (
         "{1}",
-        (f"chat template: {plain} has none, so that of one, same is used",),
+        (f"chat template: {plain} has none, so the one from one, same is used",),
     )
     template, (note,) = choose_chat_template("auto", plain, models)
     assert template is None
@@ -307,7 +307,7 @@ def test_which_chat_template(tmp_path: Path) -> None:
     for name in ("plain", "file"):
         with pytest.raises(RecipeError, match="that model has no chat template"):
             choose_chat_template(name, one, models)
-    with pytest.raises(RecipeError, match=r"neither a file, nor .*did you mean 'other'"):
+    with pytest.raises(RecipeError, match=r"is not a file, not .*did you mean 'other'"):
         choose_chat_template("othr", one, models)
 
 
@@ -325,7 +325,7 @@ def test_a_linked_folder_is_refused(model: Path, tmp_path: Path) -> None:
     fill(tmp_path / "elsewhere", config_dot_json={})
     fill(model, modules_dot_json=[{"path": "1_Pooling"}])
     (model / "1_Pooling").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match="outside of the directory"):
+    with pytest.raises(InputError, match="outside the directory"):
         collect(model)
 
 

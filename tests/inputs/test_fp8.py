@@ -233,8 +233,8 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         "table": "I32",
     }
     assert source.remarks == (
-        "1 FP8 tensors are presented as float32, scales applied",
-        "3 scales of activations are left out: no weights",
+        "1 FP8 tensor is read as float32, with the scales applied",
+        "3 activation scales are left out",
     )
     assert source.reading_bytes == PIECE_BYTES
     assert read_tensor(source, "norm.weight") == norm.tobytes()
@@ -321,5 +321,5 @@ def test_a_scale_that_is_no_number_is_refused():
 def test_two_scales_of_one_weight_are_refused():
     scale = np.ones(1, np.float32)
     arrays = {"w": codes((4, 6)), "w_scale": scale, "w_scale_inv": scale}
-    with pytest.raises(InputError, match=r"w has both w_scale_inv and w_scale; which one applies"):
+    with pytest.raises(InputError, match=r"w has two scales, w_scale_inv and w_scale; remove"):
         dequantized(source_of(arrays))

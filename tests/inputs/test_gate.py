@@ -97,7 +97,7 @@ def test_factors_that_are_no_weights_are_refused(tmp_path, kind, letter):
     ("changed", "message"),
     [
         ({"m.lora_A.weight": np.array(1, np.float32)}, "is a single number"),
-        ({"m.lora_A.bias": np.ones(2, np.float32)}, "is of no known kind"),
+        ({"m.lora_A.bias": np.ones(2, np.float32)}, "is not a known kind"),
         (
             {"m.lora_A.weight": np.ones((0, 2), np.float32),
              "m.lora_B.weight": np.ones((2, 0), np.float32)},

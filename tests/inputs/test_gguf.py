@@ -303,7 +303,7 @@ def test_an_unknown_architecture_keeps_its_names_and_says_so(tmp_path):
     source = open_gguf(write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.zeros(4)}, "rwkv9"))
     assert list(source.tensors) == ["blk.0.attn_q.weight"]
     (remark,) = source.remarks
-    assert "the names of architecture 'rwkv9' are not known and stay as they are" in remark
+    assert "the tensor names of architecture 'rwkv9' are not known, so they stay" in remark
 
 
 def test_an_unknown_tensor_of_a_known_architecture_keeps_its_name_and_is_reported(tmp_path):
@@ -328,7 +328,7 @@ def test_what_llama_cpp_computes_is_left_out_and_reported(tmp_path):
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     tensors = {"output.weight": np.ones(4), "lm_head.weight": np.ones(4)}
     # The second is not known to the family, so it keeps a name that the first is given.
-    with pytest.raises(HeaderError, match=r"lm_head.weight is there twice, the second as lm_head"):
+    with pytest.raises(HeaderError, match=r"lm_head.weight occurs twice, .* as lm_head"):
         open_gguf(write(tmp_path / "m.gguf", tensors, "llama"))
 
 
@@ -336,7 +336,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
 def test_rows_cannot_be_ordered_without_the_number_of_heads(tmp_path, heads):
     metadata = {} if heads is None else {"llama.attention.head_count": heads}
     path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones((8, 4))}, "llama", metadata)
-    with pytest.raises(InputError, match=r"llama.attention.head_count is .*a whole number is need"):
+    with pytest.raises(InputError, match=r"llama.attention.head_count is .*; expected a whole"):
         open_gguf(path)
 
 
@@ -344,7 +344,7 @@ def test_rows_cannot_be_ordered_without_the_number_of_heads(tmp_path, heads):
 def test_rows_that_heads_cannot_share_are_refused(tmp_path, shape):
     metadata = {"llama.attention.head_count": 2}
     path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata)
-    with pytest.raises(HeaderError, match=r"rows, which 2 heads of even size cannot share"):
+    with pytest.raises(HeaderError, match=r"rows, which do not divide into 2 heads"):
         open_gguf(path)
 
 
@@ -389,7 +389,7 @@ def test_a_missing_part_is_named(tmp_path):
 def test_a_part_under_another_name_is_refused(tmp_path):
     write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
     (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "model.gguf")
-    with pytest.raises(HeaderError, match=r"part 1 of 1, by its name, says it is part 0 .* of 2"):
+    with pytest.raises(HeaderError, match=r"part 1 of 1, but .*split.no = 0 and split.count = 2"):
         open_gguf(tmp_path / "model.gguf")
 
 
@@ -399,7 +399,7 @@ def test_parts_in_the_wrong_order_are_refused(tmp_path):
     first.rename(tmp_path / "aside")
     second.rename(first)
     (tmp_path / "aside").rename(second)
-    with pytest.raises(HeaderError, match=r"part 1 of 2, by its name, says it is part 1"):
+    with pytest.raises(HeaderError, match=r"by its name it is part 1 of 2, but .*split.no = 1"):
         open_gguf(first)
 
 
@@ -491,13 +491,13 @@ HOSTILE = {
     "big-endian": (header(version=3 << 24), r"big-endian machines; convert it"),
     "many tensors": (
         file_of(header([tensor()], counts=(HUGE, 0))),
-        r"claims \d+ tensors; more than 300000 are not believed",
+        r"claims \d+ tensors; the limit is 300000",
     ),
     "many pairs": (
         file_of(header(counts=(0, HUGE))),
-        r"claims \d+ keys; more than 65536 are not believed",
+        r"claims \d+ keys; the limit is 65536",
     ),
-    "long key": (file_of(header(pairs=[text(b"", HUGE)])), r"the header goes on to byte"),
+    "long key": (file_of(header(pairs=[text(b"", HUGE)])), r"the header needs at least"),
     "bad key": (
         file_of(header(pairs=[text(b"\xff")])),
         r"key 0 of the metadata is not valid UTF-8",
@@ -509,11 +509,14 @@ HOSTILE = {
     "long array": (file_of(header(pairs=[pair("k", 9, array(0, HUGE))])), r"claims \d+ items"),
     "array too long": (file_of(header(pairs=[pair("k", 9, array(0, 999))])), r"truncated or not"),
     "texts too long": (file_of(header(pairs=[pair("k", 9, array(8, 999))])), r"truncated or not"),
-    "pair twice": (file_of(header(pairs=[pair("k", 0, b"1")] * 2)), r"the metadata have 'k' twice"),
-    "tensor twice": (file_of(header([tensor()] * 2)), r"the tensor 't' is there twice"),
+    "pair twice": (
+        file_of(header(pairs=[pair("k", 0, b"1")] * 2)),
+        r"'k' occurs twice in",
+    ),
+    "tensor twice": (file_of(header([tensor()] * 2)), r"the tensor 't' occurs twice"),
     "dimensions": (
         file_of(header([tensor(dimensions=5)])),
-        r"t claims 5 dimensions; 4 is the most",
+        r"t claims 5 dimensions; the limit is 4",
     ),
     "many dimensions": (file_of(header([tensor(dimensions=2**32 - 1)])), r"claims 4294967295 dim"),
     "huge": (file_of(header([tensor(dims=(HUGE,) * 4)])), r"t ends at byte \d+, and the file has"),

@@ -156,8 +156,9 @@ def test_a_slip_of_the_pen_is_not_sent_to_the_hub(hub: Hub, single: dict[str, by
     Path("models/base").mkdir(parents=True)
     message = failure("models/bas")
     assert message == (
-        "models/bas: no such file or directory in models, which is a folder here; "
-        "for the model on the hub write models/bas@main"
+        "models/bas: no such file or directory: models is a folder on this "
+        "machine and does not have it; for the model on the hub, write "
+        "models/bas@main"
     )
     assert hub.asked == []
     assert fetch("models/bas@main").commit == commit
@@ -252,8 +253,9 @@ def test_what_is_not_in_the_repository(hub: Hub, sharded: dict[str, bytes]) -> N
     )
     hub.add("org/bin", {"pytorch_model.bin": b"", "config.json": b"{}"})
     assert failure("org/bin") == (
-        "org/bin: has no safetensors file at its top, but pytorch_model.bin; "
-        "name a folder or a file inside it, as in org/bin/pytorch_model.bin@main"
+        "org/bin: has no safetensors file in its top folder, but "
+        "pytorch_model.bin; name a folder or a file inside it, as in "
+        "org/bin/pytorch_model.bin@main"
     )
     assert "as in org/two/nowhere/FOLDER@main" in failure("org/two/nowhere@main")
     del sharded["model-00002-of-00002.safetensors"]
@@ -337,8 +339,9 @@ def test_offline_what_is_not_there_cannot_be_had(
     resolved = fetch("org/name")
     go_offline(monkeypatch)
     expected = (
-        ": no such file or directory, and not (or not completely) in the hub's cache, "
-        "and offline mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) forbids fetching it; unset that, "
+        ": no such file or directory, and the hub's cache does not have it "
+        "completely. Offline mode is on (HF_HUB_OFFLINE or "
+        "TRANSFORMERS_OFFLINE), so it cannot be fetched; turn offline mode off, "
         "or give a path"
     )
     assert failure("org/other") == "org/other" + expected
@@ -355,8 +358,8 @@ def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
     assert fetch("org/name") == resolved  # the cache is better than nothing
     assert re.fullmatch(
         r"org/other: no such file or directory, and it could not be fetched from the hub: "
-        r"ConnectError: .*refused.*; check the network and run it again: files that are complete "
-        r"are not fetched twice",
+        r"ConnectError: .*refused.*; check the network and run the command again; "
+        r"complete files are not fetched again",
         failure("org/other"),
     )
 
@@ -366,8 +369,9 @@ def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
 
 def test_no_such_model(hub: Hub) -> None:
     assert failure("org/nmae") == (
-        "org/nmae: no such file or directory, and no model org/nmae on the hub (404); "
-        "check the spelling or, if it is private, log in with `hf auth login` or set HF_TOKEN"
+        "org/nmae: no such file or directory, and the hub has no model org/nmae "
+        "(404); check the spelling or, if the model is private, log in with `hf "
+        "auth login` or set HF_TOKEN"
     )
 
 
@@ -375,8 +379,8 @@ def test_no_such_revision(hub: Hub, single: dict[str, bytes]) -> None:
     hub.add("org/name", single)
     for revision in ("v9", "0" * 40):
         assert failure(f"org/name@{revision}") == (
-            f"org/name@{revision}: the hub has org/name, but no revision {revision!r} (404); "
-            "give a branch, a tag or a whole commit hash"
+            f"org/name@{revision}: the hub has org/name, but no revision {revision!r} "
+            "(404); give a branch, a tag or a full commit hash"
         )
 
 
@@ -400,8 +404,9 @@ def test_models_of_others(hub: Hub, single: dict[str, bytes], status: int, place
     hub.add("org/name", single)
     hub.refusals[place] = (status, "")
     assert failure("org/name") == (
-        f"org/name: the hub does not give org/name to you ({status}); if it is yours to read, "
-        "log in with `hf auth login` or set HF_TOKEN with a token that may"
+        f"org/name: the hub denies access to org/name ({status}); if you have "
+        "access, log in with `hf auth login` or set HF_TOKEN, with a token that "
+        "allows it"
     )
 
 
@@ -410,8 +415,8 @@ def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> N
     commit = hub.add("org/name", single)
     hub.refusals[place] = (500, "")
     assert failure("org/name") == (
-        "org/name: the hub is out of order (500); run it again later: files that are complete "
-        "are not fetched twice"
+        "org/name: the hub has an error (500); run the command again later; "
+        "complete files are not fetched again"
     )
     hub.refusals.clear()
     assert fetch("org/name").commit == commit
@@ -419,7 +424,7 @@ def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> N
 
 def test_a_hub_that_is_asked_too_much(hub: Hub, single: dict[str, bytes]) -> None:
     hub.refusals["/api/models/org/name"] = (429, "")
-    assert "too many requests (429); wait some minutes" in failure("org/name")
+    assert "too many requests (429); wait a few minutes" in failure("org/name")
 
 
 def test_a_server_that_is_no_hub(hub: Hub) -> None:
@@ -438,6 +443,7 @@ def test_a_cache_that_cannot_take_it(
     hub.add("org/name", single)
     monkeypatch.setattr("huggingface_hub.file_download.http_get", write)
     assert failure("org/name") == (
-        "org/name: cannot be stored in the hub's cache (/cache/blobs/1.incomplete): No space left "
-        "on device; set HF_HOME to a folder that can take it"
+        "org/name: cannot be stored in the hub's cache "
+        "(/cache/blobs/1.incomplete): No space left on device; set HF_HOME to a "
+        "folder that can be written and has room"
     )

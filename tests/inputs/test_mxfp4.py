@@ -99,7 +99,7 @@ def test_what_is_presented_and_what_it_takes():
         "norm": (3,),
         DOWN: (3, 128, 10),
     }
-    assert source.remarks == ("1 MXFP4 tensors are presented as bfloat16, which is exact",)
+    assert source.remarks == ("1 MXFP4 tensor is read as bfloat16, which is exact",)
     assert source.reading_bytes == 10 * 4 * 17 + TILE_BYTES
     assert read_tensor(source, "norm") == norm.tobytes()
     with source:
@@ -113,7 +113,7 @@ def test_other_models_and_other_layouts_are_not_guessed():
     assert unpacked(plain, {"model_type": "other"}) is plain
     blocks, scales = packed(*SHAPE).values()
     for b, s in ((blocks[..., :8], scales), (blocks, scales[:, :, :2]), (blocks[0], scales[0])):
-        with pytest.raises(InputError, match=rf"{DOWN}_blocks is .*; MXFP4 experts are experts ×"):
+        with pytest.raises(InputError, match=rf"{DOWN}_blocks is .*; expected experts ×"):
             unpacked(array_source({f"{DOWN}_blocks": b, f"{DOWN}_scales": s}, "x"), {})
     both = {**packed(*SHAPE), DOWN: np.ones(3, np.float32)}
     with pytest.raises(InputError, match=rf"has both {DOWN} and {DOWN}_blocks; which one"):

@@ -36,14 +36,14 @@ def test_a_prefix_that_the_model_lacks_is_put_before_its_names(prefix):
     base = ones(*(prefix + name for name in BODY), HEAD)
     names, notes = matched(base, ones(*BODY))
     assert names == sorted(prefix + name for name in BODY)
-    assert notes == [f"math: {prefix!r} put before 6 names"]
+    assert notes == [f"math: prefix {prefix!r} added to 6 tensor names"]
 
 
 def test_a_prefix_that_the_base_lacks_is_taken_off():
     model = ones(*("model." + name for name in BODY), HEAD)
     names, notes = matched(ones(*BODY, HEAD), model)
     assert names == sorted([*BODY, HEAD])
-    assert notes == ["math: 'model.' taken off 6 names"]
+    assert notes == ["math: prefix 'model.' removed from 6 tensor names"]
 
 
 def test_names_that_fit_are_left_alone():
@@ -63,14 +63,14 @@ def test_models_of_other_names_are_left_to_the_plan():
 def test_a_tied_head_is_the_embedding(configs):
     names, notes = matched(ones(EMBED, HEAD), ones(EMBED), *configs)
     assert names == sorted([EMBED, HEAD])
-    assert notes == [f"math: {HEAD} is tied, so its {EMBED} is taken"]
+    assert notes == [f"math: {HEAD} is tied, so {EMBED} is used for it"]
 
 
 def test_the_one_embedding_of_an_encoder_and_a_decoder_is_tied_too():
     tied = {"tie_word_embeddings": True}
     names, notes = matched(ones("shared.weight", HEAD), ones("shared.weight"), tied)
     assert names == sorted(["shared.weight", HEAD])
-    assert notes == [f"math: {HEAD} is tied, so its shared.weight is taken"]
+    assert notes == [f"math: {HEAD} is tied, so shared.weight is used for it"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_a_merge_sees_through_both_at_once(tmp_path):
     )
     plan = dare.plan(recipe)
     assert plan.notes == (
-        "math: 'model.' put before 7 names",
-        f"math: {HEAD} is tied, so its {EMBED} is taken",
+        "math: prefix 'model.' added to 7 tensor names",
+        f"math: {HEAD} is tied, so {EMBED} is used for it",
         f"{HEAD} and {EMBED} are one tensor: one change, one mask, one result",
     )
-    assert "note: math: 'model.' put before 7 names" in str(plan)
+    assert "note: math: prefix 'model.' added to 7 tensor names" in str(plan)
     dare.merge(recipe)
     merged = load_file(tmp_path / "out.safetensors")
     assert sorted(merged) == sorted([*full, EMBED, HEAD])
@@ -134,5 +134,5 @@ def test_an_adapter_is_no_base(tmp_path):
         "x.lora_B.weight": np.ones((2, 1), np.float32),
     }
     save(folder / "adapter_model.safetensors", pair)
-    with pytest.raises(InputError, match="is an adapter, and a base must be a whole model"):
+    with pytest.raises(InputError, match="is an adapter; the base must be a whole model"):
         dare.plan(dare.Recipe(base=folder, models=[folder]))

@@ -77,7 +77,7 @@ def test_packed_weights_are_refused_by_what_they_are_beside(scheme):
     tensors, name, kind = PACKED[scheme]
     source = array_source({"norm.weight": FLOATS, **tensors}, "x")
     with pytest.raises(
-        InputError, match=rf"^l\.{name}: quantised \({kind}.*codes cannot be merged"
+        InputError, match=rf"^l\.{name}: quantised \({kind}.*quantised weights cannot be merged"
     ):
         read_quantised(source, {})
 
@@ -142,7 +142,7 @@ def test_what_a_scheme_can_be_undone_by_is_said():
         assert f"or dequantise it first: {how}, and save it" in str(error.value)
     with pytest.raises(InputError, match=r"made from, or dequantise it first: .*dequantize\(\)"):
         read_quantised(array_source({"l.weight": BYTES, "l.SCB": FLOATS}, "x"), {})
-    with pytest.raises(InputError, match=r"merge the model it was made from$"):
+    with pytest.raises(InputError, match=r"merge the model that it was made from$"):
         read_quantised(array_source(PACKED["GPTQ"][0], "x"), {})
     with pytest.raises(InputError, match=r"'mlx'.*mlx_lm.convert --dequantize"):
         read_quantised(array_source({"l.B": BYTES}, "x"), {"quantization": {"bits": 4}})

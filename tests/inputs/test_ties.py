@@ -165,8 +165,8 @@ def test_a_configuration_is_believed_and_the_plan_says_what_is_not_used(tmp_path
     assert result[HEAD].tobytes() == result[EMBED].tobytes()
     assert result[EMBED].tobytes() == merged(once(1), once(2))[EMBED].tobytes()
     assert notes == (
-        f"math: its {HEAD} differs from {EMBED} and is not used, because its configuration says "
-        "that they are one (tie_word_embeddings)",
+        f"math: its {HEAD} differs from {EMBED} and is not used, because its "
+        "configuration ties them (tie_word_embeddings)",
         f"{HEAD} and {EMBED} are one tensor: one change, one mask, one result",
     )
     assert dare.verify(tmp_path / "out.safetensors").ok
@@ -176,7 +176,7 @@ def test_an_untied_model_of_a_tied_base_is_refused(tmp_path):
     base = folder(tmp_path / "base", twice(1, HEAD), tie_word_embeddings=True)
     apart = once(2) | {HEAD: random(64, 16, seed=9)}
     model = folder(tmp_path / "math", apart, tie_word_embeddings=False)
-    with pytest.raises(MismatchError, match=r"lm_head\.weight: the base's configuration says"):
+    with pytest.raises(MismatchError, match=r"lm_head\.weight: the base's configuration ties it"):
         dare.plan(dare.Recipe(base=base, models=[model]))
 
 

@@ -149,7 +149,7 @@ def test_what_is_no_tensor_is_reported(tmp_path):
     source = open_torch(path)
     assert list(source.tensors) == ["w"]
     assert source.left_out == ("step", "7", "config")
-    assert source.remarks == (f"{path}: left out, no tensors of the model: step, 7, config",)
+    assert source.remarks == (f"{path}: left out, because they are not tensors: step, 7, config",)
     assert open_torch(save(tmp_path / "n.pt", {"w": W})).remarks == ()
 
 
@@ -160,7 +160,7 @@ def test_a_file_without_tensors_is_refused(tmp_path, value):
 
 
 def test_a_file_with_something_else_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"holds a list; expected a dict of tensors"):
+    with pytest.raises(InputError, match=r"contains a list; expected a dict of tensors"):
         open_torch(save(tmp_path / "m.pt", [W]))
 
 
@@ -214,8 +214,11 @@ def test_a_directory_with_neither_is_refused(tmp_path):
     [
         ({"v": "a.bin", "x": "b.bin"}, r"a.bin also holds w; the index and the shards do not"),
         ({"v": "b.bin", "q": "b.bin"}, r"b.bin lacks q and 1 more; the index"),
-        ({"v": "a.bin", "w": "../a.bin"}, r"w is said to be in '../a.bin'; a shard must be a file"),
-        ({"v": 5}, r"v is said to be in 5"),
+        (
+            {"v": "a.bin", "w": "../a.bin"},
+            r"the index places w in '../a.bin'; a shard must",
+        ),
+        ({"v": 5}, r"the index places v in 5"),
         ({}, r"weight_map must map tensors to files"),
         (["a.bin"], r"weight_map must map tensors to files"),
     ],
@@ -229,7 +232,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, weight_map, message):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map"', "[" * 100_000])
 def test_an_index_that_is_none_is_refused(tmp_path, text):
     (tmp_path / INDEX_NAME).write_text(text)
-    with pytest.raises(HeaderError, match=rf"{INDEX_NAME}: not JSON with a weight_map"):
+    with pytest.raises(HeaderError, match=rf"{INDEX_NAME}: must be JSON with a weight_map"):
         open_torch(tmp_path)
 
 
@@ -295,7 +298,7 @@ def test_a_source_knows_its_file_and_notices_changes(tmp_path):
     with source:
         source.check_unchanged()
         os.truncate(path, source.tensors["w"].start + 47)
-        with pytest.raises(InputError, match=r"m.pt: ends inside w; it was cut"):
+        with pytest.raises(InputError, match=r"m.pt: ends inside w; the file was cut"):
             read_tensor(source, "w")
         with pytest.raises(InputError, match=r"m.pt: changed since the merge was planned"):
             source.check_unchanged()
@@ -335,7 +338,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     value = {"w": W, "x": Malice(f"touch {target}")}
     path = save(tmp_path / "m.pt", value)
     with pytest.raises(
-        InputError, match=r"refused, because it holds more than weights \(posix.sys"
+        InputError, match=r"refused, because it contains more than weights \(posix.sys"
     ):
         open_torch(path)
     assert not target.exists()
@@ -346,7 +349,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
 def test_an_object_of_somebody_elses_is_refused(tmp_path):
     value = {"w": W, "x": pytest.approx(1)}
     with pytest.raises(
-        InputError, match=r"holds more than weights \(.*\): loading it could run any"
+        InputError, match=r"contains more than weights \(.*\), and loading it could run any"
     ):
         open_torch(save(tmp_path / "m.pt", value))
 
@@ -382,7 +385,7 @@ def test_compressed_records_are_refused(tmp_path):
 def test_a_storage_smaller_than_its_tensor_is_refused(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W})
     rewrite(path, lambda name, data: data[:44] if name.endswith("data/0") else data)
-    with pytest.raises(HeaderError, match=r"m.pt: w does not lie inside its record; the file is d"):
+    with pytest.raises(HeaderError, match=r"m.pt: w reaches beyond its record; the file is d"):
         open_torch(path)
 
 
@@ -391,7 +394,7 @@ def test_a_view_beyond_its_storage_is_refused(tmp_path):
     # The shape (3, 4) becomes (3, 200): K is a number of one byte in a pickle.
     change = lambda name, data: data.replace(b"K\x03K\x04\x86", b"K\x03K\xc8\x86")  # noqa: E731
     rewrite(path, lambda name, data: change(name, data) if name.endswith(".pkl") else data)
-    with pytest.raises(HeaderError, match=r"m.pt: w does not lie inside its record; the file is d"):
+    with pytest.raises(HeaderError, match=r"m.pt: w reaches beyond its record; the file is d"):
         open_torch(path)
 
 
@@ -419,10 +422,10 @@ def test_the_old_format_is_refused_with_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", r"not a file of torch.save \(a zip archive\), or truncated"),
+        (b"", r"not a file of torch.save \(a zip archive\), or it is truncated"),
         (b"nonsense", r"not a file of torch.save"),
         (b"PK\x05\x06" + bytes(18), r"its pickle is damaged, or not one that torch.save wr"),
-        (b"version https://git-lfs.github.com/spec/v1\n", r"a pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer"),
         (pickle.dumps({"w": 1}), r"format of torch before 1.6"),
     ],
 )

@@ -51,8 +51,8 @@ def test_a_known_low_rank_change_is_recovered(base, tmp_path):
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 2, [Q])
     assert report.error < 1e-6
     assert report.share == 1
-    assert "1 modules are as in the base" in report.notes
-    assert any("modules are called what their file calls them" in note for note in report.notes)
+    assert "1 module equals the base" in report.notes
+    assert any("modules have the names that the file uses" in note for note in report.notes)
 
 
 def test_halves_of_the_singular_values_are_in_either_factor(base, tmp_path):
@@ -138,9 +138,9 @@ def test_what_cannot_be_stored_is_left_out_with_the_reason(base, tmp_path):
     report = extract(tmp_path, base | odd, tuned, config, rank=1, save_others=True)
     reasons = {tensor.tensor: tensor.reason for tensor in report.left_out}
     assert "head are tied" in reasons[EMBED]
-    assert "nothing but a bias" in reasons["model.layers.0.q_proj.gain"]
-    assert "holds other modules" in reasons["model.scale"]
-    assert "no weights" in reasons["model.mix.weight"]
+    assert "only a bias" in reasons["model.layers.0.q_proj.gain"]
+    assert "contains other modules" in reasons["model.scale"]
+    assert "not weights" in reasons["model.mix.weight"]
     assert report.saved == (f"{Q}.bias", NORM)
 
 
@@ -149,7 +149,7 @@ def test_another_vocabulary_is_left_out(base, tmp_path):
     (found,) = extract(tmp_path, base, tuned, rank=1, save_others=True).left_out
     assert (found.tensor, found.reason) == (
         EMBED,
-        "another shape in base and model (12×6 and 13×6)",
+        "its shape is 12×6 in the base and 13×6 in the model",
     )
 
 
@@ -191,7 +191,7 @@ def test_layers_that_store_inputs_first(base, tmp_path):
         tensors, config = read_adapter(tmp_path / "out")
         assert config["fan_in_fan_out"] is True
         np.testing.assert_allclose(product(tensors, q).T, change, atol=2e-6)
-    with pytest.raises(RecipeError, match="is known of each layer unless as_stored"):
+    with pytest.raises(RecipeError, match="is known for each layer"):
         extract(tmp_path, base, tuned, rank=2, fan_in_fan_out=True)
 
 
@@ -204,7 +204,7 @@ def test_an_adapter_is_a_model_too(base, tmp_path):
     tensors, _ = read_adapter(tmp_path / "out")
     np.testing.assert_allclose(product(tensors, Q), product(pair(Q, 8, 4, 6), Q), atol=2e-6)
     assert [module.name for module in report.modules] == [Q]
-    with pytest.raises(InputError, match="is an adapter, and a base must be a whole model"):
+    with pytest.raises(InputError, match="is an adapter; the base must be a whole model"):
         extract_adapter(wide, tmp_path / "base", tmp_path / "none", rank=4)
 
 
@@ -229,10 +229,10 @@ def test_models_that_do_not_fit_are_refused(base, tmp_path):
         MismatchError, match=r"model\.norm\.weight: not in .*model\s+x: in"
     ) as error:
         extract(tmp_path, base, other, rank=1)
-    assert "give the base that it was made from" in str(error.value)
-    with pytest.raises(InputError, match="equals its base in all 2 modules"):
+    assert "give the base that it was fine-tuned from" in str(error.value)
+    with pytest.raises(InputError, match="equals its base in 2 compared modules"):
         extract(tmp_path, base, base, rank=1)
-    with pytest.raises(RecipeError, match="neither is given"):
+    with pytest.raises(RecipeError, match="one of them is needed"):
         extract(tmp_path, base, base)
     broken = base | {f"{Q}.weight": base[f"{Q}.weight"] * np.nan}
     with pytest.raises(InputError, match=r"q_proj: the change has NaN"):

@@ -125,7 +125,7 @@ def test_concatenation_is_the_weighted_sum_in_any_order(tmp_path_factory, specif
 def test_a_weight_of_zero_takes_no_part(two, tmp_path):
     report = merge_adapters(two, tmp_path / "out", weights=[1, 0])
     assert [(module.name, module.rank) for module in report.modules] == [(Q, 2)]
-    with pytest.raises(InputError, match="no LoRA modules of a weight other than 0"):
+    with pytest.raises(InputError, match="no adapter has a LoRA module"):
         merge_adapters(two, tmp_path / "none", weights=[0, 0])
 
 
@@ -200,7 +200,7 @@ def test_a_module_of_which_all_is_dropped_is_left_out(tmp_path):
     settings = {"method": "dare+sum", "drop_rate": 0.5, "seed": seed, "rank": 2}
     report = merge_adapters([path], tmp_path / "out", **settings)
     assert [module.name for module in report.modules] == [Q]
-    assert "1 modules are left out: their merged change is zero" in report.notes
+    assert "1 module is left out, because the merged change is zero" in report.notes
     assert set(read_adapter(tmp_path / "out")[1]["target_modules"]) == {Q}
 
 
@@ -261,7 +261,9 @@ def test_what_is_stored_in_full_is_averaged_by_weight(tmp_path):
     assert stored[f"{Q}.base_layer.bias"].tolist() == expected
     assert (config["modules_to_save"], config["bias"]) == (["lm_head"], "all")
     assert sorted(report.averaged) == ["lm_head.weight", f"{Q}.bias"]
-    assert any("averaged by the weights divided by their sum 4.0" in note for note in report.notes)
+    assert any(
+        "averaged with the weights divided by their sum 4.0" in note for note in report.notes
+    )
     with pytest.raises(RecipeError, match="they sum to 0"):
         merge_adapters(paths, tmp_path / "none", weights=[1, -1])
 
@@ -288,10 +290,10 @@ def test_biases_of_factors_are_summed(tmp_path):
 def test_what_only_some_store_in_full_is_refused_with_advice(two, tmp_path):
     head = write_adapter(tmp_path / "head", pair(Q, 4, 2, 3) | {"lm_head.weight": eighths(3, 3)})
     with pytest.raises(
-        MismatchError, match=r"lm_head\.weight: stored in full .* not by first"
+        MismatchError, match=r"lm_head\.weight: is stored in full .* not by first"
     ) as e:
         merge_adapters([head, two[0]], tmp_path / "out")
-    assert "dare --base BASE --merge" in str(e.value)
+    assert "dare merge BASE ADAPTER" in str(e.value)
     other = write_adapter(tmp_path / "other", pair(Q, 4, 2, 3) | {"lm_head.weight": eighths(4, 3)})
     with pytest.raises(MismatchError, match="different shapes \\(3×3, 4×3\\)"):
         merge_adapters([head, other], tmp_path / "out")
@@ -300,7 +302,7 @@ def test_what_only_some_store_in_full_is_refused_with_advice(two, tmp_path):
 
 def test_adapters_of_other_bases_are_refused(two, tmp_path):
     wide = write_adapter(tmp_path / "wide", pair(Q, 4, 2, 9))
-    with pytest.raises(MismatchError, match=r"m\.q_proj: first changes a layer of 4×3, wide a lay"):
+    with pytest.raises(MismatchError, match=r"m\.q_proj: first changes a layer of 4×3, and wide"):
         plan_adapters([two[0], wide])
     body = write_adapter(tmp_path / "body", pair("q_proj", 4, 2, 3))
     with pytest.raises(MismatchError, match=r"first calls m\.q_proj what body calls q_proj"):
@@ -328,8 +330,8 @@ def test_many_findings_are_cut_short(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "dare+linear"}, "say what to keep of it: rank = 16, or energy"),
-        ({"method": "dare+slerp", "rank": 4}, "slerp cannot be done without the base"),
+        ({"method": "dare+linear"}, "set how much of it to keep: rank = 16 or energy"),
+        ({"method": "dare+slerp", "rank": 4}, "slerp needs the base"),
         ({"drop_rate": 0.5}, "would have no effect: method 'linear'"),
         ({"weights": [1]}, "weights: 1 given for 2 adapters"),
         ({"weights": [[0.1, 0.2], 1]}, "one number for each adapter"),
@@ -536,12 +538,12 @@ def test_a_trim_over_the_model_keeps_the_largest_of_all_modules(tmp_path):
     stages = {"trim": {"keep_ratio": 0.4, "scope": "model"}}
     report = merge_adapters([path], tmp_path / "out", method="trim+sum", stages=stages, rank=8)
     assert [module.name for module in report.modules] == [Q]
-    assert "1 modules are left out: their merged change is zero" in report.notes
+    assert "1 module is left out, because the merged change is zero" in report.notes
 
 
 def test_what_changes_over_the_layers_is_said_to_end_at_the_last_one_changed(two):
     stages = {"dare": {"drop_rate": [0.2, 0.8]}}
     plan = plan_adapters(two, method="dare+sum", stages=stages, rank=2)
-    assert any("the last layer is the last one that an adapter changes" in n for n in plan.notes)
+    assert any("the last layer is taken to be the last one" in n for n in plan.notes)
     with pytest.raises(RecipeError, match="the same for all layers"):
         plan_adapters(two, tensors=[TensorRule(match="*", weight=[0.1, 1.0])])

@@ -152,7 +152,7 @@ def test_what_is_not_finite_is_refused(value):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({}, "neither is given"),
+        ({}, "one of them is needed"),
         ({"rank": 0}, "rank = 0: must be at least 1"),
         ({"energy": 1.5}, "energy = 1.5: must be above 0 and at most 1"),
         ({"energy": 0}, "energy = 0: must be above 0"),

@@ -135,7 +135,7 @@ def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
     assert f"| 0.5 | 43 | {second.drop_rate_realised:.4%} | 90.0000% | 0.001 | `w` |" in card
     for digest in (report.digests.base, *report.digests.models, report.digests.output):
         assert f"`{digest}` |" in card
-    assert "- large deltas: math: |δ| exceeds".replace("|", "\\|") in card
+    assert "- **large deltas**: math: |δ| exceeds".replace("|", "\\|") in card
     assert "Mask version 1." in card
     assert "dare merged --output again" in card
 
@@ -210,9 +210,9 @@ def test_a_method_that_drops_nothing(tmp_path: Path) -> None:
         *merge_in(
             tmp_path,
             method="linear",
-            models=[tmp_path / "math.safetensors"],
-            base=save(tmp_path / "math.safetensors", {"w": np.ones(3, np.float32)}),
+            models=[save(tmp_path / "code.safetensors", {"w": np.ones(3, np.float32)})],
+            base=save(tmp_path / "base.safetensors", {"w": np.zeros(3, np.float32)}),
         )
     ).decode()
-    assert "`math.safetensors` | 1 | 42 | – | – | 0 | – |" in card
+    assert "`code.safetensors` | 1 | 42 | – | – | 1 | `w` |" in card
     assert "## Warnings" not in card

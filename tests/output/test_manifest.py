@@ -371,7 +371,9 @@ def test_an_output_without_its_manifest_is_no_recipe(tmp_path):
     recipe = write(tmp_path)
     merge(recipe)
     manifest_path(recipe.output).unlink()
-    with pytest.raises(InputError, match=r"out.safetensors: is no recipe, and .*manifest.json\)"):
+    with pytest.raises(
+        InputError, match=r"out.safetensors: is not a recipe, and .*manifest.json\)"
+    ):
         load_recipe(recipe.output)
 
 

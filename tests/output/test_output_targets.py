@@ -86,7 +86,7 @@ def test_a_file_that_dare_did_not_write_is_never_deleted(inputs, tmp_path):
     (output / "notes").mkdir()
     notes = output / "notes" / "thesis.txt"
     notes.write_text("years of work")
-    with pytest.raises(OutputError, match="out: holds notes, which dare did not write"):
+    with pytest.raises(OutputError, match="out: contains notes, which dare did not write"):
         merge_to(output, inputs / "model")
     assert notes.read_text() == "years of work"
     notes.unlink()
@@ -100,7 +100,7 @@ def test_an_output_whose_manifest_was_edited_is_not_replaced(inputs, tmp_path):
     merge_to(output, inputs / "model")
     text = (output / MANIFEST_NAME).read_text()
     (output / MANIFEST_NAME).write_text(text.replace('"README.md"', '"READ.me"'))
-    with pytest.raises(OutputError, match="not known which files are ours"):
+    with pytest.raises(OutputError, match="the files that dare wrote are not known"):
         merge_to(output, inputs / "model")
 
 
@@ -111,7 +111,7 @@ def test_a_link_in_place_of_the_partial_folder_is_not_followed(inputs, tmp_path,
     (precious / "thesis.txt").write_text("years of work")
     output = tmp_path / "in" / name
     partial_folder(output).symlink_to(precious)
-    with pytest.raises(OutputError, match=rf"{name}.partial: is where the output is made"):
+    with pytest.raises(OutputError, match=rf"{name}.partial: the output is made in this folder"):
         merge_to(output, inputs / "model")
     assert listing(precious) == ["thesis.txt"]
 
@@ -122,7 +122,7 @@ def test_a_foreign_folder_is_left_exactly_as_it_was(inputs, tmp_path):
     theirs.mkdir()
     (theirs / "journal.jsonl").write_text('{"journal": 1}\n')
     before = [(theirs / "journal.jsonl").read_bytes(), theirs.stat().st_mtime_ns]
-    with pytest.raises(OutputError, match=r"holds journal.jsonl and no mark of ours"):
+    with pytest.raises(OutputError, match=r"contains journal.jsonl and was not made by dare"):
         merge_to(output, inputs / "model")
     assert [(theirs / "journal.jsonl").read_bytes(), theirs.stat().st_mtime_ns] == before
     assert listing(theirs) == ["journal.jsonl"]
@@ -146,7 +146,7 @@ def test_links_in_a_folder_of_ours_are_not_followed(inputs, tmp_path, name):
 def test_somebody_elses_manifest_is_not_replaced(inputs, tmp_path):
     output = tmp_path / "in" / "out.safetensors"
     manifest_path(output).write_text('{"name": "my-app"}')
-    with pytest.raises(OutputError, match="is not a manifest made by dare, so it is not replaced"):
+    with pytest.raises(OutputError, match="is not a manifest of dare, so it is not replaced"):
         merge_to(output, inputs / "model")
     assert manifest_path(output).read_text() == '{"name": "my-app"}'
     assert not partial_folder(output).exists()

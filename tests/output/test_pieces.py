@@ -176,7 +176,7 @@ def test_pieces_that_have_a_second_name_are_left_alone(target, tmp_path, make_li
 def test_pieces_that_do_not_make_up_a_tensor_are_a_mistake(target):
     with begin(target) as output:
         records = [add(output, *place) for place in DATA]
-        with pytest.raises(AssertionError, match="do not make up"):
+        with pytest.raises(AssertionError, match="do not add up"):
             put_together(output, records[:-2] + records[-1:])
 
 

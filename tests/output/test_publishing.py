@@ -142,7 +142,7 @@ def test_weights_and_manifest_apart_are_known_as_such(tmp_path, monkeypatch):
         with pytest.raises(DiedError):
             dare.merge(recipe, overwrite=True)
     (problem,) = dare.verify(recipe.output).problems
-    assert problem.startswith(f"{manifest_path(recipe.output)}: is of another merge than the wei")
+    assert problem.startswith(f"{manifest_path(recipe.output)}: belongs to another merge than")
     dare.merge(recipe, overwrite=True)
     assert dare.verify(recipe.output).ok
     assert leftovers(tmp_path) == []

@@ -32,7 +32,7 @@ def left_by(process: int, machine: str | None = None) -> bytes:
 def test_one_has_it_at_a_time(objects):
     first, second = lock(objects), lock(objects)
     first.take()
-    with pytest.raises(OutputError, match=r"another process is writing this output .* 0 s ago"):
+    with pytest.raises(OutputError, match=r"another process is writing this output .* 0 s old"):
         second.take()
     second.release()  # which it does not have
     first.release()
@@ -55,7 +55,7 @@ def test_that_of_a_dead_process_of_this_machine_is_taken_over(objects):
 
 def test_that_of_another_machine_is_taken_over_when_it_is_silent(objects, monkeypatch):
     objects.objects["out.partial/lock"] = left_by(1, "another")
-    with pytest.raises(OutputError, match="wait for it, or for 60 s of silence"):
+    with pytest.raises(OutputError, match="wait until 60 s have passed"):
         lock(objects).take()
     monkeypatch.setattr(objects, "age", lambda _key: 61.0)
     taken = lock(objects)

@@ -149,11 +149,11 @@ def test_one_flipped_bit_names_the_tensor(output, name):
         info = read_header(LocalFile(file.fileno()), "out").tensors[name]
     flip_bit(output, 8 * info.start)
     found = verify(output)
-    assert f"{name}: is not as it was written" in found.problems
-    assert [problem for problem in found.problems if "is not as" in problem] == [
-        f"{name}: is not as it was written"
+    assert f"{name}: has changed since it was written" in found.problems
+    assert [problem for problem in found.problems if "has changed since" in problem] == [
+        f"{name}: has changed since it was written"
     ]
-    assert str(found).startswith(f"{output}: NOT what was written\n  ")
+    assert str(found).startswith(f"{output}: CHANGED since it was written\n  ")
 
 
 def test_a_changed_header_is_told_from_changed_weights(output):
@@ -196,7 +196,7 @@ def test_a_missing_output_is_refused(tmp_path):
 def test_one_flipped_bit_in_a_shard_names_the_tensor(sharded):
     last = sharded / "model-00003-of-00003.safetensors"
     flip_bit(last, 8 * last.stat().st_size - 1)
-    assert "h: is not as it was written" in verify(sharded).problems
+    assert "h: has changed since it was written" in verify(sharded).problems
 
 
 def test_a_missing_shard_is_found(sharded):
@@ -223,7 +223,7 @@ def test_a_shard_of_another_merge_is_found(sharded, tmp_path):
     )
     shutil.copy(other.output / name, sharded / name)
     problems = verify(sharded).problems
-    assert "w: is not as it was written" in problems
+    assert "w: has changed since it was written" in problems
 
 
 # ---------------------------------------------------------------- the manifest beside the weights
@@ -238,7 +238,7 @@ def edit_beside(output: Path, edit) -> None:
 
 def test_a_tensors_digest_changed_beside_is_found(output):
     edit_beside(output, lambda manifest: manifest["digests"]["output"].update(w="0" * 32))
-    assert verify(output).problems == ("w: is not as it was written",)
+    assert verify(output).problems == ("w: has changed since it was written",)
 
 
 def test_a_tensor_added_beside_is_found(output):
@@ -248,7 +248,7 @@ def test_a_tensor_added_beside_is_found(output):
 
 def test_a_tensor_removed_beside_is_found(output):
     edit_beside(output, lambda manifest: manifest["digests"]["output"].pop("w"))
-    assert verify(output).problems == ("w: was not written",)
+    assert verify(output).problems == ("w: is not in the manifest",)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_every_file_beside_the_weights_is_checked(directory, name):
     assert verify(directory).ok
     text = (directory / name).read_text()
     (directory / name).write_text(text + " ")
-    assert verify(directory).problems == (f"{name}: is not as it was written",)
+    assert verify(directory).problems == (f"{name}: has changed since it was written",)
     (directory / name).unlink()
     assert is_refused(directory)
 

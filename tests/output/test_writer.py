@@ -486,7 +486,7 @@ def test_a_linked_output_directory_is_not_replaced(tmp_path):
     merge(recipe)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OutputError, match="out: is a link, which is not replaced"):
+    with pytest.raises(OutputError, match="out: is a link, and links are not replaced"):
         merge(recipe.model_copy(update={"scale": 0.5}), overwrite=True)
     assert verify(tmp_path / "elsewhere").ok
 

@@ -398,6 +398,7 @@ def test_the_plan_is_json(tmp_path):
     made = plan(write_recipe(tmp_path, base, [model], method="trim+sum", on_extra="drop"))
     assert json.loads(made.to_json()) == {
         "method": "trim+sum",
+        "stages": [{"stage": "trim", "keep_ratio": 0.2, "scope": "tensor"}, {"stage": "sum"}],
         "models": [{"name": "model0", "weight": 1.0, "seed": 42}],
         "passes": 2,
         "threads": 1,
@@ -408,7 +409,13 @@ def test_the_plan_is_json(tmp_path):
         "bytes_written": 32,
         "notes": [],
         "files_beside": [],
-        "warnings": [{"about": "extra tensors", "text": "x: in model0, not in the base; left out"}],
+        "warnings": [
+            {
+                "about": "extra tensors",
+                "text": "x: in model0, not in the base; left out",
+                "strength": "warning",
+            }
+        ],
         "tensors": [
             {
                 "name": "n",
@@ -466,7 +473,8 @@ def test_models_of_one_name_are_told_apart(tmp_path):
     for folder in ("a", "b"):
         save(tmp_path / folder / "same.safetensors", BASE)
     models = [tmp_path / folder / "same.safetensors" for folder in ("a", "b")]
-    made = plan(Recipe(base=models[0], models=models))
+    base = save(tmp_path / "base.safetensors", BASE)
+    made = plan(Recipe(base=base, models=models))
     assert made.model_names == ("same (1)", "same (2)")
 
 

@@ -118,10 +118,7 @@ def test_bfloat16_is_told(readiness):
 
 def test_the_advice_leaves_out_what_should_not_be_merged(found, readiness):
     recipe = advise(found, readiness).recipe
-    files = [
-        entry if isinstance(entry, str) else entry["file"]
-        for entry in recipe["models"]["merge_files"]
-    ]
+    files = [entry if isinstance(entry, str) else entry["file"] for entry in recipe["models"]]
     names = {Path(file).name for file in files}
     assert "docstrings" in names
     assert names.isdisjoint({"copy", "reinitialised"})

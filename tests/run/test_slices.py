@@ -286,7 +286,7 @@ def test_the_same_slice_twice_is_refused(tmp_path):
     recipe = recipe_for(tmp_path)
     with (
         slice_output(recipe, "1/2"),
-        pytest.raises(OutputError, match="slice 1/2 is running already"),
+        pytest.raises(OutputError, match="slice 1/2 is already running"),
     ):
         slice_output(recipe, "1/2").__enter__()
 
@@ -310,7 +310,7 @@ def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("dare.output.slices.JOIN_SECONDS", 0.1)
     with (
         PartialOutput(*dare.api._output_of(planned, planned.layout)),
-        pytest.raises(OutputError, match="writing this output, and not as a slice"),
+        pytest.raises(OutputError, match="writing this output without slices"),
     ):
         dare.merge_slice(recipe, "1/2")
 
@@ -319,7 +319,7 @@ def test_another_number_of_slices_beside_running_ones_is_refused(tmp_path):
     recipe = recipe_for(tmp_path)
     with (
         slice_output(recipe, "2/2"),
-        pytest.raises(OutputError, match=r"under way in 2 slices \(2/2 running\); go on with 2"),
+        pytest.raises(OutputError, match=r"running in 2 slices \(2/2 running\); use 2 slices"),
     ):
         dare.merge_slice(recipe, "1/3")
 
@@ -329,7 +329,7 @@ def test_another_merge_beside_running_slices_is_refused_and_starts_over_later(tm
     other = recipe.model_copy(update={"seed": 1, "verbose": True, "delta_threshold": 1.0})
     with (
         slice_output(recipe, "2/2"),
-        pytest.raises(OutputError, match=r"slices of another merge are writing there \(2/2\)"),
+        pytest.raises(OutputError, match=r"slices of another merge are writing here \(2/2\)"),
     ):
         dare.merge_slice(other, "1/2")
     dare.merge_slice(recipe, "2/2")
@@ -343,7 +343,7 @@ def test_slices_that_read_other_files_are_refused(tmp_path):
     _, models = arrays()
     with slice_output(recipe, "2/2"):
         save(recipe.models[0].file, models[0])  # the same, and yet another file
-        with pytest.raises(InputError, match="not the files that slice 2/2 reads"):
+        with pytest.raises(InputError, match="not the same files as those of slice 2/2"):
             dare.merge_slice(recipe, "1/2")
 
 

@@ -74,11 +74,11 @@ LASTING = {
     "full": (Fault("status", "PUT", PARTS, after=2, code=507), "quota is used up"),
     "another region": (
         Fault("status", code=301, reason="PermanentRedirect"),
-        "bucket lies in another region",
+        "bucket is in another region",
     ),
     "slow down": (
         Fault("status", "PUT", PARTS, after=2),
-        r"refuses, after up to 3 tries.*SlowDown",
+        r"refuses after 3 tries.*SlowDown",
     ),
     "resets": (Fault("reset", "PUT", PARTS, after=2), "does not answer"),
     "hangs": (Fault("hang", "PUT", PARTS, after=2), "does not answer"),
@@ -114,7 +114,7 @@ def test_a_store_that_is_slow_is_waited_for(bucket, proxy, models, tmp_path):
     ("variable", "value", "text"),
     [
         ("AWS_SECRET_ACCESS_KEY", "another-secret-of-mine", "does not accept the credentials"),
-        ("AWS_ACCESS_KEY_ID", None, "there are no credentials"),
+        ("AWS_ACCESS_KEY_ID", None, "no credentials were found"),
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "does not answer"),
     ],
 )

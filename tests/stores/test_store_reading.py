@@ -141,13 +141,13 @@ def test_another_etag_is_another_object(bucket, models, stored, proxy, tmp_path)
 
 def test_another_region_is_told(bucket, stored, proxy):
     proxy.inject(Fault("status", "GET", code=400, reason="AuthorizationHeaderMalformed"))
-    with pytest.raises(InputError, match="lies in another region; set AWS_REGION to it"):
+    with pytest.raises(InputError, match="is in another region; set AWS_REGION to it"):
         open_source(stored["base"])
 
 
 def test_what_is_forbidden_is_told(bucket, models, stored, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrongsecret")
-    message = r"does not give it to you \(403.*set AWS_PROFILE"
+    message = r"denies access \(403.*set AWS_PROFILE"
     with pytest.raises(InputError, match=message) as caught:
         merged(models, stored, tmp_path, "out")
     assert "wrongsecret" not in str(caught.value)

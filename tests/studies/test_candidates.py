@@ -345,7 +345,7 @@ def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
 
 def test_a_model_that_is_not_held_is_refused(held, three, tmp_path):
     for other in ({"models": ("other.safetensors",)}, {"base": "other.safetensors"}):
-        with pytest.raises(InputError, match=r"^other\.safetensors: is not among the models of"):
+        with pytest.raises(InputError, match=r"^other\.safetensors: is not a model of"):
             held.make(three.model_copy(update=other))
 
 
@@ -554,7 +554,7 @@ def test_a_module_that_ties_what_the_base_does_not(tmp_path):
 def test_no_model_at_all(held):
     with pytest.raises(InputError, match="expected a torch module or a dict of arrays"):
         held.write_into([1, 2])
-    with pytest.raises(InputError, match="has no memory"):
+    with pytest.raises(InputError, match="has no data"):
         held.write_into(module_of(held.make().arrays).to("meta"))
 
 

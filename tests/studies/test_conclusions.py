@@ -123,21 +123,21 @@ def test_guards_come_before_the_objective():
     assert [r.settings["scale"] for r in found.ranking] == [2.0, 1.0, 3.0]
     assert found.ranking[1].broken == ("english is 1.5, above 1.25",)
     assert found.ranking[2].broken == (
-        "add is 0.6, below 0.648 (the best single model has 0.72, to keep 0.9 of it)",
+        "add is 0.6, below 0.648 (to keep 0.9 of the best single model's 0.72)",
     )
     assert [d.other for d in found.against] == ["math alone", "sum"]  # no feasible runner-up
     assert [r.label for r in found.tied] == ["math alone"]  # sum breaks a guard
     assert found.simplest == found.best
     none = conclude(replace(data, guards=("english:max:0.5",)))
     assert (none.best, none.simplest, none.against, none.tied) == (None, None, (), ())
-    assert "All of 3 settings break guards, so there is no best one." in none.remarks
+    assert "Every setting breaks a guard (3 settings), so there is no best one." in none.remarks
     assert len(none.ranking) == 3
 
 
 def test_a_share_to_keep_is_not_judged_without_single_models():
     found = conclude(study(rates(50), guards=("add:keep:0.9",)))
     assert found.best is not None
-    assert any("add:keep:0.9 is not judged" in remark for remark in found.remarks)
+    assert any("add:keep:0.9 is not checked" in remark for remark in found.remarks)
 
 
 def test_what_nothing_is_known_of():
@@ -148,7 +148,7 @@ def test_what_nothing_is_known_of():
     assert found.tied == ()
     assert found.simplest == found.best
     assert found.remarks[0] == (
-        "The evaluator gives no items, so nothing tells whether a difference is chance."
+        "The evaluator gives no items, so it is not known whether a difference is chance."
     )
 
 
@@ -162,8 +162,8 @@ def test_seeds_alone_tell_chance():
     assert [d.verdict for d in found.against] == ["better", "no difference shown"]
     assert found.best.objective.low < 1.02 < found.best.objective.high
     assert found.remarks[0] == (
-        "The evaluator gives no items, so intervals tell the chance of seeds only, "
-        "not of the items."
+        "The evaluator gives no items, so intervals cover only the chance of the "
+        "seeds, not that of the items."
     )
 
 
@@ -264,14 +264,14 @@ def test_a_best_at_the_end_of_a_range_asks_for_more(space, settings, remarks):
     assert len(found) == len(remarks)
     for sentence, start in zip(found, remarks, strict=True):
         assert sentence.startswith(start)
-        assert sentence.endswith(": search further.")
+        assert sentence.endswith(": widen the range.")
 
 
 def test_noise_beyond_the_gap_is_said():
     again = [baseline("average", right(50)), baseline("average again", right(55))]
     sentence = (
-        "Scoring the same weights twice differs by 0.05, "
-        "more than the best and the runner-up (0.01)."
+        "Two scorings of the same weights differ by 0.05; the best and the "
+        "runner-up differ by only 0.01."
     )
     assert sentence in conclude(study(rates(70, 69), again)).remarks
     assert not any("twice" in r for r in conclude(study(rates(70, 60), again)).remarks)
@@ -281,7 +281,7 @@ def test_noise_beyond_the_gap_is_said():
 def test_seeds_that_are_missing_or_few_are_said():
     few = conclude(study([trial(0, {"scale": 1.0}, right(50))], seeds=(0, 1, 2)))
     assert "The best setting has been scored with 1 of 3 seeds." in few.remarks
-    assert any("has one seed" in remark for remark in few.remarks)
+    assert any("with one seed" in remark for remark in few.remarks)
     exact = conclude(study([trial(0, {"method": "linear"}, right(50))], seeds=(0, 1, 2)))
     assert not any("seed" in remark for remark in exact.remarks)
 
@@ -296,11 +296,12 @@ def test_scores_that_are_not_made_of_items_and_items_that_differ_are_said():
         "Intervals leave out the chance in loss: not made of items that all have."
     )
     assert remarks[1] == (
-        "Not all were scored on the same items: 90 that all have are compared, 10 are left out."
+        "Not all settings were scored on the same items: the 90 common ones are "
+        "compared, 10 are left out."
     )
-    assert any("takes a larger loss for better" in remark for remark in remarks)
+    assert any("a larger loss is better" in remark for remark in remarks)
     rounded = [trial(0, {"scale": 1.0}, Scored({"add": 0.1}, right(50).items))]
-    assert conclude(study(rounded)).remarks[0].startswith("No score of the objective is the mean")
+    assert conclude(study(rounded)).remarks[0].startswith("No score of the objective is a mean")
 
 
 def test_importance_and_front():

@@ -117,10 +117,10 @@ def test_items_are_kept_in_their_order():
     [
         (None, "score must be a number, and is None"),
         ("0.5", "score must be a number, and is '0.5'"),
-        (True, "score is True; return 1 or 0 if that is meant"),
-        (np.bool_(False), "score is False; return 1 or 0 if that is meant"),
+        (True, "score is True; return 1 or 0 instead"),
+        (np.bool_(False), "score is False; return 1 or 0 instead"),
         ([1, 2], "score must be a number, and is [1, 2]"),
-        (np.zeros(2), "score must be one number, and is array([0., 0.])"),
+        (np.zeros(2), "score must be one number, not array([0., 0.])"),
         (1j, "score must be a number, and is 1j"),
         (math.nan, "score is nan, and must be a finite number"),
         (10**400, "and must be a finite number"),
@@ -131,7 +131,7 @@ def test_items_are_kept_in_their_order():
         ({3: 1}, "the name of a score must be text, and is 3"),
         ({"a": 1, "items": {7: 1}}, "the id of an item must be text, and is 7"),
         ({"a": 1, "items": {"x/1": math.nan}}, "item x/1 is nan, and must be a finite number"),
-        ({"a": 1, "items": {"x/1": False}}, "item x/1 is False; return 1 or 0 if that is meant"),
+        ({"a": 1, "items": {"x/1": False}}, "item x/1 is False; return 1 or 0 instead"),
         ({"a": 1, "items": [1, 2]}, "items must be a table of numbers by id"),
         ({"a": "x" * 99}, f"a must be a number, and is '{'x' * 59}…"),
     ],
@@ -273,7 +273,7 @@ def test_a_command_is_given_items(scorer_of, recipe):
     ("command", "message", "output"),
     [
         ("echo {model} >/dev/null; exit 3", "ended with status 3", ""),
-        ("kill -SEGV $$ # {model}", "was ended by SIGSEGV", ""),
+        ("kill -SEGV $$ # {model}", "was stopped by SIGSEGV", ""),
         (
             "sh -c 'kill -KILL $$'; exit $? # {model}",
             "ended with status 137 (SIGKILL, which",
@@ -285,7 +285,7 @@ def test_a_command_is_given_items(scorer_of, recipe):
         ("echo '{\"x\": 1e999}'; true {model}", "x is inf, and must be a finite", '{"x": 1e999}'),
         ("echo '{\"x\": true}'; true {model}", "x is True; return 1 or 0", '{"x": true}'),
         ("echo '{}'; true {model}", "there are no scores", "{}"),
-        ("echo 0.5; true {model}", "must be a JSON object of numbers, and is '0.5'", "0.5"),
+        ("echo 0.5; true {model}", "must be a JSON object of numbers, not '0.5'", "0.5"),
         ("printf '[%.0s' $(seq 9999); true {model}", "its last line must be a JSON object", None),
         ("echo '{\"x\": 1}'; echo bye {model}", "and is 'bye ", None),
         ("echo why >&2; exit 1 {model}", "ended with status 1", "why"),
@@ -307,7 +307,9 @@ def test_items_that_nobody_asked_for_are_refused(scorer_of, recipe):
     scorer.make(recipe)
     assert scorer.score(["a/1"]).items == {"a/1": 1.0}
     error = raised(lambda: scorer.score(["a/1", "a/2"]))
-    assert "returned other items; they are not those asked for: 1 item of 2 missing" in str(error)
+    assert "returned different items; they are not those asked for: 1 item of 2 missing" in str(
+        error
+    )
     assert error.output == '{"items": {"a/1": 1}}'
 
 
@@ -364,11 +366,11 @@ def test_a_folder_that_cannot_be_written_is_named(scorer_of, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("evaluator", "message"),
     [
-        ("python score.py", "is no evaluator. Write module:function or"),
-        ("", "is no evaluator"),
-        ("own:", "is no evaluator"),
-        (":f", "is no evaluator"),
-        ("own:2", "is no evaluator"),
+        ("python score.py", "is not an evaluator. Write module:function or"),
+        ("", "is not an evaluator"),
+        ("own:", "is not an evaluator"),
+        (":f", "is not an evaluator"),
+        ("own:2", "is not an evaluator"),
         ("true ${model}", "${model} is the shell's; write {model}"),
         (
             "true {model} {item}",
@@ -428,14 +430,14 @@ def modules(monkeypatch, tmp_path):
         ("own:tensor", "own: has no function 'tensor' (did you mean 'tensors'?)"),
         ("own:own.scores", "own: has no function 'own.scores'"),
         ("own:number", "own:number: is not a function"),
-        ("own:nothing", "own:nothing: takes no parameters; its first must be tensors, model or"),
+        ("own:nothing", "own:nothing: takes no parameters; the first must be tensors, model or"),
         ("own:other", "its first parameter is 'tensor' (did you mean 'tensors'?), not tensors,"),
-        ("own:more", "nothing would be given for its parameter 'rate'"),
+        ("own:more", "there is no value for its parameter 'rate'"),
         ("broken:f", "broken: cannot be imported: ZeroDivisionError: division by zero (/"),
         ("broken_syntax:f", "broken_syntax: cannot be imported: SyntaxError: "),
         ("needing:f", "needing: cannot be imported: ModuleNotFoundError: No module named 'nosuch'"),
         ("leaving:f", "leaving: cannot be imported: SystemExit: 5"),
-        ("json.py:f", "json.py: another module is called 'json' (/"),
+        ("json.py:f", "json.py: there is another module called 'json' (/"),
     ],
 )
 def test_what_is_no_function_that_scores_is_refused(modules, evaluator, message):
@@ -604,7 +606,7 @@ def test_after_a_crash_the_models_are_read_again(doing):
         ("raise KeyboardInterrupt", "it failed: KeyboardInterrupt", "before\nTraceback"),
         ("raise MemoryError", "the evaluator failed: MemoryError", "before\nTraceback"),
         ("os._exit(0)", "its process ended with status 0", "before"),
-        ("ctypes.string_at(0)", "its process was ended by SIGSEGV", "before\nFatal Python error"),
+        ("ctypes.string_at(0)", "its process was stopped by SIGSEGV", "before\nFatal Python error"),
         ("time.sleep(60)", "took longer than 3 s and was ended", "before"),
         ("returned = float('nan')", "score is nan, and must be a finite number", "before"),
         ("returned = None", "score must be a number, and is None", "before"),
@@ -621,7 +623,7 @@ def test_whatever_a_function_does_costs_one_candidate(process, how, message, out
 def test_a_process_that_is_killed_between_requests_is_noticed(process):
     for action in (process.scorer.score, lambda: process.scorer.make(process.recipe)):
         os.kill(int(process.score("returned = os.getpid()").scores["score"]), signal.SIGKILL)
-        assert "its process was ended by SIGKILL, which the system" in str(raised(action))
+        assert "its process was stopped by SIGKILL, which the system" in str(raised(action))
     assert process.score("").scores == {"score": 1.0}
 
 
@@ -672,7 +674,9 @@ def test_other_items_than_those_asked_for_are_refused(process):
         f"1 item new ({two})"
     )
     message, _ = process.error(how, [one])
-    assert message.startswith("the evaluator returned other items; they are not those asked for:")
+    assert message.startswith(
+        "the evaluator returned different items; they are not those asked for:"
+    )
     next_one = f"a/{int(two[2:]) + 2}"
     assert process.score(how, [next_one]).items == {next_one: 1.0}
 
@@ -759,7 +763,7 @@ def test_a_callable_runs_here(scorer_of, recipe):
     assert scorer.score().scores == {"a": 10.0}
     assert scorer.score(["a/1"]).items == {"a/1": 10.0}
     assert seen == [None, ["a/1"]]
-    assert "returned other items" in str(raised(lambda: scorer.score(["a/2"])))
+    assert "returned different items" in str(raised(lambda: scorer.score(["a/2"])))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), MemoryError("no")])
@@ -775,9 +779,9 @@ def test_errors_of_a_callable_are_caught(scorer_of, recipe, error):
 
 
 def test_a_callable_has_no_time_limit(recipe):
-    with pytest.raises(RecipeError, match='as "module:function", and it runs in a process of its'):
+    with pytest.raises(RecipeError, match='as "module:function"'):
         open_scorer(lambda path: 1, recipe, time_limit=1)
-    with pytest.raises(RecipeError, match="the time limit is 0 s, and must be more than 0"):
+    with pytest.raises(RecipeError, match="the time limit is 0 s; it must be more than 0"):
         open_scorer("own:score", recipe, time_limit=0)
     with pytest.raises(RecipeError, match="lambda>: its first parameter is 'weights'"):
         open_scorer(lambda weights: 1, recipe)
@@ -786,7 +790,7 @@ def test_a_callable_has_no_time_limit(recipe):
 def test_items_are_refused_where_they_cannot_be_asked_for(scorer_of, recipe):
     scorer = scorer_of(lambda tensors: 1)
     scorer.make(recipe)
-    assert "cannot score some of the items" in str(raised(lambda: scorer.score(["a"])))
+    assert "cannot score a part of the items" in str(raised(lambda: scorer.score(["a"])))
 
 
 LOADED = []
@@ -825,7 +829,7 @@ def test_a_model_that_cannot_be_loaded_is_told(recipe):
 
 def test_a_base_without_a_configuration_cannot_be_built(recipe, monkeypatch):
     monkeypatch.delattr(sys.modules[__name__], "load_model")
-    with pytest.raises(RecipeError, match="is a file, and transformers builds a model from a dir"):
+    with pytest.raises(RecipeError, match="is a file, but transformers builds a model from a dir"):
         open_scorer(lambda model: 1, recipe)
 
 

@@ -37,7 +37,7 @@ def test_tasks_and_their_folder_are_named(text, tasks, folder):
 def test_documents_are_in_order_and_once():
     assert _by_task(["b/2", "a/10", "a/9", "a/10"]) == {"b": [2], "a": [9, 10]}
     for item in ("a", "a/b", "/1"):
-        with pytest.raises(EvaluationError, match=f"'{item}': is no item of the harness"):
+        with pytest.raises(EvaluationError, match=f"'{item}': is not an item of the harness"):
             _by_task([item])
 
 
@@ -158,7 +158,7 @@ def test_documents_that_are_not_there_are_told(scorer, recipe):
     scorer.make(recipe)
     with pytest.raises(EvaluationError, match="total examples"):
         scorer.score([f"dare_add/{COUNT}"])
-    with pytest.raises(EvaluationError, match=r"returned other items; .* missing"):
+    with pytest.raises(EvaluationError, match=r"returned different items; .* missing"):
         scorer.score(["dare_add/0", "dare_sort/0"])
     assert len(scorer.score().items) == 2 * COUNT
 

@@ -75,16 +75,16 @@ def test_names_that_are_no_identifiers_stand_in_quotes():
         ("add / 0", "divides by zero"),
         ("add / (1 - 1)", "divides by zero"),
         ("add ** 2", "add ** 2 is not a score"),
-        ("3", "no score counts"),
-        ("add - add", "no score counts"),
-        ("0 * mean", "no score counts"),
+        ("3", "it uses no score"),
+        ("add - add", "it uses no score"),
+        ("0 * mean", "it uses no score"),
         ("True", "True is not a score"),
         ("add if sort else 1", "is not a score"),
         ("add[0]", "is not a score"),
         ("(add + sort).x", "is not a score"),
-        ("mean()", "mean() takes scores"),
+        ("mean()", "mean is written with scores"),
         ("mean(*add)", "*add is not a score"),
-        ("mean(add, key=sort)", "mean() takes scores"),
+        ("mean(add, key=sort)", "mean is written with scores"),
         ("median(add)", "there is no function median"),
         ("mena(add)", "there is no function mena (did you mean 'mean'?)"),
         ("__import__('os').system('true')", "there is no function __import__('os').system"),
@@ -104,7 +104,7 @@ def test_what_is_no_formula_is_refused_with_its_reason(text, reason):
     with pytest.raises(RecipeError) as refusal:
         Objective.parse(text)
     assert reason in str(refusal.value)
-    assert "write such as mean, min(add, sort)" in str(refusal.value)
+    assert "examples: mean, min(add, sort)" in str(refusal.value)
     assert len(str(refusal.value)) < 4000
 
 
@@ -148,10 +148,13 @@ def test_errors_that_count_as_good_are_doubted():
     assert doubts(Objective.parse("acc - eval_loss - 'word-perplexity'"), names) == []
     found = doubts(Objective.parse("mean"), names)
     assert found[:2] == [
-        "The objective 'mean' takes a larger eval_loss for better, though its name says that it is "
-        "an error; write -eval_loss in it if smaller is better.",
-        "The objective 'mean' takes a larger word-perplexity for better, though its name says that "
-        "it is an error; write -'word-perplexity' in it if smaller is better.",
+        (
+            "In the objective 'mean' a larger eval_loss is better, but its name is "
+            "that of an error; if smaller is better, write -eval_loss."
+        ),
+        "In the objective 'mean' a larger word-perplexity is better, but its "
+        "name is that of an error; if smaller is better, write "
+        "-'word-perplexity'.",
     ]
     assert len(found) == 3
     guarded = doubts(Objective.parse("mean"), SCORES, [Guard.parse("english:max:1.25")])
@@ -186,7 +189,7 @@ def test_a_share_is_of_the_best_single_model():
     singles = [{"add": 0.5, "sort": 0.25}, {"add": 0.25, "sort": 0.75}, {"other": 1.0}]
     guard = Guard.parse("sort:keep:0.8")
     assert guard.broken(SCORES, singles) == [
-        "sort is 0.5, below 0.6 (the best single model has 0.75, to keep 0.8 of it)"
+        "sort is 0.5, below 0.6 (to keep 0.8 of the best single model's 0.75)"
     ]
     assert guard.slack(SCORES, singles) == pytest.approx(0.1, abs=1e-15)
     assert Guard.parse("sort:keep:0.5").broken(SCORES, singles) == []
@@ -198,8 +201,8 @@ def test_a_star_stands_for_the_scores_of_the_objective():
     singles = [{"add": 1.0, "sort": 1.0, "english": 1.0}]
     guard = Guard.parse("*:keep:0.9", Objective.parse("add - english"))
     assert guard.broken(SCORES, singles) == [
-        "add is 0.75, below 0.9 (the best single model has 1, to keep 0.9 of it)",
-        "english is 1.25, above 1.1 (the best single model has 1, to keep 0.9 of it)",
+        "add is 0.75, below 0.9 (to keep 0.9 of the best single model's 1)",
+        "english is 1.25, above 1.1 (to keep 0.9 of the best single model's 1)",
     ]
     assert guard.slack(SCORES, singles) == pytest.approx(0.15)
     assert len(Guard.parse("*:keep:0.9").broken(SCORES, singles)) == 2  # english grows with it

@@ -178,7 +178,7 @@ def search_scales(folder: Path, **more) -> dare.SearchResult:
 
 def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
     found = search_scales(tmp_path, guards=("score:max:0.5",))
-    said = "scale=1.5, with the largest objective, breaks: score is 4.5, above 0.5."
+    said = "scale=1.5 has the largest objective and breaks: score is 4.5, above 0.5."
     assert (said in found.conclusion.remarks, str(found)) == (True, "every setting breaks a guard")
     with pytest.raises(InputError, match="every setting breaks a guard, so there is no best"):
         best_toml(found)

@@ -161,7 +161,7 @@ def test_other_items_each_time_are_noticed(recipe, tmp_path):
         return found | {"items": {f"{name}-{calls}": v for name, v in found["items"].items()}}
 
     result = run(recipe, Evaluator(recipe, rename), tmp_path / "study.db", race=True)
-    assert any("gives other items each time" in remark for remark in result.data.remarks)
+    assert any("gives different items each time" in remark for remark in result.data.remarks)
     assert result.conclusion.best is not None
     assert all(trial.is_done for trial in result.data.trials)
 
@@ -183,7 +183,7 @@ def test_other_scores_in_a_trial_cost_that_trial(recipe, tmp_path):
         ({"objective": "mean("}, "objective"),
         ({"over": {"scale": ()}}, "there must be a value"),
         ({"over": None}, "nothing to search over"),
-        ({"jobs": 2}, "give it by name"),
+        ({"jobs": 2}, "give the function by name"),
         ({"sampler": "grid", "over": {"scale": {"from": 0.5, "to": 1.0}}}, "a grid needs lists"),
     ],
 )
@@ -249,7 +249,7 @@ def test_models_that_have_changed_are_noticed(recipe, tmp_path):
     evaluator = Evaluator(recipe)
     run(recipe, evaluator, tmp_path / "study.db")
     save(tmp_path / "math.safetensors", {"layers.0.w": np.zeros(SIZE, np.float32)})
-    with pytest.raises(InputError, match="has changed since the study was begun"):
+    with pytest.raises(InputError, match="has changed since the study began"):
         run(recipe, evaluator, tmp_path / "study.db")
 
 

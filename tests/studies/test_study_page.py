@@ -111,10 +111,10 @@ def test_nothing_is_fetched_and_nothing_runs_but_scripts_with_a_digest(outline, 
 
 def test_the_verdict_names_the_best_the_simplest_and_the_holdout(text):
     top = text[text.index('<section class="verdict change"') : text.index("</section>")]
-    assert "The best is not told apart from 1 other" in top
+    assert "The best is within noise of 1 other" in top
     assert "method=sum scale=1: 0.7 (0.66 … 0.73)" in top
     assert "0.78 (0.7 … 0.85) on held-out data, 0.85 where it was chosen." in top
-    assert "Choosing has flattered it by 0.06" in top
+    assert "That is 0.06 lower" in top
 
 
 def test_the_table_has_every_baseline_and_trial(outline):
@@ -365,7 +365,7 @@ def test_a_sweep_has_a_line_through_its_means_with_bands(all_drawn):
     assert all(row["low"] < row["objective"] < row["high"] for row in means)
     assert len(figure.spec["datasets"]["rows"]) == 20
     assert figure.width == 1.0
-    assert "Far away, and not drawn: base 0.05." in figure.caption
+    assert "Too far away to be drawn: base 0.05." in figure.caption
 
 
 def test_points_of_a_search_are_told_apart_by_their_method(all_drawn):
@@ -373,7 +373,7 @@ def test_points_of_a_search_are_told_apart_by_their_method(all_drawn):
     assert figure.title == "The objective over drop_rate"
     points = figure.spec["datasets"]["rows"]
     assert {row["group"] for row in points} == {"method=dare+sum", "method=dare+ties"}
-    assert "Colours tell method apart." in figure.caption
+    assert "The colours stand for method." in figure.caption
 
 
 def test_history_keeps_the_best_that_breaks_no_guard():
@@ -392,7 +392,7 @@ def test_less_of_what_is_guarded_or_subtracted_is_better(all_drawn):
     figure = all_drawn["search"]["pareto"]
     (signs,) = (p["value"] for p in figure.spec["params"] if p["name"] == "signs")
     assert signs == {"add": 1, "sort": 1, "english": -1}
-    assert "where less of english is better" in figure.caption
+    assert "(less of english is better)" in figure.caption
 
 
 def test_lines_pass_below_axes_that_do_not_apply():

@@ -35,10 +35,10 @@ def test_no_line_is_longer_than_the_terminal(make, width):
 
 def test_what_decides_comes_first():
     lines = shown(sample.make_search()).splitlines()
-    assert lines[0].startswith("The best is not told apart from 1 other  18 of 24 trials done")
+    assert lines[0].startswith("The best is within noise of 1 other  18 of 24 trials done")
     assert lines[0].endswith("3 stopped early, 3 failed")
     facts = [line.split("  ")[1] for line in lines[1:5]]
-    assert facts == ["Best", "Not told apart from", "Simplest within noise", "Holdout"]
+    assert facts == ["Best", "Within noise of it", "Simplest within noise", "Holdout"]
     assert "method=sum scale=1: 0.7 (0.66 … 0.73)" in lines[1]
 
 

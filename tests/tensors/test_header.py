@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from dare.errors import HeaderError
-from dare.tensors.dtypes import STORAGE_TYPES
+from dare.errors import HeaderError, InputError
+from dare.tensors.dtypes import STORAGE_TYPES, UNSUPPORTED_TYPES
 from dare.tensors.files import LocalFile
 from dare.tensors.header import Header, TensorInfo, build_header, parse_header, read_header
 from helpers import entry, file_bytes, save
@@ -166,6 +166,15 @@ def test_a_number_of_thousands_of_digits_is_refused(tmp_path, digits):
     text = b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,2]}}' % (b"9" * digits)
     with refused("^f.safetensors: "):
         read(tmp_path, file_bytes(text, b"ab"))
+
+
+@pytest.mark.parametrize("dtype", UNSUPPORTED_TYPES)
+def test_a_valid_type_that_is_not_supported_is_said_to_be_just_that(tmp_path, dtype):
+    content = file_bytes({"w": entry(dtype, [4], 0, 2)}, b"ab")
+    with pytest.raises(InputError, match=rf"w: {dtype} is a valid safetensors type") as caught:
+        read(tmp_path, content)
+    assert not isinstance(caught.value, HeaderError)
+    assert "convert the model to BF16 first" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["F33", "f32", "", 32, None, ["F32"], {"F32": 1}])
@@ -391,7 +400,7 @@ def test_a_built_header_parses_to_what_it_was_built_from(tensors, metadata):
 def check_is_read_or_refused(text: bytes, data_bytes: int) -> None:
     try:
         header = parse_header(text, data_bytes, "f")
-    except HeaderError as error:
+    except InputError as error:
         assert str(error).startswith("f: ")  # noqa: PT017 (either outcome is fine)
     else:
         assert sum(info.nbytes for info in header.tensors.values()) == data_bytes

@@ -256,8 +256,8 @@ WITHOUT_SIZE = zstandard.ZstdCompressor(write_content_size=False).compress(bytes
 GIBIBYTE = bytes.fromhex("28b52ffd a0 00000040 03001000")  # says that it holds one; then a run
 SKIPPABLE = bytes.fromhex("502a4d18 08000000") + bytes(8)
 DAMAGED = {
-    "unknown code": (bytes([3]), "no chunk is coded in the way 3"),
-    "unknown plane": (bytes([ALONE, 4]), "no bytes are stored in the way 4"),
+    "unknown code": (bytes([3]), "3 is not a known code"),
+    "unknown plane": (bytes([ALONE, 4]), "4 is not a known way"),
     "raw, too short": (bytes([RAW]) + bytes(7), "ends too early"),
     "raw, too long": (bytes([RAW]) + bytes(9), "1 byte too many"),
     "plane too short": (bytes([ALONE, PLAIN]) + bytes(7), "ends too early"),
@@ -272,7 +272,7 @@ DAMAGED = {
     "skippable frame": (framed(SKIPPABLE), "damaged"),
     "scattered in scattered": (
         bytes([ALONE, SCATTERED, 1, 0, 0, 0, SCATTERED]),
-        "no bytes are stored in the way 3",
+        "3 is not a known way",
     ),
     "more gaps than bytes": (bytes([ALONE, SCATTERED, 9, 0, 0, 0, ZEROS]), "9 gaps among 8"),
     "gap beyond the end": (
@@ -305,5 +305,5 @@ def test_gaps_may_fill_a_plane():
 
 @pytest.mark.parametrize("blob", [b"", bytes([DIFFERENCE, ZEROS])])
 def test_a_blob_that_needs_a_base_must_have_one(blob):
-    with pytest.raises(InputError, match="a base that has no such tensor"):
+    with pytest.raises(InputError, match="a tensor that the base does not have"):
         unpacked(blob, None, 1, 8)

@@ -123,8 +123,8 @@ def test_a_fault_that_passes_is_overcome(web, path, fault):
         ("429", "cannot be read from its store after 2 tries: the server answered (429); check"),
         ("hang", "cannot be read from its store after 2 tries: it sent nothing for 0.3 s; check"),
         ("hang up", "cannot be read from its store after 2 tries: no usable answer came; check"),
-        ("truncated", "cannot be read from its store: it broke off inside a file; check"),
-        ("wrong range", "cannot be read from its store: it sent another range than was asked for"),
+        ("truncated", "cannot be read from its store: it stopped inside a file; check"),
+        ("wrong range", "cannot be read from its store: it sent another range than requested"),
     ],
 )
 def test_a_fault_that_stays_is_told(web, path, fault, message):
@@ -143,16 +143,16 @@ def test_what_is_not_there(web, path):
 def test_what_is_forbidden(web, path, status):
     always(web, lambda handler: handler.refuse(status, b"<Code>Denied</Code> for key topsecret"))
     assert refusal(path) == (
-        f"the store does not give it to you ({status} Denied); give an address with its password "
-        "or signature in it, which is not written anywhere"
+        f"the store denies access ({status} Denied); give an address that "
+        "contains its password or signature (dare does not write it anywhere)"
     )
 
 
 def test_a_server_without_ranges(web, path):
     always(web, lambda handler: bool(handler.answer(200, {}, CONTENT)) or True)
     assert refusal(path) == (
-        "the server does not give parts of a file (it ignores Range), and reading needs that; "
-        "download the file and give its path"
+        "the server does not send parts of a file (it ignores Range), which is "
+        "needed; download the file and give its path"
     )
 
 
@@ -179,13 +179,13 @@ def test_a_bucket_in_another_region(web, quick, monkeypatch):
     malformed = b"<Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region>"
     always(web, lambda handler: handler.refuse(400, malformed))
     assert refusal(bucket) == (
-        "the bucket bucket lies in another region, eu-west-1; set AWS_REGION to it"
+        "the bucket bucket is in another region, eu-west-1; set AWS_REGION to it"
     )
     always(web, lambda handler: handler.refuse(301))
-    assert refusal(bucket) == "the bucket bucket lies in another region; set AWS_REGION to it"
+    assert refusal(bucket) == "the bucket bucket is in another region; set AWS_REGION to it"
     always(web, lambda handler: handler.refuse(403, b"<Code>SignatureDoesNotMatch</Code>"))
     assert refusal(bucket).startswith(
-        "the store does not give it to you (403 SignatureDoesNotMatch); set AWS_PROFILE"
+        "the store denies access (403 SignatureDoesNotMatch); set AWS_PROFILE"
     )
 
 
@@ -260,7 +260,7 @@ def test_what_was_seen_of_a_folder_is_not_asked_for_again(web):
 
 def test_a_forbidden_folder_is_not_taken_for_an_empty_one(web, quick):
     web.key = "right"
-    with pytest.raises(InputError, match=r"/d: the store does not give it to you \(403\)"):
+    with pytest.raises(InputError, match=r"/d: the store denies access \(403\)"):
         to_path(f"{web.url}/d?wrong").is_dir()
 
 

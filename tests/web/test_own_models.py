@@ -391,7 +391,7 @@ def test_an_analysis_and_its_report(client, models):
         return found["state"] not in ("waiting", "running")
 
     wait_until(is_finished)
-    assert (found["state"], found["result"]["verdict"]) == ("done", "ready with changes")
+    assert (found["state"], found["result"]["verdict"]) == ("done", "ready")
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
     assert document["schema"] == "dare-analysis/1"
     assert [model["name"] for model in document["models"]] == ["add", "say"]

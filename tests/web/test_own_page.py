@@ -89,31 +89,27 @@ def test_from_models_to_a_merge(page, models):
     page.click("#own-analyze")
     job(page, "analyses", "done")
     page.wait_for_selector("#own-analysis .verdict")
-    assert page.inner_text("#own-analysis .verdict h3") == "Ready with changes"
+    assert page.inner_text("#own-analysis .verdict h3") == "Ready to merge"
     page.click("text=Use this recipe")
     advised = page.text_content("#analysis-recipe")
     wait_for_recipe(page, "dare+sum")
     assert page.evaluate("document.activeElement.id") == "own-method"
     shown = tomllib.loads(page.text_content("#own-toml"))
-    assert shown["models"].pop("output_file") == str(models / "merged")
-    assert shown == {
-        **tomllib.loads(advised),
-        "models": {k: v for k, v in tomllib.loads(advised)["models"].items() if k != "output_file"},
-    }
+    assert shown == tomllib.loads(advised) | {"output": str(models / "merged")}
 
     page.fill("[aria-label='Weight of say']", "2")
     page.fill("#own-seed", "7")
     page.press("#own-seed", "Enter")
     wait_for_recipe(page, "seed = 7")
     recipe = tomllib.loads(page.text_content("#own-toml"))
-    assert recipe["models"]["merge_files"][1] == {"file": str(models / "say"), "weight": 2}
+    assert recipe["models"][1] == {"file": str(models / "say"), "weight": 2}
     page.click("#own-start:enabled")
     card = job(page, "merges", "done")
     page.wait_for_selector("#own-merges .own-sha")
     digest = card.locator(".own-sha code").inner_text()
     assert digest == verify(models / "merged").sha256
     elsewhere = models / "by-the-recipe"
-    again = {**recipe, "models": {**recipe["models"], "output_file": str(elsewhere)}}
+    again = {**recipe, "output": str(elsewhere)}
     dare.merge(recipe_of({**again, "verbose": False}))
     assert verify(elsewhere).sha256 == digest
 

@@ -60,6 +60,7 @@ from dare.inputs.sources import ArraySource, Source, open_source
 from dare.inputs.views import SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
+from dare.tensors.sizes import times
 
 Given = Mapping[str, Any] | str | PathLike[str]
 """Arrays by name (or lists of numbers), or a file or directory."""
@@ -342,11 +343,11 @@ def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
 
 def _size(analysis: SparsityAnalysis) -> str:
     """How large the change is, for sentences."""
-    beside = "the base" if analysis.has_base else "weights of the assumed size"
-    size = f"{analysis.relative_norm:.2%} of {beside}"
+    whole = "the base" if analysis.has_base else "weights of the assumed size"
+    size = f"{analysis.relative_norm:.2%} of {whole}"
     if math.isinf(analysis.relative_norm):
         size = "to a base that is zero"
-    left_out = f", {analysis.outliers:,} outliers left out" if analysis.outliers else ""
+    left_out = f", {times(analysis.outliers, 'outlier')} left out" if analysis.outliers else ""
     return f"{size}{left_out}, and {analysis.essential_fraction:.1%} of the elements carry it"
 
 

@@ -3,7 +3,7 @@
     0    done
     1    refused or failed: one message on stderr, which says what to change
     2    the command line is wrong
-    130  interrupted: the message says how to go on
+    130  interrupted: the message says how to resume
 
 Commands are imported only when they are called, so that `--help` is there at once.
 """
@@ -24,10 +24,10 @@ import traceback
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dare import __version__
-from dare.cli.texts import COMMANDS, EXAMPLES, SUMMARY, USAGE
+from dare.cli.texts import COMMANDS, EXAMPLES, GROUPS, SUMMARY, USAGE
 from dare.errors import DareError, did_you_mean, printable
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _run(given: Sequence[str]) -> int:
     except UsageError as error:
         return _fail(str(error), error, given, WRONG_USAGE)
     except DareError as error:
-        return _fail(str(error), error, given, FAILED)
+        return _fail(_with_flags(str(error), given), error, given, FAILED)
     except KeyboardInterrupt:
         print(f"dare: interrupted{_way_on(given)}", file=sys.stderr)
         return INTERRUPTED
@@ -149,7 +149,7 @@ def _load_stages(arguments: Sequence[str]) -> None:
 
 def build_app() -> App:
     """The commands and what they say of themselves."""
-    from cyclopts import App
+    from cyclopts import App, Group
 
     app = App(
         name="dare",
@@ -161,20 +161,22 @@ def build_app() -> App:
         help_format="rich",
         suppress_keyboard_interrupt=False,
     )
-    for place, (name, text) in enumerate(COMMANDS.items()):
-        if name in WITH_COMMANDS:
-            app.command(f"dare.cli.{name}:{name}", name=name, help=text, sort_key=place)
-            continue
-        home = HOMES.get(name, "commands")
-        app.command(
-            f"dare.cli.{home}:{name}", name=name, help=text, help_epilogue="", sort_key=place
-        )
+    for place, (title, names) in enumerate(GROUPS.items()):
+        group = Group(title, sort_key=place)
+        for order, name in enumerate(names):
+            home = name if name in WITH_COMMANDS else HOMES.get(name, "commands")
+            how: dict[str, Any] = {"help": COMMANDS[name], "group": group, "sort_key": order}
+            if name not in WITH_COMMANDS:
+                how["help_epilogue"] = ""
+            app.command(f"dare.cli.{home}:{name}", name=name, **how)
     app.register_install_completion_command(help="Set up completion in the shell you are in.")
+    for flag in ("--help", "--version", "--install-completion"):
+        app[flag].show = False
     return app
 
 
 def with_command(arguments: Sequence[str]) -> list[str]:
-    """Put `merge` where no command is named: before flags, and before a recipe.
+    """Put `merge` where no command is named: before flags, a recipe, or models.
 
     >>> with_command(["--config", "recipe.toml"]), with_command(["verify", "x"])
     (['merge', '--config', 'recipe.toml'], ['verify', 'x'])
@@ -185,7 +187,7 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     first = arguments[0]
     if first in COMMANDS or first in alone:
         return list(arguments)
-    if first.startswith("-") or Path(first).suffix or Path(first).exists():
+    if first.startswith("-") or "/" in first or Path(first).suffix or Path(first).exists():
         return ["merge", *arguments]
     return list(arguments)
 
@@ -207,12 +209,25 @@ def _command_of(arguments: Sequence[str]) -> str:
     return next((f"{word} " for word in with_command(arguments)[:1] if word in COMMANDS), "")
 
 
+def _with_flags(message: str, arguments: Sequence[str]) -> str:
+    """A message whose remedy is an argument in Python, with the flag and the command to type.
+
+    >>> print(_with_flags("x: exists already; pass overwrite=True to replace it", ["a.toml"]))
+    x: exists already; add --overwrite to replace it:
+      dare a.toml --overwrite
+    """
+    if (in_python := "pass overwrite=True to replace it") not in message:
+        return message
+    again = printable(shlex.join([*arguments, "--overwrite"]))
+    return message.replace(in_python, f"add --overwrite to replace it:\n  dare {again}")
+
+
 def _way_on(arguments: Sequence[str]) -> str:
-    """The command that takes interrupted work up again, if it can be."""
+    """The command that resumes interrupted work, if it can be resumed."""
     if with_command(arguments)[0] not in ("merge", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]
-    return f"; go on where it stopped with\n  dare {printable(shlex.join(again))}"
+    return f"; to resume, run\n  dare {printable(shlex.join(again))}"
 
 
 def _fail(message: str, error: BaseException, arguments: Sequence[str], status: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.template import advised_toml
-from dare.errors import InputError, OutputError
+from dare.errors import InputError, OutputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.recipe.schema import Recipe
 from dare.tensors.files import read_beginning
@@ -89,6 +90,7 @@ def analyze(
     *inputs: Inputs,
     steps: Steps = None,
     options: Options | None = None,
+    full: Annotated[bool, switch("Every figure, every finding, and the reasons.")] = False,
     headers: Annotated[
         bool, switch("Compare names, shapes and types only; no weights are read or fetched.")
     ] = False,
@@ -116,24 +118,82 @@ def analyze(
             raise UsageError("--headers prints what it finds, and writes no file; use --json")
         return _compare_headers(inputs, options, console, json=json)
     judged = judge(inputs, options, steps, verbose=not quiet)
-    from dare.analysis.page import write_page
-    from dare.analysis.page.terminal import show_analysis
-    from dare.output.page.writing import write_file
-
-    show_analysis(console, *judged)
-    if output is not None:
-        write_file(output, f"{to_json(*judged)}\n".encode())
-        console.print(f"The analysis is in {output}; `dare report {output}` makes a page of it")
-    if csv is not None:
-        files = write_tables(csv, *judged)
-        console.print(f"{len(files)} tables are in {csv}")
-    if html is not None:
-        write_page(html, *judged)
-        console.print(f"The page is {html}")
+    more = _show(console, judged, full=full)
+    written = _write(judged, output=output, csv=csv, html=html)
+    console.print()
+    for line in written:
+        console.print(printable(line), soft_wrap=True)
+    following = _next_steps(console, judged, _repeated(inputs, options, steps))
+    show.next_steps(
+        console, "Next", following | ({"more": f"add --full for {more}"} if more else {})
+    )
     if json:
         show.json(to_json(*judged))
     _, readiness, _ = judged
     return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
+
+
+def _show(console: Console, judged: Judged, *, full: bool) -> str:
+    """The screen that decides, with `full` everything; return what is not shown."""
+    from dare.analysis.page.terminal import show_gravest, show_summary
+
+    analysis, readiness, advice = judged
+    show_summary(console, analysis, readiness, advice)
+    if not full:
+        return show_gravest(console, analysis, readiness)
+    from dare.analysis.page.terminal_full import show_figures, show_findings
+
+    console.print()
+    show_findings(console, analysis, readiness)
+    if analysis.models:
+        show_figures(console, analysis, advice)
+    return ""
+
+
+def _write(
+    judged: Judged, *, output: Path | None, csv: Path | None, html: Path | None
+) -> list[str]:
+    """Write the files that are asked for; say what is where."""
+    said = []
+    if output is not None:
+        from dare.output.page.writing import write_file
+
+        write_file(output, f"{to_json(*judged)}\n".encode())
+        said.append(f"The analysis is in {output}; `dare report {output}` makes a page of it")
+    if csv is not None:
+        said.append(f"{len(write_tables(csv, *judged))} tables are in {csv}")
+    if html is not None:
+        from dare.analysis.page import write_page
+
+        write_page(html, *judged)
+        said.append(f"The page is {html}")
+    return said
+
+
+def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None) -> list[str]:
+    """The words of a command line for the same models."""
+    words = [str(path) for path in inputs]
+    if options is not None and options.allow_pickle:
+        words.append("--allow-pickle")
+    return words if steps is None else [*words, "--steps", str(steps)]
+
+
+def _next_steps(console: Console, judged: Judged, same: Sequence[str]) -> dict[str, str]:
+    """The commands that make a merge of it."""
+    _, _, advice = judged
+    if not advice.recipe:
+        return {}
+    recipe = _free_name("recipe", ".toml")
+    advise = f"dare advise {shlex.join(same)} > {recipe}"
+    if not show.fits(console, advise):
+        advise = f"dare advise … > {recipe} (… as for analyze)"
+    return {"advise": advise, "merge": f"dare {recipe}"}
+
+
+def _free_name(stem: str, suffix: str) -> str:
+    """A name for a file that is not there yet: the shell would write over it."""
+    names = (f"{stem}{number or ''}{suffix}" for number in (0, *range(2, 100)))
+    return next((name for name in names if not Path(name).exists()), f"{stem}{suffix}")
 
 
 def _compare_headers(

@@ -6,6 +6,7 @@ import json as jsonlib
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,12 +36,14 @@ from dare.errors import (
     VerificationError,
     did_you_mean,
 )
+from dare.output.manifest import find_manifest
 from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
 from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES
 from dare.stages.catalogue import catalogue
+from dare.tensors.places import to_path
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
@@ -48,18 +51,25 @@ if TYPE_CHECKING:
 RecipePath = Annotated[
     Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
 ]
+Inputs = Annotated[
+    Path,
+    Parameter(
+        name="PATHS",
+        group=FILES,
+        help="Two or more: the base and its models. One: a recipe, or a finished output to repeat.",
+    ),
+]
+RECIPES = (".toml", *api.YAML_SUFFIXES)
 
 
 @takes_recipe
 def merge(
-    recipe: RecipePath = None,
-    /,
-    *,
+    *paths: Inputs,
     config: Config = None,
     overwrite: Overwrite = False,
     resume: Annotated[
         bool,
-        Parameter(show_default=False, group=RUN, help="Go on where an interrupted merge stopped."),
+        Parameter(show_default=False, group=RUN, help="Resume a merge that was interrupted."),
     ] = True,
     dry_run: Annotated[bool, switch("Only say what would be done: dare plan.", group=RUN)] = False,
     part: Annotated[
@@ -87,7 +97,7 @@ def merge(
     **flags: Any,
 ) -> int:
     """Carry out a recipe."""
-    asked = _asked_recipe(recipe, config, flags, verbose=verbose, quiet=quiet)
+    asked = _asked_recipe(paths, config, flags, verbose=verbose, quiet=quiet)
     if dry_run:
         return _show_plan(asked, json=json, quiet=quiet)
     if part is not None and not resume:
@@ -119,9 +129,7 @@ def merge(
 
 @takes_recipe
 def finish(
-    recipe: RecipePath = None,
-    /,
-    *,
+    *paths: Inputs,
     config: Config = None,
     overwrite: Overwrite = False,
     verbose: Verbose = False,
@@ -132,7 +140,7 @@ def finish(
     **flags: Any,
 ) -> int:
     """Publish what slices have made."""
-    asked = _asked_recipe(recipe, config, flags, verbose=verbose, quiet=quiet)
+    asked = _asked_recipe(paths, config, flags, verbose=verbose, quiet=quiet)
     console = show.console(json=json, quiet=not asked.verbose)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DareWarning)  # the report has them
@@ -145,9 +153,7 @@ def finish(
 
 @takes_recipe
 def plan(
-    recipe: RecipePath = None,
-    /,
-    *,
+    *paths: Inputs,
     config: Config = None,
     quiet: Quiet = False,
     json: Json = False,
@@ -156,7 +162,7 @@ def plan(
     **flags: Any,
 ) -> int:
     """Show a plan."""
-    return _show_plan(_asked_recipe(recipe, config, flags), json=json, quiet=quiet)
+    return _show_plan(_asked_recipe(paths, config, flags), json=json, quiet=quiet)
 
 
 def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
@@ -174,19 +180,67 @@ def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
 
 
 def _asked_recipe(
-    recipe: Path | None,
+    paths: Sequence[Path],
     config: Path | None,
     flags: dict[str, Any],
     *,
     verbose: bool = False,
     quiet: bool = False,
 ) -> Recipe:
-    if recipe is not None and config is not None:
-        raise UsageError(f"two recipes given, {recipe} and {config}; leave one out")
     if verbose and quiet:
         raise UsageError("--verbose and --quiet given; leave one out")
+    recipe, flags = _by_position(paths, config, flags)
     fixed: dict[str, Any] = {"verbose": verbose} if verbose or quiet else {}
-    return recipe_from_flags(recipe or config, flags, **fixed)
+    return recipe_from_flags(recipe, flags, **fixed)
+
+
+def _by_position(
+    paths: Sequence[Path], config: Path | None, flags: dict[str, Any]
+) -> tuple[Path | None, dict[str, Any]]:
+    """What paths without a flag stand for: a recipe, or the base and its models."""
+    if not paths:
+        return config, flags
+    if len(paths) == 1 and config is not None:
+        raise UsageError(f"two recipes given, {paths[0]} and {config}; leave one out")
+    if len(paths) == 1:
+        _check_is_recipe(to_path(paths[0]), flags)
+        return paths[0], flags
+    if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
+        raise UsageError(
+            f"{recipes[0]} is a recipe, and {len(paths) - 1} more given; a recipe stands alone: "
+            "its models are in it, or replaced with --base and --models"
+        )
+    twice = [flag for flag, name in TWICE.items() if flags.get(name) is not None]
+    twice += ["--config"] if config is not None else []
+    if twice:
+        raise UsageError(
+            f"base and models are given without flags, and {' and '.join(twice)} too; "
+            f"leave out {twice[0]}, or give all of them by flags"
+        )
+    return None, {**flags, "base": paths[0], "models": list(paths[1:])}
+
+
+TWICE = {"--base": "base", "--models": "models"}
+
+
+def _check_is_recipe(path: Path, flags: Mapping[str, Any]) -> None:
+    """Refuse a model that stands alone, with what is missing."""
+    manifest = find_manifest(path)
+    if manifest is None or manifest == path or manifest.exists() or not path.exists():
+        return
+    if twice := [flag for flag, name in TWICE.items() if flags.get(name) is not None]:
+        raise UsageError(
+            f"{path} is not a recipe; with {' and '.join(twice)}, give every model by its flag"
+        )
+    if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise UsageError(
+            f"{path} is a folder without a model or a recipe; name a base and its models, as in "
+            "`dare BASE MODEL... --output MERGED`"
+        )
+    raise UsageError(
+        f"{path} is one model, and not the output of a merge; name its fine-tunes after it: "
+        f"`dare {shlex.quote(str(path))} MODEL... --output MERGED`"
+    )
 
 
 def verify(
@@ -231,6 +285,8 @@ def methods(
     from dare.stages.outside import load_installed_stages
 
     load_installed_stages()
+    if name is not None and name not in {*STAGES, *ALIASES}:
+        name = name.lower()
     names = [] if name is None else ALIASES.get(name, name).split("+")
     if name in STAGES:
         names = [name]
@@ -254,7 +310,7 @@ def methods(
 
 @takes_recipe
 def init(
-    *,
+    *paths: Inputs,
     to: Annotated[
         Path,
         Parameter(group=RUN, allow_leading_hyphen=True, help="Where the recipe goes; - is stdout."),
@@ -270,11 +326,13 @@ def init(
     **flags: Any,
 ) -> int:
     """Write a recipe."""
-    if from_analysis is not None and config is not None:
-        raise UsageError("--from-analysis and --config given; leave one out")
+    recipe, flags = _by_position(paths, config, flags)
+    if from_analysis is not None and (paths or config is not None):
+        given = "--config" if config is not None else "models"
+        raise UsageError(f"--from-analysis and {given} given; leave one out")
     advice = None if from_analysis is None else _advice(from_analysis)
     start = None if advice is None else advice.recipe
-    planned = api.plan(recipe_from_flags(config, flags, start=start))
+    planned = api.plan(recipe_from_flags(recipe, flags, start=start))
     from dare.cli.template import write_template
 
     text = write_template(planned, advice)
@@ -366,8 +424,7 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
     place, first = shlex.quote(str(folder)), whole[0]
     merged = " ".join(f"{place}/{name}" for name in whole[1:])
     steps = {
-        "merge": f"dare --base {place}/{first} --merge {merged} --method sum "
-        "--output merged.safetensors",
+        "merge": f"dare {place}/{first} {merged} --method sum --output merged.safetensors",
         "broken": f"dare analyze {place}/{first} {place}/add-nan {place}/add-far",
     }
     show.next_steps(show.console(), f"{', '.join(names)} are in {folder}", steps)

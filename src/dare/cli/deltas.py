@@ -16,39 +16,45 @@ from dare.deltas.schemes import BITS, Bits
 from dare.errors import DareWarning
 from dare.output.report import Report
 
-Base = Annotated[Path, Parameter(help="The model that it was fine-tuned from.")]
+Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
 Resume = Annotated[
-    bool, Parameter(show_default=False, group=RUN, help="Go on where an interrupted run stopped.")
+    bool, Parameter(show_default=False, group=RUN, help="Resume an interrupted run.")
 ]
 Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
 MaxMemory = Annotated[
-    str | None, Parameter(group=RESOURCES, help="What buffers may take, such as 512MiB.")
+    str | None, Parameter(group=RESOURCES, help="Memory for buffers, such as 512MiB.")
 ]
 
 
 def compress(
     base: Base,
-    model: Annotated[Path, Parameter(help="The fine-tune: file or directory.")],
+    model: Annotated[Path, Parameter(help="The fine-tuned model: a file or a directory.")],
     /,
     *,
     output: Annotated[
-        Path, Parameter(name=["--output", "-o"], help="Such as math.delta.safetensors.")
+        Path,
+        Parameter(name=["--output", "-o"], help="The delta file, such as math.delta.safetensors."),
     ],
     drop_rate: Annotated[
         float | None,
-        Parameter(group=METHOD, help="Share of the changes to drop; else it suits the bits."),
+        Parameter(group=METHOD, help="Share of the changes to drop. By default it suits the bits."),
     ] = None,
     bits: Annotated[
         Literal["native", "8", "4", "2", "1"] | None,
-        Parameter(group=METHOD, help="For each kept change; native: its own value. Else 2."),
+        Parameter(
+            group=METHOD,
+            help="Bits for each kept change; native keeps the stored value. By default 2.",
+        ),
     ] = None,
     keep: Annotated[
         Literal["random", "magnitude"],
-        Parameter(group=METHOD, help="Which changes to keep: by DARE's mask, or the largest."),
+        Parameter(
+            group=METHOD, help="Which changes to keep: a random mask (DARE), or the largest."
+        ),
     ] = "random",
-    seed: Annotated[int, Parameter(group=METHOD, help="Of the mask.")] = 42,
+    seed: Annotated[int, Parameter(group=METHOD, help="Seed of the mask.")] = 42,
     embedding_drop_rate: Annotated[
-        float | None, Parameter(group=METHOD, help="For embeddings and head.")
+        float | None, Parameter(group=METHOD, help="Drop rate for embeddings and head.")
     ] = None,
     tensors: Annotated[
         list[str] | None,
@@ -60,21 +66,24 @@ def compress(
         ),
     ] = None,
     target_size: Annotated[
-        str | None, Parameter(group=METHOD, help="Choose rate and bits: the best in this size.")
+        str | None,
+        Parameter(group=METHOD, help="Choose rate and bits for the smallest error in this size."),
     ] = None,
     target_error: Annotated[
         float | None,
-        Parameter(group=METHOD, help="Choose rate and bits: the smallest within this error."),
+        Parameter(
+            group=METHOD, help="Choose rate and bits for the smallest file within this error."
+        ),
     ] = None,
     lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
     on_missing: Annotated[
-        Literal["error", "base"], Parameter(group=MISFITS, help="A tensor that the model lacks.")
+        Literal["error", "base"], Parameter(group=MISFITS, help="If the model lacks a tensor.")
     ] = "error",
     on_extra: Annotated[
-        Literal["error", "drop"], Parameter(group=MISFITS, help="One that only the model has.")
+        Literal["error", "drop"], Parameter(group=MISFITS, help="If only the model has a tensor.")
     ] = "error",
     allow_pickle: Annotated[
-        bool, switch("Also read pytorch_model.bin and the like.", group=MISFITS)
+        bool, switch("Also read pickles such as pytorch_model.bin.", group=MISFITS)
     ] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
@@ -86,7 +95,7 @@ def compress(
 ) -> int:
     """Store a fine-tune as its change to the base."""
     if lossless and (drop_rate, bits, target_size, target_error) != (None,) * 4:
-        raise UsageError("--lossless keeps everything: leave rates, bits and targets out")
+        raise UsageError("--lossless keeps everything; leave out rates, bits and targets")
     console = show.console(json=json, quiet=quiet)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DareWarning)  # the report has them
@@ -138,7 +147,7 @@ def _resources(threads: int | None, max_memory: str | None) -> dict[str, Any]:
 
 def apply(
     base: Base,
-    delta: Annotated[Path, Parameter(help="What `dare compress` has written.")],
+    delta: Annotated[Path, Parameter(help="A file from `dare compress`.")],
     /,
     *,
     output: Annotated[

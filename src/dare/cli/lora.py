@@ -18,7 +18,7 @@ lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue
 
 Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
 Energy = Annotated[
-    float | None, Parameter(help="Or: the share of the change's energy that it keeps.")
+    float | None, Parameter(help="Or: the share of the change to keep (its squared size).")
 ]
 Output = Annotated[Path, Parameter(name=["--output", "-o"], help="Directory of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
@@ -26,15 +26,15 @@ Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
 
 @lora.command
 def merge(
-    adapters: Annotated[list[Path], Parameter(help="LoRA adapters of one base, as PEFT saves.")],
+    adapters: Annotated[
+        list[Path], Parameter(help="LoRA adapters of one base, as PEFT saves them.")
+    ],
     /,
     *,
     output: Output,
     weight: Annotated[
         list[float] | None,
-        Parameter(
-            negative="", consume_multiple=(1, None), help="Each adapter's share, one for each."
-        ),
+        Parameter(negative="", consume_multiple=(1, None), help="Weights, one for each adapter."),
     ] = None,
     method: Annotated[str, Parameter(help="As in a merge: linear, sum, dare+linear, ties, …")] = (
         "linear"
@@ -46,8 +46,8 @@ def merge(
     scale: float = 1.0,
     dtype: Type = "F32",
     threads: int | None = None,
-    max_memory: Annotated[str, Parameter(help="What buffers and factors may take.")] = "1GiB",
-    dry_run: Annotated[bool, switch("Only say what it does.", group=RUN)] = False,
+    max_memory: Annotated[str, Parameter(help="Memory for buffers and factors.")] = "1GiB",
+    dry_run: Annotated[bool, switch("Show the plan, but do not merge.", group=RUN)] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -78,8 +78,8 @@ def merge(
 @lora.command
 def extract(
     *,
-    base: Annotated[Path, Parameter(name=["--base", "-b"], help="The model before.")],
-    model: Annotated[Path, Parameter(name=["--model", "-m"], help="The model after.")],
+    base: Annotated[Path, Parameter(name=["--base", "-b"], help="The model before fine-tuning.")],
+    model: Annotated[Path, Parameter(name=["--model", "-m"], help="The fine-tuned model.")],
     output: Output,
     rank: Rank = None,
     energy: Energy = None,
@@ -88,18 +88,19 @@ def extract(
         Parameter(
             negative="",
             consume_multiple=(1, None),
-            help="Patterns of modules; else all linear layers.",
+            help="Patterns of module names. By default all linear layers.",
         ),
     ] = None,
     save_others: Annotated[
-        bool, Parameter(negative="", help="Store in full what else has changed.")
+        bool, Parameter(negative="", help="Store other changed tensors in full.")
     ] = False,
     base_name: Annotated[
-        str | None, Parameter(help="What the adapter calls its base; else its name.")
+        str | None,
+        Parameter(help="Name of the base in the adapter. By default that of its folder."),
     ] = None,
     as_stored: Annotated[
         bool,
-        Parameter(negative="", help="Modules are called what the file calls them."),
+        Parameter(negative="", help="Take module names from the file, not from transformers."),
     ] = False,
     dtype: Type = "F32",
     overwrite: Overwrite = False,

@@ -23,9 +23,7 @@ NEEDED = ("altair", "jinja2", "starlette", "uvicorn", "vl_convert")
 def playground(
     *folders: Annotated[
         Path,
-        Parameter(
-            help=r"Where models of your own may lie, and outputs go. \[default: this directory]"
-        ),
+        Parameter(help=r"Folders with your models, and for outputs. \[default: this directory]"),
     ],
     port: Annotated[
         int | None,
@@ -34,13 +32,15 @@ def playground(
             help=r"The port on this machine; 0 is any free one. \[default: 8787, if free]",
         ),
     ] = None,
-    no_browser: Annotated[bool, switch("Print the address, open no browser.", group=RUN)] = False,
+    no_browser: Annotated[
+        bool, switch("Print the address, but do not open a browser.", group=RUN)
+    ] = False,
     build: Annotated[
         Path | None,
         Parameter(
             group=RUN,
             metavar="FOLDER|FILE.html",
-            help="Write the page as static files, or as one file that needs no server, and end.",
+            help="Write the page as static files, or as one file that needs no server, and exit.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -51,7 +51,7 @@ def playground(
 ) -> int:
     """Serve the playground."""
     if port is not None and not 0 <= port <= MOST_PORT:
-        raise UsageError(f"--port {port}: ports go from 0 to {MOST_PORT}")
+        raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
     _check_installed()
     if build is not None:
         if build.suffix == ".html":
@@ -60,7 +60,9 @@ def playground(
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
     for root in roots:
         if not root.is_dir():
-            raise UsageError(f"{root}: is not a directory; name those that your models lie in")
+            raise UsageError(
+                f"{root}: is not a directory; give the folders that contain your models"
+            )
 
     def announce(address: str) -> None:
         if json:
@@ -79,8 +81,8 @@ def playground(
 def _check_installed() -> None:
     if not all(find_spec(name) for name in NEEDED):
         raise OutputError(
-            "the playground needs starlette and uvicorn, and what a report needs, and not all of "
-            "them are installed: pip install 'dare-merge[web]'"
+            "the playground needs starlette, uvicorn and the packages of a report, "
+            "and not all of them are installed: pip install 'dare-merge[web]'"
         )
 
 
@@ -89,8 +91,8 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
 
     if not overwrite and (others := others_in(folder)):
         raise OutputError(
-            f"{folder}: holds {others[0]}, which is not of the page; build into an empty folder, "
-            "or add --overwrite"
+            f"{folder}: contains {others[0]}, which does not belong to the page; "
+            "build into an empty folder, or add --overwrite"
         )
     written = write_folder(folder)
     if json:
@@ -106,7 +108,7 @@ def _build_single(file: Path, *, overwrite: bool, json: bool) -> int:
     from dare.web.single import single_page
 
     if file.exists() and not overwrite:
-        raise OutputError(f"{file}: exists already; write elsewhere, or add --overwrite")
+        raise OutputError(f"{file}: exists already; choose another path, or add --overwrite")
     write_file(file, single_page())
     if json:
         show.json(jsonlib.dumps({"file": str(file)}))

@@ -74,14 +74,18 @@ class Options:
     ] = None
     holdout: Annotated[
         str | None,
-        Parameter(group=SCORES, help="The same, on other data: scores the winner once."),
+        Parameter(
+            group=SCORES, help="An evaluator on other data; it scores only the winner, once."
+        ),
     ] = None
     objective: Annotated[
         str | None,
         Parameter(
             group=SCORES,
-            help="What is to be large: a score, -SCORE, mean(A, B), min(A, B), A + 0.5*B; "
-            "if not given, the mean of all scores.",
+            help=(
+                "What to maximise: a score, -SCORE, mean(A, B), min(A, B), A + 0.5*B. By "
+                "default the mean of all scores."
+            ),
         ),
     ] = None
     guard: Annotated[
@@ -90,8 +94,10 @@ class Options:
             group=SCORES,
             negative="",
             consume_multiple=(1, None),
-            help="What must hold: english:max:1.25, add:min:0.9, or '*:keep:0.95' for no task "
-            "below 95 % of its own fine-tune.",
+            help=(
+                "A condition: english:max:1.25, add:min:0.9, or '*:keep:0.95' (no task "
+                "below 95 % of the best single model)."
+            ),
         ),
     ] = None
     time_limit: Annotated[
@@ -99,29 +105,38 @@ class Options:
     ] = None
     study: Annotated[
         Path | None,
-        Parameter(group=RUN, help="The study, an SQLite file; else RECIPE.study.db."),
+        Parameter(group=RUN, help="The study, an SQLite file. By default RECIPE.study.db."),
     ] = None
     jobs: Annotated[
-        int, Parameter(name=["--jobs", "-j"], group=RESOURCES, help="Candidates at a time.")
+        int,
+        Parameter(
+            name=["--jobs", "-j"],
+            group=RESOURCES,
+            help="How many candidates to score at the same time.",
+        ),
     ] = 1
     work: Annotated[
         Path | None,
-        Parameter(group=RESOURCES, help="Where candidates for commands are written for a while."),
+        Parameter(group=RESOURCES, help="Folder for the temporary candidates of commands."),
     ] = None
-    retry_failed: Annotated[bool, switch("Also try again what failed.", group=RUN)] = False
+    retry_failed: Annotated[bool, switch("Also try failed trials again.", group=RUN)] = False
     advice: Annotated[
-        bool, Parameter(group=RUN, help="Analyse the models first, and start with the advice.")
+        bool, Parameter(group=RUN, help="Analyse the models first and start with the advice.")
     ] = True
     write: Annotated[
         Path,
         Parameter(
-            group=RUN, allow_leading_hyphen=True, help="The recipe of the best; - leaves it out."
+            group=RUN,
+            allow_leading_hyphen=True,
+            help="Where to write the best recipe; - for nowhere.",
         ),
     ] = Path("best.toml")
-    html: Annotated[Path | None, Parameter(group=RUN, help="Also a page: dare search show.")] = None
-    dry_run: Annotated[
-        bool, switch("Only check what is asked for, and count the trials.", group=RUN)
-    ] = False
+    html: Annotated[Path | None, Parameter(group=RUN, help="Also write a page with figures.")] = (
+        None
+    )
+    dry_run: Annotated[bool, switch("Only check the settings and count the trials.", group=RUN)] = (
+        False
+    )
 
 
 @search.default
@@ -182,7 +197,7 @@ def _search(
     json: bool,
 ) -> int:
     if options.jobs < 1:
-        raise UsageError(f"--jobs {options.jobs}: at least one must work")
+        raise UsageError(f"--jobs {options.jobs}: must be at least 1")
     recipe = recipe_from_flags(place, flags)
     asked: dict[str, Any] = {
         "over": dict(map(parse_over, options.over or [])),
@@ -198,7 +213,9 @@ def _search(
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
         checked = ask(recipe, **asked)
-        console.print(f"{times(checked.planned, 'trial')} by {checked.sampler}; all settings fit")
+        console.print(
+            f"{times(checked.planned, 'trial')} by {checked.sampler}; all settings are valid"
+        )
         return DONE
     result = run_search(
         recipe,
@@ -227,10 +244,12 @@ StudyFile = Annotated[Path, Parameter(help="The study.")]
 def show_command(
     study: StudyFile,
     *,
-    html: Annotated[Path | None, Parameter(help="A page with figures and a table to sort.")] = None,
-    rows: Annotated[int, Parameter(help="How many settings.")] = 12,
-    failed: Annotated[bool, switch("Also what failed evaluators printed.")] = False,
-    watch: Annotated[bool, switch("Again and again, until the study is complete.")] = False,
+    html: Annotated[
+        Path | None, Parameter(help="Write a page with figures and a sortable table.")
+    ] = None,
+    rows: Annotated[int, Parameter(help="How many settings to show.")] = 12,
+    failed: Annotated[bool, switch("Also show what failed evaluators printed.")] = False,
+    watch: Annotated[bool, switch("Show it again and again until the study is complete.")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -249,7 +268,7 @@ def show_command(
         time.sleep(WATCH_SECONDS)
     if html is not None:
         _write_page(html, result, overwrite=overwrite)
-        console.print(f"The page is {html}; open it in a browser, no network is needed")
+        console.print(f"The page is {html}; open it in a browser (no network needed)")
     if json:
         show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
     return DONE
@@ -260,10 +279,10 @@ def best_command(
     study: StudyFile,
     *,
     write: Annotated[
-        Path, Parameter(allow_leading_hyphen=True, help="Where the recipe goes; - is stdout.")
+        Path, Parameter(allow_leading_hyphen=True, help="Where to write the recipe; - for stdout.")
     ] = Path("-"),
     simplest: Annotated[
-        bool, switch("The simplest that cannot be told apart from the best.")
+        bool, switch("Take the simplest setting within noise of the best.")
     ] = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
@@ -283,8 +302,8 @@ def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
     try:
         _write_recipe(path, best_toml(result), overwrite=overwrite)
     except OutputError as error:
-        return f"The recipe of the best was not written: {error}"
-    return f"The recipe of the best is {path}; `dare {path}` merges it"
+        return f"The best recipe was not written: {error}"
+    return f"The best recipe is {path}; run it with `dare {path}`"
 
 
 def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
@@ -298,7 +317,9 @@ def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise OutputError(f"{path}: exists already; write elsewhere, or add --overwrite") from None
+        raise OutputError(
+            f"{path}: exists already; choose another path, or add --overwrite"
+        ) from None
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -307,5 +328,5 @@ def _write_page(path: Path, result: SearchResult, *, overwrite: bool) -> None:
     from dare.studies.page import write_study_page
 
     if path.exists() and not overwrite:
-        raise OutputError(f"{path}: exists already; write elsewhere, or add --overwrite")
+        raise OutputError(f"{path}: exists already; choose another path, or add --overwrite")
     write_study_page(path, result.data, result.conclusion)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from dare.cli.flags import toml_word
-from dare.errors import Concern, Notice, printable
+from dare.errors import Concern, Notice, Strength, printable
+from dare.output.short_names import shorten
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and has no width of its own."""
+WORTH_WAITING_FOR = 5.0
+"""Seconds from which a merge says beforehand how long it takes."""
 ROOM_FOR_NAMES = 100
 """Columns from which a report names the tensors."""
 
@@ -47,7 +52,7 @@ class _Console(SafeConsole):
 def console(*, json: bool = False, quiet: bool = False) -> Console:
     """Where text for people goes: stdout, or stderr if JSON goes there."""
     output = _Console(stderr=json, quiet=quiet, highlight=False, emoji=False, markup=False)
-    if not output.is_terminal:
+    if not output.is_terminal and "COLUMNS" not in os.environ:
         output.width = PIPE_WIDTH
     return output
 
@@ -60,27 +65,28 @@ def json(document: str) -> None:
 def plan_summary(
     console: Console, plan: Plan, estimate: Estimate | None, *, detailed: bool = False
 ) -> None:
-    """What will be merged, how and at what cost."""
+    """What will be merged, how and at what cost; `detailed` with all settings and resources."""
     cost, elements = plan.cost, sum(tensor.elements for tensor in plan.tensors)
     fates = Counter(tensor.fate for tensor in plan.tensors)
     fates[Fate.LEFT_OUT] = len(plan.left_out)
     before = ", ".join(sorted({tensor.base.dtype.name for tensor in plan.tensors}))
     after = ", ".join(sorted({tensor.dtype.name for tensor in plan.tensors}))
+    tensors = ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate])
+    stored = f" stored as {after}" if after != before else ""
     rows = {
-        "method": _method(plan),
+        "method": _method(plan, detailed=detailed),
         "base": str(plan.recipe.base),
-        "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
-        "weights": f"{elements:,} elements, {before}"
-        + (f" stored as {after}" if after != before else ""),
-        "reads": f"{show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}",
+        "tensors": f"{tensors}; {times(elements, 'element')}, {before}{stored}",
         "writes": _written(plan),
-        "with": times(cost.threads, "thread"),
-        "memory": cost.memory_line,
     }
-    if estimate is not None:
+    if detailed:
+        rows["reads"] = f"{show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}"
+        rows["with"] = times(cost.threads, "thread")
+        rows["memory"] = cost.memory_line
+    if estimate is not None and (detailed or estimate.high >= WORTH_WAITING_FOR):
         rows["takes"] = str(estimate)
     console.print(_facts("Plan", rows))
-    console.print(_models_table(plan))
+    console.print(_models_table(plan, console.width, detailed=detailed))
     for note in plan.notes:
         console.print(Text.assemble(("Note", "bold"), f"  {printable(note)}"))
     if detailed and plan.left_out:
@@ -89,11 +95,15 @@ def plan_summary(
         warnings(console, plan.warnings)
 
 
-def _method(plan: Plan) -> str:
+def _method(plan: Plan, *, detailed: bool) -> str:
+    """The chain, with the settings that are not at their defaults, or with all."""
     combine, settings = plan.recipe.chain[-1]
     chain = "+".join(stage.name for stage in plan.stages)
-    combining = {f"{combine.name} {name}": value for name, value in settings.items()}
-    return _listed({chain: "", **combining, "scale": plan.recipe.scale})
+    defaults = {name: parameter.default for name, parameter in combine.parameters.items()}
+    given = {k: v for k, v in settings.items() if detailed or v != defaults[k]}
+    combining = {f"{combine.name} {name}": value for name, value in given.items()}
+    scale = {"scale": plan.recipe.scale} if detailed or plan.recipe.scale != 1 else {}
+    return _listed({chain: "", **combining, **scale})
 
 
 def _listed(settings: Mapping[str, Any]) -> str:
@@ -106,22 +116,36 @@ def _written(plan: Plan) -> str:
     if plan.layout is None:
         return f"{show_size(plan.cost.bytes_written)} (no output is named yet)"
     files = times(len(plan.layout.files), "file")
-    place = f"{show_size(plan.cost.bytes_written)} to {plan.layout.target} ({files})"
-    return f"{place}, which exists already" if plan.layout.target.exists() else place
+    target = plan.layout.target
+    place = f"{show_size(plan.cost.bytes_written)} to {target} ({files})"
+    if target.exists():
+        return f"{place}, which exists already"
+    if plan.layout.is_sent or target.parent.exists():
+        return place
+    return f"{place}; the folder {target.parent} is made for it"
 
 
-def _models_table(plan: Plan) -> Table:
+def _models_table(plan: Plan, width: int, *, detailed: bool) -> Table:
     recipe = plan.recipe
+    names = shorten(plan.model_names, max(12, width // 4))
+    files = shorten([str(entry.file) for entry in recipe.models], max(12, width // 4))
     table = make_table("model", "file", "weight >", "seed >", "settings")
     for index, (name, entry) in enumerate(zip(plan.model_names, recipe.models, strict=True)):
         settings = {
             parameter: entry.settings.get(parameter, value)
-            for _, values in recipe.chain[:-1]
+            for stage, values in recipe.chain[:-1]
             for parameter, value in values.items()
+            if detailed or _tells(stage, parameter, entry.settings.get(parameter, value))
         }
         weight, seed = _weight(recipe.weights()[index]), str(recipe.seeds()[index])
-        table.add_row(shown(name), shown(str(entry.file)), weight, seed, _listed(settings))
+        table.add_row(names[name], files[str(entry.file)], weight, seed, _listed(settings))
     return table
+
+
+def _tells(stage: Stage, parameter: str, value: object) -> bool:
+    """Whether a delta stage's parameter is worth a word: numbers are, and what is not usual."""
+    default = stage.parameters[parameter].default
+    return value != default or (isinstance(default, float) and not isinstance(default, bool))
 
 
 def _weight(weight: float | list[float]) -> str:
@@ -155,10 +179,12 @@ def report(console: Console, report: Report) -> None:
         pace += f", {times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
     console.print(Text.assemble((title, "bold green"), f"  {pace}"))
     columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
-    columns_shown = len(columns) if console.width >= ROOM_FOR_NAMES else -1
+    columns_shown = len(columns) if console.width >= ROOM_FOR_NAMES else len(columns) - 1
     table = make_table(*columns[:columns_shown])
+    names = shorten([model.name for model in report.models], max(12, console.width // 4))
     for model in report.models:
-        table.add_row(*map(printable, _model_row(model)[:columns_shown]))
+        row = _model_row(model)[1:]
+        table.add_row(names[model.name], *map(printable, row[: columns_shown - 1]))
     console.print(table)
     warnings(console, report.warnings)
     if report.output is not None:
@@ -226,13 +252,20 @@ def _model_row(model: ModelReport) -> Sequence[str]:
     )
 
 
+STYLES = {
+    Strength.NOTE: "bold",
+    Strength.WARNING: "bold yellow",
+    Strength.STRONG: "bold red",
+}
+
+
 def warnings(console: Console, notices: Iterable[Notice]) -> None:
     """Warnings, those of one kind together."""
-    kinds: dict[Concern, list[Notice]] = {}
+    kinds: dict[tuple[Strength, Concern], list[Notice]] = {}
     for notice in notices:
-        kinds.setdefault(notice.about, []).append(notice)
-    for about, alike in kinds.items():
-        console.print(Text.assemble(("Warning", "bold yellow"), f"  {about}"))
+        kinds.setdefault((notice.strength, notice.about), []).append(notice)
+    for (strength, about), alike in kinds.items():
+        console.print(Text.assemble((strength.capitalize(), STYLES[strength]), f"  {about}"))
         for notice in alike:
             console.print(Padding(shown(notice.text), (0, 0, 0, 4), expand=False))
     if kinds:
@@ -254,12 +287,43 @@ def verification(console: Console, result: Verification) -> None:
         console.print(f"  SHA-256 of the weights  {result.sha256}", soft_wrap=True, highlight=False)
 
 
+STEP = 10
+"""Columns before a command."""
+MOST_LINES = 6
+"""Of a command that is to be copied."""
+WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+"""Of a command, as `shlex.quote` writes it."""
+
+
 def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
-    """Where the result is, and commands to go on with (unwrapped: they are copied)."""
-    console.print(shown(done, "bold"))
+    """Where the result is, and commands to go on with."""
+    console.print(shown(done, "bold"), soft_wrap=True)
     for word, command in steps.items():
-        line = Text.assemble((f"  {word:8}", "dim"), printable(command))
-        console.print(line, soft_wrap=True)
+        for place, line in enumerate(fold_command(command, console.width - STEP)):
+            label = "" if place else word
+            console.print(Text.assemble((f"  {label:8}", "dim"), line), soft_wrap=True)
+
+
+def fits(console: Console, command: str) -> bool:
+    """Whether a command can be shown in a few lines, none of them too long."""
+    lines = fold_command(command, console.width - STEP)
+    return len(lines) <= MOST_LINES and max(map(cell_len, lines)) <= console.width - STEP
+
+
+def fold_command(command: str, width: int) -> list[str]:
+    r"""A command in lines that a shell takes as one when they are copied together.
+
+    >>> fold_command("dare analyze base.safetensors 'my model' code --full", 32)
+    ['dare analyze base.safetensors \\\\', "  'my model' code --full"]
+    """
+    lines = [""]
+    for word in WORD.findall(printable(command)):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1].strip() and cell_len(longer) > width - 2:
+            lines.append(f"  {word}")
+        else:
+            lines[-1] = longer
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
 def stages(console: Console) -> None:

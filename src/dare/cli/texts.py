@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
-SUMMARY = "Merge fine-tuned language models by DARE: fast, exact, reproducible."
+SUMMARY = """Merge fine-tuned models on your laptop, and know first whether they fit.
 
-USAGE = """Usage: dare [merge] [RECIPE] [FLAGS]
+[bold]To merge[/bold]
+
+  BASE MODEL...         the base and its models, files or folders; or, alone,
+                        a recipe, or the output of a merge, to repeat it
+  --output, -o PATH     a file if it ends in .safetensors, else a folder;
+                        folders on the way to it are created
+  --base, -b PATH       the base, and
+  --models, -m PATH...  its models, if not given by position
+  --method NAME         such as dare+ties, slerp or sum [dim](dare+linear)[/dim]
+  --drop-rate NUMBER    share of each change that DARE drops [dim](0.9)[/dim]
+  --weight NUMBER...    how much each model counts
+  --seed NUMBER         of the random masks [dim](42)[/dim]
+  --overwrite           replace an existing output
+  --quiet, -q           show errors only"""
+
+USAGE = """Usage: dare BASE MODEL... --output PATH [FLAGS]
+       dare RECIPE [FLAGS]
        dare COMMAND --help
 """
 
 EXAMPLES = r"""[bold]Examples[/bold]
 
-  dare --base base.safetensors --merge math.safetensors code.safetensors \
-       --output merged.safetensors --method dare+ties --drop-rate 0.8
-
-  dare analyze base.safetensors math.safetensors code.safetensors
-                                       are they fit to be merged, and how?
-  dare init -b base.safetensors -m math.safetensors code.safetensors \
-       -o merged.safetensors           writes recipe.toml, with every setting
-  dare plan recipe.toml                what it would do, in a second
-  dare recipe.toml                     do it; after an interruption, go on
-  dare verify merged.safetensors       is it still what was written?
-  dare merged.safetensors -o again.safetensors       the same bytes again
+  dare analyze base math code                do they fit, and how?
+  dare advise base math code > recipe.toml   a recipe that suits them
+  dare recipe.toml                           merge; interrupted, it resumes
+  dare base math code -o merged --method dare+ties --drop-rate 0.8
+  dare verify merged                         is it still what was written?
 
 [bold]Exit status[/bold]  0 done · 1 refused or failed · 2 wrong usage · 130 interrupted
 
-`dare merge --help` lists every flag."""
+`dare merge --help` lists every flag; `dare --version` and
+`dare --install-completion` (completion in your shell) do what they say."""
+
+GROUPS = {
+    "Merge": ("merge", "plan", "init", "finish", "verify"),
+    "Know before": ("analyze", "advise", "report"),
+    "Find the best": ("search", "sweep"),
+    "Store and convert": ("compress", "apply", "lora", "convert"),
+    "Learn": ("methods", "demo", "playground"),
+}
+"""Commands by what they are for."""
 
 COMMANDS = {
     "merge": r"""Merge models (the default: the word may be left out).
 
 The output is base + scale · combine(deltas), where a delta is a model minus
 the base. The method says how deltas are thinned out and combined: see
-`dare methods`. Killed or interrupted, the same command goes on where it stopped.
+`dare methods`. Killed or interrupted, the same command resumes.
+
+Two paths or more are the base and its models; one is a recipe, or the output
+of a merge, to repeat it. Folders on the way to the output are created.
 
 [bold]Examples[/bold]
 
-  dare --base base.safetensors --merge math.safetensors code.safetensors \
+  dare base.safetensors math.safetensors code.safetensors -o merged.safetensors
+  dare --base base.safetensors --models math.safetensors code.safetensors \
        --output merged.safetensors
   dare --config recipe.toml --drop-rate 0.95 --quiet
-  dare -b base -m math code -o merged --method dare+ties --weight 0.7 0.3 \
+  dare base math code -o merged --method dare+ties --weight 0.7 0.3 \
        --drop-rate 0.9 0.5 --tensors '*.mlp.*: drop_rate=0.8' --dtype BF16
   dare merged.safetensors --output again.safetensors
-  dare recipe.toml --slice 3/16        the third of sixteen parts, on any machine""",
+  dare recipe.toml --slice 3/16        the third of sixteen parts""",
     "finish": """Publish an output that slices have made.
 
 The last slice that is done publishes the output by itself. This does it where
@@ -61,7 +85,7 @@ will take is measured once for each method and kept (about a second).
 [bold]Examples[/bold]
 
   dare plan recipe.toml
-  dare plan --base base.safetensors --merge math.safetensors --json""",
+  dare plan base.safetensors math.safetensors --json""",
     "verify": """Check that an output is what was written.
 
 Hashes the weights and compares them with the manifest, bit for bit. The exit
@@ -74,14 +98,15 @@ prints is of the bytes of all tensors in order of name.
   dare verify merged/ --json""",
     "analyze": """Know before you merge: what the weights show.
 
-One pass over all models at once. Says whether they are ready to be merged and
-what stands against it, how large each change is and where, which came from a
-LoRA, where models pull in opposite directions, and what DARE's dropping will
-cost. The exit status is 1 if they are not ready.
+Says on one screen whether the models are ready to be merged and by which
+method, how large each change is, which models are alike or opposed, what
+dropping costs, what stands against a merge, and what to type next. With --full:
+every figure and every reason. The exit status is 1 if they are not ready.
 
 [bold]Examples[/bold]
 
   dare analyze base.safetensors math.safetensors code.safetensors
+  dare analyze base math code --full
   dare analyze base math code-lora --output analysis.json --html report.html
   dare analyze recipe.toml --csv tables --json""",
     "advise": """Print a recipe that suits the models, with reasons.
@@ -98,7 +123,7 @@ has its reason, its source and how well that is founded, as a comment. With
     "report": """Make a page of an analysis, with figures.
 
 One HTML file that needs no network: the verdict, the findings, distributions,
-where each model changed, how models stand to each other, what dropping costs;
+where each model changed, how models relate to each other, what dropping costs;
 with --merged what a finished merge has kept. Needs the extra `report`.
 
 [bold]Examples[/bold]
@@ -108,9 +133,9 @@ with --merged what a finished merge has kept. Needs the extra `report`.
   dare report --merged merged.safetensors""",
     "search": r"""Find the best merge, and know whether it is one.
 
-Makes candidates in memory and has each scored on data that you hold out. First
-come the baselines: the base, each model, the plain average, task arithmetic and
-the advice. A study is a file: stopped or killed, the same command goes on.
+Makes candidates in memory and has each scored on data that you hold out. The
+baselines come first: the base, each model, the plain average, task arithmetic and
+the advice. A study is a file: stopped or killed, the same command resumes.
 
 [bold]Examples[/bold]
 
@@ -148,10 +173,10 @@ The files' headers are read, and they must fit together. Takes the flags of
 
 [bold]Examples[/bold]
 
-  dare init --base base.safetensors --merge math.safetensors code.safetensors \
+  dare init base.safetensors math.safetensors code.safetensors \
        --output merged.safetensors --method dare+ties
   dare init --from-analysis analysis.json -o merged.safetensors
-  dare init -b base -m math code -o merged --to -""",
+  dare init base math code -o merged --to -""",
     "lora": r"""Merge LoRA adapters into one, or extract one from a model.
 
 [bold]Examples[/bold]
@@ -160,12 +185,12 @@ The files' headers are read, and they must fit together. Takes the flags of
   dare lora merge math-lora code-lora --output both-lora --rank 16
   dare lora extract --base base --model math --output math-lora --rank 32
 
-Adapters are models too: `dare --base base --merge math-lora code -o merged`
+Adapters are models too: `dare base math-lora code -o merged`
 merges them into the base.""",
     "compress": """Store a fine-tune in a tenth to a fortieth of its space.
 
 A delta file holds what a model changes of its base: some of the changes, by
-DARE's mask, which costs no indices; each as the model's own value, or rounded.
+DARE's mask, which costs no indices; each as the model's value, or rounded.
 It is a model like any other: merge it, analyze it, or make the model of it.
 
 [bold]Examples[/bold]
@@ -174,11 +199,11 @@ It is a model like any other: merge it, analyze it, or make the model of it.
   dare compress base math -o math.delta.safetensors --target-size 40MB
   dare compress base math -o math.delta.safetensors --drop-rate 0.9 --bits 4
   dare compress base math -o math.delta.safetensors --lossless
-  dare --base base --merge math.delta.safetensors code -o merged""",
+  dare base math.delta.safetensors code -o merged""",
     "apply": """Make a model of a delta file and its base.
 
-Of a lossless one the model's own files, bit for bit; of any other what merging
-that one model by dare+sum would give, with its rate and seed.
+A lossless file gives the model's files again, bit for bit. Any other gives what
+merging that one model by dare+sum would, with its rate and seed.
 
 [bold]Examples[/bold]
 
@@ -187,7 +212,7 @@ that one model by dare+sum would give, with its rate and seed.
     "convert": """Turn a mergekit configuration into a recipe.
 
 Prints it as TOML, with a comment on everything that will be different. What
-cannot be done here is refused, with the line. `dare merge` reads such a file too.
+cannot be converted is refused, with its line. `dare merge` reads such a file too.
 
 [bold]Examples[/bold]
 
@@ -206,8 +231,8 @@ a minute.
     "playground": """Try merges in the browser: a page that explains and computes.
 
 Serves the page to this machine alone and opens it. Move a slider, and the
-demonstration's models are merged and scored anew; or merge models of your own
-from the folders that you name. The address has a token: who has it may do what
+demonstration's models are merged and scored again; or merge your models from
+the folders that you name. The address has a token: whoever has it may do what
 the page does. Ctrl-C ends it. Needs the extra `web`.
 
 [bold]Examples[/bold]

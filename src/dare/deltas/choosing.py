@@ -121,7 +121,7 @@ def choose(
     cannot be met.
     """
     if (target_size is None) == (target_error is None):
-        raise RecipeError("give a target size or a target error, and not both")
+        raise RecipeError("give a target size or a target error, not both")
     considered = BITS if bits is None else (bits,)
     found = _consider(base, model, keep, considered, fixed_rates or {})
     if target_size is not None:
@@ -141,8 +141,9 @@ def _within_size(found: Iterable[Candidate], target: int) -> list[Candidate]:
         return _first_of_each(fitting)
     smallest = min(by_error, key=lambda c: c.most_bytes)
     raise RecipeError(
-        f"target size of {show_size(target)}: the smallest file takes up to "
-        f"{show_size(smallest.most_bytes)} ({smallest}); allow {smallest.most_bytes} bytes or more"
+        f"target size of {show_size(target)}: too small; the smallest file takes "
+        f"up to {show_size(smallest.most_bytes)} ({smallest}); allow "
+        f"{smallest.most_bytes} bytes or more"
     )
 
 
@@ -154,8 +155,9 @@ def _within_error(found: Iterable[Candidate], target: float) -> list[Candidate]:
         return _first_of_each(fitting)
     best = min(usual, key=lambda c: c.predicted_error)
     raise RecipeError(
-        f"target error of {target:g}: the least error is about {best.predicted_error:.2g} "
-        f"({best}); allow that much, or use --lossless, which has none"
+        f"target error of {target:g}: too small; the smallest error is about "
+        f"{best.predicted_error:.2g} ({best}); allow that much, or use "
+        "--lossless, which has no error"
     )
 
 

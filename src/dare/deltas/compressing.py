@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,14 @@ from dare.deltas.choosing import Choice
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
 from dare.deltas.reports import DeltaReport, make_report
 from dare.deltas.schemes import Asked, Bits, Keep
-from dare.errors import Concern, DareWarning, MismatchError, Notice, RecipeError
+from dare.errors import (
+    Concern,
+    MismatchError,
+    Notice,
+    RecipeError,
+    Strength,
+    warn_caller,
+)
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -91,7 +97,9 @@ def compress(
     settle(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]
     check_target(layout, inputs, overwrite=overwrite)
-    notices = [] if lossless else [n for n in glance(plan) if n.about is not Concern.LOW_RANK]
+    notices = (
+        [] if lossless else [n for n in glance(plan).notices if n.about is not Concern.LOW_RANK]
+    )
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
@@ -100,7 +108,7 @@ def compress(
         show_progress(plan.cost.bytes_read, "compressing", visible=verbose) as display,
     ):
         if partial.doubtful:
-            display.announce("comparing the inputs with those of the earlier try")
+            display.announce("comparing the inputs with those of the earlier run")
             partial.confirm(with_same_inputs(plan, partial.doubtful, lambda _nbytes: None))
         records = execute(
             plan,
@@ -128,15 +136,15 @@ def compress(
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
         for notice in report.warnings:
-            warnings.warn(notice.text, DareWarning, stacklevel=2)
+            warn_caller(notice.text)
     return report
 
 
 def _held_against(choice: Choice, report: DeltaReport) -> DeltaReport:
     """The report with what was expected of the chosen settings, and whether the target is met."""
     note = (
-        f"chosen: {choice.table[0]}; {show_size(choice.predicted_bytes)} and an error of "
-        f"{choice.predicted_error:.3g} of the weights were expected"
+        f"chosen: {choice.table[0]}; {show_size(choice.predicted_bytes)} and an "
+        f"error of {choice.predicted_error:.3g} of the weights were predicted"
     )
     missed = []
     if choice.target_size is not None and report.bytes_written > choice.target_size:
@@ -156,6 +164,7 @@ def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
             Concern.NOT_SMALLER,
             f"the delta file takes {show_size(nbytes)} and the model {show_size(model_bytes)}: "
             "keep the model, or drop more",
+            Strength.NOTE,
         )
 
 
@@ -223,8 +232,8 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
     notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
     if len(json.dumps(_metadata(notes))) > MAX_METADATA:
         raise MismatchError(
-            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and the header "
-            "of a file cannot hold all that is to be said of them"
+            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and "
+            "the header of one file cannot describe that many; split the model"
         )
     layout = lay_out(output.layout.target, described, None)
     sources = {name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described}
@@ -246,7 +255,7 @@ def _finish(
         report,
         notes=tuple(without_folders(note, known) for note in report.notes),
         warnings=tuple(
-            Notice(notice.about, without_folders(notice.text, known)) for notice in report.warnings
+            replace(notice, text=without_folders(notice.text, known)) for notice in report.warnings
         ),
     )
     ((name, (unchecked, _)),) = layout.build(_metadata(notes)).items()

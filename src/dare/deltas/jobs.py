@@ -184,7 +184,7 @@ def _check_model(path: Path, model: Source) -> None:
     while isinstance(inner, SourceView):
         inner = inner.inner
     if isinstance(inner, DeltaSource):
-        raise InputError(f"{path}: is a delta file already; `dare apply` makes a model of it")
+        raise InputError(f"{path}: is already a delta file; `dare apply` turns it into a model")
     if (text := describe_adapter(model)) is not None:
         raise InputError(f"{path}: {text}")
 
@@ -255,7 +255,7 @@ def lossless_job(given: Mapping[str, Any]) -> Job:
 def _open_files(path: Path) -> FileSource:
     source = open_source(path)
     if is_delta_file(source):
-        raise InputError(f"{path}: is a delta file already; `dare apply` makes a model of it")
+        raise InputError(f"{path}: is already a delta file; `dare apply` turns it into a model")
     return source
 
 
@@ -297,7 +297,7 @@ def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[Stor
     for name in filter(lambda name: (model / name).is_file(), sorted(collect(model).files)):
         if not is_inside(name):
             raise InputError(
-                f"{str(model / name)!r}: no file can be called that everywhere; rename it"
+                f"{str(model / name)!r}: some systems do not allow this file name; rename the file"
             )
         content = read_limited(model / name, MAX_FILE_BYTES)
         has_same = (

@@ -81,7 +81,7 @@ class LiveDelta:
         """
         self._forget_the_dead()
         if id(model) in self._applied:
-            raise InputError(f"{self.path}: is applied to this model already; remove_ it first")
+            raise InputError(f"{self.path}: is already applied to this model; call remove_ first")
         homes = self._find_homes(model)
         self._check_is_base(homes)
         touched = [
@@ -114,7 +114,8 @@ class LiveDelta:
         self._forget_the_dead()
         if id(model) not in self._applied:
             raise InputError(
-                f"{self.path}: is not applied to this model; give the very one that apply_ got"
+                f"{self.path}: is not applied to this model; give the same object that "
+                "apply_ was given"
             )
         _, written = self._applied[id(model)]
         homes = {home.name: home for home in self._find_homes(model)}
@@ -163,19 +164,20 @@ class LiveDelta:
             other = homes.setdefault(home.memory.where, home)
             if other.tensor != owner and not self._are_one(other.tensor, owner):
                 raise InputError(
-                    f"{self.path}: {other.tensor} and {owner} are one tensor in the model, and two "
-                    "in the delta file; untie them in the model"
+                    f"{self.path}: {other.tensor} and {owner} are one tensor in the model and "
+                    "two in the delta file; untie them in the model"
                 )
         if lacking:
             raise InputError(
-                f"{self.path}: the base has no {some_of(lacking)} of that shape and type, so these "
-                "cannot be put into it; make a model of the delta file with `dare apply`"
+                f"{self.path}: the base has no {some_of(lacking)} of that shape and type, "
+                "so they cannot be changed in memory; turn the delta file into a model "
+                "with `dare apply`"
             )
         unseen = [name for name in self._file.pieces if name not in seen]
         if missing := list(filter(self._is_touched, unseen)):
             raise InputError(
-                f"{self.path}: the model has no {some_of(missing)}; give the base that it was made "
-                f"for (digest {self.notes.base})"
+                f"{self.path}: the model has no {some_of(missing)}; give the base that "
+                f"the delta was made for (digest {self.notes.base})"
             )
         return list(homes.values())
 
@@ -207,9 +209,10 @@ class LiveDelta:
                 wrong.append(_difference(home, tensor))
         if wrong:
             raise InputError(
-                f"{self.path}: the model is not the base that it was made for (digest "
-                f"{self.notes.base}), or another delta is applied to it: {len(wrong)} of "
-                f"{len(homes)} tensors differ, such as {wrong[0]}. Nothing was changed"
+                f"{self.path}: the model is not the base that the delta was made for "
+                f"(digest {self.notes.base}), or another delta is applied to it: "
+                f"{len(wrong)} of {len(homes)} tensors differ, such as {wrong[0]}. "
+                "Nothing was changed"
             )
 
     def _check_is_unchanged(self, homes: Mapping[str, Home], written: _Written) -> None:
@@ -226,9 +229,9 @@ class LiveDelta:
         kept = zip(written, _on_all_cores(is_unchanged, list(written)), strict=True)
         if changed := sorted({name for (name, _), is_same in kept if not is_same}):
             raise InputError(
-                f"{self.path}: {some_of(changed)} changed since it was applied: remove what was "
-                "applied later first; weights that were trained since cannot be taken back. "
-                "Nothing was changed"
+                f"{self.path}: {some_of(changed)} changed since the delta was applied. "
+                "Remove deltas that were applied later first; if the weights were "
+                "trained since, the delta cannot be removed. Nothing was changed"
             )
 
     # ------------------------------------------------------------ chunks
@@ -307,8 +310,9 @@ def _difference(home: Home, tensor: StoredTensor) -> str:
     if home.kind == tensor.kind:
         return home.name
     return (
-        f"{home.name}, which is {home.kind.name} in the model and {tensor.dtype} in the fine-tune "
-        '(load the base in its stored type, such as by dtype="auto")'
+        f"{home.name}, which is {home.kind.name} in the model and {tensor.dtype} "
+        "in the fine-tune (load the base in its stored type, for example with "
+        'dtype="auto")'
     )
 
 

@@ -98,20 +98,22 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
     """Storage type, shape and elements of an array, which can be written to."""
     kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
     if kind is None:
-        raise InputError(f"{name}: is {array.dtype} in the model, which no base is stored in")
+        raise InputError(f"{name}: is {array.dtype} in the model; no base is stored in this type")
     shape = tuple(array.shape)
     if not is_torch(array):
         if not array.flags.writeable:
-            raise InputError(f"{name}: the array is read-only; give a copy of it")
+            raise InputError(f"{name}: the array is read-only; give a copy that can be written")
         elements = array.view(kind.carrier)
     else:
         if array.device.type == "meta":
-            raise InputError(f"{name}: has no memory (device meta); load all of the model first")
+            raise InputError(f"{name}: has no data (device meta); load the whole model first")
         torch = sys.modules["torch"]
         tensor = array.detach().view(getattr(torch, f"int{8 * kind.itemsize}"))
         if array.device.type != "cpu":
             if not tensor.is_contiguous():
-                raise InputError(f"{name}: is not contiguous on {array.device}; make it so")
+                raise InputError(
+                    f"{name}: is not contiguous on {array.device}; call .contiguous() first"
+                )
             return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
         elements = tensor.numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous

@@ -101,8 +101,8 @@ class Packer(_Coder):
     def _copy(self, chunk: Chunk, digests: Sequence[str]) -> Record:
         if len(set(digests)) > 1:
             raise MismatchError(
-                f"{chunk.tensor.name}: its {chunk.tensor.base.dtype.name} values differ from the "
-                "base's and can be neither dropped nor rounded; use --lossless"
+                f"{chunk.tensor.name}: its {chunk.tensor.base.dtype.name} values differ "
+                "from the base's and cannot be dropped or rounded; use --lossless"
             )
         return self._put(chunk, digests, (), AS_IN_BASE)
 

@@ -109,7 +109,7 @@ def describe_adapter(model: Source) -> str | None:
     if not any(file.name == CONFIG_NAME for file in model.files):
         return None
     size = sum(file.stat().st_size for file in model.files)
-    return f"it is stored as an adapter already, which takes {show_size(size)}; keep it as it is"
+    return f"it is already stored as an adapter, which takes {show_size(size)}; keep it as it is"
 
 
 def _is_changed(base: Source, model: Source, name: str) -> bool:

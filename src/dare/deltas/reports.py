@@ -58,7 +58,7 @@ class DeltaReport:
         speed = show_size(int(self.bytes_read / max(self.seconds, 1e-9)))
         taken = times(self.resumed_chunks, "piece")
         return f"{show_size(self.bytes_read)} read, {speed}/s" + (
-            f", {taken} taken over from the interrupted run" if self.resumed_chunks else ""
+            f", {taken} reused from the interrupted run" if self.resumed_chunks else ""
         )
 
     @property
@@ -80,11 +80,14 @@ class DeltaReport:
     def __str__(self) -> str:
         """The report in a few lines."""
         lines = [
-            f"{show_size(self.bytes_written)}, {self.ratio:.1f} times smaller than the model "
-            f"({self.bits_per_parameter:.3g} bits for each parameter), in {self.seconds:.1f} s",
+            (
+                f"{show_size(self.bytes_written)}, {self.ratio:.1f} times smaller than "
+                f"the model ({self.bits_per_parameter:.3g} bits per parameter), in "
+                f"{self.seconds:.1f} s"
+            ),
             self.held,
             *(f"note: {note}" for note in self.notes),
-            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"{warning.strength}: {warning}" for warning in self.warnings),
             f"written to {self.output}",
         ]
         return "\n  ".join(map(printable, lines))

@@ -124,8 +124,8 @@ def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
     if not is_directory_target(output):
         if len(names) != 1:
             raise OutputError(
-                f"{output}: the model has {len(names)} files of weights, and the output is one; "
-                "give a directory (a name without .safetensors)"
+                f"{output}: the model has {len(names)} weight files and the output is a "
+                "single file; give a directory (a name without .safetensors)"
             )
         headers = {output.name: headers[names[0]]}
     files = {
@@ -137,7 +137,7 @@ def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
     laid_out = [tensor for tensors in files.values() for tensor in tensors]
     expected = {(name, t.kind, t.shape) for name, t in file.notes.tensors.items()}
     if set(laid_out) != expected or len(laid_out) != len(expected):
-        raise file.damaged("the headers of the model's files have other tensors")
+        raise file.damaged("the headers of the model's files list different tensors")
     return RestoredLayout(output, files, headers)
 
 
@@ -150,7 +150,7 @@ def _header(file: DeltaFile, name: str) -> tuple[bytes, Header]:
     except (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError):
         is_whole = False
     if not is_whole:
-        raise file.damaged(f"the header of {name} is none")
+        raise file.damaged(f"the header of {name} is not a safetensors header")
     return text, parse_header(text[8:], max(ends, default=0), f"{file.path}: {name}")
 
 
@@ -162,6 +162,7 @@ def _check(file: DeltaFile, records: Sequence[Record]) -> None:
     for name, tensor in file.notes.tensors.items():
         if tensor_digest(found[name]) != tensor.model:
             raise VerificationError(
-                f"{name}: is not the model's: the base differs from the one that {file.path} was "
-                f"made for (digest {file.notes.base}); give that one. Nothing was written"
+                f"{name}: the restored values are wrong, because the base is not the one "
+                f"that {file.path} was made for (digest {file.notes.base}); give that "
+                "base. Nothing was written"
             )

@@ -93,6 +93,8 @@ def _write(path: Path, content: bytes) -> None:
         if not path.exists():
             path.write_bytes(content)
         elif path.read_bytes() != content:
-            raise OutputError(f"{path}: is another file; write the models into an empty folder")
+            raise OutputError(
+                f"{path}: exists already with other contents; write the models into an empty folder"
+            )
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -68,7 +68,7 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"{output}: cannot be made: {error.strerror or error}") from None
+            raise OutputError(f"{output}: cannot be created: {error.strerror or error}") from None
     base = read_weights(BASE)
     parameters = sum(tensor.size for tensor in base.values())
     changes = {name: _mean_change(base, read_weights(path)) for name, path in TUNED.items()}
@@ -88,7 +88,7 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
     prompts = {task.name: len(task.examples("test", extent.prompts)) for task in TASKS}
     console.print(show.scores_table(shown))
     counts = ", ".join(f"{count} {task}" for task, count in prompts.items())
-    seeds = f"±: over {len(extent.seeds)} seeds. " if len(extent.seeds) > 1 else ""
+    seeds = f"± is over {len(extent.seeds)} seeds. " if len(extent.seeds) > 1 else ""
     remarks = f"{seeds}Prompts: {counts}. Scales were chosen on other prompts."
     console.print(remarks, style="dim", highlight=False)
     for table in (
@@ -164,7 +164,7 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
             for scores in zip(*by_model, strict=True)
         ]
         points.append((rate, Figure.of(by_seed)))
-    return Curve("each alone, its own task", tuple(points))
+    return Curve("each alone, on its task", tuple(points))
 
 
 def _writings(console: Console) -> tuple[Writing, ...]:

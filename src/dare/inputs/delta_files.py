@@ -67,7 +67,9 @@ class DeltaFile:
 
     def __init__(self, stored: FileSource) -> None:
         if len(stored.headers) != 1:
-            raise InputError(f"{stored.path}: a delta file is one file, and this is several")
+            raise InputError(
+                f"{stored.path}: a delta file is a single file, and this model has several"
+            )
         ((self.path, header),) = stored.headers.items()
         self.stored = stored
         self.notes = read_notes(header.metadata[KEY], str(self.path))
@@ -97,7 +99,7 @@ class DeltaFile:
         with self.stored:
             self.stored.read(INDEX, 0, rows.reshape(-1))
         if bytes_digest(rows.tobytes()) != self.notes.index:
-            raise self.damaged("the index of its chunks is not as it was written")
+            raise self.damaged("the index of its chunks has changed")
         files = self.notes.files.items()
         expected = {INDEX, *(file_part(name) for name, file in files if file.kind != "base")}
         first = 0
@@ -108,7 +110,7 @@ class DeltaFile:
             for part, places in zip(parts, starts, strict=False):
                 found, kind = infos.get(part), part_type(self.notes, part, tensor)
                 if ((found.dtype, found.elements) if found else (kind, 0)) != (kind, places[-1]):
-                    raise self.damaged(f"{part} is not what the index says")
+                    raise self.damaged(f"{part} does not match the index")
             expected |= set(parts) if counts[name] else set()
             yield (
                 name,
@@ -119,7 +121,7 @@ class DeltaFile:
             )
             first = last
         if more := sorted(set(infos) - expected):
-            raise self.damaged(f"{more[0]} belongs to nothing")
+            raise self.damaged(f"{more[0]} is not in the index")
 
     def _sizes(self, tensor: StoredTensor, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """What each chunk of a tensor has in each part."""
@@ -149,7 +151,7 @@ class DeltaFile:
             digest.update(raw.data)
             found.append(raw)
         if digest.digest() != piece.digest:
-            raise self.damaged(f"chunk {chunk} of {name} is not as it was written")
+            raise self.damaged(f"chunk {chunk} of {name} has changed since it was written")
         return found
 
     def prefetch(self, name: str, chunk: int) -> None:
@@ -175,7 +177,7 @@ class DeltaFile:
         with self.stored:
             self.stored.read(part, 0, blob)
         if bytes_digest(blob.data) != file.coded:
-            raise self.damaged(f"{part} is not as it was written")
+            raise self.damaged(f"{part} has changed since it was written")
         try:
             unpack(blob.data, None, 1, content)
         except InputError as error:
@@ -198,13 +200,13 @@ class DeltaFile:
                     content = read_limited(base / name, MAX_FILE_BYTES)
                 except InputError as error:
                     raise InputError(
-                        f"{self.path}: the model has {name} as its base has it, and {error}; give "
-                        "the base as it was"
+                        f"{self.path}: the model takes {name} from its base, and {error}; give "
+                        "the base that the delta was made for"
                     ) from None
                 if bytes_digest(content) != file.digest:
                     raise InputError(
-                        f"{base / name}: is not what it was when {self.path} was made, and the "
-                        "model has that one; give the base as it was"
+                        f"{base / name}: has changed since {self.path} was made, and the model "
+                        "needs the earlier file; give the base that the delta was made for"
                     )
                 place.write_bytes(content)
 
@@ -218,7 +220,7 @@ class DeltaFile:
         run = kernels.load("cpu")
         if self.notes.seed is None:
             if not run.uncode_places(parts[-1], size, piece.kept, lanes):
-                raise self.damaged(f"the places of {name} are not in order")
+                raise self.damaged(f"the positions of {name} are not in order")
             return lanes
         high, low = divmod(keep_threshold(tensor.drop_rate or 0.0), 1 << 32)
         if high == 256:  # everything is kept
@@ -275,8 +277,8 @@ class DeltaSource(Source):
         self.was_dropped = self.notes.seed is not None and rescales
         if self.was_dropped:
             self.remarks = (
-                f"is a delta file from which {self.notes.drop_rate:.4g} of the change was dropped; "
-                "what is left is divided by what was kept",
+                f"is a delta file from which {self.notes.drop_rate:.4g} of the change was "
+                "dropped; the rest is rescaled by the share that was kept",
             )
 
     def _presented(self, name: str) -> TensorInfo:
@@ -292,17 +294,17 @@ class DeltaSource(Source):
                 base_name = tensor.base_name or name
                 info = self.base.tensors.get(base_name)
                 if info is None or info.shape != tensor.shape:
-                    raise self._wrong_base(f"{base_name} is not there, or of another shape")
+                    raise self._wrong_base(f"{base_name} is missing or has another shape")
                 converts = not self._is_lossless and tensor.kind.is_weight and info.dtype.is_weight
                 if info.dtype != tensor.kind and not converts:
                     raise self._wrong_base(f"{base_name} is {info.dtype.name}")
         if sample(self.base) != self.notes.sample:
-            raise self._wrong_base("its weights are others")
+            raise self._wrong_base("its weights are different")
 
     def _wrong_base(self, reason: str) -> InputError:
         return InputError(
-            f"{self.file.path}: was made for another base: {reason}; give the one that it was made "
-            f"for (digest {self.notes.base})"
+            f"{self.file.path}: was made for another base: {reason}; give the base "
+            f"with the digest {self.notes.base}"
         )
 
     # ------------------------------------------------------------ what it holds

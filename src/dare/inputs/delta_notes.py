@@ -103,7 +103,7 @@ class DeltaNotes(_Notes):
     def _fit_together(self) -> Self:
         is_random = self.scheme == "random"
         if is_random != (self.mask is not None) or is_random != (self.seed is not None):
-            raise ValueError("mask and seed belong to a random choice, and to no other")
+            raise ValueError("a random choice needs mask and seed, and no other scheme has them")
         if self.scheme != "lossless" and self.drop_rate is None:
             raise ValueError("has no drop_rate")
         for name, tensor in self.tensors.items():
@@ -112,17 +112,19 @@ class DeltaNotes(_Notes):
             if tensor.tied_to is not None:
                 first = self.tensors.get(tensor.tied_to)
                 if first is None or first.tied_to is not None:
-                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is not there")
+                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is missing")
                 if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
-                    raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is another")
+                    raise ValueError(
+                        f"{name}: is tied to {tensor.tied_to!r}, which has another shape or type"
+                    )
             if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
                 raise ValueError(f"{name}: has no drop_rate or no base")
         for name, file in self.files.items():
             place = PurePosixPath(name)
             if not is_inside(name) or (file.kind == "header" and len(place.parts) > 1):
-                raise ValueError(f"{name!r}: a file must lie in the model's own folder")
+                raise ValueError(f"{name!r}: a file must be inside the model's folder")
             if not self.files.keys().isdisjoint(map(str, place.parents)):
-                raise ValueError(f"{name!r}: lies in a file")
+                raise ValueError(f"{name!r}: is inside another file, not in a folder")
         if sum(file.size for file in self.files.values()) > MAX_FOLDER_BYTES:
             raise ValueError(f"the model's other files have more than {MAX_FOLDER_BYTES} bytes")
         return self
@@ -153,8 +155,8 @@ def read_notes(text: str, where: str) -> DeltaNotes:
             theirs = document.get(what, ours)
             if type(theirs) is int and theirs > ours:
                 raise InputError(
-                    f"{where}: is a delta file with {what} {theirs}, and this version of dare "
-                    f"knows {ours}; install a newer dare to read it"
+                    f"{where}: is a delta file with {what} {theirs}; this version of dare "
+                    f"reads {ours}. Install a newer version"
                 )
         return DeltaNotes.model_validate_json(text)
     except ValidationError as error:

@@ -174,8 +174,8 @@ class _Gathered:
         if modules and any("auto_map" in self.table(name) for name in configs):
             self.take(self.directory, modules)
             self.notes.append(
-                f"{some_of(modules, EXAMPLES)}: custom code of {self.directory}, copied as it is; "
-                "it only runs with trust_remote_code=True"
+                f"{some_of(modules, EXAMPLES)}: custom code from {self.directory}, copied "
+                "unchanged; it runs only with trust_remote_code=True"
             )
 
     def table(self, name: str) -> dict[str, Any]:
@@ -294,8 +294,8 @@ def _inside(directory: Path, name: str) -> Path:
         allowed.append(home.parents[1] / "blobs")
     if not any(path.is_relative_to(folder) for folder in allowed):
         raise InputError(
-            f"{directory / name}: is a link to {path}, outside of the directory; "
-            "put the file itself there if it belongs to the model"
+            f"{directory / name}: is a link to {path}, which is outside the "
+            "directory; if the file belongs to the model, put a copy there"
         )
     return path
 
@@ -364,8 +364,9 @@ def _renumbered(
             return value
         if ids[value] is None:
             raise RecipeError(
-                f"{where}: {key} = {value} is a token that the output's vocabulary does not have; "
-                'set vocabulary = "union" to have it, or copy_from to another model'
+                f"{where}: {key} = {value} is a token that is not in the output's "
+                'vocabulary; set vocabulary = "union" to add it, or set copy_from to '
+                "another model"
             )
         return ids[value]
 
@@ -427,8 +428,9 @@ def choose_chat_template(
     except (OSError, ValueError):
         known = ["auto", *models]
         raise RecipeError(
-            f"chat_template = {setting!r}: neither a file, nor a template (they have braces), "
-            f"nor one of {', '.join(known)}{did_you_mean(setting, known)}"
+            f"chat_template = {setting!r}: is not a file, not a template (a template "
+            "has braces), and not one of "
+            f"{', '.join(known)}{did_you_mean(setting, known)}"
         ) from None
     if not is_small:
         raise RecipeError(f"chat_template = {setting!r}: larger than {MAX_JSON_BYTES} bytes")
@@ -449,9 +451,10 @@ def _agreed_template(
     if not templates:
         return None, ()
     if len(set(templates.values())) == 1:
-        note = f"chat template: {own} has none, so that of {owners} is used"
+        note = f"chat template: {own} has none, so the one from {owners} is used"
         return next(iter(templates.values())), (note,)
     return None, (
-        f"chat template: {own} has none, and {owners} have different ones, so there is "
-        "none; set chat_template to the name of a model to take its",
+        f"chat template: {own} has none, and {owners} have different ones, so the "
+        "output has none; set chat_template to the name of the model to take it "
+        "from",
     )

@@ -43,8 +43,9 @@ def open_model(
         return read_quantised(source, read_config(path))
     if not allow_pickle:
         raise InputError(
-            f"{path}: holds weights as a pickle, which can hold programs too; save it as "
-            "safetensors, or set allow_pickle = true to have torch read the weights and no more"
+            f"{path}: stores its weights as a pickle, which can contain programs; "
+            "save it as safetensors, or set allow_pickle = true (--allow-pickle), "
+            "and torch reads the weights and nothing else"
         )
     return read_quantised(torch_bin.open_torch(path), read_config(path))
 
@@ -52,8 +53,8 @@ def open_model(
 def _open_delta(stored: FileSource, base: Source | None, rescales: bool) -> DeltaSource:
     if base is None:
         raise InputError(
-            f"{stored.path}: is a delta file, the change of a model to its base, and no model by "
-            "itself; `dare apply BASE DELTA -o OUT` makes one of it"
+            f"{stored.path}: is a delta file, which holds only the change from a "
+            "base; turn it into a model with `dare apply BASE DELTA -o OUT`"
         )
     return DeltaSource(DeltaFile(stored), base, rescales=rescales)
 

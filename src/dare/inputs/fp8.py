@@ -20,6 +20,7 @@ from dare.inputs.sources import Raw, Source
 from dare.inputs.views import SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
+from dare.tensors.sizes import times
 
 BLOCK = 128
 SCALE_ENDINGS = ("_scale_inv", "_scale")
@@ -71,9 +72,15 @@ class DequantizedSource(SourceView):
         }
         super().__init__(inner, tensors)
         self.reading_bytes += PIECE_BYTES
-        self.remarks += (f"{len(applied)} FP8 tensors are presented as float32, scales applied",)
+        self.remarks += (
+            f"{times(len(applied), 'FP8 tensor is', 'FP8 tensors are')} read as "
+            "float32, with the scales applied",
+        )
         if activations:
-            self.remarks += (f"{len(activations)} scales of activations are left out: no weights",)
+            self.remarks += (
+                f"{times(len(activations), 'activation scale is', 'activation scales are')} "
+                "left out",
+            )
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._scales:
@@ -131,12 +138,13 @@ def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> S
     names = _scale_names(weight.name, tensors)
     if len(names) > 1:
         raise InputError(
-            f"{where}: {weight.name} has both {' and '.join(names)}; which one applies?"
+            f"{where}: {weight.name} has two scales, {' and '.join(names)}; remove "
+            "the one that does not apply"
         )
     scale = tensors[names[0]]
     if scale.dtype.name not in SCALE_TYPES:
         raise InputError(
-            f"{where}: {scale.name} is {scale.dtype.name}; a scale is one of "
+            f"{where}: {scale.name} is {scale.dtype.name}; a scale must be one of "
             f"{', '.join(SCALE_TYPES)}"
         )
     width = weight.shape[-1] if weight.shape else 1
@@ -148,9 +156,9 @@ def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> S
     if len(weight.shape) == 2 and scale.shape == (-(-rows // BLOCK), -(-width // BLOCK)):
         return Scale(scale, scale.shape[1], BLOCK, BLOCK)
     raise InputError(
-        f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; a scale "
-        f"is one number, one for each row, or one for each block of {BLOCK}×{BLOCK}. "
-        "Dequantise the model first"
+        f"{where}: {scale.name} is {scale.form} and {weight.name} is "
+        f"{weight.form}; expected one scale, one for each row, or one for each "
+        f"block of {BLOCK}×{BLOCK}. Dequantise the model first"
     )
 
 

@@ -179,9 +179,9 @@ class GgufSource(InputFiles):
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
                 raise HeaderError(
-                    f"{self.path}: part {number + 1} of {len(parts)}, by its name, says it is part "
-                    f"{place} (from 0) of {count}; keep the parts together under the names "
-                    "NAME-00001-of-00002.gguf that they were made with"
+                    f"{self.path}: by its name it is part {number + 1} of {len(parts)}, but "
+                    f"its header says split.no = {place} and split.count = {count}; keep the "
+                    "parts together under their original names, NAME-00001-of-00002.gguf"
                 )
             self.metadata = self.metadata or metadata
             tensors += stored
@@ -202,20 +202,23 @@ class GgufSource(InputFiles):
                 self._add(tensor.name, tensor)
         if family is None:
             self._remark(
-                f"the names of architecture {self.architecture!r} are not known and stay as they "
-                f"are in GGUF; known: {', '.join(FAMILIES)}"
+                f"the tensor names of architecture {self.architecture!r} are not known, "
+                "so they stay as they are in GGUF; known architectures: "
+                f"{', '.join(FAMILIES)}"
             )
         elif unknown:
             self._remark(f"no Hugging Face name is known for {some_of(unknown)}")
         if left_out:
-            self._remark(f"{some_of(left_out)} is left out: computed by llama.cpp, no weight")
+            self._remark(
+                f"{some_of(left_out)} is left out: llama.cpp computes it, it is not a weight"
+            )
 
     def _remark(self, text: str) -> None:
         self.remarks += (f"{self.path}: {text}",)
 
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:
-            raise HeaderError(f"{self.path}: {name} is there twice, the second as {tensor.name}")
+            raise HeaderError(f"{self.path}: {name} occurs twice, the second time as {tensor.name}")
         self._stored[name] = tensor
         kind = STORAGE_TYPES["F32" if tensor.is_computed else tensor.kind.name]
         self.tensors[name] = TensorInfo(name, kind, tensor.shape, tensor.start)
@@ -238,14 +241,14 @@ class GgufSource(InputFiles):
             heads = self.metadata.get(f"{key}_kv", heads)
         if type(heads) is not int or heads < 1:
             raise InputError(
-                f"{self.path}: {key} is {heads!r}; a whole number is needed to put the rows of "
-                "queries and keys in Hugging Face's order"
+                f"{self.path}: {key} is {heads!r}; expected a whole number, to put the "
+                "rows of queries and keys in Hugging Face's order"
             )
         rows = tensor.shape[0] if tensor.shape else 1
         if rows % (2 * heads):
             raise HeaderError(
-                f"{self.path}: {tensor.name} has {rows} rows, which {heads} heads of even size "
-                "cannot share"
+                f"{self.path}: {tensor.name} has {rows} rows, which do not divide into "
+                f"{heads} heads of even size"
             )
         return replace(tensor, head_rows=rows // heads)
 
@@ -363,12 +366,12 @@ class _Cursor:
         if self.position > min(self.size, MAX_HEADER_BYTES):
             self.require(
                 self.position <= self.size,
-                f"the header goes on to byte {self.position} at least, and the file has only "
+                f"the header needs at least {self.position} bytes and the file has "
                 f"{self.size}; it is truncated or not GGUF",
             )
             self.require(False, f"the header is larger than {MAX_HEADER_BYTES} bytes")
         data = self._stream.read(count)
-        self.require(len(data) == count, "became shorter while it was read")
+        self.require(len(data) == count, "the file became shorter while it was being read")
         return data
 
     def number(self, code: str) -> Any:
@@ -386,7 +389,7 @@ class _Cursor:
         metadata: dict[str, Any] = {}
         for number in range(count):
             key = self.text(f"key {number} of the metadata")
-            self.require(key not in metadata, f"the metadata have {key!r} twice")
+            self.require(key not in metadata, f"{key!r} occurs twice in the metadata")
             metadata[key] = self._value(key)
         return metadata
 
@@ -406,7 +409,7 @@ class _Cursor:
         self.require(is_known, f"{key} is an array of type {kind}, which is not allowed")
         self.require(
             count <= MAX_ARRAY_ITEMS,
-            f"{key} claims {count} items; more than {MAX_ARRAY_ITEMS} are not believed",
+            f"{key} claims {count} items; the limit is {MAX_ARRAY_ITEMS}",
         )
         if kind == _TEXT:  # a vocabulary has hundreds of thousands, so this loop is tight
             read, limit = self._stream.read, min(self.size, MAX_HEADER_BYTES)
@@ -424,7 +427,7 @@ class _Cursor:
     def tensor(self, name: str) -> Stored:
         """What is said of a tensor; its start is counted from the start of the data here."""
         dimensions = self.number("I")
-        text = f"{name} claims {dimensions} dimensions; {MAX_DIMENSIONS} is the most"
+        text = f"{name} claims {dimensions} dimensions; the limit is {MAX_DIMENSIONS}"
         self.require(dimensions <= MAX_DIMENSIONS, text)
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         number, offset = self.number("I"), self.number("Q")
@@ -462,12 +465,12 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
         (tensor_count, MAX_TENSORS, "tensors"),
         (pair_count, MAX_PAIRS, "keys"),
     ):
-        cursor.require(count <= most, f"claims {count} {what}; more than {most} are not believed")
+        cursor.require(count <= most, f"claims {count} {what}; the limit is {most}")
     metadata = cursor.metadata(pair_count)
     tensors: dict[str, Stored] = {}
     for number in range(tensor_count):
         name = cursor.text(f"the name of tensor {number}")
-        cursor.require(name not in tensors, f"the tensor {name!r} is there twice")
+        cursor.require(name not in tensors, f"the tensor {name!r} occurs twice")
         tensors[name] = cursor.tensor(name)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_power = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)

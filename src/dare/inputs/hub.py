@@ -101,8 +101,8 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     folder = name.repo.partition("/")[0]
     if not is_address and name.revision is None and Path(folder).is_dir():
         raise InputError(
-            f"{name}: no such file or directory in {folder}, which is a folder here; "
-            f"for the model on the hub write {name}@main"
+            f"{name}: no such file or directory: {folder} is a folder on this machine "
+            f"and does not have it; for the model on the hub, write {name}@main"
         )
     try:
         import huggingface_hub  # noqa: F401
@@ -215,7 +215,7 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
             f"together; name one, as in {example}"
         )
     raise InputError(
-        f"{name}: has no safetensors file at its top"
+        f"{name}: has no safetensors file in its top folder"
         + (f", but {', '.join(others[:3])}" if others else "")
         + f"; name a folder or a file inside it, as in {example}"
     )
@@ -296,22 +296,23 @@ def _explained(name: Name, error: BaseException) -> str:
         error = error.__cause__  # why it looked into the cache at all
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return (
-            "no such file or directory, and not (or not completely) in the hub's cache, "
-            "and offline mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) forbids fetching it; "
-            "unset that, or give a path"
+            "no such file or directory, and the hub's cache does not have it "
+            "completely. Offline mode is on (HF_HUB_OFFLINE or "
+            "TRANSFORMERS_OFFLINE), so it cannot be fetched; turn offline mode off, "
+            "or give a path"
         )
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
         return (
-            f"cannot be stored in the hub's cache{where}: {error.strerror}; "
-            "set HF_HOME to a folder that can take it"
+            f"cannot be stored in the hub's cache{where}: {error.strerror}; set "
+            "HF_HOME to a folder that can be written and has room"
         )
     if not isinstance(error, errors.HfHubHTTPError):
         reason = str(error).strip().partition("\n")[0]
         return (
             "no such file or directory, and it could not be fetched from the hub: "
-            f"{type(error).__name__}: {reason or 'no reason given'}; check the network and run it "
-            "again: files that are complete are not fetched twice"
+            f"{type(error).__name__}: {reason or 'no reason given'}; check the "
+            "network and run the command again; complete files are not fetched again"
         )
     status = error.response.status_code
     log_in = "log in with `hf auth login` or set HF_TOKEN"
@@ -323,21 +324,21 @@ def _explained(name: Name, error: BaseException) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return (
             f"the hub has {name.repo}, but no revision {name.revision!r} ({status}); "
-            "give a branch, a tag or a whole commit hash"
+            "give a branch, a tag or a full commit hash"
         )
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
         return (
-            f"no such file or directory, and no model {name.repo} on the hub ({status}); "
-            f"check the spelling or, if it is private, {log_in}"
+            f"no such file or directory, and the hub has no model {name.repo} "
+            f"({status}); check the spelling or, if the model is private, {log_in}"
         )
     if status in (401, 403):
         return (
-            f"the hub does not give {name.repo} to you ({status}); if it is yours to read, "
-            f"{log_in} with a token that may"
+            f"the hub denies access to {name.repo} ({status}); if you have access, "
+            f"{log_in}, with a token that allows it"
         )
     if status == 429:
-        return f"the hub answers too many requests (429); wait some minutes, or {log_in}"
+        return f"the hub has had too many requests (429); wait a few minutes, or {log_in}"
     return (
-        f"the hub is out of order ({status}); run it again later: files that are complete are "
-        "not fetched twice"
+        f"the hub has an error ({status}); run the command again later; complete "
+        "files are not fetched again"
     )

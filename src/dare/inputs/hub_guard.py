@@ -49,11 +49,13 @@ def check_answer(response: Any) -> None:
     for header, form in _HEADERS.items():
         value = response.headers.get(header)
         if value is not None and not _fits(value.removeprefix("W/").strip('"'), form):
-            raise InputError(f"the hub sends {value!a:.80} as {header}, which is no {header}")
+            raise InputError(
+                f"the hub sent {value!a:.80} as {header}, which is not a valid {header}"
+            )
     is_json = "json" in response.headers.get("content-type", "")
     if is_json and "/api/" in response.request.url.path:
         if int(response.headers.get("content-length", 0)) > MAX_ANSWER_BYTES:
-            raise InputError(f"the hub sends a list of more than {MAX_ANSWER_BYTES} bytes")
+            raise InputError(f"the hub sent a list of more than {MAX_ANSWER_BYTES} bytes")
         response.read()
         try:
             document = response.json()
@@ -82,9 +84,9 @@ def _pairs(document: Any) -> Iterator[tuple[str, str]]:
 def _check_pair(key: str, value: str) -> None:
     is_path = key in ("path", "rfilename")
     if key in _KEYS and not _fits(value, _KEYS[key]):
-        raise InputError(f"the hub sends {value!a:.80} as {key}, which is none")
+        raise InputError(f"the hub sent {value!a:.80} as {key}, which is not valid")
     if is_path and (PurePosixPath(value).is_absolute() or ".." in PurePosixPath(value).parts):
-        raise InputError(f"the hub lists {value!a:.80}, which is no file inside a repository")
+        raise InputError(f"the hub lists {value!a:.80}, which is not a file inside the repository")
 
 
 # ---------------------------------------------------------------- what a hub sends
@@ -104,8 +106,8 @@ def check_downloads(files: Iterable[Path], known: set[str]) -> None:
             blob.unlink()
             file.unlink(missing_ok=True)
             raise InputError(
-                f"{file.name}: what the hub sent is not what it announced (digest {blob.name}); "
-                "it is deleted: run it again"
+                f"{file.name}: the hub sent other bytes than it announced (digest "
+                f"{blob.name}); they are deleted; run the command again"
             )
 
 
@@ -191,9 +193,9 @@ def run_watched(
         elif time.monotonic() - since > PATIENCE_SECONDS and thread.is_alive():
             give_up()
             raise InputError(
-                f"the hub has sent next to nothing for {PATIENCE_SECONDS:g} s; check the network "
-                "and run it again: files that are complete are not fetched twice; HF_HUB_OFFLINE=1 "
-                "takes what is in the cache"
+                f"the hub has sent almost nothing for {PATIENCE_SECONDS:g} s; check the "
+                "network and run the command again (complete files are not fetched "
+                "again), or set HF_HUB_OFFLINE=1 to use only the cache"
             )
     done, value = outcome
     if not done:

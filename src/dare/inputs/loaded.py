@@ -45,9 +45,9 @@ EMBEDDINGS = ("relative_attention_bias",)
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 """Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
 MAMBA_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-OF_EXPERTS = "PEFT takes its name for that of an expert"
+OF_EXPERTS = "PEFT takes it for an expert because of its name"
 MOST_LAYERS = 10_000
-AS_STORED = "set as_stored (--as-stored) if its modules are called what its file calls them"
+AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 MERGE_FIRST = (
     "merge the adapter into it with PEFT (merge_and_unload) and give the result as a model"
 )
@@ -108,8 +108,8 @@ def find_places(
         return Loaded(
             places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
             (
-                f"{path}: has no config.json that says what it is, so modules are called what "
-                "their file calls them",
+                f"{path}: has no config.json with a model_type, so modules have the names "
+                "that the file uses",
             ),
         )
     if places := _by_table(config, tensors):
@@ -133,7 +133,8 @@ def under_stored_names(
     fused = {place.name for place in places.values() if place.kind == "fused"}
     if parts := sorted(unknown & fused):
         raise InputError(
-            f"{path}: does not store {parts[0]} as one tensor, as the adapter has it; {MERGE_FIRST}"
+            f"{path}: stores {parts[0]} in several tensors, and the adapter changes "
+            f"it as one; {MERGE_FIRST}"
         )
     stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
     names = {stored.get(name, name): name for name in adapter.tensors}
@@ -204,8 +205,9 @@ def _by_transformers(
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
         raise InputError(
-            f"{where}: what modules a {config['model_type']!a} has is not known without "
-            f"transformers 5 or newer and torch: pip install transformers torch; or {remedy}"
+            f"{where}: finding the modules of a {config['model_type']!a} needs "
+            "transformers 5 or newer and torch: pip install transformers torch; or "
+            f"{remedy}"
         ) from None
     model = _without_weights(where, config, remedy)
     transforms = conversion_mapping.get_model_conversion_mapping(model)
@@ -269,8 +271,8 @@ def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:
         other = stored.setdefault(place.name, name)
         if other != name and place.kind not in ("fused", "absent"):
             raise InputError(
-                f"{folder}: stores {other} and {name}, and both are {place.name} in memory; "
-                "save the model again with transformers"
+                f"{folder}: stores both {other} and {name}, which are one tensor in "
+                f"memory, {place.name}; save the model again with transformers"
             )
 
 
@@ -294,8 +296,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(
-            f"{where}: transformers cannot build a {build.__name__} by it ({reason}), so its "
-            f"modules are not known; {remedy}"
+            f"{where}: transformers cannot build a {build.__name__} from it "
+            f"({reason}), so its modules are not known; {remedy}"
         ) from error
 
 
@@ -336,7 +338,7 @@ def load_live(folder: Path) -> Any:
             f"{folder}: building the model needs transformers 5 or newer and torch: "
             "pip install transformers torch"
         ) from None
-    remedy = "so it cannot be built; define load_model(base) beside the evaluator"
+    remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
     build = _class_of(folder / "config.json", read_config(folder), remedy)
     known_only = {"trust_remote_code": False, "local_files_only": True}
     try:

@@ -37,14 +37,18 @@ F32 = STORAGE_TYPES["F32"]
 REFUSED = {
     "use_dora": "DoRA's magnitudes depend on the base's weights; merge it into the base with PEFT "
     "first (merge_and_unload), and give the result as a model",
-    "use_qalora": "QA-LoRA pools its input, which no change of the weights is equal to",
+    "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
     "use_bdlora": "block-diagonal LoRA is not supported",
-    "layer_replication": "its base has repeated layers, which this one has not",
-    "alora_invocation_tokens": "an activated LoRA applies to some tokens only, and weights apply "
-    "to all",
+    "layer_replication": "its base has repeated layers, and this base does not",
+    "alora_invocation_tokens": (
+        "an activated LoRA applies only to some tokens, so it is not equal to a "
+        "change of the weights"
+    ),
     "target_parameters": "LoRA on bare parameters (experts) is not supported",
-    "arrow_config": "Arrow routes between adapters for each token, which no change of weights does",
-    "kasa_config": "KaSA changes the base's own weights",
+    "arrow_config": (
+        "Arrow chooses adapters for each token, so it is not equal to a change of the weights"
+    ),
+    "kasa_config": "KaSA changes the weights of the base too",
     "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
 """Settings that make an adapter something else than B·A, and why each is refused."""
@@ -113,7 +117,7 @@ class LoraSource(SourceView):
             if factor := _FACTOR.match(name):
                 module, embedding, letter, part = factor.groups()
                 if not info.shape:
-                    raise InputError(f"{self.path}: {key} is a single number, and no factor")
+                    raise InputError(f"{self.path}: {key} is a single number, not a LoRA factor")
                 kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
                 pair = factors.setdefault((module, kind), {})
                 admit(info, (), str(self.path), as_weight=True)
@@ -145,7 +149,7 @@ class LoraSource(SourceView):
     def _why_not(self, key: str, other: str | None = None) -> str:
         """Why a stored tensor cannot be taken in."""
         if other is None:
-            reason = f"{key} is of no known kind; merge the adapter into its base with"
+            reason = f"{key} is not a known kind of tensor; merge the adapter into its base with"
         else:
             reason = (
                 f"{other} and {key} are for the same tensor, so there are several adapters in one "
@@ -203,14 +207,16 @@ class LoraSource(SourceView):
         held = [name for name in names if name in self._whole]
         if saved and not is_one and (saved != list(names) or not others):
             raise InputError(
-                f"{self.path}: {saved[0]} is saved in full (modules_to_save), and the base has it "
-                "under another name too, which would keep its old values; train the adapter with "
-                "ensure_weight_tying, or merge it with PEFT and give the result as a model"
+                f"{self.path}: {saved[0]} is saved in full (modules_to_save), and in the "
+                "base it is tied to another tensor, which would keep its old values; "
+                "train the adapter with ensure_weight_tying, or merge it with PEFT and "
+                "give the result as a model"
             )
         if len({(info.shape, info.dtype) for info in infos}) > 1 or not self._hold_same(held):
             raise InputError(
-                f"{self.path}: {', '.join(names)} are one tensor in the base and differ in the "
-                "adapter; merge it with PEFT (merge_and_unload) and give the result as a model"
+                f"{self.path}: {', '.join(names)} are one tensor in the base and have "
+                "different values in the adapter; merge it with PEFT (merge_and_unload) "
+                "and give the result as a model"
             )
         parts = [product for name in names for product in self._products.get(name, ())]
         if held:
@@ -224,7 +230,7 @@ class LoraSource(SourceView):
         self.reading_bytes = self._count_reading_bytes()
         if is_one or len(parts) < 2:
             return ""
-        return f"its changes of {', '.join(names)} are added up, as PEFT's merge_and_unload does"
+        return f"its changes of {', '.join(names)} are added, as PEFT's merge_and_unload does"
 
     def _hold_same(self, names: Sequence[str]) -> bool:
         """Whether what is stored in full under these names is the same."""
@@ -281,8 +287,8 @@ def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> Lo
     weights = path / WEIGHTS_NAME
     if not weights.exists():
         raise InputError(
-            f"{path}: has a {CONFIG_NAME} and no {WEIGHTS_NAME}; "
-            "save the adapter again with safe_serialization=True"
+            f"{path}: has a {CONFIG_NAME} but no {WEIGHTS_NAME}; save the adapter "
+            "again with safe_serialization=True"
         )
     kind = (base_config or {}).get("model_type")
     is_conv1d = None if kind is None else kind in CONV1D_MODELS
@@ -302,8 +308,9 @@ def read_config(path: Path) -> Adapter:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise InputError(
-            f"{file}: init_lora_weights is {start!r}, which changes the base's own weights; "
-            "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
+            f"{file}: init_lora_weights is {start!r}, which changes the weights of "
+            "the base too; save it with PEFT's "
+            "path_initial_model_for_weight_conversion, as a plain LoRA"
         )
     name = config.get("base_model_name_or_path")
     try:
@@ -319,7 +326,7 @@ def read_config(path: Path) -> Adapter:
             ensure_weight_tying=bool(config.get("ensure_weight_tying")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{file}: lora_alpha or alpha_pattern is not usable: {error}") from None
+        raise InputError(f"{file}: lora_alpha or alpha_pattern cannot be used: {error}") from None
     for pattern in adapter.alpha_pattern:
         try:
             ModulePattern(pattern)

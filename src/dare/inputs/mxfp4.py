@@ -25,6 +25,7 @@ from dare.inputs.sources import Raw, Source
 from dare.inputs.views import SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
+from dare.tensors.sizes import times
 
 MODEL_TYPE = "gpt_oss"
 GROUP = 32
@@ -50,7 +51,10 @@ class UnpackedSource(SourceView):
         stored = {name + end for name in packed for end in ("_blocks", "_scales")}
         tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
         super().__init__(inner, {**tensors, **packed})
-        self.remarks += (f"{len(packed)} MXFP4 tensors are presented as bfloat16, which is exact",)
+        self.remarks += (
+            f"{times(len(packed), 'MXFP4 tensor is', 'MXFP4 tensors are')} read as "
+            "bfloat16, which is exact",
+        )
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
         self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}
@@ -120,12 +124,13 @@ def _presented(name: str, source: Source) -> TensorInfo | None:
     fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP_BYTES
     if not fits or scales.shape != blocks.shape[:3] or scales.dtype.name != "U8":
         raise InputError(
-            f"{where}: {blocks.name} is {blocks.form} and {scales.name} {scales.dtype.name} of "
-            f"{scales.form}; MXFP4 experts are experts × outputs × groups × {GROUP_BYTES} with a "
-            "U8 for each group. Dequantise the model first"
+            f"{where}: {blocks.name} is {blocks.form} and {scales.name} "
+            f"{scales.dtype.name} of {scales.form}; expected experts × outputs × "
+            f"groups × {GROUP_BYTES} with a U8 scale for each group. Dequantise the "
+            "model first"
         )
     if name in source.tensors:
-        raise InputError(f"{where}: has both {name} and {blocks.name}; which one applies?")
+        raise InputError(f"{where}: has both {name} and {blocks.name}; remove one of them")
     experts, outputs, groups, _ = blocks.shape
     return TensorInfo(name, BF16, (experts, groups * GROUP, outputs), 0)
 

@@ -16,6 +16,7 @@ from typing import Any
 from dare.inputs.sources import Source
 from dare.inputs.views import RenamedSource
 from dare.tensors.names import is_tied_embedding, is_tied_head
+from dare.tensors.sizes import times
 
 ENOUGH = 0.5
 """Share of a model's tensors that a prefix must bring to their places."""
@@ -90,8 +91,8 @@ def _with_prefix(
         moves = tensor not in base and other in base
         names[other if moves else tensor] = tensor
         count += moves
-    verb = "put before" if model_lacks_it else "taken off"
-    return names, f"{prefix!r} {verb} {count} names"
+    verb = "added to" if model_lacks_it else "removed from"
+    return names, f"prefix {prefix!r} {verb} {times(count, 'tensor name')}"
 
 
 def _tie(base: Iterable[str], names: dict[str, str]) -> str:
@@ -101,7 +102,7 @@ def _tie(base: Iterable[str], names: dict[str, str]) -> str:
     extra = next(filter(is_tied_head, names), None)
     if head is not None and head not in names and embedding is not None:
         names[head] = names[embedding]
-        return f"{head} is tied, so its {embedding} is taken"
+        return f"{head} is tied, so {embedding} is used for it"
     if head is None and extra is not None:
         del names[extra]
         return f"{extra} is tied and the base does not store it, so it is left out"

@@ -62,8 +62,9 @@ def open_inputs(
         is_on_hub = parse_name(path.as_posix()) is not None or str(path).startswith("hf://")
         if not is_on_hub and not path.exists():
             raise InputError(
-                f"{path}: is not there, as it was when this was merged; name where the inputs are "
-                "now with --base and --merge (they are known by their digests)"
+                f"{path}: is missing, and it was there when this was merged; if the "
+                "inputs have moved, give their paths with --base and --models (their "
+                "digests are checked)"
             )
     places = [resolve(path, verbose=recipe.verbose, fetches=fetches) for path in given]
     if any(place.commit is not None for place in places):
@@ -74,7 +75,7 @@ def open_inputs(
     allow_pickle = recipe.allow_pickle
     base = open_model(paths[0], allow_pickle=allow_pickle, base_config=configs[0])
     if base.is_partial:
-        raise InputError(f"{recipe.base}: is an adapter, and a base must be a whole model")
+        raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
     models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
     _limit_ahead([base, *models], recipe.max_memory // 4)

@@ -41,7 +41,11 @@ CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *fp8.FP8_TYPES)
 """Types that codes are stored in. Positions and indices, which other models have, are I64."""
 SCALES = ("scale", "absmax", "zero_point", "zeros")
 
-IN_USE = {"bitnet": "its layers round their weights whenever they are used, and would no longer"}
+IN_USE = {
+    "bitnet": (
+        "its layers round their weights whenever they are used, and a merged model would not"
+    )
+}
 """Schemes that change what plain weights do, and what they would do without the configuration."""
 HOW = {
     "bitsandbytes": "load it in transformers, call model.dequantize()",
@@ -122,7 +126,4 @@ def _remedy(method: str | None, kind: str) -> str:
     by_kind = (scheme for scheme in HOW if scheme in kind.lower())
     how = HOW.get(method or "") or next((HOW[scheme] for scheme in by_kind), None)
     dequantise = f", or dequantise it first: {how}, and save it" if how else ""
-    return (
-        "such weights are codes, and codes cannot be merged; merge the model it was made "
-        f"from{dequantise}"
-    )
+    return f"quantised weights cannot be merged; merge the model that it was made from{dequantise}"

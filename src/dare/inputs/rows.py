@@ -92,8 +92,8 @@ class RowOrigins:
             having = {index: ids[token] for index, ids in fitting.items() if token in ids}
             if not having:
                 raise MismatchError(
-                    f"{base.name}: no model that has the token {token!r} holds a row for it here; "
-                    'set vocabulary = "base" to leave new tokens out'
+                    f"{base.name}: none of the models with the token {token!r} has a row for "
+                    'it here; set vocabulary = "base" to leave new tokens out'
                 )
             weights = [self.weights[index] for index in having]
             if min(weights) <= 0:
@@ -140,8 +140,9 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     """
     if model.drop_of(info.name) is not None:
         raise MismatchError(
-            f"{info.name}: a delta file has dropped elements of it by their places, and other "
-            "tokens move them; make a model of the delta file with `dare apply`, and give that"
+            f"{info.name}: a delta file dropped elements of it by their positions, "
+            "and other tokens would move them; turn the delta file into a model with "
+            "`dare apply` and merge that"
         )
     if model.holds_delta(info.name):
         return RowTensor(model, info, info.dtype, rows, _zeros)

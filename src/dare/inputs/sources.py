@@ -193,7 +193,9 @@ class InputFiles(Source):
     def check_unchanged(self) -> None:
         for file, stamp in self._stamps.items():
             if self._open[file].stamp[:-1] != stamp[:-1]:
-                raise InputError(f"{file}: changed since the merge was planned; run it again")
+                raise InputError(
+                    f"{file}: changed since the merge was planned; run the merge again"
+                )
 
     def read(self, name: str, start: int, into: Raw) -> None:
         self.read_bytes(self._home[name], self.tensors[name].position(start), into, name)
@@ -210,7 +212,9 @@ class InputFiles(Source):
         except OSError as error:
             raise InputError(f"{file}: cannot read {what}: {error.strerror or error}") from error
         if count < into.nbytes:
-            raise InputError(f"{file}: ends inside {what}; it was cut while being read")
+            raise InputError(
+                f"{file}: ends inside {what}; the file was cut while it was being read"
+            )
 
     def prefetch_bytes(self, file: Path, position: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
@@ -296,15 +300,15 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     try:
         weight_map = json.loads(text)["weight_map"]
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise HeaderError(f"{index}: not JSON with a weight_map") from None
+        raise HeaderError(f"{index}: must be JSON with a weight_map") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise HeaderError(f"{index}: weight_map must map tensors to files")
     shards: dict[Path, set[str]] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
             raise HeaderError(
-                f"{index}: {tensor} is said to be in {name!r}; "
-                "a shard must be a file in the same folder"
+                f"{index}: the index places {tensor} in {name!r}; a shard must be a file "
+                "in the same folder"
             )
         shards.setdefault(index.parent / name, set()).add(tensor)
     return shards

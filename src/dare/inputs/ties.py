@@ -126,14 +126,15 @@ def _is_one(
             continue
         if _is_told(given, first, alias):
             unused.append(
-                f"{given.name}: its {alias} differs from {first} and is not used, because its "
-                "configuration says that they are one (tie_word_embeddings)"
+                f"{given.name}: its {alias} differs from {first} and is not used, because "
+                "its configuration ties them (tie_word_embeddings)"
             )
         elif given is not base and says_tied(base.config) and _is_told(base, first, alias):
             raise MismatchError(
-                f"{alias}: the base's configuration says that it is {first} (tie_word_embeddings), "
-                f"and {given.name} has two tensors; untie the base (store both, and set "
-                f"tie_word_embeddings to false), or give {given.name} without {alias}"
+                f"{alias}: the base's configuration ties it to {first} "
+                f"(tie_word_embeddings), and {given.name} has two different tensors; "
+                "untie the base (store both, and set tie_word_embeddings to false), or "
+                f"give {given.name} without {alias}"
             )
         else:
             return False

@@ -122,7 +122,10 @@ class Tokenizers:
             self._parsed[found] = _parse(found[1], directory / found[0])
         tokens = self._parsed[found]
         if tokens is None:
-            self.notes.append(f"{directory / found[0]}: of no known form; rows go by their numbers")
+            self.notes.append(
+                f"{directory / found[0]}: is not a known form of tokenizer; rows are "
+                "matched by their numbers"
+            )
         return tokens and _with_further_tokens(tokens, directory)
 
 

@@ -62,14 +62,14 @@ class TorchSource(InputFiles):
             raise InputError(f"{path}: holds no tensors")
         if self.left_out:
             names = ", ".join(self.left_out)
-            self.remarks = (f"{path}: left out, no tensors of the model: {names}",)
+            self.remarks = (f"{path}: left out, because they are not tensors: {names}",)
 
     def _look_into(self, file: Path) -> set[str]:
         """Read what a file says of its tensors, and no weights; return their names."""
         if isinstance(file, StorePath):
             raise InputError(
-                f"{file}: holds weights as a pickle, which is read from this machine only; save "
-                "it as safetensors, or download it"
+                f"{file}: stores its weights as a pickle, which is read only from this "
+                "machine; save it as safetensors, or download it"
             )
         with self.first_look(file) as opened:
             assert isinstance(opened, LocalFile)
@@ -91,7 +91,9 @@ class TorchSource(InputFiles):
     def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
         if not isinstance(loaded, Mapping):
             kind = type(loaded).__name__
-            raise InputError(f"{file}: holds a {kind}; expected a dict of tensors (a state dict)")
+            raise InputError(
+                f"{file}: contains a {kind}; expected a dict of tensors (a state dict)"
+            )
         for key in CONTAINERS:
             inner = loaded.get(key)
             if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
@@ -166,7 +168,9 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, EOFError, OSError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
-        raise InputError(f"{file}: written on a big-endian machine; save it again on another")
+        raise InputError(
+            f"{file}: was written on a big-endian machine; save it again on a little-endian one"
+        )
     if any(info.filename.endswith("/constants.pkl") for info in infos):
         raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
     if any(i.filename.endswith(".pkl") and i.file_size > MAX_PICKLE_BYTES for i in infos):
@@ -191,8 +195,8 @@ def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
             return  # damaged: torch says so
         if values > MOST_VALUES:
             raise InputError(
-                f"{file}: its pickle holds a value of more than {MOST_VALUES} values, nested in "
-                "each other; torch.save writes no such thing"
+                f"{file}: its pickle has a value with more than {MOST_VALUES} nested "
+                "values, which torch.save does not write"
             )
 
 
@@ -205,8 +209,8 @@ def _what_else(file_descriptor: int) -> str:
             "torch.save(torch.load(FILE, weights_only=True), FILE)"
         )
     if beginning.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS, not the weights; run git lfs pull"
-    return "not a file of torch.save (a zip archive), or truncated"
+        return "a Git LFS pointer, not the weights; run git lfs pull"
+    return "not a file of torch.save (a zip archive), or it is truncated"
 
 
 def _load(file: Path) -> object:
@@ -228,9 +232,9 @@ def _load(file: Path) -> object:
                 f"{file}: its pickle is damaged, or not one that torch.save writes"
             ) from None
         raise InputError(
-            f"{file}: refused, because it holds more than weights ({refused[1]}): loading it could "
-            "run any program. If you trust it, load it with torch and save the state dict alone, "
-            "as safetensors"
+            f"{file}: refused, because it contains more than weights ({refused[1]}), "
+            "and loading it could run any program. If you trust it, load it with "
+            "torch and save the state dict alone, as safetensors"
         ) from None
     except Exception as error:  # a damaged file can make torch raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -263,6 +267,6 @@ def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> Tenso
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, tensor.stride(), strict=True))
     if info.position(0 if 0 in shape else extent) > end:
         raise HeaderError(
-            f"{file}: {name} does not lie inside its record; the file is damaged or truncated"
+            f"{file}: {name} reaches beyond its record; the file is damaged or truncated"
         )
     return info

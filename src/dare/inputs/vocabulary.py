@@ -23,6 +23,7 @@ from dare.inputs.rows import RowOrigins, present
 from dare.inputs.small_files import dump_json
 from dare.inputs.sources import Source
 from dare.inputs.tokens import ADDED_TOKENS_FILE, TOKENIZER_FILE, Tokenizers, Vocabulary
+from dare.tensors.sizes import times
 
 Policy = Literal["error", "base", "union"]
 
@@ -110,7 +111,7 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
     counts = f"its embedding has {other.rows:,} rows and the base's {base.rows:,}"
     if base.tokens is None or other.tokens is None:
         whose = "the base" if base.tokens is None else "it"
-        return f"{other.name}: {counts}, and {whose} has no tokenizer to say what they are"
+        return f"{other.name}: {counts}, and {whose} has no tokenizer to name them"
     fresh = {token: number for token, number in other.ids.items() if token not in base.ids}
     lacking = {token: number for token, number in base.ids.items() if token not in other.ids}
     moved = {
@@ -119,11 +120,11 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
         if base.ids.get(token, number) != number
     }
     findings = [
-        f"{len(tokens):,} {text}: {_listed(tokens)}"
-        for text, tokens in (
-            ("of its tokens are not in the base", fresh),
-            ("of the base's tokens it does not have", lacking),
-            ("tokens have another id in it", moved),
+        f"{times(len(tokens), *forms)}: {_listed(tokens)}"
+        for forms, tokens in (
+            (("of its tokens is not in the base", "of its tokens are not in the base"), fresh),
+            (("of the base's tokens is not in it", "of the base's tokens are not in it"), lacking),
+            (("token has another id in it", "tokens have another id in it"), moved),
         )
         if tokens
     ]
@@ -135,7 +136,7 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
 def _explain(base: Vocabulary, other: Vocabulary) -> str:
     remedy = 'set vocabulary = "base" to keep the base\'s rows and tokenizer'
     if base.tokens is not None and other.tokens is not None and set(other.ids) - set(base.ids):
-        remedy += ', or vocabulary = "union" to have the new tokens too'
+        remedy += ', or vocabulary = "union" to add the new tokens'
     return f"{_difference(base, other)}; {remedy}"
 
 
@@ -154,7 +155,7 @@ def _notes(
     if new:
         yield f"new tokens, with their ids in the output: {_listed(new)}"
     if rows > base.rows:
-        yield f"embedding and head have {rows:,} rows in the output, {base.rows:,} in the base"
+        yield f"embedding and head have {rows:,} rows in the output and {base.rows:,} in the base"
 
 
 # ---------------------------------------------------------------- a union
@@ -179,8 +180,8 @@ def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, int
     taken = sorted(base.tokens.ids.values())
     if following > len(taken) and taken != list(range(len(taken))):
         raise MismatchError(
-            "base: the ids of its tokenizer have gaps or occur twice, so that new tokens cannot be "
-            'appended; set vocabulary = "base" to leave them out'
+            "base: the ids of its tokenizer have gaps or occur twice, so new tokens "
+            'cannot be appended; set vocabulary = "base" to leave them out'
         )
     return new
 
@@ -225,8 +226,9 @@ def _tokenizer_files(
     tokenizer = read_json(directory, TOKENIZER_FILE)
     if tokenizer is None:
         raise MismatchError(
-            f"{directory}: has no {TOKENIZER_FILE} that tokens could be added to; make one with "
-            'AutoTokenizer.from_pretrained(…).save_pretrained(…), or set vocabulary = "base"'
+            f"{directory}: has no {TOKENIZER_FILE} to add tokens to; make one with "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…), or set vocabulary "
+            '= "base"'
         )
     flags = dict(base.tokens.added)
     for model in models:

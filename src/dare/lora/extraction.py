@@ -42,6 +42,7 @@ from dare.output.places import short_name, told
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
 from dare.tensors.places import to_path
+from dare.tensors.sizes import times
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -141,7 +142,7 @@ def extract_adapter(
     base, model = to_path(base), to_path(model)
     config, wanted, kind = read_config(base), Wanted(rank, energy), weight_type(dtype)
     if fan_in_fan_out and not as_stored:
-        raise RecipeError("fan_in_fan_out: is known of each layer unless as_stored is set")
+        raise RecipeError("fan_in_fan_out: is known for each layer; leave it out, or set as_stored")
     change = _open(base, model, as_stored, fan_in_fan_out)
     chosen = _choose(change, modules)
     inputs = [*change.base.files, *change.model.files]
@@ -151,7 +152,7 @@ def extract_adapter(
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
                 raise InputError(
-                    f"the model equals its base in all {len(chosen)} modules that were looked at; "
+                    f"the model equals its base in {times(len(chosen), 'compared module')}; "
                     "there is nothing to extract"
                 )
             saved, left_out = _sort_others(change, set(ranks), save_others)
@@ -162,7 +163,10 @@ def extract_adapter(
         report = ExtractionReport(
             output=writing.target,
             modules=tuple(extracted),
-            notes=(*change.notes, *([f"{same} modules are as in the base"] if same else [])),
+            notes=(
+                *change.notes,
+                *([f"{times(same, 'module equals', 'modules equal')} the base"] if same else []),
+            ),
             bytes_written=writing.bytes_written,
             seconds=time.perf_counter() - started,
             saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
@@ -203,7 +207,7 @@ def _config(
 def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Change:
     opened = open_model(base)
     if opened.is_partial:
-        raise InputError(f"{base}: is an adapter, and a base must be a whole model")
+        raise InputError(f"{base}: is an adapter; the base must be a whole model")
     configs = {"base_config": read_config(base), "model_config": read_config(model)}
     matched = match_names(opened, open_model(model, base=opened), model.name, **configs)
     tuned = under_stored_names(matched.source, opened, base, configs["base_config"])
@@ -213,8 +217,8 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
     problems += [f"{name}: in {model}, not in the base" for name in sorted(theirs - ours)]
     if problems:
         raise MismatchError(
-            "the model is not a fine-tune of this base, tensor by tensor; "
-            "give the base that it was made from:",
+            "the model's tensors do not match this base; give the base that it was "
+            "fine-tuned from:",
             *list_findings(problems),
         )
     if as_stored:
@@ -293,10 +297,10 @@ def _sort_others(
         if is_done or not (info.dtype.is_weight and tuned.dtype.is_weight):
             continue
         if info.shape != tuned.shape:
-            reason = f"another shape in base and model ({info.form} and {tuned.form})"
+            reason = f"its shape is {info.form} in the base and {tuned.form} in the model"
             left_out.append(LeftOut(tensor, 0.0, reason))
         elif norm := change.norm(tensor):
-            reason = place.hindrance or "no linear layer that was chosen"
+            reason = place.hindrance or "not one of the chosen linear layers"
             reason += ", and save_others is not set"
             if place.kind in NOT_IN_MODULES or save_others:
                 reason = _why_not_saved(change, place, targets)
@@ -315,9 +319,9 @@ def _why_not_saved(change: Change, place: Place, targets: set[str]) -> str:
     if place.is_tied:
         return "embedding and head are tied, and PEFT would store one without the other"
     if place.module in targets:
-        return "" if place.parameter == "bias" else "beside a LoRA, PEFT stores nothing but a bias"
+        return "" if place.parameter == "bias" else "PEFT stores only a bias together with a LoRA"
     if not place.module or not together:
-        return "its module holds other modules, and PEFT would store them all"
+        return "its module contains other modules, and PEFT would store all of them"
     if not all(change.base.tensors[name].dtype.is_weight for name in together):
-        return "its module also holds tensors that are no weights"
+        return "its module also contains tensors that are not weights"
     return ""

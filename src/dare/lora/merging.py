@@ -36,7 +36,7 @@ from dare.run.execute import draw_conclusions, execute
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
 from dare.tensors.places import to_path
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
@@ -137,8 +137,11 @@ class AdapterPlan:
         """The plan in a few lines."""
         largest = max(self.modules, key=self._module_bytes).name
         lines = [
-            f"{self.method} of {len(self.adapters)} adapters ({', '.join(self.names)}): "
-            f"{len(self.modules)} modules, {self.route}",
+            (
+                f"{self.method} of {times(len(self.adapters), 'adapter')} "
+                f"({', '.join(self.names)}): {times(len(self.modules), 'module')}, "
+                f"{self.route}"
+            ),
             f"one module at a time, about {show_size(self.working_bytes)} for {largest}",
             *(f"note: {note}" for note in self.notes),
         ]
@@ -185,8 +188,9 @@ def plan_adapters(
     combine = recipe.chain[-1][0].name
     if combine not in COMBINES:
         raise RecipeError(
-            f"method {method!r}: {combine} cannot be done without the base; use one of "
-            f"{', '.join(COMBINES)}, or give the adapters as models: dare --base BASE --merge …"
+            f"method {method!r}: {combine} needs the base; use one of "
+            f"{', '.join(COMBINES)}, or merge the adapters into the base: dare merge "
+            "BASE ADAPTER ADAPTER … -o OUT"
         )
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
@@ -200,11 +204,11 @@ def plan_adapters(
     )
     if wanted is None and not plan.is_additive:
         raise RecipeError(
-            f"method {plan.method!r}: what is left after dropping or electing has full rank, so "
-            "say what to keep of it: rank = 16, or energy = 0.9"
+            f"method {plan.method!r}: the result of dropping or voting has full rank; "
+            "set how much of it to keep: rank = 16 or energy = 0.9"
         )
     if not plan.modules:
-        raise InputError("the adapters have no LoRA modules of a weight other than 0")
+        raise InputError("no adapter has a LoRA module and a weight other than 0")
     return replace(plan, notes=tuple(_notes(plan)))
 
 
@@ -240,7 +244,8 @@ def run_plan(plan: AdapterPlan, output: AnyPath, *, overwrite: bool = False) -> 
             raise InputError("the merged change is zero in every module; there is nothing to write")
         averaged = _write_averages(plan, {module.name for module in modules}, writing)
         left = len(plan.modules) - len(modules)
-        left_out = [f"{left} modules are left out: their merged change is zero"] if left else []
+        zero = times(left, "module is", "modules are")
+        left_out = [f"{zero} left out, because the merged change is zero"] if left else []
         report = AdapterReport(
             output=writing.target,
             modules=tuple(modules),
@@ -267,7 +272,7 @@ def _entries(
     if isinstance(adapters, str | PathLike):
         raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of directories")
     if weights is not None and len(weights) != len(adapters):
-        raise RecipeError(f"weights: {len(weights)} given for {len(adapters)} adapters")
+        raise RecipeError(f"weights: {len(weights)} given for {times(len(adapters), 'adapter')}")
     entries = [a if isinstance(a, ModelEntry) else ModelEntry(file=a) for a in adapters]
     if weights is None:
         return entries
@@ -277,10 +282,12 @@ def _entries(
 
 def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
     if any(isinstance(rule.weight, list) for rule in recipe.tensors):
-        raise RecipeError("weights: one number in each rule, the same for all layers")
+        raise RecipeError("weights: give one number in each rule; it is the same for all layers")
     weights = [weight for weight in recipe.weights() if isinstance(weight, int | float)]
     if len(weights) < len(recipe.models):
-        raise RecipeError("weights: one number for each adapter, the same for all layers")
+        raise RecipeError(
+            "weights: give one number for each adapter; it is the same for all layers"
+        )
     return tuple(map(float, weights))
 
 
@@ -303,24 +310,27 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
     bases = {str(adapter.adapter.base_name) for adapter in plan.adapters}
     if len(bases) > 1:
         yield (
-            f"the adapters name different bases ({', '.join(sorted(bases))}); the result names "
-            "the first, and is of use only if these are the same model"
+            f"the adapters name different bases ({', '.join(sorted(bases))}); the "
+            "result names the first; it works only if they are the same model"
         )
     partial = [module for module in plan.modules if len(module.owners) < len(plan.adapters)]
     if partial:
         yield (
             f"{len(partial)} of {len(plan.modules)} modules are not in every adapter; "
-            "where one lacks a module, it changes nothing there"
+            "an adapter without a module changes nothing there"
         )
     if plan.adapters[0].saved.tensors:
         total = math.fsum(plan.weights)
         if total == 0:
             raise RecipeError(
-                "weights: they sum to 0, so what is stored in full (modules_to_save, biases) has "
-                "no average; give other weights"
+                "weights: they sum to 0, so tensors that are stored in full "
+                "(modules_to_save, biases) cannot be averaged; give other weights"
             )
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
-        yield f"what is stored in full is averaged by {how}, and nothing in it is dropped or scaled"
+        yield (
+            f"tensors that are stored in full are averaged with {how}; nothing in "
+            "them is dropped or scaled"
+        )
     if plan.is_additive:
         return
     yield from (str(warning) for warning in plan.elementwise.warnings)
@@ -330,13 +340,13 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
     tables += [rule.settings for rule in recipe.tensors]
     if any(isinstance(value, list) for table in tables for value in table.values()):
         yield (
-            "settings that change over the layers: the base is not known, so the last layer "
-            "is the last one that an adapter changes"
+            "some settings change over the layers; the base is not known, so the "
+            "last layer is taken to be the last one that an adapter changes"
         )
     if "dare" in plan.method:
         yield (
-            "dropping adds noise of full rank, which a low rank cuts off again; most of the "
-            "error that is reported is this noise"
+            "dropping adds noise of full rank, and a low rank removes it again; most "
+            "of the reported error is this noise"
         )
 
 

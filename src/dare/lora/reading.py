@@ -25,9 +25,7 @@ from dare.tensors.header import TensorInfo
 
 Floats = NDArray[np.float32]
 
-WITH_THE_BASE = (
-    "or merge the adapters into the base, as models: dare --base BASE --merge ADAPTER ADAPTER …"
-)
+WITH_THE_BASE = "or merge the adapters into the base: dare merge BASE ADAPTER ADAPTER … -o OUT"
 FINDINGS_SHOWN = 10
 
 
@@ -131,9 +129,9 @@ def _find_problems(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     biases = {module for adapter in adapters for module in adapter.biases}
     if biases and modules - biases:
         yield (
-            f"{min(biases)} has a lora_bias and {min(modules - biases)} has none, and an adapter "
-            f"has it for all modules or for none; leave out the adapters with lora_bias, "
-            f"{WITH_THE_BASE}"
+            f"{min(biases)} has a lora_bias and {min(modules - biases)} does not, but "
+            "an adapter needs it for all modules or for none; leave out the adapters "
+            f"with lora_bias, {WITH_THE_BASE}"
         )
 
 
@@ -146,8 +144,8 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
             name, expected = first.setdefault(module, (adapter.name, layer))
             if layer != expected:
                 yield (
-                    f"{module}: {name} changes {expected}, {adapter.name} {layer}; "
-                    "only adapters of one base can be merged"
+                    f"{module}: {name} changes {expected}, and {adapter.name} changes "
+                    f"{layer}; only adapters of one base can be merged"
                 )
 
 
@@ -160,9 +158,9 @@ def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
                 ends = (module[place:] for place, char in enumerate(module) if char == ".")
                 if end := next((end for end in ends if end in shorter), None):
                     yield (
-                        f"{adapter.name} calls {module} what {other.name} calls {end[1:]}: they "
-                        "were made for different classes of one model; save both from the same, "
-                        f"{WITH_THE_BASE}"
+                        f"{module} in {adapter.name} is {end[1:]} in {other.name}: the adapters "
+                        "were made for different classes of one model; save both from the same "
+                        f"class, {WITH_THE_BASE}"
                     )
                     break
 
@@ -174,10 +172,13 @@ def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
         forms = {info.shape: info.form for info in infos if info is not None}
         if lacking:
             yield (
-                f"{tensor}: stored in full (modules_to_save, bias or a resized embedding), and not "
-                f"by {', '.join(lacking)}, so there is nothing to average it with; leave that "
-                f"adapter out, {WITH_THE_BASE}"
+                f"{tensor}: is stored in full (modules_to_save, bias or a resized "
+                f"embedding), but not by {', '.join(lacking)}, so it cannot be averaged; "
+                f"leave that adapter out, {WITH_THE_BASE}"
             )
         elif len(forms) > 1:
             listed = ", ".join(forms[shape] for shape in sorted(forms))
-            yield f"{tensor}: stored in full with different shapes ({listed}), so has no average"
+            yield (
+                f"{tensor}: is stored in full with different shapes ({listed}), so it "
+                "cannot be averaged"
+            )

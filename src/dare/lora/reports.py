@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dare.tensors.json_values import json_ready
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import show_size, times
 
 LEFT_OUT_SHOWN = 4
 
@@ -78,7 +78,7 @@ class _Report:
     def _counts(self) -> str:
         least, most = min(module.rank for module in self.modules), self.rank
         ranks = f"{most}" if least == most else f"{least} to {most}"
-        return f"{len(self.modules)} modules, rank {ranks}"
+        return f"{times(len(self.modules), 'module')}, rank {ranks}"
 
     def __str__(self) -> str:
         """The report in a few lines."""
@@ -92,8 +92,8 @@ class _Report:
         lines = self._head()
         if worst.error:
             lines.append(
-                f"relative error {self.error:.3g} in total, at the most {worst.error:.3g} "
-                f"in {worst.name}"
+                f"relative error {self.error:.3g} in total, at most {worst.error:.3g} (in "
+                f"{worst.name})"
             )
         return "\n  ".join([*lines, *self._lists(), *(f"note: {note}" for note in self.notes)])
 
@@ -122,8 +122,10 @@ class AdapterReport(_Report):
 
     def _head(self) -> list[str]:
         return [
-            f"{self.method} of {len(self.adapters)} adapters ({', '.join(self.adapters)}): "
-            f"{self._counts()}, {self.route}"
+            (
+                f"{self.method} of {times(len(self.adapters), 'adapter')} "
+                f"({', '.join(self.adapters)}): {self._counts()}, {self.route}"
+            )
         ]
 
     def _lists(self) -> list[str]:

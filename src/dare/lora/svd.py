@@ -52,8 +52,8 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.rank is None and self.energy is None:
             raise RecipeError(
-                "rank and energy: neither is given; say how large the adapter may be (rank = 16), "
-                "or how much of each change it shall hold (energy = 0.95)"
+                "rank and energy: one of them is needed; set how large the adapter may "
+                "be (rank = 16), or how much of each change it keeps (energy = 0.95)"
             )
         if self.rank is not None and self.rank < 1:
             raise RecipeError(f"rank = {self.rank}: must be at least 1")
@@ -200,6 +200,6 @@ def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
 def _check_finite(figure: float, where: str) -> None:
     if not isfinite(figure):
         raise InputError(
-            f"{where}: the change has NaN or infinite values, and no low-rank form; "
-            "check the inputs for values that are not finite"
+            f"{where}: the change has NaN or infinite values, so it cannot be written "
+            "at a low rank; check the inputs for values that are not finite"
         )

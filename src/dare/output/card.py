@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dare.errors import Concern
+from dare.errors import Concern, Notice, Strength
 from dare.inputs.directory import read_text
 from dare.output.places import short_name, without_folders
 from dare.output.report import Report
@@ -161,11 +161,16 @@ def _digests(report: Report) -> str:
 
 def _warnings(plan: Plan, report: Report) -> str:
     lines = [
-        f"- {notice.about.value}: {_inline(without_folders(notice.text, plan.recipe.paths))}\n"
+        f"- {_graded(notice)}: {_inline(without_folders(notice.text, plan.recipe.paths))}\n"
         for notice in report.warnings
         if notice.about is not Concern.LEFTOVERS
     ]
     return f"## Warnings\n\n{''.join(lines)}\n" if lines else ""
+
+
+def _graded(notice: Notice) -> str:
+    """What a notice is about, and that it is a strong one."""
+    return f"**{notice.about}**" if notice.strength is Strength.STRONG else str(notice.about)
 
 
 def _recipe(plan: Plan) -> str:

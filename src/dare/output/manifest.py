@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     figures = report.to_dict()
     del figures["digests"], figures["output"]
     figures["warnings"] = [
-        {"about": notice.about, "text": without_folders(notice.text, plan.recipe.paths)}
+        asdict(replace(notice, text=without_folders(notice.text, plan.recipe.paths)))
         for notice in report.warnings
         if notice.about is not Concern.LEFTOVERS  # it speaks of this machine
     ]
@@ -179,8 +180,8 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         if not path.exists():
             raise InputError(f"{path}: no such file")
         raise InputError(
-            f"{path}: is no recipe, and has no manifest to repeat it by ({manifest_file}); "
-            "models are given with --base and --merge"
+            f"{path}: is not a recipe, and there is no manifest to repeat it from "
+            f"({manifest_file}); give models as dare merge BASE MODEL … -o OUT"
         )
     manifest = read_manifest(manifest_file)
     versions = manifest.get("versions")
@@ -188,8 +189,9 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
     for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
         if manifest.get(key) != ours:
             raise InputError(
-                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
-                f"repeats only {ours!r}; use the version that wrote it ({writer})"
+                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version "
+                f"of dare can repeat only {ours!r}; use the version that wrote it "
+                f"({writer})"
             )
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]

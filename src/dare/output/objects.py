@@ -13,7 +13,7 @@ from typing import Protocol
 
 MARK = "dare"
 """What our mark is called among the metadata of an object."""
-GOES_ON = "run the same merge again, it goes on where it stopped"
+GOES_ON = "run the same merge again; it resumes"
 
 
 @dataclass(frozen=True, slots=True)

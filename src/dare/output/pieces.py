@@ -103,7 +103,7 @@ class PieceOutput(PartialOutput):
                     self._files.opened[name].write(data, position)
                     position += len(data)
                 if position != placed[tensor].start + placed[tensor].nbytes:
-                    raise AssertionError(f"{tensor}: its pieces do not make up what was laid out")
+                    raise AssertionError(f"{tensor}: its pieces do not add up to the planned size")
 
     def _clear_up(self) -> None:
         (self.folder / PIECES_NAME).unlink()

@@ -88,8 +88,8 @@ def _name_file(folder: Path, target: Path, *, overwrite: bool) -> None:
 
 def _appeared(target: Path) -> OutputError:
     return OutputError(
-        f"{target}: has appeared during the merge; move it away and run the "
-        "same merge again, it has only this step left to do"
+        f"{target}: appeared during the merge; move it away and run the same "
+        "merge again; only this last step is left"
     )
 
 
@@ -233,13 +233,14 @@ def claim(folder: Path) -> list[Path]:
     except FileExistsError:
         if folder.is_symlink() or not folder.is_dir():
             raise OutputError(
-                f"{folder}: is where the output is made, and is no folder; move it away"
+                f"{folder}: the output is made in this folder, but this is not a folder; "
+                "move it away"
             ) from None
         found = next(folder.iterdir(), None)
         if found is not None and not has_mark(folder):
             raise OutputError(
-                f"{folder}: holds {found.name} and no mark of ours; "
-                "move it away, this is where the output is made"
+                f"{folder}: contains {found.name} and was not made by dare; move it away, "
+                "because the output is made there"
             ) from None
     if not has_mark(folder):
         _mark(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -13,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from dare.errors import Concern, Notice, printable
+from dare.analysis.measure.glance import NOTHING_SEEN, Glance, same_model
+from dare.errors import Concern, Notice, Strength, printable
 from dare.output.journal import Record
+from dare.output.large_deltas import Part, warn_of_large
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
@@ -106,7 +109,7 @@ class Report:
                 f"{model.name}: {dropped}largest |δ| {model.largest_delta:.3g} "
                 f"in {model.largest_delta_in or '-'}"
             )
-        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"{warning.strength}: {warning}" for warning in self.warnings]
         if self.output is not None:
             lines.append(f"written to {self.output}")
         return "\n  ".join(map(printable, lines))
@@ -119,16 +122,28 @@ def make_report(
     seconds: float,
     bytes_read: int,
     resumed_chunks: int,
+    seen: Glance = NOTHING_SEEN,
     noticed: Sequence[Notice] = (),
 ) -> Report:
-    """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
+    """Add the figures of all chunks up.
+
+    `seen` is what a glance showed before, and `noticed` what was warned of since.
+    """
     by_tensor = _by_tensor(records)
     tensors = tuple(
         _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
     )
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
-    warnings = [*plan.warnings, *noticed, *_warnings(plan, models, overflowed, nans)]
+    digests = _digests(plan, by_tensor)
+    warnings = [
+        *plan.warnings,
+        *seen.notices,
+        *noticed,
+        *_size_warnings(plan, models, tensors, seen),
+        *_twin_warnings(plan, models, digests),
+        *_number_warnings(overflowed, nans),
+    ]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
         output=plan.recipe.output,
@@ -137,12 +152,12 @@ def make_report(
         delta_threshold=plan.recipe.delta_threshold,
         overflowed=overflowed,
         nans=nans,
-        warnings=tuple(warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
         bytes_read=bytes_read,
         bytes_written=plan.cost.bytes_written,
         resumed_chunks=resumed_chunks,
         seconds=seconds,
-        digests=_digests(plan, by_tensor),
+        digests=digests,
     )
 
 
@@ -226,30 +241,72 @@ def _drop_rates(
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
-def _warnings(
-    plan: Plan, models: Sequence[ModelReport], overflowed: int, nans: int
+def _size_warnings(
+    plan: Plan, models: Sequence[ModelReport], tensors: Sequence[TensorReport], seen: Glance
 ) -> Iterator[Notice]:
-    for model in models:
-        if model.over_threshold:
+    for index, model in enumerate(models):
+        parts = [
+            Part(tensor, report.over_threshold[place], _gambled(plan, tensor, place, report))
+            for tensor, report in zip(plan.merged(), tensors, strict=True)
+            for place, other in enumerate(tensor.models)
+            if other == index
+        ]
+        peak = f", and reaches {model.largest_delta:.3g} in {model.largest_delta_in}"
+        changes = seen.changes[index] if seen.changes else ()
+        yield from warn_of_large(plan, index, parts, peak, changes)
+
+
+def _gambled(plan: Plan, tensor: TensorPlan, place: int, report: TensorReport) -> float:
+    """The share of a model's tensor that was dropped at random."""
+    model = tensor.models[place]
+    drop = tensor.drop_of(model)
+    kept = 1.0 if drop is None else 1.0 - drop.rate
+    survivors = (tensor.elements, *report.survivors[place])
+    for position, draw in enumerate(tensor.draws_of(plan.stages, model)):
+        if draw is not None and survivors[position]:
+            kept *= survivors[position + 1] / survivors[position]
+    return 1.0 - kept
+
+
+def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) -> Iterator[Notice]:
+    """Models that are the base, and models that are another one."""
+    changed = []
+    for index, model in enumerate(models):
+        is_weighted = plan.recipe.models[index].weight is not None  # to pull towards the base
+        if model.elements and model.largest_delta == 0 and not is_weighted:
             yield Notice(
-                Concern.LARGE_DELTAS,
-                f"{model.name}: |δ| exceeds {plan.recipe.delta_threshold:g} in "
-                f"{model.over_threshold:,} of {model.elements:,} elements "
-                f"({model.over_threshold / model.elements:.2%}), and reaches "
-                f"{model.largest_delta:.3g} in {model.largest_delta_in}; "
-                "DARE is at its best where changes are small",
+                Concern.EQUALS_BASE,
+                f"{model.name}: equals the base in every element, so it changes nothing, and in a "
+                "mean each other model counts less; leave it out, or check that it is the file "
+                "you meant",
+                Strength.STRONG,
             )
+        elif model.largest_delta != 0:
+            changed.append(index)
+    for one, other in itertools.combinations(changed, 2):
+        if digests.models[one] == digests.models[other]:
+            yield same_model(plan, one, other)
+
+
+def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:
     if overflowed:
         yield Notice(
             Concern.OVERFLOW,
-            f"{overflowed:,} merged values are infinite or too large for their type; "
+            f"{_counted(overflowed, 'merged value')} infinite or too large for the output type; "
             "lower scale, or store a wider dtype",
+            Strength.STRONG,
         )
     if nans:
         yield Notice(
             Concern.NOT_A_NUMBER,
-            f"{nans:,} merged values are NaN, because NaN or infinity came in",
+            f"{_counted(nans, 'merged value')} NaN; `dare analyze` shows which input has NaN or "
+            "infinite elements, and where",
+            Strength.STRONG,
         )
+
+
+def _counted(count: int, word: str) -> str:
+    return f"1 {word} is" if count == 1 else f"{count:,} {word}s are"
 
 
 def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:

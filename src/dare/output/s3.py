@@ -51,7 +51,7 @@ _REASONS = (
     (
         {"301", "307", "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"}
         | {"IllegalLocationConstraintException"},
-        "the bucket lies in another region; set AWS_REGION to it",
+        "the bucket is in another region; set AWS_REGION to it",
     ),
     (
         {"507", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "413"},
@@ -244,8 +244,8 @@ class S3Objects:
             raise OutputError(self._told(key, _code(error))) from None
         except (NoCredentialsError, PartialCredentialsError, TokenRetrievalError):
             raise OutputError(
-                f"{self.describe(key)}: there are no credentials for it; set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+                f"{self.describe(key)}: no credentials were found for it; set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             ) from None
         except RecursionError:  # boto3 asks where a bucket lies, and is sent away for that too
             raise OutputError(self._told(key, "PermanentRedirect")) from None
@@ -253,15 +253,16 @@ class S3Objects:
             raise OutputError(f"{self.describe(key)}: set AWS_REGION to its region") from None
         except BotoCoreError as error:
             raise OutputError(
-                f"{self.describe(key)}: the store does not answer ({type(error).__name__}, "
-                f"{TRIES} tries); when it does again, {GOES_ON}"
+                f"{self.describe(key)}: the store does not answer "
+                f"({type(error).__name__}, {TRIES} tries); when it answers again, "
+                f"{GOES_ON}"
             ) from None
 
     def _told(self, key: str, code: str) -> str:
         """What a code means for the user."""
         remedy = next((text for codes, text in _REASONS if code in codes), None)
         if remedy is None:
-            remedy = f"the store refuses, after up to {TRIES} tries; later, {GOES_ON}"
+            remedy = f"the store still refuses after {TRIES} tries; later, {GOES_ON}"
         return f"{self.describe(key)}: {remedy} ({code})"
 
 

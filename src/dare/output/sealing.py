@@ -46,6 +46,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: is not a manifest made by dare")
     if bytes_digest(_with_seal(text, UNKNOWN)) != document[SEAL]:
         raise InputError(
-            f"{path}: the manifest has been changed since it was written (its check does not fit)"
+            f"{path}: the manifest has been changed since it was written (its "
+            "checksum does not match)"
         )
     return document

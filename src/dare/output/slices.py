@@ -139,7 +139,7 @@ class SliceOutput(PartialOutput):
             main = self._lock(JOURNAL_NAME, wait=JOIN_SECONDS)
         except Busy:
             raise OutputError(
-                f"{self.folder}: another process is writing this output, and not as a slice; "
+                f"{self.folder}: another process is writing this output without slices; "
                 "wait until it is done, or stop it"
             ) from None
         try:
@@ -156,17 +156,18 @@ class SliceOutput(PartialOutput):
         if found.stamps != self._stamps:
             if running := self._running():
                 raise InputError(
-                    f"{self.folder}: the inputs are not the files that slice {running[0]} reads "
-                    "(their times, sizes or inodes differ); all slices must read the same files, "
-                    "on a file system that they share"
+                    f"{self.folder}: the inputs are not the same files as those of slice "
+                    f"{running[0]} (times, sizes or inodes differ); all slices must read the "
+                    "same files on a shared file system"
                 )
             main.note_stamps(self._stamps)
         journals = slice_journals(self.folder)
         if former := [path for part, path in journals.items() if part.of != self.part.of]:
             if running := [part for part in self._running() if part.of != self.part.of]:
                 raise OutputError(
-                    f"{self.folder}: this merge is under way in {running[0].of} slices "
-                    f"({_listed(running)} running); go on with {running[0].of}, or stop them first"
+                    f"{self.folder}: this merge is running in {running[0].of} slices "
+                    f"({_listed(running)} running); use {running[0].of} slices too, or stop "
+                    "them first"
                 )
             main.absorb(former)
             found = main.read()
@@ -178,8 +179,8 @@ class SliceOutput(PartialOutput):
         """Be the first slice of this merge."""
         if running := self._running():
             raise OutputError(
-                f"{self.folder}: slices of another merge are writing there ({_listed(running)}); "
-                "wait until they are done, or choose another output"
+                f"{self.folder}: slices of another merge are writing here "
+                f"({_listed(running)}); wait until they are done, or choose another output"
             )
         if self.layout.target.exists() and not self._overwrite:
             shutil.rmtree(self.folder)
@@ -197,8 +198,8 @@ class SliceOutput(PartialOutput):
             return self._lock(slice_journal(self.folder, self.part).name, wait=PROBE_SECONDS)
         except Busy:
             raise OutputError(
-                f"{self.folder}: slice {self.part} is running already; give each process a slice "
-                "of its own"
+                f"{self.folder}: slice {self.part} is already running; give each process "
+                "a different slice"
             ) from None
 
     def _open_files(self) -> None:
@@ -274,7 +275,7 @@ class FinishingOutput(PartialOutput):
 
     def _claim(self) -> list[Path]:
         if not has_mark(self.folder):
-            raise Gone(f"{self.folder}: is not there, so there is nothing to finish")
+            raise Gone(f"{self.folder}: does not exist, so there is nothing to finish")
         return []
 
     def _open_journal(self) -> None:
@@ -288,8 +289,9 @@ class FinishingOutput(PartialOutput):
         self._found = journal.read()
         if self._found.fingerprint != self._fingerprint:
             raise OutputError(
-                f"{self.folder}: was left by another merge or another version; finish it with the "
-                "recipe and the version that began it, or delete the folder"
+                f"{self.folder}: was left by another merge or another version of dare; "
+                "finish it with the recipe and the version that started it, or delete "
+                "the folder"
             )
         for file in slice_journals(self.folder).values():
             self._found.add(read_journal(file.read_bytes()))
@@ -358,10 +360,10 @@ class FinishingOutput(PartialOutput):
         if self._found.parts:
             division = Division(planned, Slice.parse(list(self._found.parts)[-1]).of)
             owners = sorted({division.owner(*key) for key in missing})
-            what += f", those of {_listed([Slice(number, division.of) for number in owners])}"
+            what += f", from {_listed([Slice(number, division.of) for number in owners])}"
         raise OutputError(
-            f"{self.folder}: {what}; run these slices again, or run the merge without --slice, "
-            "which does the rest by itself"
+            f"{self.folder}: {what}; run these slices again, or run the merge without "
+            "--slice, which does the rest"
         )
 
 

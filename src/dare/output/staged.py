@@ -140,7 +140,9 @@ class StagedObjects:
         with self._explaining(key):
             answer = self._store.get(key)
             if _etag(answer.meta) != etag:
-                raise OutputError(f"{self.describe(key)}: is not as it was stored; {GOES_ON}")
+                raise OutputError(
+                    f"{self.describe(key)}: has changed since it was stored; {GOES_ON}"
+                )
             return bytes(answer.bytes())
 
     def abort(self, upload: Upload) -> None:

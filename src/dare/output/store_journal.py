@@ -130,8 +130,9 @@ class StoreJournal:
         others = sorted(set(self._objects.list(self.folder)) - {self._mark, self.lock})
         if found is not None or others:
             raise OutputError(
-                f"{self._objects.describe(self.folder)}: holds {(others or [self._mark])[0]} and "
-                "no mark of ours; move it away, this is where the output is made"
+                f"{self._objects.describe(self.folder)}: holds "
+                f"{(others or [self._mark])[0]} and was not made by dare; move it away, "
+                "because the output is made there"
             )
         self._objects.put(self._mark, MARK)
 

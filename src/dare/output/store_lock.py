@@ -56,12 +56,16 @@ class StoreLock:
                 continue
             if not _is_dead(found) and silent < SILENT_SECONDS:
                 raise OutputError(
-                    f"{self._objects.describe(self._key)}: another process is writing this output "
-                    f"(it gave a sign of life {max(0, silent):.0f} s ago); wait for it, or for "
-                    f"{SILENT_SECONDS:.0f} s of silence if it is dead"
+                    f"{self._objects.describe(self._key)}: another process is writing this "
+                    f"output (its last sign of life is {max(0, silent):.0f} s old); wait "
+                    f"until it is done; if it has died, wait until {SILENT_SECONDS:.0f} s "
+                    "have passed"
                 )
             self._objects.delete([self._key])
-        raise OutputError(f"{self._objects.describe(self._key)}: others take it all the time")
+        raise OutputError(
+            f"{self._objects.describe(self._key)}: other processes keep taking this "
+            "lock; try again later"
+        )
 
     def release(self) -> None:
         """Give it back, if it is still ours."""
@@ -77,7 +81,7 @@ class StoreLock:
             with suppress(OutputError):  # of which whoever sends parts hears as well
                 if self._objects.get(self._key) not in (self._text, None):
                     where = self._objects.describe(self._key)
-                    text = f"{where}: another process has taken over the writing of this output"
+                    text = f"{where}: another process has taken over this output"
                     self._lost(OutputError(text))
                     return
                 if not self._end.is_set():

@@ -134,8 +134,8 @@ class StoreOutput:
             size = parts[-1].start + parts[-1].nbytes
             if size > MAX_OBJECT_BYTES:
                 raise OutputError(
-                    f"{self.layout.target}: {file} would have {show_size(size)}, and an object can "
-                    f"have {show_size(MAX_OBJECT_BYTES)} at the most; set shard_size"
+                    f"{self.layout.target}: {file} would have {show_size(size)}, and an "
+                    f"object can have at most {show_size(MAX_OBJECT_BYTES)}; set shard_size"
                 )
 
     # ------------------------------------------------------------ beginning
@@ -238,8 +238,8 @@ class StoreOutput:
         if is_begun or not self._journal.is_empty():
             if self._resume:
                 self.started_over = (
-                    "was left by another merge or another version, and is not used; its uploads "
-                    "were aborted"
+                    "was left by another merge or another version of dare and is not used; "
+                    "its uploads were aborted"
                     if is_begun
                     else "its journal cannot be read, so it starts over"
                 )
@@ -398,7 +398,7 @@ class StoreOutput:
             if bytes_digest(content) != self._sent[file, 1].digest:
                 self._journal.forget([(file, 1)])
                 where = self._objects.describe(self._first_key(file))
-                raise OutputError(f"{where}: is not as it was stored; {GOES_ON}")
+                raise OutputError(f"{where}: has changed since it was stored; {GOES_ON}")
         self._objects.send(self._uploads[file], 1, header + content)
 
     def _checked_parts(self, file: str) -> dict[int, str]:
@@ -449,8 +449,9 @@ class StoreOutput:
 
     def _appeared(self, name: str) -> OutputError:
         return OutputError(
-            f"{self._objects.describe(key_of(self.layout, name))}: has appeared during the merge; "
-            "move it away and run the same merge again, it has only this step left to do"
+            f"{self._objects.describe(key_of(self.layout, name))}: appeared during "
+            "the merge; move it away and run the same merge again; only this last "
+            "step is left"
         )
 
     def _put(self, name: str, content: bytes) -> None:

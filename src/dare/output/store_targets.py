@@ -33,14 +33,14 @@ def store_path(path: Path) -> StorePath:
 def open_objects(target: StorePath) -> Objects:
     """The objects of the bucket that an output goes to."""
     if not target.key or target.key.endswith(".."):
-        raise OutputError(f"{target}: is not a name for an output; give one within the bucket")
+        raise OutputError(f"{target}: is not a name for an output; add a name after the bucket")
     if target.scheme == "s3":
         return open_bucket(target.authority)
     if target.scheme in ("gs", "az"):
         return StagedObjects(store_path(partial_folder(target)))
     raise OutputError(
-        f"{target}: outputs cannot be written to {target.scheme}:// addresses; choose s3://, "
-        "gs://, az:// or a place on this machine"
+        f"{target}: outputs cannot be written to {target.scheme}:// addresses; "
+        "choose s3://, gs://, az:// or a path on this machine"
     )
 
 
@@ -93,20 +93,19 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
     target = layout.target
     if not overwrite:
         raise OutputError(
-            f"{target}: exists already; choose another output, or replace it with "
-            "--overwrite (overwrite=True in Python)"
+            f"{target}: exists already; choose another output, or pass overwrite=True to replace it"
         )
     ours = written_names(layout, objects)
     if ours is None:
         manifest = manifest_path(target).name
         raise OutputError(
-            f"{target}: not made by dare (there is no {manifest} of it), "
-            "so it is not replaced; remove it yourself or choose another output"
+            f"{target}: was not made by dare (there is no {manifest}), so it is not "
+            "replaced; remove it yourself, or choose another output"
         )
     if foreign := sorted(set(found) - {*ours, *names}):
         raise OutputError(
-            f"{target}: holds {foreign[0]}, which dare did not write, so it is not replaced; move "
-            "that away or choose another output"
+            f"{target}: contains {foreign[0]}, which dare did not write, so it is not "
+            "replaced; move that file away, or choose another output"
         )
 
 
@@ -118,7 +117,7 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
         if danger := at_risk & {file, *file.parents}:
             (place, *_) = danger
             raise OutputError(
-                f"{target}: would be made in {partial}, where the input {file} lies; choose "
+                f"{target}: would be made in {partial}, where the input {file} is; choose "
                 "another output"
                 if place == partial
                 else f"{target}: the output would overwrite the input {file}; choose another output"

@@ -85,11 +85,12 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         return
     if not overwrite:
         raise OutputError(
-            f"{target}: exists already; choose another output, or replace it with "
-            "--overwrite (overwrite=True in Python)"
+            f"{target}: exists already; choose another output, or pass overwrite=True to replace it"
         )
     if target.is_symlink():
-        raise OutputError(f"{target}: is a link, which is not replaced; name what it leads to")
+        raise OutputError(
+            f"{target}: is a link, and links are not replaced; give the path that it points to"
+        )
     if layout.is_directory != target.is_dir():
         raise OutputError(f"{target}: is a {'file' if layout.is_directory else 'directory'}")
     if layout.is_directory:
@@ -102,22 +103,22 @@ def check_is_here(layout: Layout) -> None:
     """Refuse a place in a store; merges do not come here with one."""
     if layout.is_sent:
         raise OutputError(
-            f"{layout.target}: only a merge can be written to a store; choose a place on this "
-            "machine"
+            f"{layout.target}: only a merge can be written to a store; choose a path "
+            "on this machine"
         )
 
 
 def _check_name(target: Path) -> None:
     if not target.name or target.name == "..":
-        raise OutputError(f"{target}: is not a name for an output; give it one")
+        raise OutputError(f"{target}: is not a name for an output; add a name")
     longest = f"{target.name}{REPLACED}{os.getpid()}"
     if target.suffix == ".safetensors":
         longest = manifest_path(target).name
     surplus = len(os.fsencode(longest)) - LONGEST_NAME
     if surplus > 0:
         raise OutputError(
-            f"{target}: the name is {surplus} bytes too long, because {longest[-30:]!r} must be "
-            "possible beside it; choose a shorter one"
+            f"{target}: the name is {surplus} bytes too long, because "
+            f"{longest[-30:]!r} must fit next to it; choose a shorter name"
         )
 
 
@@ -136,12 +137,12 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
                 continue
             if danger == partial or partial in danger.parents:
                 raise OutputError(
-                    f"{target}: would be made in {partial}, where the input {file} lies; "
-                    "choose another output"
+                    f"{target}: would be made in {partial}, where the input {file} is; choose "
+                    "another output"
                 )
             raise OutputError(
                 f"{target}: the output would overwrite the input {file}"
-                + ("" if place == file else f", which lies in {place}")
+                + ("" if place == file else f", which is in {place}")
                 + "; choose another output"
             )
 
@@ -190,8 +191,8 @@ def _check_manifest(target: Path) -> None:
     except InputError:
         pass
     raise OutputError(
-        f"{manifest}: is not a manifest made by dare, so it is not replaced; move it away, or "
-        "choose another output"
+        f"{manifest}: is not a manifest of dare, so it is not replaced; move it "
+        "away, or choose another output"
     )
 
 
@@ -201,8 +202,8 @@ def _check_folder(target: Path) -> None:
         return
     if not (target / MANIFEST_NAME).exists():
         raise OutputError(
-            f"{target}: not made by dare (it has no {MANIFEST_NAME}), "
-            "so it is not replaced; remove it yourself or choose another output"
+            f"{target}: was not made by dare (it has no {MANIFEST_NAME}), so it is "
+            "not replaced; remove it yourself, or choose another output"
         )
     ours = written_files(target)
     folders = {parent for path in ours for parent in path.parents}
@@ -210,8 +211,8 @@ def _check_folder(target: Path) -> None:
         is_folder = path.is_dir() and not path.is_symlink()
         if path not in (folders if is_folder else ours):
             raise OutputError(
-                f"{target}: holds {path.relative_to(target)}, which dare did not write, so it is "
-                "not replaced; move that away or choose another output"
+                f"{target}: contains {path.relative_to(target)}, which dare did not write, "
+                "so it is not replaced; move that file away, or choose another output"
             )
 
 
@@ -221,6 +222,6 @@ def written_files(folder: Path) -> set[Path]:
         names = read_sealed(folder / MANIFEST_NAME)["files"]
     except InputError as error:
         raise OutputError(
-            f"{error}; so it is not known which files are ours, and {folder} is not replaced"
+            f"{error}; so the files that dare wrote are not known, and {folder} is not replaced"
         ) from None
     return {folder / name for name in (*names, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME)}

@@ -30,6 +30,7 @@ from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_
 from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
 from dare.tensors.places import to_path
+from dare.tensors.sizes import times
 
 Outcome = TypeVar("Outcome")
 
@@ -46,7 +47,7 @@ class Verification:
     tensors: int
     bytes_checked: int
     changed: tuple[str, ...] = ()
-    """What is not as it was written and may well be meant so: the card, pictures beside it."""
+    """What has changed, probably on purpose: the card, pictures next to it."""
     sha256: str | None = None
     """Of the bytes of all tensors in order of name; of merged models, if it was asked for."""
 
@@ -61,8 +62,8 @@ class Verification:
 
     def __str__(self) -> str:
         """The outcome in a few lines."""
-        intact = f"{self.tensors} tensors, {self.bytes_checked:,} bytes, intact"
-        outcome = intact if self.ok else "NOT what was written"
+        intact = f"{times(self.tensors, 'tensor')}, {self.bytes_checked:,} bytes, intact"
+        outcome = intact if self.ok else "CHANGED since it was written"
         weights = [] if self.sha256 is None else [f"SHA-256 of the weights: {self.sha256}"]
         return "\n  ".join([f"{self.path}: {outcome}", *self.problems, *self.changed, *weights])
 
@@ -139,7 +140,7 @@ def _verify_files(path: Path) -> Verification:
         if path.is_dir():
             problems += _compare_files(path, document, set(), changed)
         elif document["files"].get(path.name) != file_digest(path):
-            problems.append(f"{path.name}: is not as it was written")
+            problems.append(f"{path.name}: has changed since it was written")
     except InputError as error:
         problems.append(str(error))
     return Verification(path, tuple(problems), len(sizes), sum(sizes), tuple(changed))
@@ -173,7 +174,7 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
         if manifest.exists() and not problems:
             written = read_sealed(manifest)["files"]
             if list(written.values()) != [file_digest(file.path)]:  # both may have a new name
-                problems.append(f"{manifest}: is of another file than {file.path.name}")
+                problems.append(f"{manifest}: belongs to another file, not to {file.path.name}")
     except InputError as error:
         problems.append(str(error))
     return Verification(path, tuple(problems), tensors, nbytes)
@@ -247,8 +248,8 @@ def _compare_weights(
     """Compare with the manifest beside the weights, which can say which tensor is damaged."""
     if not problems and manifest.get("output") != embedded["output"]:
         yield (
-            f"{beside}: is of another merge than the weights, which are as their own header says; "
-            "a merge was interrupted at its last step: run it again"
+            f"{beside}: belongs to another merge than the weights, which match their "
+            "header; a merge was interrupted at its last step: run it again"
         )
         return
     expected = manifest["digests"]["output"]
@@ -256,9 +257,9 @@ def _compare_weights(
         if name not in digests:
             yield f"{name}: is missing"
         elif name not in expected:
-            yield f"{name}: was not written"
+            yield f"{name}: is not in the manifest"
         elif digests[name] != expected[name]:
-            yield f"{name}: is not as it was written"
+            yield f"{name}: has changed since it was written"
     for key, value in embedded.items():
         if key != SEAL and manifest.get(key) != value:
             yield f"{beside}: {key} is not what the header of the output says"
@@ -279,7 +280,7 @@ def _compare_files(
             if name == CARD_NAME:
                 changed.append(f"{name}: has been changed")
             else:
-                yield f"{name}: is not as it was written"
+                yield f"{name}: has changed since it was written"
     ours = {*expected, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

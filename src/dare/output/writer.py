@@ -242,7 +242,7 @@ class PartialOutput:
             self.started_over = (
                 "its journal cannot be read, so it starts over"
                 if found.fingerprint is None
-                else "was left by another merge or another version, and is not used"
+                else "was left by another merge or another version of dare, and is not used"
             )
 
     def _clear(self, kept: Collection[str]) -> bool:
@@ -288,7 +288,8 @@ class PartialOutput:
         if missing > free:
             raise OutputError(
                 f"{self.layout.target}: needs {show_size(missing)} more and the disk has "
-                f"{show_size(free)} free; make room or choose another place, then run it again"
+                f"{show_size(free)} free; make room or choose another place, then run the "
+                "merge again"
             )
 
     def intact(self, records: list[Record]) -> list[Record]:
@@ -385,7 +386,6 @@ def explaining(place: Path, *, resumable: bool = False) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and resumable:
             raise OutputError(
-                f"{place}: the disk is full; make room and run the same merge again, "
-                "it goes on where it stopped"
+                f"{place}: the disk is full; make room and run the same merge again; it resumes"
             ) from error
         raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error

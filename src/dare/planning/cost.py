@@ -15,7 +15,8 @@ from dare.tensors.sizes import show_size
 INTERPRETER_BYTES = 200 << 20
 """About what Python, NumPy and compiled kernels take before the first buffer; for the forecast."""
 
-CHUNKS_AT_ONCE = int(__import__("os").environ.get("SPAN", "4"))
+CHUNKS_AT_ONCE = 4
+"""So many a thread reads and writes together, where memory allows it."""
 TENSOR_BYTES = 6000
 """About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
 

@@ -30,6 +30,7 @@ class Plan(PlanData):
         """The plan as plain values, ready for JSON."""
         return {
             "method": "+".join(stage.name for stage in self.stages),
+            "stages": [{"stage": stage.name, **values} for stage, values in self.recipe.chain],
             "models": [
                 {"name": name, "weight": weight, "seed": seed}
                 for name, weight, seed in zip(
@@ -94,5 +95,5 @@ class Plan(PlanData):
         if self.layout is not None:
             lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
         lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  warning: {warning}" for warning in self.warnings]
+        lines += [f"  {warning.strength}: {warning}" for warning in self.warnings]
         return "\n".join(map(printable, lines))

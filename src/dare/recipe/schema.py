@@ -50,17 +50,8 @@ Policy = Literal["error", "base"]
 
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
-    *(
-        "delta_threshold",
-        "verbose",
-        "shard_size",
-        "max_memory",
-        "threads",
-        "cluster",
-        "cluster_log",
-        "output_digest",
-        "search",
-    ),
+    *("delta_threshold", "verbose"),
+    *("shard_size", "max_memory", "threads", "cluster", "cluster_log", "output_digest", "search"),
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 

@@ -14,7 +14,8 @@ from dare.output.journal import Record
 from dare.output.writer import Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.run.backend import Backend, Bytes, Chunk, Raw, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Figures, Raw, Summaries
+from dare.run.finite import check_chunk, is_suspect
 from dare.run.graph import (
     Conclude,
     Copy,
@@ -201,6 +202,7 @@ class Worker:
         if tensor.is_merged:
             summary = results.get(survey_all_id(tensor))
             figures = self._backend.merge(chunk, summaries_of(tensor, results), summary, into)
+            self._check_finite(chunk, figures)
         else:
             figures = self._backend.convert(chunk, into)
         *inputs, output = self._digests(chunk, into.view(tensor.dtype.carrier))
@@ -229,6 +231,13 @@ class Worker:
         numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
         digests = [source.chunk_digest(chunk.tensor.name, number) for number in numbers]
         return [d for d in digests if d] if all(digests) else None
+
+    def _check_finite(self, chunk: Chunk, figures: Sequence[Figures]) -> None:
+        """Refuse inputs that are not finite; nothing is looked at where no figure says so."""
+        nans = sum(found.exceptions[1] for found in figures)
+        if self._plan.recipe.allow_not_finite or not any(is_suspect(*found) for found in figures):
+            return
+        check_chunk(self._plan, chunk.tensor, chunk.base, chunk.tuned, nans=nans)
 
     def _check_copies(self, tensor: TensorPlan, digests: Sequence[Sequence[str]]) -> None:
         for model, found in zip(tensor.models, digests[1:], strict=True):

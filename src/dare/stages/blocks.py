@@ -287,7 +287,7 @@ def _settled(tuned: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
     """What a model has, but where the base is infinite its difference from that, if it has one."""
     values, origin = _decoded(tuned), _decoded(base)
     is_same = tuned == base if tuned.dtype == base.dtype else values == origin
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         change = np.where(is_same, np.float32(0), values - origin)
     stored = np.empty_like(tuned)
     reference.encode(change, stored)

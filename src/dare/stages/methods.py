@@ -51,16 +51,16 @@ def _other_names() -> list[str]:
 
 
 def parse_method(method: str) -> tuple[Stage, ...]:
-    """Turn `"dare+ties"`, or an alias such as `"dare_ties"`, into its stages.
+    """Turn `"dare+ties"`, or an alias such as `"DARE_TIES"`, into its stages.
 
-    >>> [stage.name for stage in parse_method("dare_ties")]
+    >>> [stage.name for stage in parse_method("DARE_TIES")]
     ['dare', 'ties']
     """
-    chain = ALIASES.get(method, method)
+    chain = ALIASES.get(method) or ALIASES.get(method.lower(), method)
     stages = []
     for name in chain.split("+"):
         try:
-            stages.append(find_stage(name))
+            stages.append(find_stage(name if name in STAGES else name.lower()))
         except RecipeError as error:
             raise RecipeError(f"method {method!r}: {error}") from None
     for stage in stages:

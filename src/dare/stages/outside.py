@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dare.errors import DareWarning, InputError
+from dare.errors import InputError, warn_caller
 from dare.stages.registry import STAGES
 from dare.tensors.digest import bytes_digest
 
@@ -82,7 +81,7 @@ def load_installed_stages() -> None:
         try:
             _registered_by(entry.load, package, f"package {package}")
         except InputError as error:
-            warnings.warn(str(error), DareWarning, stacklevel=2)
+            warn_caller(str(error))
 
 
 def _run(file: Path) -> None:

@@ -14,7 +14,8 @@ from dare.stages.registry import combine_stage
 from dare.stages.trim import KeepRatio
 
 TrimFirst = Annotated[
-    KeepRatio | None, Field(description="Share of each delta's elements to keep before the vote.")
+    KeepRatio | None,
+    Field(description="Trim to this share of each delta's elements before the vote; else not."),
 ]
 Divisor = Annotated[
     Literal["weights", "count", "nothing"],
@@ -45,7 +46,9 @@ def ties(
     P / Σ wᵢ over the models that made up P, where P + N < 0 it is N / Σ wᵢ likewise, and where
     they cancel it is 0. `divide_by = "count"` divides by the number of those models, as PEFT does,
     and `divide_by = "nothing"` leaves P and N as they are, as mergekit's `dare_ties` does.
-    `keep_ratio` trims each delta first, as the stage `trim` does.
+    `keep_ratio` trims each delta first, as the stage `trim` does; without it nothing is trimmed.
+    (The published function `dare_ties_merge` trims unless told otherwise: to 0.2 of what DARE has
+    kept on dicts, to 0.5 on files.)
 
     `weighted = false` counts votes by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
     `vote = "count"` by the weights of the models on either side, or with `weighted = false` by

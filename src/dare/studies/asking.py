@@ -121,8 +121,8 @@ def ask(
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:
         raise RecipeError(
-            "nothing says how good a candidate is: give --eval 'python score.py {model}' or "
-            "--eval score.py:score (docs: evaluators)"
+            "no evaluator: add --eval score.py:score or --eval 'python score.py "
+            "{model}', which scores a candidate (docs: evaluators)"
         )
     objective = Objective.parse(table.objective)
     testing = holdout if holdout is not None else table.holdout
@@ -149,8 +149,8 @@ def _check_sampler(name: str) -> None:
     lacking = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
     if lacking:
         raise InputError(
-            f"sampler {name}: needs {' and '.join(lacking)}: pip install {' '.join(lacking)}, or "
-            "take tpe"
+            f"sampler {name}: needs {' and '.join(lacking)}: pip install "
+            f"{' '.join(lacking)}, or use tpe"
         )
 
 
@@ -158,8 +158,8 @@ def count_grid(space: Space, seeds: int) -> int:
     """How many candidates a grid has: another seed counts only where something is random."""
     if not space.is_listed:
         raise RecipeError(
-            "a grid needs lists of values, or ranges with a step; for other ranges take random, "
-            "tpe, cmaes or gp"
+            "a grid needs lists of values, or ranges with a step; for other ranges "
+            "use random, tpe, cmaes or gp"
         )
     return sum(seeds if space.is_random(settings) else 1 for settings in space.grid())
 

@@ -67,4 +67,4 @@ def advised_recipe(recipe: Recipe, *, verbose: bool = False) -> tuple[Recipe | N
         name: getattr(recipe, name)
         for name in ("on_missing", "on_extra", "on_mismatch", "vocabulary", "dtype", "seed")
     }
-    return advised.model_copy(update={**policies, "threads": recipe.threads}), ""
+    return advised.model_copy(update={**policies, "threads": recipe.threads, "output": None}), ""

@@ -47,15 +47,19 @@ def grounds(conclusion: Conclusion) -> Iterator[str]:
     others = [ranked.label for ranked in conclusion.tied]
     if others:
         shown = "; ".join(others[:5]) + ("; …" if len(others) > 5 else "")
-        yield f"Cannot be told apart from {len(others)}: {shown}."
+        yield f"Within noise of {times(len(others), 'other setting')}: {shown}."
     if conclusion.simplest not in (None, best, *conclusion.better):
         assert conclusion.simplest is not None
         yield f"The simplest of these: {conclusion.simplest.label}."
     if conclusion.holdout is not None:
         held = conclusion.holdout
         yield (
-            f"On the holdout: {held.objective}; choosing has flattered it by about {held.loss:.3g}."
+            f"On the holdout: {held.objective}, {abs(held.loss):.3g} "
+            f"{'lower' if held.loss >= 0 else 'higher'} than where it was chosen."
         )
         for difference in held.against:
-            yield f"There against {difference.other}: {difference.estimate}, {difference.verdict}."
+            yield (
+                f"On the holdout against {difference.other}: {difference.estimate}, "
+                f"{difference.verdict}."
+            )
     yield from conclusion.remarks

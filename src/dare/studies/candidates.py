@@ -29,6 +29,7 @@ from dare.inputs.opening import open_inputs
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import Raw, Source
 from dare.output.journal import Record
+from dare.output.repeated_inputs import check_inputs
 from dare.output.report import digests_of
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
@@ -72,6 +73,7 @@ class Candidates:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
         given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
+        check_inputs(self.recipe, opened.base, opened.models)
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
@@ -143,8 +145,8 @@ class Candidates:
         files = (recipe.base, *(entry.file for entry in recipe.models))
         if unknown := [str(file) for file in files if file not in self._kept]:
             raise InputError(
-                f"{some_of(unknown)}: is not among the models of the study, and only these are in "
-                f"memory: {', '.join(map(str, self._kept))}"
+                f"{some_of(unknown)}: is not a model of the study; these are in memory: "
+                f"{', '.join(map(str, self._kept))}"
             )
         _, opened = open_inputs(recipe, rescales=False)
         base, *models = (
@@ -174,7 +176,8 @@ class _Kept(NamedTuple):
         """The same model opened again, in memory if it is presented as it was then."""
         if _times(source) != _times(self.source):
             raise InputError(
-                f"{', '.join(map(str, source.files))}: changed since it was read; start again"
+                f"{', '.join(map(str, source.files))}: changed since it was read; run the "
+                "search again"
             )
         if may_differ or source.fingerprint() != self.source.fingerprint():
             return source
@@ -225,7 +228,7 @@ def _checked(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
         found = None if array is None else (array.shape, array.dtype)
         if found != expected.get(name):
             raise InputError(
-                f"{name}: the array to fill must be {_described(expected.get(name))}, and is "
+                f"{name}: the array to fill must be {_described(expected.get(name))}, not "
                 f"{_described(found)}; give the arrays of a candidate with the same types"
             )
     return {name: into[name] for name in expected}
@@ -289,8 +292,8 @@ def _find_homes(
     """Where the tensors of a plan are in a model, each piece of memory once."""
     if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
         raise InputError(
-            f"the model has no {some_of(lacking)}, which the base has; give a model of the base's "
-            "architecture, whose tensors are called as in its files"
+            f"the model has no {some_of(lacking)}, and the base does; give a model of "
+            "the base's architecture, with the tensor names of the base's files"
         )
     homes: dict[str, _Home] = {}
     owners: dict[Any, TensorPlan] = {}
@@ -299,16 +302,16 @@ def _find_homes(
         kind, shape, memory = memory_of(arrays[name], name)
         if shape != tensor.shape or not _holds_all(kind, tensor.dtype):
             raise InputError(
-                f"{name}: is {kind.name} {list(shape)} in the model, and {tensor.dtype.name} "
-                f"{list(tensor.shape)} in the merge; load the model in that type or a wider one, "
-                "such as float32"
+                f"{name}: is {kind.name} {list(shape)} in the model and "
+                f"{tensor.dtype.name} {list(tensor.shape)} in the merge; load the model "
+                "in that type or a wider one, such as float32"
             )
         if tensor.elements:
             owner = owners.setdefault(memory.where, tensor)
             if owner.key != tensor.key:
                 raise InputError(
-                    f"{owner.name} and {tensor.name} are one tensor in the model, and two in the "
-                    "base; untie them in the model"
+                    f"{owner.name} and {tensor.name} are one tensor in the model and two in "
+                    "the base; untie them in the model"
                 )
             if owner is tensor:
                 homes[tensor.name] = _Home(memory, kind, tensor.dtype)

@@ -86,7 +86,7 @@ def open_scorer(
     deleted. It may use so many `threads`; by default, all cores.
     """
     if time_limit is not None and not time_limit > 0:
-        raise RecipeError(f"the time limit is {time_limit:g} s, and must be more than 0")
+        raise RecipeError(f"the time limit is {time_limit:g} s; it must be more than 0")
     if isinstance(evaluator, str):
         if _is_command(evaluator):
             check_evaluator(evaluator)
@@ -95,8 +95,8 @@ def open_scorer(
         return ProcessScorer(evaluator, recipe, time_limit=time_limit, work=work, threads=threads)
     if time_limit is not None:
         raise RecipeError(
-            "a time limit needs an evaluator that can be ended: give it by its name, as "
-            '"module:function", and it runs in a process of its own'
+            "a time limit works only for evaluators that run in another process: "
+            'give the function by name, as "module:function"'
         )
     module = sys.modules.get(getattr(evaluator, "__module__", None) or "")
     shown = getattr(evaluator, "__qualname__", None) or repr(evaluator)
@@ -133,15 +133,17 @@ def _check_form(evaluator: str) -> None:
         harness.check_name(evaluator)
     elif split_name(evaluator) is None:
         raise RecipeError(
-            f"{evaluator!r}: is no evaluator. Write module:function or file.py:function, a command "
-            f"with {MODEL} in it, or lm_eval:task@folder"
+            f"{evaluator!r}: is not an evaluator. Write module:function or "
+            f"file.py:function, a command with {MODEL} in it, or lm_eval:task@folder"
         )
 
 
 def _check_command(command: str) -> None:
     words = _PLACEHOLDER.findall(command)
     if "model" not in words:  # but ${model} is
-        raise RecipeError(f"{command!r}: ${MODEL} is the shell's; write {MODEL} for the candidate")
+        raise RecipeError(
+            f"{command!r}: ${MODEL} is a variable of the shell; write {MODEL} for the candidate"
+        )
     for word in words:
         if f"{{{word}}}" not in (MODEL, ITEMS):
             raise RecipeError(
@@ -214,7 +216,7 @@ class CommandScorer:
         try:
             status = process.pump(lambda: False, self._time_limit)
         except TimeUpError:
-            problem = f"took longer than {self._time_limit:g} s and was ended"
+            problem = f"took longer than {self._time_limit:g} s and was stopped"
         else:
             problem = describe_status(status) if status else ""
         finally:
@@ -244,5 +246,5 @@ def _parsed(line: str) -> dict[str, Any]:
         parsed = None
     if not isinstance(parsed, dict):
         shown = line if len(line) <= QUOTED else f"{line[:QUOTED]}…"
-        raise EvaluationError(f"its last line must be a JSON object of numbers, and is {shown!r}")
+        raise EvaluationError(f"its last line must be a JSON object of numbers, not {shown!r}")
     return parsed

@@ -83,8 +83,9 @@ class Live:
         base = resolve(recipe.base, verbose=False).path
         if load_model is None and not base.is_dir():
             raise RecipeError(
-                f"{recipe.base}: is a file, and transformers builds a model from a directory with "
-                "a config.json; define load_model(base) beside the evaluator, or take `tensors`"
+                f"{recipe.base}: is a file, but transformers builds a model from a "
+                "directory with a config.json; define load_model(base) in the "
+                "evaluator's file, or take `tensors` as the parameter"
             )
         self.candidate = (load_model or load_live)(base)
 

@@ -74,9 +74,9 @@ def look_at(function: Any, shown: str, load_model: LoadModel | None) -> Function
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise RecipeError(f"{shown}: is not a function whose parameters can be read") from None
-    forms = f"{', '.join(FORMS[:-1])} or {FORMS[-1]}, which says what it is given"
+    forms = f"{', '.join(FORMS[:-1])} or {FORMS[-1]}; the name decides what the function receives"
     if not parameters:
-        raise RecipeError(f"{shown}: takes no parameters; its first must be {forms}")
+        raise RecipeError(f"{shown}: takes no parameters; the first must be {forms}")
     first, *others = parameters
     if first.name not in FORMS:
         hint = did_you_mean(first.name, FORMS)
@@ -85,8 +85,8 @@ def look_at(function: Any, shown: str, load_model: LoadModel | None) -> Function
     for other in others:
         if other.name != "items" and other.default is other.empty and other.kind not in variable:
             raise RecipeError(
-                f"{shown}: nothing would be given for its parameter {other.name!r}; only "
-                f"{first.name} and items are known, others need a default"
+                f"{shown}: there is no value for its parameter {other.name!r}; only "
+                f"{first.name} and items are known, and other parameters need a default"
             )
     takes_items = any(other.name == "items" for other in others)
     return Function(function, first.name, takes_items, load_model)
@@ -117,7 +117,7 @@ def _import(place: str) -> Any:
     found = getattr(module, "__file__", None)
     if place.endswith(FILE_SUFFIX) and (found is None or not Path(found).samefile(file)):
         raise RecipeError(
-            f"{place}: another module is called {module_name!r} ({found}); rename the file"
+            f"{place}: there is another module called {module_name!r} ({found}); rename the file"
         )
     return module
 
@@ -177,7 +177,9 @@ def check_asked(items: Sequence[str] | None, *, is_made: bool, takes_items: bool
     if not is_made:
         raise EvaluationError("there is no candidate to score; make one first")
     if items is not None and not takes_items:
-        raise EvaluationError("the evaluator cannot score some of the items; it has no `items`")
+        raise EvaluationError(
+            "the evaluator cannot score a part of the items; it has no parameter `items`"
+        )
 
 
 def failed(what: str, error: BaseException) -> EvaluationError:

@@ -164,8 +164,9 @@ def _metric_of(name: str, task: Any) -> str:
     upward = [metric for metric, is_better in better.items() if is_better]
     if not upward:
         raise RecipeError(
-            f"lm_eval: of what the task {name!r} measures ({', '.join(better)}), less is better; "
-            "of scores, more is better. Write a function that returns its negative"
+            f"lm_eval: in the task {name!r} less is better ({', '.join(better)}), and "
+            "a score must be better if it is larger. Write a function that returns "
+            "its negative"
         )
     return next((metric for metric in METRICS if metric in upward), upward[0])
 
@@ -182,6 +183,8 @@ def _by_task(items: Sequence[str]) -> dict[str, list[int]]:
     for item in items:
         task, _, number = item.rpartition("/")
         if not task or not number.isdecimal():
-            raise EvaluationError(f"{item!r}: is no item of the harness; they are task/number")
+            raise EvaluationError(
+                f"{item!r}: is not an item of the harness; items are written task/number"
+            )
         chosen.setdefault(task, set()).add(int(number))
     return {task: sorted(numbers) for task, numbers in chosen.items()}

@@ -167,7 +167,9 @@ def choose_subset(by_baseline: Mapping[str, Mapping[str, float]], count: int, se
 
 def _common_ids(by_baseline: Mapping[str, Mapping[str, float]]) -> list[str]:
     if not by_baseline:
-        raise InputError("a subset is chosen by the items of the baselines, and there are none")
+        raise InputError(
+            "a subset is chosen from the items of the baselines, and the evaluator gives none"
+        )
     common = set.intersection(*(set(items) for items in by_baseline.values()))
     if not common:
         raise InputError(

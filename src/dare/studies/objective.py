@@ -106,7 +106,7 @@ class Objective:
         """
         formula = _sum_of(_parsed(text), text)
         if not any(factor for _, factor in formula.scores([""])):
-            raise _refusal(text, "no score counts in it")
+            raise _refusal(text, "it uses no score")
         return cls(text.strip(), formula)
 
     @property
@@ -160,7 +160,7 @@ def _quoting(name: str, known: Iterable[str]) -> str:
 
 def _refusal(text: str, reason: str) -> RecipeError:
     shown = text if len(text) <= 80 else f"{text[:79]}…"
-    return RecipeError(f"objective {shown!r}: {reason}; write such as {_EXAMPLES}")
+    return RecipeError(f"objective {shown!r}: {reason}; examples: {_EXAMPLES}")
 
 
 def _parsed(text: str) -> ast.expr:
@@ -172,7 +172,7 @@ def _parsed(text: str) -> ast.expr:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _refusal(
-            text, "this is not a formula (a name with other signs needs quotes)"
+            text, "it is not a formula (a name with other characters needs quotes)"
         ) from None
 
 
@@ -206,7 +206,10 @@ def _sum_of(node: ast.expr, text: str, depth: int = 0) -> _Sum:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FOLDS and args:
             return _Sum(0.0, ((_Fold(name, tuple(map(inner, args))), 1.0),))
         case ast.Call(func=ast.Name(id=name)) if name in _FOLDS:
-            raise _refusal(text, f"{name}() takes scores in brackets, or none and no brackets")
+            raise _refusal(
+                text,
+                f"{name} is written with scores in brackets, or without brackets for all scores",
+            )
         case ast.Call(func=function):
             shown = ast.unparse(function)
             raise _refusal(
@@ -259,9 +262,9 @@ def doubts(objective: Objective, names: Iterable[str], guards: Sequence[Guard] =
     known = list(names)
     bounded = {guard.name for guard in guards if guard.kind == "max"}
     return [
-        f"The objective {objective.text!r} takes a larger {name} for better, though "
-        + ("a guard sets its maximum" if name in bounded else "its name says that it is an error")
-        + f"; write -{name if name.isidentifier() else repr(name)} in it if smaller is better."
+        f"In the objective {objective.text!r} a larger {name} is better, but "
+        + ("a guard sets its maximum" if name in bounded else "its name is that of an error")
+        + f"; if smaller is better, write -{name if name.isidentifier() else repr(name)}."
         for name, sign in objective.directions(known).items()
         if sign > 0 and (name in bounded or _sounds_like_an_error(name))
     ]
@@ -311,7 +314,7 @@ class Guard:
         if not math.isfinite(number):
             raise RecipeError(f"{where}: the bound must be a finite number, not {bound}")
         if kind == "keep" and number < 0:
-            raise RecipeError(f"{where}: a share to keep must not be negative; write such as 0.95")
+            raise RecipeError(f"{where}: a share to keep must not be negative; an example is 0.95")
         return cls(text.strip(), name, kind, number, objective)
 
     def check(self, names: Iterable[str]) -> None:
@@ -373,7 +376,7 @@ class Guard:
         side = "below" if sign > 0 else "above"
         found = f"{name} is {shown}, {side} {shown_limit}"
         if self.kind == "keep":
-            found += f" (the best single model has {best:.4g}, to keep {self.bound:.4g} of it)"
+            found += f" (to keep {self.bound:.4g} of the best single model's {best:.4g})"
         return found
 
 

@@ -14,6 +14,7 @@ from dare.studies.conclusions import conclude
 from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial, key_of
 from dare.studies.space import Space, seed_shifts
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Study
+from dare.tensors.sizes import times
 
 WINNER, RUNNER_UP = "winner", "runner-up"
 
@@ -119,7 +120,7 @@ def _with_finals(trials: Sequence[Trial], finals: Sequence[Trial], count: int) -
         if (final := full.get(str(trial.number))) is not None:
             found.append(replace(trial, scored=final.scored, objective=final.objective))
         elif trial.is_done and full:
-            told = f"scored on {count} chosen items, and not among the best there"
+            told = f"stopped after {times(count, 'chosen item')}: it was not among the best on them"
             found.append(replace(trial, state=State.STOPPED, message=told))
         else:
             found.append(trial)

@@ -19,11 +19,11 @@ _NEAR = 0.02
 def of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) -> Iterator[str]:
     """What a winner's scores on the holdout say; its settings may no longer be the best."""
     if settings != best.settings:
-        yield "The holdout was scored for an earlier winner, not for the best setting of now."
+        yield "The holdout was scored for an earlier winner, not for the present best setting."
     if looks > 1:
         yield (
-            f"{looks} winners have been scored on the holdout, so it has helped to choose; "
-            "it is no longer held out."
+            f"{looks} winners have been scored on the holdout, so it helped to choose "
+            "and is no longer held out."
         )
     for sentence in winner.broken:
         yield f"On the holdout the winner breaks a guard: {sentence}."
@@ -35,22 +35,25 @@ def of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
     given = any(scored.items for entry in entries for scored in entry.scored)
     if not table.items:
         reason = (
-            "No score of the objective is the mean of items that all have"
+            "No score of the objective is a mean of items that every setting has"
             if given
             else ("The evaluator gives no items")
         )
         yield f"{reason}, so " + (
-            "intervals tell the chance of seeds only, not of the items."
+            "intervals cover only the chance of the seeds, not that of the items."
             if has_seeds
-            else "nothing tells whether a difference is chance."
+            else "it is not known whether a difference is chance."
         )
     elif table.without_items:
         names = ", ".join(table.without_items)
-        yield f"Intervals leave out the chance in {names}: not made of items that all have."
+        yield (
+            f"Intervals leave out the chance in {names}, which are not means of items "
+            "that every setting has."
+        )
     if table.left_out:
         yield (
-            f"Not all were scored on the same items: {table.items:,} that all have are compared, "
-            f"{table.left_out:,} are left out."
+            f"Not all settings were scored on the same items: the {table.items:,} "
+            f"common ones are compared, {table.left_out:,} are left out."
         )
 
 
@@ -58,7 +61,9 @@ def of_best(data: StudyData, judge: Judge, best: Ranked, entry: Entry) -> Iterat
     """What the best setting itself says of the search."""
     yield from _of_seeds(data, entry)
     for name, end in _at_ends(data.space, best.settings, judge):
-        yield f"{name} is at the {end} value searched ({best.settings[name]:.4g}): search further."
+        yield (
+            f"{name} is at the {end} value searched ({best.settings[name]:.4g}): widen the range."
+        )
 
 
 def of_others(
@@ -75,26 +80,29 @@ def of_others(
             yield "No setting is scored yet."
             return
         first = standing[order[0]]
-        yield f"All of {times(len(order), 'setting')} break guards, so there is no best one."
-        yield f"{first.label}, with the largest objective, breaks: {'; '.join(first.broken)}."
+        yield (
+            f"Every setting breaks a guard ({times(len(order), 'setting')}), so there "
+            "is no best one."
+        )
+        yield f"{first.label} has the largest objective and breaks: {'; '.join(first.broken)}."
         return
     best, count = feasible[0], len(feasible)
     gap = float(table.values[best] - table.values[feasible[1]]) if count > 1 else math.inf
     if noise is not None and noise > gap:
         yield (
-            f"Scoring the same weights twice differs by {noise:.4g}, more than the best and "
-            f"the runner-up ({gap:.4g})."
+            f"Two scorings of the same weights differ by {noise:.4g}; the best and "
+            f"the runner-up differ by only {gap:.4g}."
         )
     done = {key_of(trial.settings) for trial in data.trials if trial.is_done}
     stopped = len({key_of(t.settings) for t in data.trials if t.scored is not None} - done)
     if count + stopped > 1:
         is_known = count > 1 and table.difference(best, feasible[1], feasible).low is not None
-        allowed = f"the {count} that were scored on all items" if stopped else "that"
+        allowed = f"the {count} settings that were scored on all items" if stopped else "that"
         yield (
-            f"The best was chosen from {count + stopped} settings on the same data, so its "
-            "objective is rather too high than too low"
+            f"The best was chosen from {count + stopped} settings on the same data, "
+            "so its objective is probably too high"
             + (f"; the intervals of its differences allow for {allowed}" if is_known else "")
-            + ("." if data.holdout else ", and a holdout tells by how much.")
+            + ("." if data.holdout else "; add a holdout to see by how much.")
         )
     for place, ranked in enumerate(standing):
         if ranked.baseline and not ranked.broken and table.values[place] > table.values[best]:
@@ -112,9 +120,11 @@ def _of_seeds(data: StudyData, best: Entry) -> Iterator[str]:
     if count < len(data.seeds):
         yield f"The best setting has been scored with {count} of {len(data.seeds)} seeds."
     if count == 1:
-        yield "The best setting has one seed: how far another would differ is not known."
+        yield (
+            "The best setting was scored with one seed, so it is not known how much seeds differ."
+        )
     elif count == 2:
-        yield "Two seeds tell little of how far seeds differ; three or more are better."
+        yield "Two seeds say little about how much seeds differ; use three or more."
 
 
 def of_failures(data: StudyData) -> Iterator[str]:
@@ -134,7 +144,9 @@ def of_scores(judge: Judge, standing: Sequence[Ranked], singles: Sequence[Scored
     yield from doubts(judge.objective, scores, judge.guards)
     for guard in judge.guards:
         if not guard.is_judged(scores, [single.scores for single in singles]):
-            yield f"The guard {guard.text} is not judged: no single model has been scored."
+            yield (
+                f"The guard {guard.text} is not checked, because no single model has been scored."
+            )
 
 
 def _at_ends(

@@ -28,8 +28,8 @@ def read_scores(returned: object) -> Scored:
     given = table.get(ITEMS)
     if given is not None and not isinstance(given, Mapping):
         raise EvaluationError(
-            f"items must be a table of numbers by id, as in {{'add/1': 1, 'add/2': 0}}, and is "
-            f"{_shown(given)}"
+            "items must be a table of numbers by id, as in "
+            f"{{'add/1': 1, 'add/2': 0}}, not {_shown(given)}"
         )
     items = {
         _name(id_, "id of an item"): _number(value, f"item {id_}")
@@ -41,7 +41,7 @@ def read_scores(returned: object) -> Scored:
         if name != ITEMS
     }
     if not scores and not items:
-        raise EvaluationError("there are no scores: return a number, or numbers by name")
+        raise EvaluationError("there are no scores; return a number, or numbers by name")
     return Scored(scores or group_means(items), items)
 
 
@@ -70,7 +70,7 @@ def checked(scored: Scored, asked: Iterable[str] | None) -> Scored:
     """Refuse scores on other items than those asked for."""
     problem = None if asked is None else check_items(scored, scored, asked)
     if problem:
-        raise EvaluationError(f"the evaluator returned other items; {problem}")
+        raise EvaluationError(f"the evaluator returned different items; {problem}")
     return scored
 
 
@@ -87,7 +87,7 @@ def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> li
 def _name(name: object, what: str) -> str:
     if isinstance(name, str) and name.strip():
         return name
-    raise EvaluationError(f"the {what} must be text, and is {_shown(name)}")
+    raise EvaluationError(f"the {what} must be text, not {_shown(name)}")
 
 
 def _number(value: Any, name: object) -> float:
@@ -97,17 +97,17 @@ def _number(value: Any, name: object) -> float:
         try:
             plain = value.item()
         except (ValueError, RuntimeError, TypeError):  # more than one element
-            raise EvaluationError(f"{name} must be one number, and is {_shown(value)}") from None
+            raise EvaluationError(f"{name} must be one number, not {_shown(value)}") from None
     if isinstance(plain, bool):
-        raise EvaluationError(f"{name} is {plain}; return 1 or 0 if that is meant")
+        raise EvaluationError(f"{name} is {plain}; return 1 or 0 instead")
     if not isinstance(plain, Real):
-        raise EvaluationError(f"{name} must be a number, and is {_shown(value)}")
+        raise EvaluationError(f"{name} must be a number, not {_shown(value)}")
     try:
         number = float(plain)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise EvaluationError(f"{name} is {_shown(plain)}, and must be a finite number")
+        raise EvaluationError(f"{name} must be a finite number, not {_shown(plain)}")
     return number
 
 

@@ -101,7 +101,9 @@ def _race(scorer: Scorer, claim: Claim, terms: Terms) -> tuple[Scored, str]:
         if len(items) == total:
             return scored, ""
         if claim.report(terms.asked.objective.value(scores), rung):
-            return scored, f"was among the worse two thirds on {len(items)} of {total} items"
+            return scored, (
+                f"stopped after {len(items)} of {total} items: it was in the lower two thirds"
+            )
     raise AssertionError("the last part has all that is left")
 
 
@@ -113,4 +115,4 @@ def _check_alike(scored: Scored, terms: Terms) -> None:
     compares_items = terms.has_items and terms.subset is None and not terms.rungs
     difference = check_items(terms.reference, scored if compares_items else named)
     if difference is not None:
-        raise EvaluationError(f"the evaluator gave other scores: {difference}", scored.output)
+        raise EvaluationError(f"the evaluator gave different scores: {difference}", scored.output)

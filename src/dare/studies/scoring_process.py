@@ -158,7 +158,8 @@ class Asked:
         except TimeUpError:
             self.close()
             raise EvaluationError(
-                f"{self._evaluator}: took longer than {time_limit:g} s and was ended", self.printed
+                f"{self._evaluator}: took longer than {time_limit:g} s and was stopped",
+                self.printed,
             ) from None
         except BaseException:
             self.close()

@@ -112,8 +112,8 @@ def search(
     asked = ask(loaded, over=over, evaluate=evaluate, holdout=holdout, study=place, **settings)
     if jobs > 1 and not (isinstance(asked.evaluator, str) and isinstance(holdout, str | None)):
         raise RecipeError(
-            "jobs: a function that is handed over runs in this process, one candidate at a time; "
-            "give it by name, as in 'score.py:score'"
+            "jobs: a function object runs in this process, one candidate at a time; "
+            "give the function by name, as in 'score.py:score'"
         )
     opened = Study(place, asked.charter)
     try:
@@ -212,7 +212,7 @@ class _Story:
             return
         recipe, remark = None, ""
         if advice:
-            self.display.say("analysing the models, for the advice")
+            self.display.say("analysing the models for the advice")
             recipe, remark = advised_recipe(self.asked.recipe)
         space = self.asked.space
         starts = [space.nearest(start) for start in (recipe, space.recipe) if start is not None]
@@ -241,7 +241,7 @@ class _Story:
         failed = [trial for trial in found if not trial.is_done]
         if len(failed) == len(found):
             last = failed[0].output.strip().rpartition("\n")[2]
-            printed = f"; the last line that it printed: {last}" if last else ""
+            printed = f"; its last line was: {last}" if last else ""
             raise InputError(f"no baseline could be scored: {failed[0].message}{printed}")
 
     def _check_inputs(self, scorer: Scorer, average: Recipe) -> None:
@@ -249,8 +249,8 @@ class _Story:
         for done in self.study.beside(BASELINE):
             if done.name == AVERAGE and done.digest not in (None, scorer.make(average)):
                 raise InputError(
-                    f"{self.study.path}: the base or a model has changed since the study was "
-                    "begun: their average has other weights; give another --study"
+                    f"{self.study.path}: the base or a model has changed since the study "
+                    "began (their average has other weights); give another --study"
                 )
 
     def _set_terms(self, scorer: Scorer) -> None:
@@ -264,23 +264,25 @@ class _Story:
         differences = [d for d in (check_items(first, other) for other in scores[1:]) if d]
         if any(other.scores.keys() != first.scores.keys() for other in scores):
             raise InputError(
-                f"the evaluator gives other scores each time, so that nothing can be compared: "
-                f"{differences[0]}; give the same names each time"
+                "the evaluator gives different scores each time, so nothing can be "
+                f"compared: {differences[0]}; return the same names each time"
             )
         has_items = bool(first.items) and not differences
         self.terms = replace(self.terms, singles=singles, reference=first, has_items=has_items)
         wanted = self.asked.table.race or self.asked.table.items is not None
         if differences:
             remarks.append(
-                f"The evaluator gives other items each time ({differences[0]}), so candidates "
-                "cannot be compared item by item."
+                f"The evaluator gives different items each time ({differences[0]}), so "
+                "candidates cannot be compared item by item."
             )
         elif wanted and not has_items:
-            remarks.append("The evaluator gives no items, so every candidate is scored on all.")
+            remarks.append(
+                "The evaluator gives no items, so all candidates are scored on all data."
+            )
         elif wanted and not scorer.takes_items:
             remarks.append(
                 "The evaluator cannot be told which items to score, so every candidate is scored "
-                "on all."
+                "on all data."
             )
         elif self.asked.table.race:
             parts = rungs(first.items, seed=self.asked.seed)
@@ -403,8 +405,8 @@ class _Story:
             before = self.study.note("holdout")
             if before not in (None, evaluator):
                 raise InputError(
-                    f"{self.study.path}: its holdout was {before}; a second one would choose "
-                    "among tests; leave it as it is"
+                    f"{self.study.path}: its holdout was {before}; a second holdout would be "
+                    "used to choose too; keep the first one"
                 )
             self.study.keep("holdout", evaluator)
         ranked = {WINNER: conclusion.best, RUNNER_UP: runner_up(conclusion)}

@@ -94,8 +94,8 @@ class Space:
         """Refuse a space in which a name has no effect, or a value is not valid."""
         if not self.over:
             raise RecipeError(
-                "nothing to search over: name a setting and its values, as in "
-                "--over drop_rate=0.8,0.9, or in the recipe's table [search.over]"
+                "nothing to search over: add --over with a setting and its values, as in "
+                "--over drop_rate=0.8,0.9, or a table [search.over] to the recipe"
             )
         if isinstance(self.over.get(METHOD), Range):
             raise RecipeError("over method: must be a list of methods")
@@ -103,7 +103,7 @@ class Space:
             if name in FIELDS and isinstance(dimension, Range) and dimension.layers is not None:
                 raise RecipeError(f"over {name}: has one value for all layers; leave out `layers`")
         if "seed" in self.over:
-            raise RecipeError("over seed: say how many seeds each setting is tried with: seeds = 5")
+            raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
         for name, dimension in self.over.items():
             in_methods = [m for m in self.methods if name == METHOD or applies(name, m)]
             try:
@@ -148,7 +148,7 @@ class Space:
             lists = [_listed(self.over[name]) or () for name in names]
             if math.prod(map(len, lists)) > MOST_IN_GRID:
                 raise RecipeError(
-                    f"the grid has more than {MOST_IN_GRID:,} settings; take random or tpe"
+                    f"the grid has more than {MOST_IN_GRID:,} settings; use random or tpe"
                 )
             settings += [
                 {**own, **dict(zip(names, values, strict=True))}

@@ -76,7 +76,7 @@ class Study:
     def __init__(self, path: Path, charter: Charter | None = None) -> None:
         """Open a study, or begin one if there is a charter and no file."""
         if charter is None and not path.is_file():
-            raise InputError(f"{path}: there is no study; begin one with `dare search --study`")
+            raise InputError(f"{path}: there is no study; start one with `dare search --study`")
         if not _may_be_study(path, is_begun=charter is None):
             raise InputError(f"{path}: is not a study: a study is an SQLite file")
         self.path = path
@@ -100,7 +100,7 @@ class Study:
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.path}: is not a study that can be read: {reason}") from None
         if not is_new and TRIALS not in known and known:
-            raise InputError(f"{self.path}: holds studies of another program")
+            raise InputError(f"{self.path}: contains studies of another program")
         self._begin(storage)
         if charter is not None and self._is_fruitless(charter):
             for name in self._studies:
@@ -109,7 +109,7 @@ class Study:
         told = self.note("charter")
         if told is None:
             if charter is None:
-                raise InputError(f"{self.path}: the study was never begun; remove it")
+                raise InputError(f"{self.path}: the study was never started; remove the file")
             self.keep("format", FORMAT)
             self.keep("charter", asdict(charter))
             told = self.note("charter")
@@ -151,8 +151,8 @@ class Study:
         key = next(key for key in CALLED if ours[key] != theirs[key])
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
         return (
-            f"{self.path}: is the study of another search, which differs in the {CALLED[key]}: "
-            f"{then} then, {now} now; give another --study, or ask as before"
+            f"{self.path}: is the study of another search ({CALLED[key]}: {then} "
+            f"before, {now} now); give another --study, or the same settings as before"
         )
 
     def close(self) -> None:

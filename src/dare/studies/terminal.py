@@ -59,15 +59,15 @@ def show_study(
 ) -> None:
     """Show what was found, against what, and how sure it is; `failed` adds what failed printed."""
     _show_summary(console, data, conclusion)
-    _show_differences(console, conclusion.against, "The best minus each other")
+    _show_differences(console, conclusion.against, "The best compared with the others")
     if conclusion.holdout is not None:
-        title = "The same on held-out data, which chose nothing"
+        title = "The same on held-out data"
         _show_differences(console, conclusion.holdout.against, title)
     _show_importance(console, conclusion)
     _show_curve(console, data, conclusion)
     _show_ranked(console, data, conclusion.baselines, "Baselines")
     count = len(conclusion.ranking)
-    title = f"The best {rows} of {count} settings" if count > rows else "Settings, the best first"
+    title = f"The best {rows} of {count} settings" if count > rows else "Settings, best first"
     _show_ranked(console, data, conclusion.ranking[:rows], title)
     _show_failed(console, series.failed_trials(data), outputs=failed)
     for remark in (*conclusion.remarks, *data.remarks):
@@ -83,7 +83,7 @@ def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float | Non
     telling = sorted(conclusion.importance.items(), key=lambda pair: -pair[1])
     known = [f"{name} {share(value)}" for name, value in telling[:2] if value > 0]
     if known:
-        parts.append(f"matters: {', '.join(known)}")
+        parts.append(f"most important: {', '.join(known)}")
     if seconds_left is not None and math.isfinite(seconds_left):
         parts.append(f"{time_text(seconds_left)} left")
     return printable(" · ".join(parts))
@@ -125,7 +125,7 @@ def _show_importance(console: Console, conclusion: Conclusion) -> None:
     known = {n: v for n, v in conclusion.importance.items() if math.isfinite(v)}
     if not known:
         return
-    table = make_table(_label_column("setting"), "share of the spread >", "")
+    table = make_table(_label_column("setting"), "share of variation >", "")
     solid, longest = can_write(console, EIGHTHS), max(known.values()) or 1.0
     for name, value in sorted(known.items(), key=lambda pair: -pair[1]):
         bar = draw_bar(value / longest, LONGEST_BAR, solid=solid)

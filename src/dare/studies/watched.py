@@ -184,7 +184,7 @@ def describe_status(status: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else ""
     hint = ", which the system sends if memory runs out" if name == "SIGKILL" else ""
     if status < 0:
-        return f"was ended by {name or f'signal {number}'}{hint}"
+        return f"was stopped by {name or f'signal {number}'}{hint}"
     return f"ended with status {status}" + (f" ({name}{hint})" if name else "")
 
 

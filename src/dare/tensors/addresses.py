@@ -66,7 +66,7 @@ class Address(_LocalPath):
 
     def __fspath__(self) -> str:
         """Refuse: no call of the system can open an address."""
-        raise TypeError(f"{self}: lies in a store, and not in a file of this machine")
+        raise TypeError(f"{self}: is in a store, not in a file on this machine")
 
     def __reduce__(self) -> Any:
         """Another process can ask as this one does."""

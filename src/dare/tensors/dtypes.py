@@ -82,6 +82,9 @@ STORAGE_TYPES: dict[str, StorageType] = {
 }
 """Weights take part in merging; all other types are copied from the base."""
 
+UNSUPPORTED_TYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""The other types of the safetensors format: valid in a header, and not read here."""
+
 WEIGHT_TYPES = tuple(kind for kind in STORAGE_TYPES.values() if kind.is_weight)
 MODEL_TYPES = tuple(kind for kind in WEIGHT_TYPES if kind.itemsize > 1)
 """Types that a model can have as a whole; transformers cannot build one in float8."""

@@ -89,13 +89,13 @@ def unpack(blob: bytes | memoryview, base: Bytes | None, itemsize: int, into: By
     elif code == DIFFERENCE:
         _join(reader.planes(numbers), _needed(base).view(numbers.dtype), numbers)
     else:
-        raise InputError(f"a coded chunk is damaged: no chunk is coded in the way {code}")
+        raise InputError(f"a coded chunk is damaged: {code} is not a known code")
     reader.finish()
 
 
 def _needed(base: Bytes | None) -> Bytes:
     if base is None:
-        raise InputError("a chunk is coded against a base that has no such tensor")
+        raise InputError("a chunk needs a tensor that the base does not have")
     return base
 
 
@@ -233,7 +233,7 @@ class _Reader:
             return np.frombuffer(self.take(size), np.uint8)
         if how == ZSTD:
             return _decompress(self.take(self.length()), size)
-        raise InputError(f"a coded chunk is damaged: no bytes are stored in the way {how}")
+        raise InputError(f"a coded chunk is damaged: {how} is not a known way to store bytes")
 
     def finish(self) -> None:
         if len(self._rest):

@@ -74,8 +74,10 @@ REMEDIES = {
     "read and list it",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key of an account that may read it",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
-    "hf": "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has some",
-    "http": "give an address with its password or signature in it, which is not written anywhere",
+    "hf": "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has any",
+    "http": (
+        "give an address that contains its password or signature (dare does not write it anywhere)"
+    ),
 }
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -292,8 +294,9 @@ def _allows_http(path: Address) -> bool:
     if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes"):
         return True
     raise InputError(
-        f"{path}: the endpoint of S3 (AWS_ENDPOINT_URL) is http://{host}, where keys and weights "
-        "can be read on the way; use https, or set AWS_ALLOW_HTTP=true"
+        f"{path}: the endpoint of S3 (AWS_ENDPOINT_URL) is http://{host}, where "
+        "others can read keys and weights on the way; use https, or set "
+        "AWS_ALLOW_HTTP=true"
     )
 
 
@@ -338,7 +341,7 @@ def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
         data = memoryview(result.bytes())
         answer = _answer(result.meta, data)
         if len(data) != min(end, answer.size) - begin:
-            raise ValueError(f"{len(data)} bytes came in place of {end - begin}")
+            raise ValueError(f"{len(data)} bytes came instead of {end - begin}")
         return answer
 
     return _requests.start(lambda: _insist(path, get))
@@ -542,15 +545,14 @@ def _explained(path: Address, error: Exception) -> InputError:
     if path.scheme == "s3" and (is_elsewhere or "without LOCATION" in text):
         where = f", {region[1]}" if region else ""
         return InputError(
-            f"{path}: the bucket {path.authority} lies in another region{where}; set AWS_REGION to "
-            "it"
+            f"{path}: the bucket {path.authority} is in another region{where}; set AWS_REGION to it"
         )
     if number in ("401", "403"):
-        return Forbidden(f"{path}: the store does not give it to you ({answer}); {remedy}")
+        return Forbidden(f"{path}: the store denies access ({answer}); {remedy}")
     if isinstance(error, exceptions.NotSupportedError):
         return InputError(
-            f"{path}: the server does not give parts of a file (it ignores Range), and reading "
-            "needs that; download the file and give its path"
+            f"{path}: the server does not send parts of a file (it ignores Range), "
+            "which is needed; download the file and give its path"
         )
     if number == "404":
         return InputError(
@@ -562,8 +564,8 @@ def _explained(path: Address, error: Exception) -> InputError:
     times = int(tried[1]) + 1 if tried else 1
     after = f" after {times} tries" if times > 1 else ""
     return InputError(
-        f"{path}: cannot be read from its store{after}: {_reason(text, answer)}; check the address "
-        "and the network, and run it again: what was merged is kept"
+        f"{path}: cannot be read from its store{after}: {_reason(text, answer)}; "
+        "check the address and the network and run the merge again; it resumes"
     )
 
 
@@ -572,9 +574,9 @@ def _reason(text: str, answer: str) -> str:
         ("kind: Timeout", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
         ("TimedOut", f"it sent nothing for {PATIENCE_SECONDS:g} s"),
         ("kind: Connect", "no connection"),
-        ("UnexpectedEof", "it broke off inside a file"),
-        ("kind: Interrupted", "it broke off inside a file"),
-        ("UnexpectedRange", "it sent another range than was asked for"),
+        ("UnexpectedEof", "it stopped inside a file"),
+        ("kind: Interrupted", "it stopped inside a file"),
+        ("UnexpectedRange", "it sent another range than requested"),
         ("Credential", "no credentials were found"),
     ):
         if sign in text and not answer:

@@ -260,21 +260,21 @@ def _part(asked: Mapping[str, Any], name: str, kind: type[Value]) -> Value:
     value = asked.get(name)
     if not isinstance(value, kind):
         word = {dict: "an object", list: "a list"}[kind]  # type: ignore[index]
-        raise RecipeError(f"{name}: must be {word}, and is {value!r}")
+        raise RecipeError(f"{name}: must be {word}, not {value!r}")
     return value
 
 
 def _count(amount: Mapping[str, Any], name: str, most: int) -> int:
     value = amount.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise RecipeError(f"{name}: must be a whole number from 0 to {most}, and is {value!r}")
+        raise RecipeError(f"{name}: must be a whole number from 0 to {most}, not {value!r}")
     return value
 
 
 def _checked_prompts(prompts: Sequence[Any]) -> list[str]:
     """Prompts that the models can read; the browser's engine says the same of others."""
     if len(prompts) > MOST_PROMPTS:
-        raise RecipeError(f"prompts: {len(prompts)} given, and {MOST_PROMPTS} is the most")
+        raise RecipeError(f"prompts: {len(prompts)} given; at most {MOST_PROMPTS} are allowed")
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise RecipeError(f"prompts: {prompt!r} must be text")

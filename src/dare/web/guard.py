@@ -33,8 +33,9 @@ HEADERS = {
 }
 """Of every answer."""
 REMEDY = (
-    "The command `dare playground` has printed an address with a token. Copy all of it from the "
-    "terminal to the address bar. If that command has ended, start it again."
+    "The command `dare playground` printed an address with a token. Copy all "
+    "of it from the terminal to the address bar. If that command has ended, "
+    "start it again."
 )
 REFUSAL = """<!doctype html>
 <html lang="en">
@@ -116,12 +117,14 @@ class Guard:
         """The answer to one who does not speak to us from our own page."""
         host = request.headers.get("host", "")
         if host not in self._key.hosts:
-            return refuse(request, 403, f"This server answers to {self._key.hosts[0]} only.")
+            return refuse(request, 403, f"This server answers only to {self._key.hosts[0]}.")
         origin = request.headers.get("origin", f"http://{host}")
         asker = request.headers.get("sec-fetch-site", "same-origin")
         is_link = request.headers.get("sec-fetch-mode") == "navigate" and _is_page(request)
         if origin != f"http://{host}" or (asker not in ("same-origin", "none") and not is_link):
-            return refuse(request, 403, "Another site has asked for this, which it may not.")
+            return refuse(
+                request, 403, "This request came from another site, which is not allowed."
+            )
         return None
 
     def _entrance(self, request: Request) -> Response | None:
@@ -137,13 +140,13 @@ class Guard:
         if held is None:
             return refuse(request, 401, f"The token is missing. {REMEDY}")
         if not _same(held, self._key.token):
-            return refuse(request, 403, f"The token is not this server's. {REMEDY}")
+            return refuse(request, 403, f"The token does not belong to this server. {REMEDY}")
         return None
 
     def _exchange(self, request: Request, given: str) -> Response:
         is_first = self._once is not None and _same(given, self._once)
         if not is_first and not _same(given, self._key.token):
-            return refuse(request, 403, f"The token is not this server's. {REMEDY}")
+            return refuse(request, 403, f"The token does not belong to this server. {REMEDY}")
         self._once = None if is_first else self._once
         others = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
         answer = RedirectResponse(f"/?{urlencode(others)}" if others else "/", status_code=303)

@@ -95,7 +95,7 @@ class Jobs:
     def find(self, number: int) -> Job:
         """A job by its number."""
         if number not in self._jobs:
-            raise InputError(f"there is no job {number}; it was of a server that has ended")
+            raise InputError(f"there is no job {number}; it belonged to a server that has stopped")
         return self._jobs[number]
 
     def cancel(self, job: Job) -> None:

@@ -137,7 +137,7 @@ class OwnModels:
         if kind == "merge":
             api.plan(recipe)  # what does not fit is said at once, and not after a wait
             if recipe.output is None:
-                raise RecipeError("output is missing: say where the merged model shall go")
+                raise RecipeError("output is missing: give a path for the merged model")
         request = {"kind": kind, "recipe": recipe.to_document(), "overwrite": overwrite}
         return self._jobs.add(request).to_dict()
 
@@ -228,8 +228,8 @@ def _in_the_way(layout: Layout, inputs: Sequence[Path], error: OutputError) -> s
     except OutputError:
         return str(error)
     return (
-        f"{layout.target.name} is there already. For another merge, choose another output, or "
-        "tick “Replace an existing output”."
+        f"{layout.target.name} exists already. Choose another output, or tick "
+        "“Replace an existing output”."
     )
 
 

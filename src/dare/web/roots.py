@@ -72,7 +72,7 @@ class Roots:
         """What is there at a path, absolute and as it was written."""
         path = self._inside(given)
         if not path.exists():
-            raise InputError(f"{path}: is not there")
+            raise InputError(f"{path}: does not exist")
         return path
 
     def find_model(self, given: str | os.PathLike[str]) -> Path:
@@ -87,14 +87,16 @@ class Roots:
         """A place for an output, in a folder that is there and inside."""
         path = self._inside(given)
         if not self._inside(path.parent).is_dir():
-            raise InputError(f"{path.parent}: is not a folder; make it, or choose another output")
+            raise InputError(f"{path.parent}: is not a folder; create it, or choose another output")
         return path
 
     def _inside(self, given: str | os.PathLike[str]) -> Path:
         try:
             path = as_path(given)
             if isinstance(path, StorePath):
-                raise OutsideError(f"{path}: is not on this machine; the commands read addresses")
+                raise OutsideError(
+                    f"{path}: is not on this machine; use the command line for addresses"
+                )
             if ".." in path.parts:
                 raise OutsideError(f"{path}: write the path without `..`")
             path = path.absolute()
@@ -104,8 +106,9 @@ class Roots:
         if not any(real.is_relative_to(folder) for folder in self.folders):
             leads = "" if real == path else f" leads to {real}, which"
             raise OutsideError(
-                f"{path}:{leads} is outside of {', '.join(map(str, self.folders))}; start the "
-                "playground with the folder that holds it: dare playground FOLDER …"
+                f"{path}:{leads} is outside {', '.join(map(str, self.folders))}; start "
+                "the playground with the folder that contains it: dare playground FOLDER "
+                "…"
             )
         return path
 
@@ -114,7 +117,9 @@ class Roots:
     def admit(self, recipe: Recipe) -> Recipe:
         """The recipe with absolute paths, all inside; what would leave the machine is refused."""
         if recipe.cluster is not None or recipe.cluster_log is not None:
-            raise RecipeError("cluster: the page merges on this machine; use the command for it")
+            raise RecipeError(
+                "cluster: the page merges on this machine; use the command line for a cluster"
+            )
         names = distinct([entry.name for entry in recipe.models])
         template = recipe.chat_template
         if template not in ("auto", *names) and "{" not in template:

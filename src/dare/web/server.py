@@ -106,7 +106,7 @@ class Files:
         """Send a file, unless the asker has it."""
         name = request.path_params["name"] or "index.html"
         if name not in self._assets:
-            return refuse(request, 404, "There is nothing here.")
+            return refuse(request, 404, "This page does not exist.")
         file = await asyncio.shield(self.begin(name))
         headers = {"ETag": file.etag, "Cache-Control": "no-cache"}
         if request.headers.get("if-none-match") == file.etag:

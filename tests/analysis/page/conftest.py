@@ -28,6 +28,23 @@ def subject() -> Subject:
 
 
 @pytest.fixture(scope="session")
+def crowd() -> Subject:
+    """Twelve models."""
+    analysis = sample.make_many(12)
+    readiness = sample.make_readiness(analysis.names)
+    report = sample.make_report(analysis)
+    outcome = outcome_of_report(report, analysis, sample.make_survival(analysis))
+    return Subject(analysis, readiness, sample.make_many_advice(analysis), outcome)
+
+
+@pytest.fixture(scope="session")
+def crowded_page(crowd: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "crowded.html"
+    write_page(path, crowd.analysis, crowd.readiness, crowd.advice, crowd.outcome)
+    return path
+
+
+@pytest.fixture(scope="session")
 def page(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_page(path, subject.analysis, subject.readiness, subject.advice, subject.outcome)

@@ -13,6 +13,7 @@ from dare.analysis.judge.judgement import (
     Advice,
     Evidence,
     Finding,
+    Protection,
     Readiness,
     Severity,
     Suggestion,
@@ -225,15 +226,81 @@ def make_analysis(names: tuple[str, ...] = NAMES) -> Analysis:
         }
         for number, (model, shown) in enumerate(zip(NAMES, names, strict=False))
     }
-    by_name = dict(zip(names, NAMES, strict=False))
+    return _analysed(base, deltas, dict(zip(names, NAMES, strict=False)))
+
+
+def make_many(count: int) -> Analysis:
+    """The analysis of many models: sizes span decades, some are copies, one has a NaN.
+
+    For speed two models lie to each other in every layer as they do over all.
+    """
+    base = make_base(np.random.default_rng(1))
+    kinds = {many_name(number): NAMES[number % 3] for number in range(count)}
+    deltas = {
+        name: {
+            tensor: 3.0 ** (number % 5 - 1)
+            * make_delta(kind, tensor, values.shape, np.random.default_rng([2, number]))
+            for tensor, values in base.items()
+        }
+        for number, (name, kind) in enumerate(kinds.items())
+    }
+    for copy in (many_name(4), many_name(5)):
+        deltas[copy], kinds[copy] = deltas[many_name(3)], kinds[many_name(3)]
+    flats = {name: flat(delta) for name, delta in deltas.items()}
+    analysis = replace(
+        _analysed(base, deltas, kinds, paired=False),
+        pairs=tuple(
+            PairAnalysis(
+                one,
+                other,
+                total := overlap(flats[one], flats[other]),
+                dict.fromkeys(range(LAYERS), total),
+                float(flats[one] @ flats[other] / (flats[one] @ flats[one])),
+            )
+            for one, other in itertools.combinations(deltas, 2)
+        ),
+    )
+    models = [
+        replace(model, total=replace(model.total, not_finite=1))
+        if model.name == many_name(5)
+        else model
+        for model in analysis.models
+    ]
+    return replace(analysis, models=tuple(models))
+
+
+def many_name(number: int) -> str:
+    """Names of many models; one is long."""
+    return "a-very-long-name-of-a-model-v2-instruct" if number == 9 else f"model-{number}"
+
+
+def make_many_advice(analysis: Analysis) -> Advice:
+    """What would be advised: to leave out what is broken or there twice."""
+    out = (many_name(4), many_name(5))
+    rest = tuple(name for name in analysis.names if name not in out)
+    advice = make_advice(rest)
+    suggested = tuple(
+        Suggestion("models", "left out", name, "It is not fit", "readiness", Evidence.STRONG)
+        for name in out
+    )
+    rates = tuple(
+        Suggestion("drop_rate", 0.5 + 0.05 * (n % 3), name, "It fits", "DARE", Evidence.STRONG)
+        for n, name in enumerate(rest)
+    )
+    return replace(advice, suggestions=(*advice.suggestions[:1], *suggested, *rates))
+
+
+def _analysed(
+    base: Tensors, deltas: dict[str, Tensors], kinds: dict[str, str], *, paired: bool = True
+) -> Analysis:
     return Analysis(
         base="models/base.safetensors",
         base_dtypes={"BF16": sum(each.size for each in base.values())},
         models=tuple(
-            replace(model_analysis(by_name[name], base, delta), name=name)
+            replace(model_analysis(kinds[name], base, delta), name=name)
             for name, delta in deltas.items()
         ),
-        pairs=tuple(pair(*two, deltas) for two in itertools.combinations(deltas, 2)),
+        pairs=tuple(pair(*two, deltas) for two in itertools.combinations(deltas, 2) if paired),
         together=Interference(
             cancelled=cancelled([flat(each) for each in deltas.values()]),
             conflicted=0.47,
@@ -312,12 +379,16 @@ def make_advice(names: tuple[str, ...] = NAMES) -> Advice:
             },
         },
         ("What the models were trained for is not known here; measure the merged one.",),
+        predicted_error=0.041,
+        error_bound=0.05,
+        error_share=0.05 / len(names) ** 0.5,
+        protect=(Protection(5, "mlp", 0.09, 0.4, ("layers.5.mlp.up",)),),
     )
 
 
 def make_report(analysis: Analysis) -> Report:
     """The report of a merge by dare+trim+ties: survivors fall from stage to stage."""
-    rates = dict(zip(analysis.names, DROP_RATES.values(), strict=False))
+    rates = dict(zip(analysis.names, itertools.cycle(DROP_RATES.values()), strict=False))
     tensors = tuple(
         TensorReport(
             tensor.name,

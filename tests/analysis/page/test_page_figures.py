@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
 import pytest
 import sample
+import vl_convert
 
+from dare.analysis.judge.judgement import Evidence, Suggestion
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import figures, series
 from dare.analysis.page.words import cosine
-from dare.analysis.results import Histogram
-from dare.output.page.themes import THEMES, vega_config
+from dare.analysis.results import Histogram, Origin
+from dare.output.page import writing
+from dare.output.page.themes import DASHES, SHAPES, THEMES, vega_config
 from dare.output.page.words import number, share
 
 
@@ -29,19 +34,19 @@ def rows_of(figure):
 
 def test_there_is_a_figure_for_everything_that_was_found(drawn):
     assert list(drawn) == [
-        "magnitudes",
-        "change-1",
-        "change-2",
-        "change-3",
+        "predicted-error",
         "cosines",
         "conflicts",
         "layer-cosines",
         "cancelled",
+        "change-1",
+        "change-2",
+        "change-3",
+        "magnitudes",
         "spectra",
-        "predicted-error",
+        "survival",
         "kept",
         "kept-by-layer",
-        "survival",
     ]
 
 
@@ -49,7 +54,7 @@ def test_one_model_has_no_figures_of_pairs(subject):
     analysis = sample.make_analysis(("alone",))
     advice = sample.make_advice(("alone",))
     names = [figure.name for figure in figures.draw_figures(analysis, advice, None)]
-    assert names == ["magnitudes", "change-1", "spectra", "predicted-error"]
+    assert names == ["predicted-error", "change-1", "magnitudes", "spectra"]
 
 
 def test_without_spectra_there_is_no_figure_of_them(subject):
@@ -114,7 +119,14 @@ def test_the_tables_hold_the_analysis(drawn, subject):
         share(1 - first.total.agreeing),
         f"{first.total.both:,}",
     )
-    assert drawn["cancelled"].table.rows[0] == ("all", share(analysis.together.cancelled))
+    sizes = [model.total.mean_magnitude for model in analysis.models]
+    chance = 1 - math.hypot(*sizes) / sum(sizes)
+    assert drawn["cancelled"].table.rows[0] == (
+        "all",
+        share(analysis.together.cancelled),
+        share(chance),
+    )
+    assert f"by chance about {share(chance)}" in drawn["cancelled"].caption
     code = drawn["change-2"].table
     assert code.columns == ("layer", "attention", "mlp", "norm", "embedding")
     assert code.rows[0] == ("outside", "–", "–", "–", "0%")
@@ -129,8 +141,136 @@ def test_the_advised_rate_is_marked(drawn, subject):
         ("code", "0.75"),
         ("chat", "0.8"),
     ]
-    error = 3 * subject.analysis.models[0].total.relative_norm  # √(0.9 / 0.1)
-    assert marked[0][2:4] == ("300%", share(error))
+    error = mean_bounded_error(exposures_of(subject.analysis.models[0]), 0.9)
+    assert marked[0][2:4] == (share(error), "300%")  # √(0.9 / 0.1)
+
+
+def test_the_line_is_what_is_bounded(drawn, subject):
+    figure = drawn["predicted-error"]
+    assert "one model may bring, 2.89%: 3 models together then stay within 5%" in figure.caption
+    (level,) = (
+        layer for layer in figure.spec["layer"] if layer.get("mark", {}).get("type") == "rule"
+    )
+    assert level["encoding"]["y"]["datum"] == subject.advice.error_share
+    curve = [row for row in rows_of(figure) if (row["model"], row["rate"]) == ("chat", 0.8)]
+    error = mean_bounded_error(exposures_of(subject.analysis.models[2]), 0.8)
+    assert curve[0]["error"] == pytest.approx(error, 1e-4)
+
+
+def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
+    out = Suggestion("models", "left out", "code", "", "", Evidence.STRONG)
+    advice = replace(subject.advice, suggestions=(out,))
+    found = {f.name: f for f in figures.draw_figures(subject.analysis, advice, None)}
+    for figure in found.values():
+        assert {"name": "left_out", "value": ["code"]} in figure.spec["params"]
+    assert {row["model"] for row in rows_of(found["predicted-error"])} == {"math", "chat"}
+    assert "Left out: code." in found["predicted-error"].caption
+    colour = found["predicted-error"].spec["layer"][2]["layer"][0]["encoding"]["color"]
+    assert colour["scale"]["domain"] == ["math", "code", "chat"]  # the colours of all figures
+
+
+def test_disagreement_is_centred_at_chance(drawn):
+    scale = drawn["conflicts"].spec["layer"][0]["encoding"]["color"]["scale"]
+    assert scale == {"domain": [0, 1], "range": "diverging", "reverse": True}
+
+
+def test_noise_looks_like_noise(subject):
+    def quiet(overlap):
+        return replace(overlap, cosine=overlap.cosine / 100)
+
+    pairs = tuple(
+        replace(
+            pair,
+            total=quiet(pair.total),
+            by_layer={layer: quiet(overlap) for layer, overlap in pair.by_layer.items()},
+        )
+        for pair in subject.analysis.pairs
+    )
+    figure = figures.layer_cosines(replace(subject.analysis, pairs=pairs))
+    assert figure.folded
+    (lines,) = (layer for layer in figure.spec["layer"] if "layer" in layer)
+    assert lines["layer"][0]["encoding"]["y"]["scale"]["domain"] == [-0.1, 0.1]
+    assert not figures.layer_cosines(subject.analysis).folded
+    model = subject.analysis.models[0]
+    even = [{"change": 0.0100}, {"change": 0.0101}, {"change": None}]
+    low, high = series.change_domain(even)
+    assert high / low == pytest.approx(2)
+    assert series.change_domain(series.change_rows(model))[0] > 0
+
+
+def test_spectra_wait_unless_a_rank_is_low(subject, drawn):
+    assert not drawn["spectra"].folded
+    models = tuple(replace(m, origin=Origin.FULL) for m in subject.analysis.models)
+    assert figures.spectra(replace(subject.analysis, models=models)).folded
+
+
+@pytest.fixture(scope="module")
+def many(crowd):
+    found = figures.draw_figures(crowd.analysis, crowd.advice, crowd.outcome)
+    return {figure.name: figure for figure in found}
+
+
+def test_of_many_models_one_map_is_shown_and_theirs_are_folded(many):
+    assert not many["changes"].folded
+    assert all(many[f"change-{number}"].folded for number in range(1, 13))
+    assert len(many["changes"].table.columns) == 13
+
+
+def test_only_notable_pairs_of_many_have_a_text(many):
+    texts = many["cosines"].spec["layer"][1]
+    assert texts["transform"] == [{"filter": "abs(datum.cosine) >= 0.1"}]
+    order = many["cosines"].spec["layer"][0]["encoding"]["x"]["sort"]
+    assert order.index("model-5") == order.index("model-3") + 2
+
+
+def test_copies_are_one_model(many, crowd):
+    assert series.find_copies(crowd.analysis) == [("model-3", "model-4", "model-5")]
+    pairs = {row["pair"] for row in rows_of(many["layer-cosines"])}
+    assert not any("model-4" in pair or "model-5" in pair for pair in pairs)
+
+
+@pytest.mark.parametrize("name", THEMES)
+def test_twelve_models_look_different(name):
+    colours = THEMES[name].models
+    assert len(set(colours)) == len(colours) == 12
+    looks = {
+        (colours[n % len(colours)], SHAPES[n % len(SHAPES)], str(DASHES[n % len(DASHES)]))
+        for n in range(84)
+    }
+    assert len(looks) == 84
+
+
+@pytest.mark.parametrize("which", ["drawn", "many"])
+def test_tooltips_are_of_rows_that_have_their_fields(which, request):
+    for figure in request.getfixturevalue(which).values():
+        spec = {**figure.spec, "width": 600}
+        compiled = vl_convert.vegalite_to_vega(spec, vl_version=writing._version(spec))
+        tables = {data["name"] for data in compiled["data"]} | set(parts_of(compiled["marks"]))
+        shown = list(tooltips_of(compiled["marks"]))
+        assert shown, figure.name
+        for source, _ in shown:
+            assert source in tables  # not another mark, whose items wrap the rows
+        rows = rows_of(figure)
+        for fields in {fields for _, fields in shown}:
+            assert all(field in row for row in rows for field in fields), figure.name
+
+
+def parts_of(marks):
+    """The names of data that groups of marks are cut from."""
+    for mark in marks:
+        if "facet" in mark.get("from", {}):
+            yield mark["from"]["facet"]["name"]
+        yield from parts_of(mark.get("marks", []))
+
+
+def tooltips_of(marks, source=None):
+    """The data and the fields of each tooltip."""
+    for mark in marks:
+        data = mark.get("from", {}).get("data", source)
+        told = mark.get("encode", {}).get("update", {}).get("tooltip")
+        if told:
+            yield data, tuple(sorted(set(re.findall(r'datum\["(\w+)"\]', told["signal"]))))
+        yield from tooltips_of(mark.get("marks", []), data)
 
 
 def test_without_advice_no_rate_is_marked(subject):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import tomllib
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ import pytest
 import sample
 
 from dare.analysis.judge.judgement import Readiness, Verdict
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import assembly, figures, write_figures, write_page
 from dare.errors import InputError, OutputError
 from dare.output.page import writing
@@ -131,20 +133,70 @@ def test_links_within_the_page_have_ends(outline):
 
 
 def test_the_table_of_models_holds_the_analysis(outline, subject):
-    rows = outline.tables[0]
-    assert rows[0][:3] == ["model", "relative change", "mean |δ|"]
+    (rows,) = (table for table in outline.tables if "verdict" in table[0])
+    assert rows[0] == ["model", "change", "verdict", "drop rate", "error, at most", "origin"]
+    rates = {"math": 0.9, "code": 0.75, "chat": 0.8}
     for row, model in zip(rows[1:], subject.analysis.models, strict=True):
-        total = model.total
-        assert row[:7] == [
-            model.name,
-            share(total.relative_norm),
-            number(total.mean_magnitude),
-            number(total.quantiles.p99),
-            number(total.largest),
-            share(total.sparsity),
-            number(total.excess_kurtosis),
-        ]
-    assert rows[2][7] == "LoRA, rank 4 (adapter)"
+        rate = rates[model.name]
+        assert row[:2] == [model.name, share(model.total.relative_norm)]
+        assert row[3:5] == [f"{rate}", share(mean_bounded_error(exposures_of(model), rate))]
+    assert rows[3][2] == "ready with changes"
+    assert rows[2][5] == "LoRA, rank 4 (adapter)"
+    (numbers,) = (table for table in outline.tables if "excess kurtosis" in table[0])
+    total = subject.analysis.models[0].total
+    assert numbers[1] == [
+        "math",
+        number(total.mean_magnitude),
+        number(total.quantiles.p99),
+        number(total.largest),
+        share(total.sparsity),
+        "0",
+        number(total.excess_kurtosis),
+    ]
+
+
+def test_a_model_with_a_nan_and_copies_are_named(crowded_page):
+    outline = Outline(crowded_page.read_text("utf-8"))
+    (rows,) = (table for table in outline.tables if "remarks" in table[0])
+    remarks = {row[0]: row[-1] for row in rows[1:]}
+    assert remarks["model-4"] == "⚠ left out, the same as model-3"
+    assert remarks["model-5"] == "⚠ left out, 1 element NaN or infinite, the same as model-3"
+    assert remarks["model-1"] == ""
+
+
+def test_the_first_screen_decides(text):
+    places = [
+        text.index(part)
+        for part in ("</h1>", 'id="recipe"', "dare recipe.toml", 'id="findings"', 'id="drop-rate"')
+    ]
+    assert places == sorted(places)
+
+
+def test_what_nobody_asked_for_is_folded(outline, text):
+    shown = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
+    assert "threshold" in text
+    assert "threshold" not in shown
+    assert "excess kurtosis" not in shown
+
+
+def test_the_recipe_is_whole(subject):
+    document = tomllib.loads(assembly.recipe_text(subject.advice))
+    assert document["models"]["output_file"] == "merged.safetensors"
+    ours = {"method": "sum", "base": "b", "models": ["m"], "output": "out.safetensors"}
+    written = assembly.recipe_text(replace(subject.advice, recipe=ours))
+    assert tomllib.loads(written) == ours
+    assert assembly.recipe_text(replace(subject.advice, recipe={})) == ""
+
+
+def test_layers_to_protect_have_a_rule_to_copy(outline, text, subject):
+    (table,) = (table for table in outline.tables if "drop rate to protect it" in table[0])
+    assert table[1] == ["5", "mlp", "9.00%", "0.4"]
+    (rules,) = re.findall(r'<code id="rules">(.*?)</code>', text, re.DOTALL)
+    assert tomllib.loads(unescape(rules)) == {
+        "tensors": [{"match": ["layers.5.mlp.up"], "drop_rate": 0.4}]
+    }
+    even = assemble(subject.analysis, subject.readiness, replace(subject.advice, protect=()))
+    assert "No layer stands out" in even
 
 
 def test_findings_say_their_severity_in_words(text):
@@ -209,12 +261,12 @@ def test_figures_are_written_one_by_one(subject, tmp_path):
     advice = sample.make_advice(("alone",))
     paths = write_figures(tmp_path / "figures", analysis, advice)
     assert [path.name for path in paths] == [
-        "magnitudes.svg",
-        "change-1.svg",
-        "spectra.svg",
         "predicted-error.svg",
+        "change-1.svg",
+        "magnitudes.svg",
+        "spectra.svg",
     ]
-    drawing = paths[0].read_text("utf-8")
+    drawing = paths[2].read_text("utf-8")
     assert drawing.startswith("<svg")
     assert "How large the changes are" in drawing
     assert "<desc>Line chart of the magnitudes" in drawing

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.analysis.judge.judgement import Evidence, Suggestion
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series
 from dare.analysis.results import Histogram, Kind
 from dare.output.page import words
@@ -74,11 +75,13 @@ def test_of_many_pairs_the_closest_are_drawn_in_their_order(subject):
     pair = subject.analysis.pairs[0]
     cosines = [0.01 * (-1) ** number * number for number in range(15)]
     pairs = tuple(
-        replace(pair, second=str(number), total=replace(pair.total, cosine=cosine))
+        replace(pair, second=str(number), total=replace(pair.total, cosine=cosine), by_layer={})
         for number, cosine in enumerate(cosines)
     )
-    chosen = series.closest_pairs(replace(subject.analysis, pairs=pairs))
-    assert [pair.second for pair in chosen] == [str(number) for number in range(3, 15)]
+    chosen = series.telling_pairs(replace(subject.analysis, pairs=pairs))
+    assert [pair.second for pair in chosen] == ["10", "11", "12", "13", "14"]  # |cosine| ≥ 0.1
+    weak = series.telling_pairs(replace(subject.analysis, pairs=pairs[:10]))
+    assert [pair.second for pair in weak] == [str(number) for number in range(2, 10)]
 
 
 @given(st.integers(1, 40), st.integers(1, 30))
@@ -102,9 +105,9 @@ def test_spectra_are_relative_to_the_largest_and_end_with_the_rank(subject):
 
 def test_predictions_follow_the_formula(subject):
     model = subject.analysis.models[0]
-    row = series.prediction_row(model, 0.8)
+    (row,) = series.prediction_rows(model, [0.8])
     assert row["relative"] == 2.0  # √(0.8 / 0.2)
-    assert row["error"] == pytest.approx(2 * model.total.relative_norm, 1e-4)
+    assert row["error"] == pytest.approx(mean_bounded_error(exposures_of(model), 0.8), 1e-4)
 
 
 def test_a_rate_for_all_stands_in_for_a_missing_one(subject):
@@ -122,9 +125,9 @@ def test_a_rate_for_all_stands_in_for_a_missing_one(subject):
 
 def test_rows_go_to_json_whatever_the_numbers(subject):
     broken = replace(subject.analysis.models[0].total, base_norm=0.0, largest=math.inf)
-    model = replace(subject.analysis.models[0], total=broken)
-    analysis = replace(subject.analysis, models=(model,))
-    json.dumps(series.prediction_rows(analysis), allow_nan=False)
+    tensors = tuple(replace(t, statistics=broken) for t in subject.analysis.models[0].tensors)
+    model = replace(subject.analysis.models[0], total=broken, tensors=tensors)
+    json.dumps(series.prediction_rows(model, series.RATES), allow_nan=False)
 
 
 @given(st.floats(1e-12, 1e6))

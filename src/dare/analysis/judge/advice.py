@@ -10,7 +10,7 @@ texts are in `advice.toml`, name what applies of them; what is measured decides:
 - **Which models.** What no setting can mend is left out: models that are not ready, a copy of the
   base (in an average it would take a share of the weights and give nothing), the second of two that
   are the same or multiples of each other. A suggestion says so for each.
-- **Method.** The average of n independent changes leaves a share 1/n of each, and an election pays
+- **Method.** The average of n independent changes leaves a share 1/n of each, and a vote pays
   only where changes oppose each other. So: `sum` unless models are alike (then `linear`) or opposed
   (then `ties`).
 - **Scale.** In a sum of n deltas with mean cosine c the change in the direction of each is
@@ -25,6 +25,7 @@ texts are in `advice.toml`, name what applies of them; what is measured decides:
 from __future__ import annotations
 
 import glob
+import itertools
 import math
 import tomllib
 from collections.abc import Sequence
@@ -32,10 +33,19 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Suggestion
+from dare.analysis.judge.groups import is_opposed
+from dare.analysis.judge.judgement import (
+    Advice,
+    Evidence,
+    Protection,
+    Readiness,
+    Severity,
+    Suggestion,
+)
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import (
     OUTER,
+    Exposure,
     balanced_q,
     exposure_of,
     exposures_of,
@@ -43,10 +53,11 @@ from dare.analysis.judge.prediction import (
     surviving_drop_rate,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.readiness import BASE, assess, body_of, is_opposed
-from dare.analysis.results import Analysis, ModelAnalysis, Origin, PairAnalysis
+from dare.analysis.judge.readiness import BASE, assess, readiness_for
+from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
+from dare.output.page.words import share
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.places import to_path
 
@@ -56,6 +67,11 @@ EXCESS = 1.05
 """How far a sum may overshoot before it is scaled down."""
 WORTH_A_Q = 0.05
 """A q that gives up less of the change than this is not suggested."""
+STANDS_OUT = 1.5
+"""How many times the error over all layers that of a layer is if it is to be protected."""
+MOST_PROTECTED = 5
+OUTPUT = "merged.safetensors"
+"""Where the recipe merges to."""
 RATE_STEP = 0.05
 """Suggested drop rates are multiples of this; more digits would be no more right."""
 TEXTS: dict[str, Any] = tomllib.loads(
@@ -201,18 +217,28 @@ class Draft:
         return f"{self.stage}+{self.combine}" if self.drops else self.combine
 
     @property
+    def share(self) -> float:
+        """How much of a model's error is in the merge."""
+        return abs(self.scale) / (self.count if self.combine == "linear" else 1)
+
+    @property
     def bound(self) -> float:
         """The error that each model's own outputs may have so that the merge's stay in bounds."""
-        share = 1 / self.count if self.combine == "linear" else 1.0
-        return limit("output_error") / (abs(self.scale * share) * math.sqrt(self.count))
+        return limit("output_error") / (self.share * math.sqrt(self.count))
 
 
 def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, Advice]:
-    """The verdict on models and the advice for them; configurations count where there are any."""
+    """The advice for models, and the verdict on merging them by the method that it names.
+
+    Configurations count where there are any.
+    """
     inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
-    return readiness, advise(analysis, readiness, steps=steps)
+    advice = advise(analysis, readiness, steps=steps)
+    if advice.recipe:
+        readiness = readiness_for(readiness, advice.recipe["method"])
+    return readiness, advice
 
 
 def advise(
@@ -255,24 +281,35 @@ def advise(
         raise RecipeError("changes were dropped from a delta file already; leave drop_rate out")
     _choose_policies(draft, readiness)
     _name_method(draft)
+    if any(finding.rule in ("contained", "other_base") for finding in readiness.findings):
+        draft.doubt("base")
     _doubt(draft)
-    return Advice(tuple(draft.suggestions), _recipe(draft), tuple(draft.doubts))
+    error = _merged_error(draft, [exposures_of(member.model) for member in draft.members])
+    return Advice(
+        tuple(draft.suggestions),
+        _recipe(draft),
+        tuple(draft.doubts),
+        predicted_error=error,
+        error_bound=limit("output_error"),
+        error_share=draft.bound,
+        protect=tuple(_protected(draft, error)),
+    )
 
 
 def _leave_out(draft: Draft, readiness: Readiness) -> None:
     """Take out the models that no setting can make fit."""
     out: set[str] = set()
     for finding in readiness.findings:
+        first, *others = [name for name in finding.models if name not in out] or [""]
         if finding.rule == "equals_base" or finding.severity is Severity.STOP:
-            unfit = finding.models
-        elif finding.rule in ("same_model", "multiple") and finding.models[0] not in out:
-            unfit = finding.models[1:]
+            unfit, ground = [first, *others], "left_out"
+        elif finding.rule in ("same_model", "multiple"):
+            unfit, ground = others, finding.rule
         else:
             continue
-        for name in unfit:
-            if name not in out:
-                out.add(name)
-                draft.suggest("merge_files", "left out", "left_out", name, **vars(finding))
+        for name in filter(None, unfit):
+            out.add(name)
+            draft.suggest("models", "left out", ground, name, kept=first, **vars(finding))
     draft.members = [member for member in draft.members if member.model.name not in out]
 
 
@@ -298,8 +335,8 @@ def _name_method(draft: Draft) -> None:
         for habit in METHODS
         if habit.relation == relation and habit.models[0] <= draft.count <= habit.models[1]
     )
-    usual = f"; for {habit.applies_to} {habit.method} is usually recommended"
-    undropped = "; nothing is dropped, because "
+    usual = f". For {habit.applies_to} {habit.method} is usually recommended"
+    undropped = ". Nothing is dropped, because "
     if draft.drops:
         undropped = ""
     elif draft.is_average:
@@ -340,7 +377,7 @@ def _choose_scale(draft: Draft) -> None:
 
 
 def _balance_votes(draft: Draft) -> None:
-    """Give small deltas a louder voice in an election; their size is not changed by it."""
+    """Give small deltas a louder voice in a vote; their size is not changed by it."""
     least, most = min(draft.norms.values()), max(draft.norms.values())
     if draft.combine != "ties" or not least or most < limit("outweighed") * least:
         return
@@ -355,33 +392,36 @@ def _balance_votes(draft: Draft) -> None:
 def _choose_drop_rates(draft: Draft, guidelines: dict[str, str]) -> None:
     if draft.is_average:
         return  # alike models do not get in each other's way
-    least, error_bound = limit("useful_rate"), limit("output_error")
     for member in draft.members:
-        name, body, exposures = member.model.name, body_of(member.model), exposures_of(member.model)
+        exposures = exposures_of(member.model)
         tolerated = tolerated_drop_rate(exposures, bound=draft.bound)
         highest = MERGING.highest if draft.count > 1 else limit("highest_rate")
         if member.model.origin is Origin.LORA:
             highest = min(highest, limit("low_rank_rate"))
         rate = member.drop_rate = _stepped(min(tolerated, highest))
-        cost = f"Its change is {body.ratio:.1%} of the base{body.left_out}"
-        if tolerated >= least:
-            cost += f", which keeps the error of a layer's outputs within {error_bound:.0%} up to "
-            cost += f"a drop rate of {tolerated}"
-        else:
-            error = mean_bounded_error(exposures, least) * error_bound / draft.bound
-            cost += f"; a drop rate of {least} brings an error of up to {error:.1%} to a layer's "
-            cost += f"outputs, and {error_bound:.0%} is the bound"
-        if draft.count > 1:
-            cost += f", the noise of {draft.count} models together"
         if not rate:
             ground = "worthless"
         elif rate > tolerated - RATE_STEP:
             ground = "bound"
         else:
             ground = "merging" if draft.count > 1 else "lora"
-        known: dict[str, Any] = {"cost": cost, "guidelines": guidelines[name]}
-        known |= {"rate": rate, "least": least, "merging": MERGING}
-        draft.suggest("drop_rate", rate, ground, name, **known)
+        known: dict[str, Any] = {"cost": _cost(draft, exposures, rate)}
+        known |= {"guidelines": guidelines[member.model.name], "tolerated": tolerated}
+        known |= {"rate": rate, "least": limit("useful_rate"), "merging": MERGING}
+        draft.suggest("drop_rate", rate, ground, member.model.name, **known)
+
+
+def _cost(draft: Draft, exposures: Sequence[Exposure], rate: float) -> str:
+    """What dropping at a rate costs a model, for sentences; at the least useful rate if it is 0."""
+    if not any(math.isfinite(each.relative_norm) for each in exposures if each.carriers):
+        return "Its base is zero, so that there is no relative error; the survivors decide"
+    dropped = f"Dropping {rate:.0%}" if rate else f"Dropping only {limit('useful_rate'):.0%}"
+    error = share(mean_bounded_error(exposures, rate or limit("useful_rate")))
+    bound = f"{limit('output_error'):.0%} is the bound"
+    if draft.count > 1:
+        together = f"the {limit('output_error'):.0%} that all {draft.count} models may bring"
+        bound = f"{share(draft.bound)} is its share of {together}"
+    return f"{dropped} brings at most {error} error to the outputs of its layers; {bound}"
 
 
 def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Guideline]:
@@ -405,7 +445,7 @@ def _describe_guidelines(model: ModelAnalysis, parameters: float, steps: int | N
     """The guidelines for a model, to follow a reason; nothing if there are none."""
     rows = find_guidelines(model.origin is Origin.LORA, parameters, steps)
     ranges = [f"{row.lowest} to {row.highest} for {row.applies_to}" for row in rows]
-    return f"; the guideline is {' and '.join(ranges)}" if ranges else ""
+    return f". The guideline is {' and '.join(ranges)}" if ranges else ""
 
 
 def _choose_q(draft: Draft, drop_rate: float, guidelines: dict[str, str]) -> None:
@@ -434,10 +474,48 @@ def _choose_embedding_rate(draft: Draft) -> None:
     rate = _stepped(min([*rates, *others, EMBEDDING_RATE]))
     if rate < max(others):
         draft.embedding_drop_rate = rate
-        rule = ". A q belongs to one drop rate, so these tensors have a rule with both"
+        rule = ". A q belongs to one drop rate, so that these tensors have a rule with both"
         known: dict[str, Any] = {"highest": min(rates), "rule": "" if draft.q is None else rule}
         known["survivors"] = limit("survivors")
         draft.suggest("embedding_drop_rate", rate, "embeddings", **known)
+
+
+# ---------------------------------------------------------------- what dropping costs
+
+
+def _merged_error(
+    draft: Draft, exposures: Sequence[Sequence[Exposure]], drop_rate: float | None = None
+) -> float:
+    """The bounded error of a merge's outputs, at the advised drop rates or at one for all.
+
+    `exposures` are those of each member. Errors of different models are independent, so that their
+    squares add up.
+    """
+    rates = [member.drop_rate if drop_rate is None else drop_rate for member in draft.members]
+    errors = map(mean_bounded_error, exposures, rates, itertools.repeat(draft.q))
+    return draft.share * math.hypot(*errors)
+
+
+def _protected(draft: Draft, mean: float) -> list[Protection]:
+    """The layers, by kind of tensor, whose error is far above the mean, the worst first."""
+    if draft.q is not None or not mean:
+        return []
+    cells: dict[tuple[int, Kind], list[dict[str, Exposure]]] = {}
+    for place, member in enumerate(draft.members):
+        for tensor in member.model.tensors:
+            cell = cells.setdefault((tensor.layer, tensor.kind), [{} for _ in draft.members])
+            cell[place][tensor.name] = exposure_of(tensor)
+    found = []
+    for (layer, kind), cell in cells.items():
+        exposures = [list(tensors.values()) for tensors in cell]
+        error = _merged_error(draft, exposures)
+        if kind not in OUTER and error >= STANDS_OUT * mean:
+            steps = range(round(1 / RATE_STEP) - 1, -1, -1)
+            rates = (round(step * RATE_STEP, 2) for step in steps)
+            rate = next(rate for rate in rates if _merged_error(draft, exposures, rate) <= mean)
+            names = tuple(dict.fromkeys(name for tensors in cell for name in tensors))
+            found.append(Protection(layer, kind, error, _stepped(rate), names))
+    return sorted(found, key=lambda each: -each.error)[:MOST_PROTECTED]
 
 
 # ---------------------------------------------------------------- the rest of the recipe
@@ -462,25 +540,23 @@ def _doubt(draft: Draft) -> None:
 
 
 def _recipe(draft: Draft) -> dict[str, Any]:
-    """The document of a recipe, but for the output."""
-    document: dict[str, Any] = {"method": draft.method}
+    """The document of a recipe, which can be run as it is."""
+    rates = [member.drop_rate for member in draft.members]
+    common = max(rates, key=lambda rate: (rates.count(rate), rate))  # what most members have
+    document: dict[str, Any] = {
+        "base": draft.analysis.base,
+        "models": [_entry(member, common) for member in draft.members],
+        "output": OUTPUT,
+        "method": draft.method,
+    }
     if draft.scale != 1:
         document["scale"] = draft.scale
     if draft.embedding_drop_rate is not None and draft.q is None:
         document["embedding_drop_rate"] = draft.embedding_drop_rate
     document |= draft.policies
-    rates = [member.drop_rate for member in draft.members]
-    common = max(rates, key=lambda rate: (rates.count(rate), rate))  # what most members have
     if draft.drops:
         q = {} if draft.q is None else {"q": draft.q}
         document[draft.stage] = {"drop_rate": common, **q}
-    entries = []
-    for member in draft.members:
-        given = {} if member.weight is None else {"weight": member.weight}
-        if member.drop_rate != common:
-            given["drop_rate"] = member.drop_rate
-        entries.append({"file": member.model.file, **given} if given else member.model.file)
-    document["models"] = {"base_file": draft.analysis.base, "merge_files": entries}
     if draft.embedding_drop_rate is not None and draft.q is not None:
         outer = {t.name for m in draft.members for t in m.model.tensors if t.kind in OUTER}
         rule = {
@@ -490,6 +566,14 @@ def _recipe(draft: Draft) -> dict[str, Any]:
         }
         document["tensors"] = [rule]
     return document
+
+
+def _entry(member: Member, common: float) -> str | dict[str, Any]:
+    """A model of the recipe: its file, with what differs from the others."""
+    given = {} if member.weight is None else {"weight": member.weight}
+    if member.drop_rate != common:
+        given["drop_rate"] = member.drop_rate
+    return {"file": member.model.file, **given} if given else member.model.file
 
 
 def _stepped(rate: float) -> float:

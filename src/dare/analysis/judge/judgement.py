@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import textwrap
 from dataclasses import asdict, dataclass
@@ -136,7 +137,14 @@ class Protection:
     error: float
     """What the outputs' error stays under there, at the advised drop rates."""
     drop_rate: float
-    """The rate at which it would be no larger than in the rest."""
+    """The rate, for all models, at which it would be no larger than over all layers."""
+    tensors: tuple[str, ...] = ()
+    """Their names."""
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The entry of `[[tensors]]` that sets the rate."""
+        return {"match": [glob.escape(name) for name in self.tensors], "drop_rate": self.drop_rate}
 
 
 @dataclass(frozen=True)
@@ -145,17 +153,18 @@ class Advice:
 
     suggestions: tuple[Suggestion, ...]
     recipe: dict[str, Any]
-    """The document of a recipe, ready for TOML, but for the output; empty if no model is fit."""
+    """The document of a recipe, ready for TOML; empty if no model is fit."""
     doubts: tuple[str, ...]
-    """What the advice cannot know."""
+    """Caveats: what the advice cannot know."""
     predicted_error: float = 0.0
     """What the error of the layers' outputs stays under, from the dropping of all models."""
     error_bound: float = 0.0
     """What that error may be."""
     error_share: float = 0.0
-    """What the dropping of one model may bring, so that all of them stay within the bound."""
+    """What the dropping of one model may bring to its outputs, so that the merge's error stays
+    within the bound."""
     protect: tuple[Protection, ...] = ()
-    """Where lower drop rates would pay most, the worst first."""
+    """Where lower drop rates would pay most, the worst first; empty if no layer stands out."""
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as plain values, ready for JSON; what is not finite is a string."""
@@ -173,7 +182,7 @@ class Advice:
             value = advised.value if isinstance(advised.value, str) else f"{advised.value:.4g}"
             grounds = f"{advised.reason}. {advised.source}; evidence: {advised.evidence}"
             lines += [f"{advised.setting} = {value}{whose}", *_wrapped("  ", grounds)]
-        lines += [line for doubt in self.doubts for line in _wrapped("? ", doubt)]
+        lines += [line for doubt in self.doubts for line in _wrapped("caveat: ", doubt)]
         return "\n".join(lines)
 
 

@@ -171,8 +171,10 @@ def concentration(statistics: Statistics) -> float:
     return min(max(fourth / square**2, 1.0), float(max(statistics.elements, 1)))
 
 
-def bounded_error(exposure: Exposure, drop_rate: float) -> float:
+def bounded_error(exposure: Exposure, drop_rate: float, q: float | None = None) -> float:
     """What the relative error of an output stays under with probability 0.95 at a drop rate.
+
+    q is that of DAREx: what is kept is then off by 1/q - 1.
 
     >>> bounded_error(Exposure(10**6, 0.02, 1000.0), 0.8)
     0.0439...
@@ -180,8 +182,9 @@ def bounded_error(exposure: Exposure, drop_rate: float) -> float:
     p = drop_rate
     if not p or not exposure.carriers:
         return 0.0
-    spread = abs(2 * p - 1) * math.sqrt(p / ((1 - p) ** 3 * exposure.carriers))
-    return exposure.relative_norm * math.sqrt(p / (1 - p) + DEVIATIONS * spread)
+    kept = (1 / _divisor(p, q) - 1) ** 2
+    spread = abs(kept - 1) * math.sqrt(p * (1 - p) / exposure.carriers)
+    return exposure.relative_norm * math.sqrt(p + (1 - p) * kept + DEVIATIONS * spread)
 
 
 def tolerated_drop_rate(
@@ -234,7 +237,9 @@ def surviving_drop_rate(exposures: Sequence[Exposure]) -> float:
     return max(0.0, math.floor(STEPS * (1 - share) + 1e-9) / STEPS)
 
 
-def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:
+def mean_bounded_error(
+    exposures: Sequence[Exposure], drop_rate: float, q: float | None = None
+) -> float:
     """The bounded error of several tensors' outputs, as the root of the mean square.
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
@@ -242,7 +247,7 @@ def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float
     exposures = [exposure for exposure in exposures if math.isfinite(exposure.relative_norm)]
     total = sum(exposure.elements for exposure in exposures)
     squares = sum(
-        exposure.elements * bounded_error(exposure, drop_rate) ** 2 for exposure in exposures
+        exposure.elements * bounded_error(exposure, drop_rate, q) ** 2 for exposure in exposures
     )
     return math.sqrt(squares / total) if total else 0.0
 

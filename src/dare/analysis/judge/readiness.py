@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from dare.analysis.judge.groups import Values, find_groups, listed
 from dare.analysis.judge.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.limits import RULES_FILE, VALUES, limit
 from dare.analysis.judge.outliers import share_under, without_outliers
@@ -31,47 +32,72 @@ from dare.analysis.judge.prediction import (
     surviving_drop_rate,
     tolerated_drop_rate,
 )
-from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
+from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin
+from dare.output.page.words import share
+from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding
 from dare.tensors.sizes import times
 
-Values = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
 """What config.json says, by model; the base's under `BASE`."""
 BASE = "base"
 MEANING: list[str] = RULES_FILE["configuration"]["keys"]
 """Keys of config.json that decide what weights do."""
 LIMIT = SimpleNamespace(**VALUES)
-SHOWN = 3
-"""How many names a finding lists."""
+
+
+FAMILIES = {"dare": {"dare", "darex", "della"}, "ties": {"ties", "emr", "knots"}}
+"""What `only_for` stands for, where that is more than one stage: random dropping, and a vote."""
 
 
 def assess(
-    analysis: Analysis, configs: Configs | None = None, *, output_error: float | None = None
+    analysis: Analysis,
+    configs: Configs | None = None,
+    *,
+    output_error: float | None = None,
+    method: str = "",
 ) -> Readiness:
     """Say whether models should be merged, and what to do about what stands against it.
 
-    `configs` is what config.json says of each model, and under "base" of the base, if that shall
+    `configs` is what config.json says of each model, and under "base" of the base, if that is to
     be compared too; `output_error` is the error that dropping may bring to the layers' outputs,
-    0.05 if not given.
+    0.05 if not given. With a `method` the verdict is for a merge by it; without, for any.
     """
     bound = limit("output_error") if output_error is None else output_error
     subjects = list(_subjects(analysis, configs or {}, bound))
     findings = _joined(finding for rule in RULES for finding in rule.find(subjects, bound))
-    findings.sort(key=lambda finding: GRAVITY.index(finding.severity))
+    readiness = _concluded(analysis.names, findings)
+    return readiness_for(readiness, method) if method else readiness
+
+
+def readiness_for(readiness: Readiness, method: str) -> Readiness:
+    """The verdict on a merge by a method: what does not matter for it becomes a note."""
+    stages = {stage.name for stage in parse_method(method)}
+    findings = [
+        finding
+        if not finding.only_for or stages & FAMILIES.get(finding.only_for, {finding.only_for})
+        else replace(finding, severity=Severity.NOTE)
+        for finding in readiness.findings
+    ]
+    return replace(_concluded(readiness.by_model, findings), method=method)
+
+
+def _concluded(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
+    """The verdict that findings come to, on each model and on all."""
+    findings = sorted(findings, key=lambda finding: GRAVITY.index(finding.severity))
     by_model = {
-        name: _verdict(f for f in findings if not f.models or name in f.models)
-        for name in analysis.names
+        name: _verdict(f for f in findings if not f.models or name in f.models) for name in names
     }
     return Readiness(_verdict(findings), by_model, tuple(findings))
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding where several say the same of different models."""
-    by_text: dict[tuple[str, ...], Finding] = {}
+    """One finding where several say the same of one model each."""
+    by_text: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = finding.rule, finding.seen, finding.matters, finding.remedy
+        group = finding.models if len(finding.models) > 1 else ()
+        key = finding.rule, group, finding.seen, finding.matters, finding.remedy
         models = by_text[key].models if key in by_text else ()
         by_text[key] = replace(finding, models=(*models, *finding.models))
     return list(by_text.values())
@@ -107,11 +133,6 @@ CONDITIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "rounding": lambda s: 0 < s.relative_norm <= LIMIT.rounding * s.rounding,
     "coarser_type": lambda s: s.relative_norm > LIMIT.rounding * s.rounding,
-    "same_model": lambda p: p.is_one_direction and p.is_one_size,
-    "multiple": lambda p: p.is_one_direction and not p.is_one_size,
-    "other_base": lambda p: p.is_alike and min(p.first, p.second) >= LIMIT.large_ratio,
-    "alike": lambda p: p.is_alike,
-    "opposed": lambda p: p.is_opposed and not p.is_one_direction,
     "cancelling": lambda s: s.cancelled > s.chance + LIMIT.cancelled,
 }
 """When a rule has found something; for the others, if there is anything to look at at all."""
@@ -129,6 +150,7 @@ class Rule:
     remedy: str
     figures: str
     about: str = ""
+    only_for: str = ""
 
     def find(
         self, subjects: Iterable[tuple[str, Values]], output_error: float
@@ -150,6 +172,7 @@ class Rule:
                     self.matters.format_map(known),
                     self.remedy.format_map(known),
                     figures,
+                    self.only_for,
                 )
 
 
@@ -171,9 +194,9 @@ def _subjects(
         yield "model", _model_values(model, bodies[model.name], output_error)
         yield from _storage(analysis, model)
         yield from _outliers(model)
-    for pair in analysis.pairs:
-        yield "pair", _pair_values(pair, bodies[pair.first].ratio, bodies[pair.second].ratio)
     near = [model for model in analysis.models if not bodies[model.name].is_foreign]
+    distances = {name: body.ratio for name, body in bodies.items()}
+    yield from find_groups(analysis, distances, [model.name for model in near if model.total.norm])
     yield from _outweighed(near)
     yield from _together(analysis)
     yield from _unfit(analysis)
@@ -187,21 +210,18 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
     carriers = mean_carriers([exposure_of(tensor) for tensor in inner])
     careful = surviving_drop_rate([exposure_of(tensor) for tensor in inner])
     if rate < least:
-        error = mean_bounded_error(exposures, least)
-        cost = f"At a drop rate of {least} the error of its layers' outputs is up to {error:.1%}, "
-        cost += f"and {bound:.0%} is the bound"
-        way_out = "Leave DARE out for it (drop_rate = 0 in its entry of merge_files), or merge an "
-        way_out += "earlier checkpoint"
+        cost = f"Even a drop rate of {least} brings {share(mean_bounded_error(exposures, least))}"
+        way_out = "Set drop_rate = 0 for it in models, or merge an earlier checkpoint"
     else:
-        cost = f"The error of its layers' outputs stays within {bound:.0%} up to a drop rate of "
-        cost += f"{rate}, and 0.9 is usual"
-        way_out = f"Set drop_rate = {rate} or less in its entry of merge_files"
+        cost = f"It stays within the bound up to a drop rate of {rate}, and 0.9 is usual"
+        way_out = f"Set drop_rate = {rate} or less for it in models"
     return {
         "concerns": (model.name,),
         "file": model.file,
         "elements": total.elements,
         "not_finite": total.not_finite,
-        "where": _listed(t.name for t in model.tensors if t.statistics.not_finite),
+        "broken": times(total.not_finite, "element is", "elements are"),
+        "where": listed(t.name for t in model.tensors if t.statistics.not_finite),
         "norm": total.norm,
         "zeros": f"{total.sparsity:.0%}",
         "negligible": _negligible(model),
@@ -211,11 +231,14 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "is_foreign": body.is_foreign,
         "is_changed": any(exposure.carriers for exposure in exposures),
         "tolerated_drop_rate": rate,
+        "error": mean_bounded_error(exposures, LIMIT.easy_rate),
+        "error_shown": share(mean_bounded_error(exposures, LIMIT.easy_rate)),
+        "bound": bound,
         "cost": cost,
         "way_out": way_out,
         "missing": len(model.missing),
         "missing_count": times(len(model.missing), "tensor"),
-        "missing_names": _listed(model.missing),
+        "missing_names": listed(model.missing),
         "is_adapter": model.is_adapter,
         "was_dropped": model.was_dropped,
         "is_lora": model.origin is Origin.LORA,
@@ -265,31 +288,9 @@ def _outliers(model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
                 "outliers": count,
                 "share": max(1 - inliers.squares for inliers in named.values()),
                 "count": times(count, "outlier"),
-                "names": _listed(named),
+                "names": listed(named),
             },
         )
-
-
-def _pair_values(pair: PairAnalysis, first: float, second: float) -> Values:
-    """What is said of two models, which are so far from the base."""
-    cosine, near = pair.total.cosine, min(first, second) < LIMIT.large_ratio
-    # Far from the base two models may have come a long way together.
-    same = abs(cosine) >= (LIMIT.same_cosine if near else LIMIT.far_cosine)
-    return {
-        "concerns": (pair.first, pair.second),
-        "first_name": pair.first,
-        "second_name": pair.second,
-        "first": first,
-        "second": second,
-        "cosine": cosine,
-        "ratio": pair.ratio,
-        "conflict": pair.total.conflict,
-        "is_one_direction": same,
-        "is_one_size": abs(pair.ratio - 1) <= LIMIT.same_size,
-        "is_alike": cosine >= LIMIT.alike_cosine and not same,
-        "is_opposed": is_opposed(pair),
-        "effect": "they cancel each other" if pair.ratio < 0 else "it counts more than once",
-    }
 
 
 def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[tuple[str, Values]]:
@@ -315,17 +316,15 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[tuple[str, Values]]
 
 def _together(analysis: Analysis) -> Iterator[tuple[str, Values]]:
     """What all models do to each other, and what of the base they change twice."""
-    sizes = [model.total.mean_magnitude for model in analysis.models]
-    sizes = [size for size in sizes if size]
-    if len(sizes) >= 3:  # of two models `opposed` tells more
-        chance = 1 - math.hypot(*sizes) / sum(sizes)
-        cancelled = analysis.together.cancelled
+    changed = [model for model in analysis.models if model.total.norm]
+    if len(changed) >= 3:  # of two models `opposed` tells more
+        chance, cancelled = chance_cancelled(analysis), analysis.together.cancelled
         yield "cancelling", {"concerns": (), "cancelled": cancelled, "chance": chance}
     outer = [
         model.by_kind[k].norm for model in analysis.models for k in OUTER if k in model.by_kind
     ]
     if analysis.tied and any(outer):
-        names = _listed(analysis.tied)
+        names = listed(analysis.tied)
         yield "tied", {"concerns": (), "tensors": len(analysis.tied), "names": names}
 
 
@@ -347,8 +346,8 @@ def _unfit(analysis: Analysis) -> Iterator[tuple[str, Values]]:
                     "tensors": len(embeddings) if rule == "vocabulary" else len(lines),
                     "models": len(notes),
                     "count": times(len(lines), "tensor"),
-                    "line": _listed(lines, 1),
-                    "names": _listed(map(_tensor, lines)),
+                    "line": listed(lines, 1),
+                    "names": listed(map(_tensor, lines)),
                 },
             )
 
@@ -418,6 +417,16 @@ def body_of(model: ModelAnalysis) -> Body:
     )
 
 
+def chance_cancelled(analysis: Analysis) -> float:
+    """The share of all change that independent models of these sizes lose when they are added up.
+
+    It is what `analysis.together.cancelled` is to be held against: of two models of one size 29 %,
+    of three 42 %.
+    """
+    sizes = [model.total.mean_magnitude for model in analysis.models]
+    return 1 - math.hypot(*sizes) / sum(sizes) if any(sizes) else 0.0
+
+
 def rounding_norm(analysis: Analysis, model: ModelAnalysis) -> float:
     """‖rounding‖ / ‖base‖ of storing the base as the model is stored; 0 if that is as fine.
 
@@ -440,12 +449,6 @@ def _main_type(dtypes: Mapping[str, int]) -> str:
     return max(dtypes, key=lambda name: dtypes[name])
 
 
-def is_opposed(pair: PairAnalysis) -> bool:
-    """Whether two models undo more of each other's changes than chance would have it."""
-    overlap = pair.total
-    return overlap.cosine <= -limit("apart_cosine") or overlap.conflict >= limit("conflict")
-
-
 def _tensor(line: str) -> str:
     """The tensor that a line of `left_out` is about."""
     return line.partition(":")[0].strip()
@@ -455,10 +458,3 @@ def _is_named(model: str, lines: Iterable[str]) -> bool:
     """Whether any of some lines about tensors is about a model."""
     inside = re.compile(rf"(: in |, ){re.escape(model)}(,| is )")
     return any(line.startswith(f"{model}: ") or inside.search(line) for line in lines)
-
-
-def _listed(names: Iterable[str], shown: int = SHOWN) -> str:
-    """The first few names, and how many more there are."""
-    every = list(names)
-    more = len(every) - shown
-    return ", ".join(every[:shown]) + (f" and {more} more" if more > 0 else "")

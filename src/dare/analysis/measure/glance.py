@@ -1,22 +1,25 @@
 """A glance at the weights before a merge: are these fine-tunes of this base, and what kind?
 
 A few rows of a few matrices, spread over the model, are enough to tell a fine-tune from another
-model altogether, and a LoRA's low-rank delta from a full one. It takes milliseconds and promises
-nothing: what it finds becomes a warning, never an error.
+model altogether, a LoRA's low-rank delta from a full one, and two models from one that is there
+twice. It takes milliseconds and promises nothing: what it finds becomes a warning. Only elements
+that are not finite are worth a second look (`Glance.suspects`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.judge.limits import limit
 from dare.analysis.measure.spectra import SMALLEST, spread
-from dare.errors import Concern, Notice
+from dare.errors import Concern, Notice, Strength
 from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread, squared_values
@@ -34,7 +37,32 @@ READ_WHOLE = 4096
 """Rows up to this width are read whole, all at once: that is faster than a read for each."""
 
 
-def glance(plan: Plan) -> list[Notice]:
+@dataclass(frozen=True)
+class Change:
+    """How a model changes one matrix, as far as was seen."""
+
+    tensor: TensorPlan
+    relative_norm: float
+    """‖δ‖ / ‖base‖; infinite if the base is zero."""
+    concentration: float
+    """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What was seen."""
+
+    notices: tuple[Notice, ...] = ()
+    changes: tuple[tuple[Change, ...], ...] = ()
+    """Of each model, for each matrix that was looked at."""
+    suspects: tuple[TensorPlan, ...] = ()
+    """Tensors in which a delta is not finite."""
+
+
+NOTHING_SEEN = Glance()
+
+
+def glance(plan: Plan) -> Glance:
     """Look at the weights of a planned merge and say what is amiss."""
     telling = [
         tensor
@@ -43,21 +71,31 @@ def glance(plan: Plan) -> list[Notice]:
         and min(tensor.shape) >= SMALLEST
         and not is_embedding(tensor.name)
     ]
-    notices = []
     with ExitStack() as stack, np.errstate(invalid="ignore", over="ignore"):
         for source in (plan.base, *plan.models):
             stack.enter_context(source)
         chosen = [telling[place] for place in spread(len(telling), MATRICES)]
         bases = [_read_rows(plan.base, tensor) for tensor in chosen]
+        samples: list[list[Sample]] = [[] for _ in plan.models]
         for model, source in enumerate(plan.models):
-            samples = []
             for tensor, base in zip(chosen, bases, strict=True):
                 if model in tensor.models and tensor.name in source.tensors:
                     values = _read_rows(source, tensor)
                     delta = values if source.holds_delta(tensor.name) else values - base
-                    samples.append((tensor, base, delta))
-            notices += [*_foreign(plan, model, samples), *_low_rank(plan, model, samples)]
-    return notices
+                    samples[model].append((tensor, base, delta))
+        notices = [
+            notice
+            for model, seen in enumerate(samples)
+            for notice in (*_foreign(plan, model, seen), *_low_rank(plan, model, seen))
+        ]
+        changes = tuple(tuple(_change(*sample) for sample in seen) for seen in samples)
+    suspects = {
+        tensor.name: tensor
+        for seen in samples
+        for tensor, _, delta in seen
+        if not np.isfinite(delta).all()
+    }
+    return Glance((*notices, *_twins(plan, samples)), changes, tuple(suspects.values()))
 
 
 def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
@@ -76,6 +114,37 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
     return decoded(raw)
 
 
+def _change(tensor: TensorPlan, base: Floats, delta: Floats) -> Change:
+    squares = np.square(delta, dtype=np.float64)
+    total, of_base = float(squares.sum()), float(np.square(base, dtype=np.float64).sum())
+    size = math.sqrt(total / of_base) if of_base else math.inf
+    fourths = float(np.square(squares).sum())
+    return Change(tensor, size, delta.size * fourths / total**2 if total else 0.0)
+
+
+def _twins(plan: Plan, samples: Sequence[Sequence[Sample]]) -> Iterator[Notice]:
+    """Models whose changes are the same, wherever they were looked at and there are any."""
+    for (one, first), (other, second) in itertools.combinations(enumerate(samples), 2):
+        is_changed = any(delta.any() for _, _, delta in first)
+        if is_changed and len(first) == len(second) and all(map(_is_same, first, second)):
+            yield same_model(plan, one, other)
+
+
+def same_model(plan: Plan, one: int, other: int) -> Notice:
+    """What is said of two models that are one, by a glance or by their digests."""
+    names = plan.model_names
+    return Notice(
+        Concern.SAME_MODEL,
+        f"{names[other]}: has the same weights as {names[one]}, so it counts twice; leave one of "
+        "them out, or give one of them weight = 2 if that is meant",
+        Strength.STRONG,
+    )
+
+
+def _is_same(sample: Sample, other: Sample) -> bool:
+    return sample[0] is other[0] and np.array_equal(sample[2], other[2])
+
+
 def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Notice]:
     if not samples:
         return
@@ -86,7 +155,9 @@ def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Noti
     norm, base_norm = (
         math.sqrt(np.square(values, dtype=np.float64).sum()) for values in (deltas, bases)
     )
-    ratio = norm / base_norm if base_norm else 0.0
+    if not base_norm:  # there is nothing that the model could belong to
+        return
+    ratio = norm / base_norm
     if mean >= limit("foreign_delta") or ratio >= limit("foreign_ratio"):
         yield Notice(
             Concern.NOT_HOMOLOGOUS,
@@ -94,6 +165,7 @@ def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Noti
             f"{mean:.2g} on average, the change {ratio:.0%} of the base in size (seen in parts of "
             f"matrices). DARE works around {limit('usual_delta')} and fails around "
             f"{limit('foreign_delta')}; check that base and model belong together",
+            Strength.STRONG,
         )
 
 

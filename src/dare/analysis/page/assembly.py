@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import tomli_w
-
-from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity
+from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series, words
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.words import cosine
-from dare.analysis.results import Analysis
+from dare.analysis.results import Analysis, ModelAnalysis
 from dare.output.page.shell import Section, render_page
-from dare.output.page.tables import Columns, Table, bar_lengths, listing
+from dare.output.page.tables import Columns, Table, bar_lengths, listing, spans_decades
 from dare.output.page.words import NOTHING, amount, listed, number, setting, share
 from dare.output.places import short_name
+from dare.recipe.toml import write_toml
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
     from dare.output.page.figures import Figure
 
+OUTPUT = "merged.safetensors"
+"""The output of the recipe that the page shows."""
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""
 COUNTED = {
@@ -30,21 +32,25 @@ COUNTED = {
     Severity.NOTE: ("note", "notes"),
 }
 FIGURE_SECTIONS = {
-    "changes": ("What changed", ("magnitudes", "change-", "spectra")),
     "together": ("Side by side", ("cosines", "conflicts", "layer-cosines", "cancelled")),
-    "drop-rate": ("Drop rate", ("predicted-error",)),
+    "changes": ("What changed", ("changes", "change-", "magnitudes", "spectra")),
 }
 """By name: the title, and how the names of its figures begin."""
-MERGE_FIGURES = ("kept", "survival")
-MODEL_COLUMNS: Columns = {
+MERGE_FIGURES = ("survival", "kept")
+NUMBER_COLUMNS: Columns = {
     "model": lambda model: model.name,
-    "relative change": lambda model: share(model.total.relative_norm),
     "mean |δ|": lambda model: number(model.total.mean_magnitude),
     "99% below": lambda model: number(model.total.quantiles.p99),
     "largest |δ|": lambda model: number(model.total.largest),
     "not changed": lambda model: share(model.total.sparsity),
+    "NaN or infinite": lambda model: f"{model.total.not_finite:,}",
     "excess kurtosis": lambda model: number(model.total.excess_kurtosis),
-    "origin": words.origin,
+}
+PROTECTED_COLUMNS: Columns = {
+    "layer": lambda part: words.layer_name(part.layer),
+    "tensors": lambda part: part.kind,
+    "error, at most": lambda part: share(part.error),
+    "drop rate to protect it": lambda part: f"{part.drop_rate:g}",
 }
 MERGED_COLUMNS: Columns = {
     "model": lambda model: model.name,
@@ -68,7 +74,8 @@ def assemble_page(
     """Put everything into one text; `library` is the JavaScript that draws."""
     names = analysis.names
     many = times(len(names), "model") if len(names) > MOST_NAMES else ""
-    headline = words.HEADLINES[readiness.verdict]
+    headline = words.headline(readiness)
+    changes = [model.total.relative_norm for model in analysis.models]
     inputs = [("base", analysis.base), *((model.name, model.file) for model in analysis.models)]
     return render_page(
         "dare.analysis.page",
@@ -83,15 +90,23 @@ def assemble_page(
         many=many,
         headline=headline,
         readiness=readiness,
+        verdicts=_verdicts(readiness),
         base=short_name(analysis.base),
+        parameters=amount(sum(analysis.base_dtypes.values())),
         counted=_counted(readiness.findings),
         tiles=list(_tiles(analysis, advice)),
-        models=listing(analysis.models, MODEL_COLUMNS),
-        bars=bar_lengths([model.total.relative_norm for model in analysis.models]),
+        models=listing(analysis.models, _model_columns(analysis, readiness, advice)),
+        numbers=listing(analysis.models, NUMBER_COLUMNS),
+        bars=bar_lengths(changes),
+        logarithmic=spans_decades(changes),
         outcome=outcome,
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
-        recipe=tomli_w.dumps(advice.recipe),
+        recipe=recipe_text(advice),
+        left_out=series.left_out(advice),
+        protected=listing(advice.protect, PROTECTED_COLUMNS),
+        rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
+        drops=any(series.suggested_rates(analysis, advice).values()),
         inputs=Table(("input", "file"), tuple((name, short_name(file)) for name, file in inputs)),
         analysis=analysis,
         size_read=show_size(analysis.bytes_read),
@@ -99,19 +114,80 @@ def assemble_page(
     )
 
 
+def recipe_text(advice: Advice) -> str:
+    """The advised recipe, complete: it runs as it is. Empty if nothing should be merged."""
+    if not advice.recipe:
+        return ""
+    document = dict(advice.recipe)
+    if isinstance(models := document["models"], dict):
+        document["models"] = {"output_file": OUTPUT, **models}
+    else:
+        document.setdefault("output", OUTPUT)
+    return write_toml(document)
+
+
 def _sections(figures: Sequence[Figure], outcome: Outcome | None) -> Iterator[Section]:
     def named(beginnings: tuple[str, ...]) -> tuple[Figure, ...]:
         return tuple(figure for figure in figures if figure.name.startswith(beginnings))
 
-    yield Section("findings", "Findings", "findings.html.jinja")
+    if outcome:
+        yield Section("merge", "The merge", "merge.html.jinja", named(MERGE_FIGURES))
+    yield Section("findings", "What stands against it", "findings.html.jinja")
     yield Section("models", "Models", "models.html.jinja")
+    if drawn := named(("predicted-error",)):
+        yield Section("drop-rate", "Drop rate", "drop_rate.html.jinja", drawn)
     for name, (title, beginnings) in FIGURE_SECTIONS.items():
         if drawn := named(beginnings):
             yield Section(name, title, "figures.html.jinja", drawn)
-    if outcome:
-        yield Section("merge", "The merge", "merge.html.jinja", named(MERGE_FIGURES))
-    yield Section("advice", "Advice", "advice.html.jinja")
+    yield Section("advice", "Why these settings", "advice.html.jinja")
     yield Section("inputs", "Inputs", "inputs.html.jinja")
+
+
+def _verdicts(readiness: Readiness) -> list[tuple[Verdict, tuple[str, ...]]]:
+    """The models with each verdict, the gravest first."""
+    return [
+        (verdict, names)
+        for verdict in reversed(Verdict)
+        if (names := tuple(name for name, found in readiness.by_model.items() if found is verdict))
+    ]
+
+
+def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
+    """What decides about a model: the first number is its change."""
+    rates = series.suggested_rates(analysis, advice)
+    out = series.left_out(advice)
+    copies = {name: same[0] for same in series.find_copies(analysis) for name in same[1:]}
+
+    def verdict(model: ModelAnalysis) -> str:
+        return str(readiness.by_model.get(model.name, NOTHING))
+
+    def rate(model: ModelAnalysis) -> str:
+        return f"{rates[model.name]:g}" if model.name in rates else NOTHING
+
+    def error(model: ModelAnalysis) -> str:
+        if model.name not in rates:
+            return NOTHING
+        return share(mean_bounded_error(exposures_of(model), rates[model.name]))
+
+    def remark(model: ModelAnalysis) -> str:
+        remarks = ["⚠ left out"] if model.name in out else []
+        if model.total.not_finite:
+            remarks.append(f"{times(model.total.not_finite, 'element')} NaN or infinite")
+        if model.name in copies:
+            remarks.append(f"the same as {copies[model.name]}")
+        return ", ".join(remarks)
+
+    columns: dict[str, Callable[[ModelAnalysis], str]] = {
+        "model": lambda model: model.name,
+        "change": lambda model: share(model.total.relative_norm),
+        "verdict": verdict,
+        "drop rate": rate,
+        "error, at most": error,
+        "origin": words.origin,
+    }
+    if any(map(remark, analysis.models)):
+        columns["remarks"] = remark
+    return columns
 
 
 def _counted(findings: Sequence[Finding]) -> str:
@@ -125,20 +201,16 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]:
     """Label, value and remark of the most telling numbers."""
+    if advice.error_bound:
+        bound = f"bound: {words.bound(advice.error_bound)}"
+        yield "Predicted error", share(advice.predicted_error), bound
     largest = max(analysis.models, key=lambda model: model.total.relative_norm)
     change = share(largest.total.relative_norm)
-    yield "Parameters", amount(largest.total.elements), f"{', '.join(analysis.base_dtypes)} base"
-    yield "Largest change", change, f"{largest.name}, beside the base"
+    yield "Largest change", change, f"{largest.name}, relative to the base"
     if analysis.pairs:
-        pair = max(analysis.pairs, key=lambda pair: abs(pair.total.cosine))
-        remark = f"cosine, {pair.first} and {pair.second}"
-        lost = share(analysis.together.cancelled)
-        yield "Closest pair", cosine(pair.total.cosine), remark
-        yield "Cancelled", lost, "if all were added up as they are"
-    for suggestion in [item for item in advice.suggestions if item.setting == "method"][:1]:
-        yield "Advised method", str(suggestion.value), f"evidence: {suggestion.evidence}"
-    rates = sorted(set(series.suggested_rates(analysis, advice).values()))
-    if len(rates) == 1:
-        yield "Advised drop rate", f"{rates[0]:g}", "for all"
-    elif rates:
-        yield "Advised drop rate", f"{rates[0]:g} to {rates[-1]:g}", "by model"
+        out = set(series.left_out(advice))
+        pairs = [pair for pair in analysis.pairs if not out & {pair.first, pair.second}]
+        pair = max(pairs or analysis.pairs, key=lambda pair: abs(pair.total.cosine))
+        yield "Closest pair", cosine(pair.total.cosine), f"cosine, {pair.first} and {pair.second}"
+        lost, chance = analysis.together.cancelled, series.chance_cancelled(analysis)
+        yield "Cancel if added up", share(lost), f"by chance about {share(chance)}"

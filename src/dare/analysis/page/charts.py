@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dare.output.page.charts import Spec, alt, bright_if, by_name, finish_chart, repeated, zoom
+from dare.output.page.charts import (
+    Spec,
+    alt,
+    bright_if,
+    by_name,
+    finish_chart,
+    repeated,
+    room_for,
+    zoom,
+)
 from dare.output.page.tables import Row
 from dare.output.page.themes import DASHES, SHAPES
 
@@ -13,6 +22,10 @@ CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = "!model || datum.model === model || datum.other === model"
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
 """The colour of text on a cell of a matrix."""
+LEFT_OUT = "left_out"
+"""The parameter with the names of models that the advice does not merge."""
+MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
+"""A model's name on an axis or in a legend; a sign stands before those that are left out."""
 
 
 def lines(
@@ -23,12 +36,17 @@ def lines(
     tooltip: list[Any],
     points: bool = True,
     field: str = "model",
+    shown: Sequence[str] = (),
 ) -> Any:
-    """A line for each name, told apart by colour, dashes and shapes; models' can be zoomed."""
+    """A line for each name, told apart by colour, dashes and shapes; models' can be zoomed.
+
+    If only some have a line, `shown` names them; each has the looks that it has among all.
+    """
     of_models = field == "model"
     opacity = bright_if(CHOSEN if of_models else CHOSEN_PAIR)
+    legend = legend_of(shown or names) if of_models else ...
     chart = alt.Chart().encode(
-        x=x, y=y, color=by_name(alt.Color, names, field=field), opacity=opacity
+        x=x, y=y, color=by_name(alt.Color, names, field=field, legend=legend), opacity=opacity
     )
     looks = {"interpolate": "monotone"} if of_models else {}
     # Dashes by number: by name they would get into the legend, as dashed outlines.
@@ -36,7 +54,8 @@ def lines(
     curves = chart.mark_line(aria=False, clip=True, **looks)
     curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
     marks = chart.mark_point(filled=True, size=55 if points else 220, aria=False, clip=True)
-    marks = marks.encode(shape=by_name(alt.Shape, names, SHAPES, field=field), tooltip=tooltip)
+    shape = by_name(alt.Shape, names, SHAPES, field=field, legend=legend)
+    marks = marks.encode(shape=shape, tooltip=tooltip)
     if not points:  # only there to be hovered over
         marks = marks.encode(opacity=alt.value(0))
     return alt.layer(curves, marks.add_params(zoom()) if of_models else marks)
@@ -44,11 +63,32 @@ def lines(
 
 def model_bars(names: Sequence[str], *, text: Any, **places: Any) -> Any:
     """A bar for each model, with a text behind it."""
-    model = alt.Y("model:N", title=None, sort=list(names))
+    model = model_axis(alt.Y, names)
     chart = alt.Chart().encode(y=model, opacity=bright_if(CHOSEN), **places)
     bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
     bars = bars.encode(color=by_name(alt.Color, names, legend=None))
     return alt.layer(bars, chart.mark_text(align="left", dx=5, aria=False).encode(text=text))
+
+
+def legend_of(names: Sequence[str], **looks: Any) -> Any:
+    """A legend of models, in as many columns as there is room for."""
+    return alt.Legend(columns=room_for(names), values=list(names), labelExpr=MARKED, **looks)
+
+
+def model_axis(channel: Any, names: Sequence[str], field: str = "model", **looks: Any) -> Any:
+    """Models one after the other."""
+    return channel(f"{field}:N", title=None, sort=list(names)).axis(
+        labelExpr=MARKED, labelLimit=110, labelOverlap=False, **looks
+    )
+
+
+def at_least(low: float, high: float, least: float, *, around: float) -> list[float]:
+    """The ends of a scale, so far apart that noise looks like noise.
+
+    >>> at_least(-0.01, 0.3, 0.1, around=0.0)
+    [-0.1, 0.3]
+    """
+    return [min(low, around - least), max(high, around + least)]
 
 
 def dashed(rows: Sequence[Row], names: Sequence[str], field: str = "model") -> list[Row]:
@@ -70,5 +110,6 @@ def layer_names() -> Any:
 
 
 def finish(chart: Any, rows: Sequence[Row], height: int = 280) -> Spec:
-    """The chart as Vega-Lite, with the parameter `model`."""
-    return finish_chart(chart.add_params(alt.param(name="model", value="")), rows, height)
+    """The chart as Vega-Lite, with the parameters `model` and `left_out`."""
+    chosen, left_out = alt.param(name="model", value=""), alt.param(name=LEFT_OUT, value=[])
+    return finish_chart(chart.add_params(chosen, left_out), rows, height)

@@ -8,24 +8,26 @@ A function returns None if there is nothing to draw. What is said about a figure
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.limits import limit
-from dare.analysis.page import charts, series
+from dare.analysis.page import charts, series, words
 from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.words import cosine, layer_name
-from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis
+from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis, Origin
 from dare.output.page.charts import (
     FAINT,
     Spec,
     alt,
     bright_if,
     by_name,
+    haloed_text,
     level_line,
     logarithmic,
-    room_for,
     tooltip_of,
     zoom,
 )
@@ -37,6 +39,12 @@ from dare.tensors.sizes import times
 
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""
+MOST_MAPS = 4
+"""Models with a heat map each; of more there is one for all, and theirs are folded."""
+ROOM_FOR_TEXT = 5
+"""Models whose matrices have a text in every cell; of more only what is notable has one."""
+NOISE = 0.05
+"""Shares that differ by less look alike, and their figures are folded."""
 MOST_LAYERS_BESIDE = 48
 """Heat maps with more layers need the whole width."""
 WIDE_RANGE = 5
@@ -47,14 +55,21 @@ TEXTS = read_texts("dare.analysis.page")
 def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[Figure]:
     """Draw all figures that there is something to draw in."""
     drawn = [
-        magnitudes(analysis),
-        *(relative_change(analysis, model) for model in analysis.models),
-        *(draw(analysis) for draw in (cosines, conflicts, layer_cosines, cancelled, spectra)),
         predicted_error(analysis, advice),
+        *(draw(analysis) for draw in (cosines, conflicts, layer_cosines, cancelled)),
+        changes(analysis),
+        *(relative_change(analysis, model) for model in analysis.models),
+        magnitudes(analysis),
+        spectra(analysis),
     ]
     if outcome is not None:
-        drawn += [kept(outcome), kept_by_layer(outcome), survival(outcome)]
-    return [figure for figure in drawn if figure is not None]
+        drawn += [survival(outcome), kept(outcome), kept_by_layer(outcome)]
+    found = [figure for figure in drawn if figure is not None]
+    for figure in found:
+        for parameter in figure.spec["params"]:
+            if parameter["name"] == charts.LEFT_OUT:
+                parameter["value"] = list(series.left_out(advice))
+    return found
 
 
 def _figure(name: str, spec: Spec, table: Table, **known: str) -> Figure:
@@ -112,20 +127,39 @@ def magnitudes(analysis: Analysis) -> Figure | None:
     return _figure("magnitudes", charts.finish(chart, rows), table, **texts)
 
 
-def relative_change(analysis: Analysis, model: ModelAnalysis) -> Figure | None:
-    """Where a model differs from the base: layers × kinds."""
-    rows, kinds = series.change_rows(model), series.kinds_of(analysis)
-    if not rows:
+def changes(analysis: Analysis) -> Figure | None:
+    """Where each of many models differs from the base: models × layers."""
+    if len(analysis.models) <= MOST_MAPS:
         return None
-    low, high = series.change_range(analysis)
-    scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=[low, high])
+    rows = series.layer_change_rows(analysis)
+    largest = max(rows, key=lambda row: row["change"] or 0.0)
+    chart = _change_map(
+        series.change_domain(rows), charts.model_axis(alt.Y, analysis.names), ("model:N",)
+    )
+    by_model = {
+        model.name: {layer: found.relative_norm for layer, found in model.by_layer.items()}
+        for model in analysis.models
+    }
+    return _figure(
+        "changes",
+        charts.finish(chart, rows, 24 * len(analysis.models) + 10),
+        series.layer_table(by_model, share),
+        names=listed(analysis.names),
+        peak=f"{share(largest['change'])}, {largest['model']} in layer {largest['layer']}",
+    )
+
+
+def _change_map(domain: list[float], y: Any, whose: tuple[str, ...]) -> Any:
+    """Relative changes over layers as colours, with a tooltip that begins with whose they are."""
+    low, high = domain
+    scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=domain)
     middle = math.sqrt(low * high) if scale.type == "log" else (low + high) / 2
     place = alt.Chart().encode(
         x=charts.layer_names(),
-        y=alt.Y("kind:N", title=None, sort=[str(kind) for kind in kinds]),
+        y=y,
         tooltip=tooltip_of(
+            *whose,
             "layer:N",
-            "kind:N",
             ("change:Q", "‖δ‖ / ‖base‖", ".3~%"),
             ("largest:Q", "largest |δ|", ".3~g"),
             ("elements:Q", "", ","),
@@ -135,10 +169,20 @@ def relative_change(analysis: Analysis, model: ModelAnalysis) -> Figure | None:
     colour = colour.legend(
         format=".2~%", gradientLength=180, gradientThickness=10, values=[low, middle, high]
     )
-    chart = alt.layer(
+    return alt.layer(
         place.mark_rect(fill="transparent", strokeWidth=1, strokeOpacity=0.4, stroke="#888"),
         place.mark_rect(cornerRadius=2).transform_filter("datum.change > 0").encode(color=colour),
     )
+
+
+def relative_change(analysis: Analysis, model: ModelAnalysis) -> Figure | None:
+    """Where a model differs from the base: layers × kinds."""
+    rows, kinds = series.change_rows(model), series.kinds_of(analysis)
+    if not rows:
+        return None
+    axis = alt.Y("kind:N", title=None, sort=[str(kind) for kind in kinds])
+    everywhere = [row for each in analysis.models for row in series.change_rows(each)]
+    chart = _change_map(series.change_domain(everywhere), axis, ("kind:N",))
     largest = max(rows, key=lambda row: row["change"] or 0.0)
     where = f"{largest['kind']} in layer {largest['layer']}"
     peak = f" The largest is {share(largest['change'])}, {where}." if largest["change"] else ""
@@ -158,7 +202,8 @@ def relative_change(analysis: Analysis, model: ModelAnalysis) -> Figure | None:
     if count > 1 and len(analysis.layers) <= MOST_LAYERS_BESIDE:
         width = 1 / 3 if count % 3 == 0 else 1 / 2
     name = f"change-{analysis.names.index(model.name) + 1}"
-    return replace(figure, name=name, models=(model.name,), width=width)
+    folded = count > MOST_MAPS
+    return replace(figure, name=name, models=(model.name,), width=width, folded=folded)
 
 
 def spectra(analysis: Analysis) -> Figure | None:
@@ -167,16 +212,15 @@ def spectra(analysis: Analysis) -> Figure | None:
     if not rows:
         return None
     available = sum(1 for model in analysis.models for tensor in model.tensors if tensor.spectrum)
-    near = alt.selection_point(
-        name="near", fields=["line"], on="pointerover", nearest=True, empty=False
-    )
-    legend = alt.Legend(columns=room_for(names), symbolType="stroke", symbolSize=300)
+    # Not `nearest`: the cells that Vega adds for it would have tooltips without values.
+    near = alt.selection_point(name="near", fields=["line"], on="pointerover", empty=False)
+    legend = charts.legend_of(names, symbolType="stroke", symbolSize=300)
     opacity = alt.when(near).then(alt.value(1)).when(CHOSEN).then(alt.value(0.45))
     chart = alt.Chart().encode(
         x=alt.X("rank:Q", title="direction, the strongest first")
         .scale(type="log", nice=False)
         .axis(logarithmic("x")),
-        y=alt.Y("value:Q", title="singular value beside the largest")
+        y=alt.Y("value:Q", title="singular value, relative to the largest")
         .scale(type="log")
         .axis(logarithmic("y")),
         color=by_name(alt.Color, names, legend=legend),
@@ -186,7 +230,7 @@ def spectra(analysis: Analysis) -> Figure | None:
         strokeDash=by_name(alt.StrokeDash, names, DASHES, legend=legend),
         opacity=opacity.otherwise(alt.value(FAINT / 2)),
     )
-    points = chart.mark_point(size=30, opacity=0, aria=False).encode(
+    points = chart.mark_point(filled=True, size=60, aria=False).encode(
         opacity=alt.value(0),
         tooltip=tooltip_of(
             "model:N",
@@ -199,7 +243,7 @@ def spectra(analysis: Analysis) -> Figure | None:
         ),
     )
     layers = alt.layer(lines, points.add_params(near)).transform_flatten(["rank", "value"])
-    return _figure(
+    figure = _figure(
         "spectra",
         charts.finish(layers.add_params(zoom()), rows, height=300),
         listing(
@@ -219,6 +263,8 @@ def spectra(analysis: Analysis) -> Figure | None:
         matrices=times(len(rows), "matrix", "matrices"),
         shown=f" Shown are {len(rows)} of {available}." if len(rows) < available else "",
     )
+    low_rank = any(model.origin is Origin.LORA for model in analysis.models)
+    return replace(figure, folded=not low_rank)
 
 
 # ---------------------------------------------------------------- two models and all
@@ -231,8 +277,16 @@ def cosines(analysis: Analysis) -> Figure | None:
         "cosine": lambda pair: cosine(pair.total.cosine),
         "multiple of the first nearest to the second": lambda pair: number(pair.ratio),
     }
-    scale = {"domain": [-1, 1], "range": "diverging"}
-    return _matrix(analysis, "cosines", "cosine", "cosine", "+.2f", scale, columns)
+    return _matrix(
+        analysis,
+        "cosines",
+        "cosine",
+        title="cosine",
+        shown_as="+.2f",
+        scale={"domain": [-1, 1], "range": "diverging"},
+        notable=f"abs(datum.cosine) >= {limit('apart_cosine')}",
+        columns=columns,
+    )
 
 
 def conflicts(analysis: Analysis) -> Figure | None:
@@ -244,28 +298,42 @@ def conflicts(analysis: Analysis) -> Figure | None:
         "of the top 1%: shared": lambda pair: share(pair.total.top_overlap),
         "of those: opposite": lambda pair: share(pair.total.top_conflict),
     }
-    scale, title = {"domain": [0, 1], "range": "heatmap"}, "in opposite directions"
-    return _matrix(analysis, "conflicts", "conflict", title, ".0%", scale, columns)
+    return _matrix(
+        analysis,
+        "conflicts",
+        "conflict",
+        title="opposite (chance: 50%)",
+        shown_as=".0%",
+        scale={"domain": [0, 1], "range": "diverging", "reverse": True},
+        notable=f"abs(datum.conflict - 0.5) >= {limit('conflict') - 0.5:g}",
+        columns=columns,
+    )
 
 
 def _matrix(
     analysis: Analysis,
     name: str,
     field: str,
+    *,
     title: str,
     shown_as: str,
     scale: Spec,
+    notable: str,
     columns: Columns,
 ) -> Figure | None:
-    """A cell for every two models; the second of the columns shows what is drawn."""
-    rows, names = series.pair_rows(analysis), list(analysis.names)
+    """A cell for every two models; the second of the columns shows what is drawn.
+
+    Where there are many, only the cells have a text for which `notable` holds.
+    """
+    rows, names = series.pair_rows(analysis), series.alike_first(analysis)
     if not rows:
         return None
+    few = len(names) <= ROOM_FOR_TEXT
+    flat = len(names) <= 3 and max(map(len, names)) <= 8
+    angle = {"labelAngle": 0} if flat else {"labelAngle": -90}
     place = alt.Chart().encode(
-        x=alt.X("other:N", title=None, sort=names).axis(
-            orient="top", labelAngle=0 if len(names) <= 4 else -40, labelLimit=100
-        ),
-        y=alt.Y("model:N", title=None, sort=names).axis(labelLimit=100),
+        x=charts.model_axis(alt.X, names, "other", orient="top", **angle),
+        y=charts.model_axis(alt.Y, names),
         opacity=bright_if(CHOSEN_PAIR),
         tooltip=tooltip_of(
             ("model:N", "model"),
@@ -281,13 +349,16 @@ def _matrix(
         .legend(format=shown_as, gradientLength=160, gradientThickness=10, tickCount=4)
     )
     contrast = alt.expr(CONTRAST.format(field=field))
-    texts = place.mark_text(fontSize=13, color=contrast, aria=False)
+    size = alt.expr("bandwidth('x') < 22 ? 0 : clamp(bandwidth('x') / 3.2, 7, 13)")
+    texts = place.transform_filter("true" if few else notable)
+    texts = texts.mark_text(fontSize=size, color=contrast, aria=False)
     texts = texts.encode(text=alt.Text(f"{field}:Q", format=shown_as))
-    largest = max(analysis.pairs, key=lambda pair: abs(getattr(pair.total, field)))
+    chance = 0.5 if field == "conflict" else 0.0
+    largest = max(analysis.pairs, key=lambda pair: abs(getattr(pair.total, field) - chance))
     _, shown, *_ = columns.values()
     return _figure(
         name,
-        charts.finish(alt.layer(cells, texts), rows, height=max(140, 52 * len(names))),
+        charts.finish(alt.layer(cells, texts), rows, max(140, (48 if few else 32) * len(names))),
         listing(analysis.pairs, columns),
         largest=shown(largest),
         first=largest.first,
@@ -297,7 +368,7 @@ def _matrix(
 
 def layer_cosines(analysis: Analysis) -> Figure | None:
     """Where every two models change the same way."""
-    pairs = series.closest_pairs(analysis)
+    pairs = series.telling_pairs(analysis)
     names = tuple(map(series.pair_name, pairs))
     rows: list[Row] = [
         {
@@ -314,10 +385,13 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
     ]
     if not rows:
         return None
+    values = [row["cosine"] or 0.0 for row in rows]
+    apart = limit("apart_cosine")
+    domain = charts.at_least(min(values), max(values), apart, around=0.0)
     chart = charts.lines(
         names,
         x=charts.layer_numbers(),
-        y=alt.Y("cosine:Q", title="cosine").axis(format="+.2~g", tickCount=5),
+        y=alt.Y("cosine:Q", title="cosine").scale(domain=domain).axis(format="+.2~g", tickCount=5),
         tooltip=tooltip_of(
             ("pair:N", "models"),
             "layer:Q",
@@ -327,18 +401,19 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
         field="pair",
     )
     zero = alt.Chart().mark_rule(strokeDash=[2, 3], aria=False).encode(y=alt.datum(0))
-    some = f" Shown are the {len(names)} closest pairs." if len(names) < len(analysis.pairs) else ""
+    some = f" Shown are {len(names)} of {len(analysis.pairs)} pairs, those farthest from 0."
     by_pair = {
         series.pair_name(pair): {layer: overlap.cosine for layer, overlap in pair.by_layer.items()}
         for pair in pairs
     }
-    return _figure(
+    figure = _figure(
         "layer-cosines",
         charts.finish(alt.layer(zero, chart), charts.dashed(rows, names, "pair"), height=240),
         series.layer_table(by_pair, cosine),
-        shown=some,
+        shown=some if len(names) < len(analysis.pairs) else "",
         pairs=times(len(names), "pair"),
     )
+    return replace(figure, folded=all(abs(value) < apart for value in values))
 
 
 def cancelled(analysis: Analysis) -> Figure | None:
@@ -347,82 +422,136 @@ def cancelled(analysis: Analysis) -> Figure | None:
     if not analysis.pairs or by_layer.keys() <= {OUTSIDE}:
         return None
     rows: list[Row] = [
-        {"layer": layer_name(layer), "place": layer, "cancelled": finite(by_layer[layer])}
+        {
+            "layer": layer_name(layer),
+            "place": layer,
+            "cancelled": finite(by_layer[layer]),
+            "chance": finite(series.layer_chance(analysis, layer)),
+        }
         for layer in sorted(by_layer)
     ]
-    chart = alt.Chart().mark_bar(cornerRadiusEnd=2, aria=False)
-    chart = chart.encode(
+    place = alt.Chart().encode(
         x=charts.layer_names(),
-        y=alt.Y("cancelled:Q", title="cancelled").axis(format="~%", tickCount=5),
-        tooltip=tooltip_of("layer:N", ("cancelled:Q", "", ".2%")),
+        tooltip=tooltip_of("layer:N", ("cancelled:Q", "", ".1%"), ("chance:Q", "by chance", ".1%")),
     )
-    chart = alt.layer(chart, level_line(analysis.together.cancelled))
+    top = max(row[field] or 0.0 for row in rows for field in ("cancelled", "chance"))
+    scale = {"domain": [0, max(top, 0.5)]}
+    bars = place.mark_bar(cornerRadiusEnd=2, aria=False).encode(
+        y=alt.Y("cancelled:Q", title="cancelled").scale(**scale).axis(format="~%", tickCount=5)
+    )
+    ticks = place.mark_tick(thickness=3, aria=False).encode(y="chance:Q")
     total = share(analysis.together.cancelled)
-    cells = (("all", total), *((row["layer"], share(row["cancelled"])) for row in rows))
-    table = Table(("layer", "cancelled"), cells)
-    return _figure("cancelled", charts.finish(chart, rows, height=200), table, total=total)
+    chance = share(series.chance_cancelled(analysis))
+    cells = ((row["layer"], share(row["cancelled"]), share(row["chance"])) for row in rows)
+    table = Table(("layer", "cancelled", "by chance about"), (("all", total, chance), *cells))
+    texts = {"total": total, "chance": chance}
+    spec = charts.finish(alt.layer(bars, ticks), rows, height=200)
+    figure = _figure("cancelled", spec, table, **texts)
+    far = max(abs((row["cancelled"] or 0.0) - (row["chance"] or 0.0)) for row in rows)
+    return replace(figure, folded=far < NOISE)
 
 
 # ---------------------------------------------------------------- drop rates
 
 
 def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
-    """What DARE would do at which drop rate, and the rate that is advised."""
-    names, curves = analysis.names, series.prediction_rows(analysis)
-    if not curves:
+    """What dropping costs at which rate, the error that each model may have, and the advice."""
+    out = series.left_out(advice)
+    models = [model for model in analysis.models if model.name not in out] or analysis.models
+    names, everyone = [model.name for model in models], analysis.names
+    curves = [row for model in models for row in series.prediction_rows(model, series.RATES)]
+    if not (curves := [row for row in curves if row["error"]]):
         return None
     advised = series.suggested_rates(analysis, advice)
-    points = [series.prediction_row(analysis.model(name), rate) for name, rate in advised.items()]
-    points = charts.dashed([row for row in points if row["error"]], names)
+    steps = {name: sorted({*series.TABLE_RATES, *_above_zero(advised.get(name))}) for name in names}
+    listed_rows = [
+        row for model in models for row in series.prediction_rows(model, steps[model.name])
+    ]
+    points = [
+        row for row in listed_rows if row["rate"] == advised.get(row["model"]) and row["error"]
+    ]
     place = {
         "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
-        "y": alt.Y("error:Q", title="expected error of a layer's outputs")
+        "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
         .scale(type="log", nice=False)
         .axis(logarithmic("y", percent=True)),
         "tooltip": tooltip_of(
             "model:N",
             ("rate:Q", "drop rate"),
-            ("error:Q", "error of outputs", ".3~%"),
-            ("relative:Q", "error beside the delta", ".3~%"),
+            ("error:Q", "error of outputs, at most", ".3~%"),
+            ("relative:Q", "error of the delta", ".3~%"),
         ),
     }
-    marks = []
-    for turn, dy in enumerate((-17, 19)):  # above and below: curves lie close to each other
-        if rows := [row for row in points if row["dash"] % 2 == turn]:
-            chart = alt.Chart({"values": rows}).encode(**place, opacity=bright_if(CHOSEN))
-            mark = chart.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
-                color=by_name(alt.Color, names),
-                shape=by_name(alt.Shape, names, SHAPES),
-            )
-            label = chart.mark_text(fontWeight=600, dy=dy, aria=False)
-            marks += [mark, label.encode(text=alt.Text("rate:Q", format=".2~f"))]
-    bound = limit("output_error")
-    data = {"values": [{"label": f"bound {bound:.0%}"}]}
-    note = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
-    note = note.encode(x=alt.datum(0), y=alt.datum(bound), text="label:N")
+    marks = alt.Chart({"values": points}).encode(**place, opacity=bright_if(CHOSEN))
+    marks = marks.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
+        color=by_name(alt.Color, everyone, legend=charts.legend_of(names)),
+        shape=by_name(alt.Shape, everyone, SHAPES, legend=charts.legend_of(names)),
+    )
     chart = alt.layer(
-        level_line(bound, data), note, charts.lines(names, **place, points=False), *marks
+        *_share_line(advice),
+        charts.lines(everyone, shown=names, **place, points=False),
+        *([marks, *_rate_labels(points, place)] if points else []),
     )
     rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
-    steps = sorted({*series.TABLE_RATES, *advised.values()})
     table = listing(
-        [series.prediction_row(model, rate) for model in analysis.models for rate in steps],
+        listed_rows,
         {
             "drop rate": lambda row: f"{row['rate']:g}",
             "model": lambda row: row["model"],
-            "error beside the delta": lambda row: share(row["relative"]),
-            "error of outputs": lambda row: share(row["error"]),
-            "": lambda row: "advised" if row["rate"] == advised.get(row["model"]) else "",
+            "error of outputs, at most": lambda row: share(row["error"]),
+            "error of the delta": lambda row: share(row["relative"]),
+            "": lambda row: "advised" if row in points else "",
         },
     )
     return _figure(
         "predicted-error",
-        charts.finish(chart, charts.dashed(curves, names), height=320),
+        charts.finish(chart, charts.dashed(curves, everyone), height=320),
         table,
-        names=listed(names),
-        marks="The marks are the rates that are advised." if points else "No rate is advised.",
+        names=listed(tuple(names)),
+        bound=words.error_bound(advice, len(names)),
+        marks=_said_of_marks(names, advised),
+        out=f" Left out: {listed(out)}." if out else "",
         advised=f" Advised: {', '.join(rates)}." if rates else "",
     )
+
+
+def _above_zero(rate: float | None) -> tuple[float, ...]:
+    return (rate,) if rate else ()
+
+
+def _share_line(advice: Advice) -> list[Any]:
+    """The error that the dropping of one model may bring, as a line with its number."""
+    if not advice.error_share:
+        return []
+    data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
+    note = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
+    note = note.encode(x=alt.datum(0), y=alt.datum(advice.error_share), text="label:N")
+    return [level_line(advice.error_share, data), note]
+
+
+def _rate_labels(points: list[Row], place: Spec) -> list[Any]:
+    """One label for each rate that is advised, above and below by turns."""
+    highest: dict[float, Row] = {}
+    for row in sorted(points, key=lambda row: row["error"]):
+        highest[row["rate"]] = row
+    ordered = [highest[rate] for rate in sorted(highest)]
+    labels = []
+    for turn, dy in enumerate((-17, 19)):
+        if rows := ordered[turn::2]:
+            chart = alt.Chart({"values": rows}).encode(x=place["x"], y=place["y"])
+            chart = chart.encode(text=alt.Text("rate:Q", format=".2~f"))
+            labels.append(haloed_text(chart, fontWeight=600, dy=dy))
+    return labels
+
+
+def _said_of_marks(names: Sequence[str], advised: Mapping[str, float]) -> str:
+    if not advised:
+        return "No rate is advised."
+    undropped = tuple(name for name in names if advised.get(name) == 0)
+    if len(undropped) == len(names):
+        return "The advice is to drop nothing."
+    said = "The marks are the advised rates"
+    return f"{said}; nothing is dropped of {listed(undropped)}." if undropped else f"{said}."
 
 
 # ---------------------------------------------------------------- after a merge
@@ -480,43 +609,53 @@ def kept_by_layer(outcome: Outcome) -> Figure | None:
     chart = charts.lines(
         names,
         x=charts.layer_numbers(),
-        y=alt.Y("kept:Q", title="elements left").axis(format="~%", tickCount=5),
+        y=alt.Y("kept:Q", title="elements left")
+        .scale(domain=[0, 1])
+        .axis(format="~%", tickCount=5),
         tooltip=tooltip_of("model:N", "layer:Q", ("kept:Q", "left", ".3%")),
     )
     spec = charts.finish(chart, charts.dashed(rows, names), height=220)
     table = series.layer_table({model.name: model.kept_by_layer for model in outcome.models}, share)
-    return _figure("kept-by-layer", spec, table, names=listed(names))
+    figure = _figure("kept-by-layer", spec, table, names=listed(names))
+    by_model = [[row["kept"] or 0.0 for row in rows if row["model"] == name] for name in names]
+    flat = all(max(kept) - min(kept) < NOISE for kept in by_model if kept)
+    return replace(figure, folded=flat)
 
 
 def survival(outcome: Outcome) -> Figure | None:
     """How much of each model's delta is in the merged one, and how well their directions agree."""
     rows: list[Row] = [
-        {"model": pair.first, "ratio": finite(pair.ratio), "cosine": finite(pair.total.cosine)}
+        {
+            "model": pair.first,
+            "ratio": finite(pair.ratio) or 0.0,
+            "label": share(pair.ratio) if math.isfinite(pair.ratio) else "not a number",
+            "cosine": cosine(pair.total.cosine),
+        }
         for pair in outcome.survival
     ]
     if not rows:
         return None
-    ratios = [row["ratio"] or 0.0 for row in rows]
+    ratios = [row["ratio"] for row in rows]
     chart = charts.model_bars(
         [row["model"] for row in rows],
         x=alt.X("ratio:Q", title="share of the model's delta in the merged one")
         .scale(domain=[min(0.0, *ratios), 1.3 * max(0.01, *ratios)])
         .axis(format="~%", tickCount=5),
-        text=alt.Text("ratio:Q", format=".1%"),
+        text="label:N",
         tooltip=tooltip_of(
             "model:N",
-            ("ratio:Q", "share of its delta", ".2%"),
-            ("cosine:Q", "cosine with the merged delta", "+.3f"),
+            ("label:N", "share of its delta"),
+            ("cosine:N", "cosine with the merged delta"),
         ),
     )
     columns: Columns = {
         "model": lambda row: row["model"],
-        "share of its delta": lambda row: share(row["ratio"]),
-        "cosine with the merged delta": lambda row: cosine(row["cosine"]),
+        "share of its delta": lambda row: row["label"],
+        "cosine with the merged delta": lambda row: row["cosine"],
     }
     return _figure(
         "survival",
-        charts.finish(chart, rows, height=max(90, 44 * len(rows))),
+        charts.finish(chart, rows, height=max(90, 36 * len(rows))),
         listing(rows, columns),
-        shares="; ".join(f"{row['model']} {share(row['ratio'])}" for row in rows),
+        shares="; ".join(f"{row['model']} {row['label']}" for row in rows),
     )

@@ -6,10 +6,11 @@ A value that is not finite becomes None, which JSON can hold and figures leave o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dare.analysis.judge.judgement import Advice
-from dare.analysis.judge.prediction import predict
+from dare.analysis.judge.limits import limit
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, relative_error
 from dare.analysis.page.words import layer_name
 from dare.analysis.results import (
     Analysis,
@@ -26,8 +27,12 @@ ALL_KINDS = "all"
 MOST_SPECTRA = 96
 """Matrices whose spectra are drawn, of all models together."""
 MOST_SPECTRA_OF_A_MODEL = 24
-MOST_PAIRS = 12
+MOST_PAIRS = 8
 """Pairs of models whose cosines are drawn layer by layer."""
+LEAST_RANGE = 2.0
+"""Ends of a scale of changes are so many times apart at least, so that noise looks like noise."""
+LEFT_OUT = "left out"
+"""What advice says of a model that it does not merge."""
 FAINTEST = 1e-4
 """Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
 RATES = tuple(percent / 100 for percent in range(1, 100))
@@ -88,12 +93,31 @@ def change_rows(model: ModelAnalysis) -> list[Row]:
     ]
 
 
-def change_range(analysis: Analysis) -> tuple[float, float]:
-    """The least and the largest change of any cell, those without one left out."""
-    changes = [
-        row["change"] for model in analysis.models for row in change_rows(model) if row["change"]
+def layer_change_rows(analysis: Analysis) -> list[Row]:
+    """How far each layer of each model is from the base."""
+    return [
+        {
+            "model": model.name,
+            "layer": layer_name(layer),
+            "change": finite(found.relative_norm),
+            "largest": finite(found.largest),
+            "elements": found.elements,
+        }
+        for model in analysis.models
+        for layer, found in sorted(model.by_layer.items())
     ]
-    return (min(changes), max(changes)) if changes else (0.0, 1.0)
+
+
+def change_domain(rows: Iterable[Row]) -> list[float]:
+    """The least and the largest change, those without one left out, and not too near each other."""
+    changes = [row["change"] for row in rows if row["change"]]
+    if not changes:
+        return [0.0, 1.0]
+    low, high = min(changes), max(changes)
+    if high < LEAST_RANGE * low:
+        middle = math.sqrt(low * high)
+        low, high = middle / math.sqrt(LEAST_RANGE), middle * math.sqrt(LEAST_RANGE)
+    return [low, high]
 
 
 def chosen_spectra(model: ModelAnalysis, most: int) -> list[TensorAnalysis]:
@@ -161,10 +185,70 @@ def pair_name(pair: PairAnalysis) -> str:
     return f"{pair.first} · {pair.second}"
 
 
-def closest_pairs(analysis: Analysis) -> list[PairAnalysis]:
-    """The pairs with the largest cosines, of either sign, in their usual order."""
-    ranked = sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
-    return [pair for pair in analysis.pairs if pair in ranked]
+def telling_pairs(analysis: Analysis) -> list[PairAnalysis]:
+    """The pairs with the largest cosines in some layer, of either sign, in their usual order.
+
+    Of models that are the same only the first counts. Pairs that are far apart everywhere are left
+    out, unless all are.
+    """
+    copies = {name for same in find_copies(analysis) for name in same[1:]}
+    pairs = [pair for pair in analysis.pairs if not copies & {pair.first, pair.second}]
+    near = [pair for pair in pairs if _nearness(pair) >= limit("apart_cosine")]
+    ranked = sorted(near or pairs, key=_nearness, reverse=True)[:MOST_PAIRS]
+    return [pair for pair in pairs if pair in ranked]
+
+
+def _nearness(pair: PairAnalysis) -> float:
+    overlaps = [pair.total, *pair.by_layer.values()]
+    return max(abs(finite(overlap.cosine) or 0.0) for overlap in overlaps)
+
+
+def find_copies(analysis: Analysis) -> list[tuple[str, ...]]:
+    """Models that make the same change, each set of them in its usual order."""
+    found: list[set[str]] = []
+    for pair in analysis.pairs:
+        if pair.total.cosine < limit("same_cosine") or abs(pair.ratio - 1) > limit("same_size"):
+            continue
+        two = {pair.first, pair.second}
+        for same in [same for same in found if same & two]:
+            found.remove(same)
+            two |= same
+        found.append(two)
+    return [tuple(name for name in analysis.names if name in same) for same in found]
+
+
+def alike_first(analysis: Analysis) -> list[str]:
+    """The models' names, those that are the same next to each other."""
+    copies = {same[0]: same for same in find_copies(analysis)}
+    taken = {name for same in copies.values() for name in same[1:]}
+    return [
+        each for name in analysis.names if name not in taken for each in copies.get(name, (name,))
+    ]
+
+
+def chance_cancelled(analysis: Analysis) -> float:
+    """What independent changes of the models' sizes would lose when they are added up."""
+    return _by_chance([model.total.mean_magnitude for model in analysis.models])
+
+
+def layer_chance(analysis: Analysis, layer: int) -> float:
+    """The same of one layer."""
+    return _by_chance(
+        [
+            model.by_layer[layer].mean_magnitude
+            for model in analysis.models
+            if layer in model.by_layer
+        ]
+    )
+
+
+def _by_chance(sizes: Sequence[float]) -> float:
+    """Of changes with such mean magnitudes.
+
+    >>> _by_chance([1.0, 1.0])
+    0.292...
+    """
+    return 1 - math.hypot(*sizes) / sum(sizes) if any(sizes) else 0.0
 
 
 # ---------------------------------------------------------------- drop rates
@@ -184,21 +268,27 @@ def suggested_rates(analysis: Analysis, advice: Advice) -> dict[str, float]:
     }
 
 
-def prediction_row(model: ModelAnalysis, rate: float) -> Row:
-    """One point of a model's curve."""
-    prediction = predict(model.total, rate)
-    return {
-        "model": model.name,
-        "rate": rate,
-        "error": finite(prediction.output_error),
-        "relative": finite(prediction.relative_error),
-    }
+def left_out(advice: Advice) -> tuple[str, ...]:
+    """The models that the advice does not merge."""
+    return tuple(
+        suggestion.model
+        for suggestion in advice.suggestions
+        if suggestion.value == LEFT_OUT and suggestion.model is not None
+    )
 
 
-def prediction_rows(analysis: Analysis) -> list[Row]:
-    """The curve of every model, as far as there is an error to draw."""
-    rows = [prediction_row(model, rate) for model in analysis.models for rate in RATES]
-    return [row for row in rows if row["error"]]
+def prediction_rows(model: ModelAnalysis, rates: Iterable[float]) -> list[Row]:
+    """A model's curve: what the error of its outputs stays under, which is what is bounded."""
+    exposures = exposures_of(model)
+    return [
+        {
+            "model": model.name,
+            "rate": rate,
+            "error": finite(mean_bounded_error(exposures, rate)),
+            "relative": finite(relative_error(rate)),
+        }
+        for rate in rates
+    ]
 
 
 # ---------------------------------------------------------------- tables

@@ -1,226 +1,263 @@
-"""An analysis in a terminal, 80 columns wide or 200: verdict, tables with small bars, advice."""
+"""An analysis on one screen of a terminal: what decides, and what to type next.
+
+`show_summary` keeps to a line for each model and to what is notable; `terminal_full` has the rest.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Severity, Verdict
-from dare.analysis.judge.prediction import predict
-from dare.analysis.page.series import TABLE_RATES, kinds_of, suggested_rates
-from dare.analysis.page.words import HEADLINES, cosine, origin
-from dare.analysis.results import Analysis, ModelAnalysis, Overlap
-from dare.errors import printable
-from dare.output.page.words import NOTHING, amount, listed, number, setting, share
-from dare.output.places import short_name
-from dare.output.terminal import (
-    EIGHTHS,
-    can_write,
-    draw_bar,
-    make_table,
-    print_titled,
-    shown,
+from dare.analysis.judge.judgement import (
+    GRAVITY,
+    Advice,
+    Finding,
+    Readiness,
+    Severity,
+    Verdict,
 )
-from dare.tensors.sizes import show_size, times
+from dare.analysis.page.series import chance_cancelled, suggested_rates
+from dare.analysis.page.words import cosine, headline, origin
+from dare.analysis.results import Analysis
+from dare.errors import printable
+from dare.output.page.words import listed, setting, share
+from dare.output.places import short_name
+from dare.output.short_names import cut_middle, shorten
+from dare.output.terminal import can_write, make_table
+from dare.tensors.sizes import times
 
-WIDE = 116
-"""Columns from which all figures of a model stand in one line."""
-SHORTEST_BAR, LONGEST_BAR = 4, 20
+LABEL = 9
+"""Columns before the text of a line with a label."""
+PADDING = 11
+"""Columns between and around the four of the table."""
+ROOM_FOR_FINDINGS = 10
+"""Lines that findings may take together; the first one is shown whatever it takes."""
+SHOWN = 3
+"""How many names, and how many pairs, a line lists."""
+
 VERDICTS = {
     Verdict.READY: "bold green",
     Verdict.WITH_CHANGES: "bold yellow",
     Verdict.NOT_READY: "bold red",
 }
+MARKS = {Verdict.READY: "✓", Verdict.WITH_CHANGES: "!", Verdict.NOT_READY: "✗"}
+PLAIN_MARKS = {Verdict.READY: "+", Verdict.WITH_CHANGES: "!", Verdict.NOT_READY: "x"}
+"""Where the encoding has no others."""
 SEVERITIES = {Severity.STOP: "bold red", Severity.CHANGE: "bold yellow", Severity.NOTE: "bold"}
-EVIDENCE = {Evidence.STRONG: "green", Evidence.FAIR: "yellow", Evidence.WEAK: "dim"}
 
-MATRICES: dict[str, Callable[[Overlap], str]] = {
-    "Cosine of every two deltas": lambda overlap: cosine(overlap.cosine),
-    "Changed by both, in opposite directions (chance: 50%)": lambda overlap: share(
-        overlap.conflict
-    ),
+FEW_WORDS = {
+    "nothing_compared": "nothing to compare",
+    "not_finite": "NaN or infinite values",
+    "unrelated": "not related to the base",
+    "not_homologous": "too far from the base",
+    "large_change": "large change",
+    "large_deltas": "larger deltas than usual",
+    "equals_base": "the same as the base",
+    "rounding": "mostly rounding",
+    "coarser_type": "stored more coarsely",
+    "missing_tensors": "lacks tensors",
+    "outliers": "a few outliers",
+    "sparse": "few elements changed",
+    "concentrated": "few elements carry it",
+    "same_model": "the same as {others}",
+    "multiple": "one direction with {others}",
+    "other_base": "another base, with {others}",
+    "alike": "much like {others}",
+    "opposed": "opposed to {others}",
+    "outweighed": "small relative to others",
+    "cancelling": "models cancel each other",
+    "vocabulary": "another vocabulary",
+    "mismatched": "tensors do not fit",
+    "extra_tensors": "extra tensors",
+    "tied": "tied weights",
+    "other_configuration": "another configuration",
 }
-Cells = dict[str, Callable[[ModelAnalysis], str | Text]]
-"""Columns by name, each with what it says of a model."""
+"""What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
+origin says it)."""
+LEFT_OUT = "left out"
+"""The value of a suggestion for a model that should not take part."""
+RELATIONS = {
+    "same_model": "are copies",
+    "multiple": "have one direction",
+    "other_base": "went far together",
+    "alike": "are alike",
+    "opposed": "are opposed",
+}
+"""Rules about models that are notable together."""
 
 
-def show_analysis(
+class Names:
+    """The models' names as they fit into a terminal, also inside sentences."""
+
+    def __init__(self, names: Iterable[str], console: Console) -> None:
+        self.short: Mapping[str, str] = shorten(names, max(12, console.width // 4))
+
+    def __getitem__(self, name: str) -> str:
+        return self.short[name]
+
+    def in_text(self, text: str) -> str:
+        """A text in which long names are short."""
+        for name in sorted(self.short, key=len, reverse=True):
+            if name != self.short[name]:
+                text = text.replace(name, self.short[name])
+        return printable(text)
+
+    def list(self, names: tuple[str, ...]) -> str:
+        """The first few of some names."""
+        some = [self[name] for name in names[:SHOWN]]
+        more = len(names) - SHOWN
+        return listed((*some, f"{more} more") if more > 0 else tuple(some))
+
+
+def show_summary(
     console: Console, analysis: Analysis, readiness: Readiness, advice: Advice
 ) -> None:
-    """Show what was found, what is made of it, and what to do."""
-    _show_verdict(console, analysis, readiness)
-    _show_findings(console, readiness)
+    """Show the verdict, a line for each model, how they overlap and what dropping costs."""
+    names = Names(analysis.names, console)
+    title = headline(readiness)
+    onto = f"{times(len(analysis.models), 'model')} onto "
+    base = cut_middle(printable(short_name(analysis.base)), console.width - len(title + onto) - 2)
+    console.print(Text.assemble((title, VERDICTS[readiness.verdict]), f"  {onto}{base}"))
     if not analysis.models:
         return
-    _show_models(console, analysis)
-    _show_kinds(console, analysis)
+    _show_models(console, analysis, readiness, names)
     if analysis.pairs:
-        _show_pairs(console, analysis)
-    _show_predictions(console, analysis, advice)
-    _show_advice(console, advice)
+        print_labelled(console, "Overlap", _overlap(analysis, readiness, names))
+        print_labelled(console, "", _cancelled(analysis))
+    for label, text in _advised(analysis, advice, names).items():
+        print_labelled(console, label, text)
 
 
-def _show_verdict(console: Console, analysis: Analysis, readiness: Readiness) -> None:
-    models = times(len(analysis.models), "model")
-    read = f"{show_size(analysis.bytes_read)} read in {analysis.seconds:.1f} s"
-    base = short_name(analysis.base)
-    headline = (HEADLINES[readiness.verdict], VERDICTS[readiness.verdict])
-    console.print(Text.assemble(headline, f"  {models} onto {printable(base)}"))
-    grid = Table.grid(padding=(0, 2))
-    for name, verdict in readiness.by_model.items():
-        grid.add_row(shown(name, "bold"), Text(HEADLINES[verdict].lower(), VERDICTS[verdict]))
-    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
-    notes = [read, *analysis.notes]
-    if analysis.left_out:
-        notes.append(f"{times(len(analysis.left_out), 'tensor')} left out")
-    for note in notes:
-        console.print(Text.assemble(("  note", "dim"), f"  {printable(note)}"))
-    console.print()
-
-
-def _show_findings(console: Console, readiness: Readiness) -> None:
-    for finding in readiness.findings:
-        severity = Text(finding.severity.capitalize(), SEVERITIES[finding.severity])
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(min_width=6)
-        grid.add_column(overflow="fold")
-        whose = f"{listed(finding.models)}  " if finding.models else ""
-        grid.add_row(severity, Text.assemble((printable(whose), "bold"), printable(finding.seen)))
-        grid.add_row("", shown(finding.matters, "dim"))
-        grid.add_row(Text("remedy", "dim"), shown(finding.remedy))
-        console.print(Padding(grid, (0, 0, 1, 0), expand=False))
-
-
-# ---------------------------------------------------------------- tables
-
-
-def _show_models(console: Console, analysis: Analysis) -> None:
-    wide = console.width >= WIDE
-    bars = _bars(console, 16 if wide else 10, [m.total.relative_norm for m in analysis.models])
-    name: Cells = {"model": lambda model: model.name}
-    change: Cells = {
-        "parameters >": lambda model: amount(model.total.elements),
-        "change": lambda model: bars(model.total.relative_norm),
-        "origin": origin,
-    }
-    magnitudes: Cells = {
-        "mean |δ| >": lambda model: number(model.total.mean_magnitude),
-        "99% below >": lambda model: number(model.total.quantiles.p99),
-        "largest >": lambda model: number(model.total.largest),
-        "unchanged >": lambda model: share(model.total.sparsity),
-        "kurtosis >": lambda model: number(model.total.excess_kurtosis),
-    }
-    tables = {
-        "Models: change is ‖δ‖ / ‖base‖": name | change,
-        "Magnitudes of changes": name | magnitudes,
-    }
-    if wide:
-        tables = {"Models: ‖δ‖ / ‖base‖ and magnitudes": name | change | magnitudes}
-    for title, columns in tables.items():
-        table = make_table(*columns)
-        for model in analysis.models:
-            cells = (cell(model) for cell in columns.values())
-            table.add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells))
-        print_titled(console, title, table)
-
-
-def _show_kinds(console: Console, analysis: Analysis) -> None:
-    changes = [s.relative_norm for model in analysis.models for s in model.by_kind.values()]
-    bars = _bars(console, _room(console, len(analysis.models), 13), changes)
-    table = make_table("kind", *analysis.names)
-    for kind in kinds_of(analysis):
-        cells = [
-            bars(model.by_kind[kind].relative_norm) if kind in model.by_kind else Text(NOTHING)
-            for model in analysis.models
-        ]
-        table.add_row(str(kind), *cells)
-    print_titled(console, "Change by kind of tensor", table)
-
-
-def _show_pairs(console: Console, analysis: Analysis) -> None:
-    for title, say in MATRICES.items():
-        print_titled(console, title, _matrix(analysis, say))
-    console.print(
-        f"{share(analysis.together.cancelled)} of all changes cancel out if the models are added "
-        "up as they are.\n"
+def _show_models(console: Console, analysis: Analysis, readiness: Readiness, names: Names) -> None:
+    marks = MARKS if can_write(console, "".join(MARKS.values())) else PLAIN_MARKS
+    rows = []
+    for model in analysis.models:
+        verdict = readiness.by_model[model.name]
+        words = _few_words(readiness, model.name, names)
+        cells = names[model.name], share(model.total.relative_norm), origin(model)
+        rows.append((*cells, Text.assemble((marks[verdict], VERDICTS[verdict]), f" {words}")))
+    headers = ("model", "change", "origin")
+    taken = sum(
+        max(map(cell_len, column)) for column in zip(headers, *(r[:3] for r in rows), strict=True)
     )
+    table = make_table("model", "change >", "origin", "")
+    table.columns[-1].max_width = max(console.width - taken - PADDING, 2)
+    for row in rows:
+        row[-1].truncate(table.columns[-1].max_width, overflow="ellipsis")
+        table.add_row(*map(Text, row[:3]), row[-1])
+    console.print(table)
 
 
-def _matrix(analysis: Analysis, say: Callable[[Overlap], str]) -> Table:
-    overlaps = {(pair.first, pair.second): pair.total for pair in analysis.pairs}
-    table = make_table("", *(f"{name} >" for name in analysis.names))
-    for row in analysis.names:
-        cells = []
-        for column in analysis.names:
-            overlap = overlaps.get((row, column)) or overlaps.get((column, row))
-            cells.append(Text(say(overlap)) if overlap else Text("·", "dim"))
-        table.add_row(shown(row), *cells)
-    return table
+def _few_words(readiness: Readiness, model: str, names: Names) -> str:
+    """The gravest finding about a model; one that names it counts more than one about all."""
+    about = [f for f in readiness.of(model) if f.rule in FEW_WORDS]
+    about.sort(key=lambda f: (GRAVITY.index(f.severity), not f.models))
+    verdict = readiness.by_model[model]
+    if not about or (verdict is Verdict.READY and not about[0].models):
+        return str(verdict)
+    others = tuple(name for name in about[0].models if name != model)
+    said = FEW_WORDS[about[0].rule].format(others=names.list(others) if others else "another")
+    return f"{verdict}: {said}" if verdict is Verdict.READY else said
 
 
-def _show_predictions(console: Console, analysis: Analysis, advice: Advice) -> None:
-    advised = suggested_rates(analysis, advice)
-    rates = sorted({*TABLE_RATES, *advised.values()})
-    errors = {
-        (model.name, rate): predict(model.total, rate).output_error
-        for model in analysis.models
-        for rate in rates
+# ---------------------------------------------------------------- all models together
+
+
+def _overlap(analysis: Analysis, readiness: Readiness, names: Names) -> str:
+    """What is notable between models, or that nothing is."""
+    notable = [
+        f"{names.list(finding.models)} {RELATIONS[finding.rule]}{_in_cosine(finding)}"
+        for finding in readiness.findings
+        if finding.rule in RELATIONS
+    ]
+    cosines = [pair.total.cosine for pair in analysis.pairs]
+    ends = dict.fromkeys(map(cosine, (min(cosines), max(cosines))))
+    if not notable:
+        word = "cosine" if len(ends) == 1 else "cosines"
+        return f"no two models are alike or opposed; {word} {' to '.join(ends)}"
+    more = len(notable) - SHOWN
+    return "; ".join([*notable[:SHOWN], *([f"{more} more with --full"] if more > 0 else [])])
+
+
+def _in_cosine(finding: Finding) -> str:
+    return f" (cosine {cosine(finding.figures['cosine'])})" if "cosine" in finding.figures else ""
+
+
+def _cancelled(analysis: Analysis) -> str:
+    together, chance = analysis.together.cancelled, chance_cancelled(analysis)
+    return f"added up, {share(together)} of all change cancels; by chance about {share(chance)}"
+
+
+def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:
+    """How to merge in a line, and what dropping costs then and may cost."""
+    out = tuple(s.model for s in advice.suggestions if s.value == LEFT_OUT and s.model is not None)
+    if not advice.recipe:
+        return {"Advice": "none of the models should be merged"}
+    rates = sorted(set(suggested_rates(analysis, advice).values()))
+    span = " to ".join(dict.fromkeys((setting(rates[0]), setting(rates[-1])))) if rates else ""
+    said = {
+        "Advice": f"{advice.recipe['method']}"
+        + (f", drop rate {span}" if span else "")
+        + (f", without {names.list(out)}" if out else "")
     }
-    bars = _bars(console, _room(console, len(analysis.models), 11), list(errors.values()))
-    table = make_table("drop rate >", *analysis.names)
-    for rate in rates:
-        stars = {name: advised.get(name) == rate for name in analysis.names}
-        table.add_row(f"{rate:g}", *(bars(errors[n, rate], starred=s) for n, s in stars.items()))
-    starred = " (* advised)" if advised else ""
-    print_titled(console, f"Expected error of a layer's outputs{starred}", table)
-
-
-def _show_advice(console: Console, advice: Advice) -> None:
-    table = make_table("setting", "value", "evidence", "reason")
-    for suggestion in advice.suggestions:
-        whose = f"\nfor {printable(suggestion.model)}" if suggestion.model is not None else ""
-        table.add_row(
-            Text(f"{suggestion.setting}{whose}"),
-            Text(setting(suggestion.value), "bold"),
-            Text(suggestion.evidence, EVIDENCE[suggestion.evidence]),
-            Text.assemble(printable(suggestion.reason), (f"\n{suggestion.source}", "dim")),
+    if any(rates):
+        said["Error"] = (
+            f"dropping brings at most {share(advice.predicted_error)} error to a layer's outputs, "
+            f"bound {share(advice.error_bound)}"
         )
-    if advice.suggestions:
-        print_titled(console, "Advice", table)
-    for doubt in advice.doubts:
-        console.print(Text.assemble(("Not known", "bold"), f"  {printable(doubt)}"))
+    return said
 
 
-# ---------------------------------------------------------------- bars
+# ---------------------------------------------------------------- findings
 
 
-def _bars(console: Console, cells: int, values: Sequence[float]) -> Callable[..., Text]:
-    """A function that writes a share with a bar beside it, the largest of the values the longest.
+def show_gravest(console: Console, analysis: Analysis, readiness: Readiness) -> str:
+    """Show what stands against a merge and what to do; return what did not fit on the screen."""
+    names = Names(analysis.names, console)
+    against = [f for f in readiness.findings if f.severity is not Severity.NOTE]
+    room, hidden = ROOM_FOR_FINDINGS, 0
+    if against:
+        console.print()
+    for place, finding in enumerate(against):
+        seen, remedy = (_wrapped(console, text) for text in _said(finding, names))
+        room -= len(seen) + len(remedy)
+        if place and room < 0:
+            hidden = len(against) - place
+            break
+        _print_lines(console, (finding.severity.capitalize(), SEVERITIES[finding.severity]), seen)
+        _print_lines(console, ("  remedy", "dim"), remedy)
+    notes = len(readiness.findings) - len(against)
+    rest = [times(hidden, "more finding")] if hidden else []
+    rest += [times(notes, "note")] if notes else []
+    return listed((*rest, "all figures", "the reasons"))
 
-    Without room for bars, the numbers alone.
-    """
-    longest = max((value for value in values if math.isfinite(value)), default=0.0)
-    solid = can_write(console, EIGHTHS)
 
-    def draw(value: float, *, starred: bool = False) -> Text:
-        cell = Text(f"{share(value):>7}")
-        if starred:
-            cell = cell.append(" *")
-            cell.stylize("bold green")
-        cell.pad_right(10 - len(cell))
-        if cells < SHORTEST_BAR:
-            return cell
-        part = value / longest if longest and math.isfinite(value) else 0.0
-        return cell.append(draw_bar(part, cells, solid=solid), "blue")
-
-    return draw
+def _said(finding: Finding, names: Names) -> tuple[Text, Text]:
+    """What was seen, after whom it concerns unless the sentence says so, and the remedy."""
+    several = len(finding.models) > 1 and all(name in finding.seen for name in finding.models)
+    whose = f"{names.list(finding.models)}: " if finding.models and not several else ""
+    seen = Text.assemble((whose, "bold"), names.in_text(finding.seen))
+    return seen, Text(names.in_text(finding.remedy))
 
 
-def _room(console: Console, columns: int, first: int) -> int:
-    """How long bars may be, beside numbers, if there are so many columns of them."""
-    return min(LONGEST_BAR, (console.width - first) // columns - 14)
+# ---------------------------------------------------------------- lines
+
+
+def print_labelled(console: Console, label: str, text: str | Text, style: str = "bold") -> None:
+    """A text after its label, in lines that begin in one column."""
+    whole = text if isinstance(text, Text) else Text(printable(text))
+    _print_lines(console, (label, style), _wrapped(console, whole))
+
+
+def _wrapped(console: Console, text: Text) -> list[Text]:
+    return list(text.wrap(console, max(console.width - LABEL, 20))) or [Text()]
+
+
+def _print_lines(console: Console, label: tuple[str, str], lines: Iterable[Text]) -> None:
+    for place, line in enumerate(lines):
+        word, style = ("", "") if place else label
+        line.rstrip()
+        console.print(Text.assemble((f"{word:{LABEL}}", style), line))

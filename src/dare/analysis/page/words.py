@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dare.analysis.judge.judgement import Verdict
+from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 from dare.output.page.words import NOTHING, number
 
@@ -17,6 +17,46 @@ ORIGINS = {
     Origin.FULL: "full fine-tune",
     Origin.UNKNOWN: "not known",
 }
+
+
+def headline(readiness: Readiness) -> str:
+    """The verdict, with the method that it is for.
+
+    >>> headline(Readiness(Verdict.READY, {}, (), method="dare+sum"))
+    'Ready to merge by dare+sum'
+    >>> headline(Readiness(Verdict.NOT_READY, {}, (), method="sum"))
+    'Not ready to merge'
+    """
+    words = HEADLINES[readiness.verdict]
+    # What stops a merge stops it by any method.
+    if not readiness.method or readiness.verdict is Verdict.NOT_READY:
+        return words
+    return f"{words} by {readiness.method}"
+
+
+def error_bound(advice: Advice, models: int) -> str:
+    """What the error of one model is held against, and why it is that.
+
+    >>> error_bound(Advice((), {}, (), error_bound=0.05, error_share=0.02887), 3)
+    'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5%.'
+    """
+    if not advice.error_share:
+        return ""
+    if models == 1:
+        return f"The dashed line is the bound, {bound(advice.error_share)}."
+    return (
+        f"The dashed line is what one model may bring, {bound(advice.error_share)}: "
+        f"{models} models together then stay within {bound(advice.error_bound)}."
+    )
+
+
+def bound(value: float) -> str:
+    """A limit in per cent, without zeros that say nothing.
+
+    >>> bound(0.05), bound(0.028868)
+    ('5%', '2.89%')
+    """
+    return f"{100 * value:.3g}%"
 
 
 def cosine(value: float) -> str:

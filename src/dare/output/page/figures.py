@@ -31,6 +31,8 @@ class Figure:
     width: float = 1.0
     """The share of the page's width that it needs."""
     zooms: bool = False
+    folded: bool = False
+    """Whether it waits until somebody asks for it."""
 
 
 def read_texts(package: str) -> dict[str, Any]:

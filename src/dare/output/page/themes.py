@@ -60,6 +60,7 @@ def vega_config(theme: Theme) -> dict[str, Any]:
         "rule": {"color": colours["muted"]},
         "style": {"halo": {"fill": colours["panel"], "stroke": colours["panel"], **HALO}},
         "bar": {"color": theme.models[0]},
+        "tick": {"color": colours["ink"]},
         "line": {"color": theme.models[0], "strokeWidth": 2},
         "range": {
             "category": theme.models,

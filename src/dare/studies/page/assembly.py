@@ -104,7 +104,7 @@ def _tiles(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, 
     best, holdout = conclusion.best, conclusion.holdout
     if best is not None:
         interval = words.interval_text(best.objective)
-        known = f"95%: {interval}" if interval != NOTHING else "no interval is known"
+        known = f"95%: {interval}" if interval != NOTHING else "without an interval"
         yield "Best objective", words.value_text(best.objective.value), known
     baselines = [ranked for ranked in conclusion.baselines if not ranked.broken]
     if baselines:
@@ -112,14 +112,22 @@ def _tiles(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, 
         yield "Best baseline", words.value_text(top.objective.value), top.baseline
     if holdout is not None:
         value = words.value_text(holdout.objective.value)
-        yield "On held-out data", value, f"flattered by {number(max(0.0, holdout.loss))}"
+        yield (
+            "On held-out data",
+            value,
+            f"{number(max(0.0, holdout.loss))} lower than where it was chosen",
+        )
     done = sum(trial.is_done for trial in data.trials)
     others = words.counted(data).partition(" done")[2].lstrip(", ")
     yield "Trials done", f"{done} of {data.planned}", others or f"sampler: {data.sampler}"
     if conclusion.noise is not None:
-        yield "Noise", number(conclusion.noise), "between two scorings of the same weights"
+        yield (
+            "Noise",
+            number(conclusion.noise),
+            "difference between two scorings of the same weights",
+        )
     seconds = sum(trial.seconds for trial in (*data.baselines, *data.trials))
-    yield "Time", words.time_text(seconds), "merging and scoring, in all"
+    yield "Time", words.time_text(seconds), "merging and scoring, in total"
 
 
 def _study_facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:

@@ -106,7 +106,7 @@ def ranking(conclusion: Conclusion) -> Figure | None:
         "ranking",
         finish_chart(chart, rows, height=38 * len(rows)),
         listing(rows, columns),
-        shown=(f" Shown are the first {MOST_RANKED} settings." if hidden > 0 else "")
+        shown=(f" Only the first {MOST_RANKED} settings are shown." if hidden > 0 else "")
         + _far_words(far),
         settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
         baselines=times(len(conclusion.baselines), "baseline"),
@@ -237,11 +237,11 @@ def _level_words(levels: list[Row], far: list[str]) -> str:
 
 
 def _far_words(far: list[str]) -> str:
-    return f" Far away, and not drawn: {', '.join(far)}." if far else ""
+    return f" Too far away to be drawn: {', '.join(far)}." if far else ""
 
 
 def _curve_words(found: series.Curves) -> str:
-    told = f" Colours tell {found.by} apart." if found.by else ""
+    told = f" The colours stand for {found.by}." if found.by else ""
     if not found.means:
         return f"Each point is a trial. Other settings vary too.{told}"
     return (
@@ -280,10 +280,10 @@ def importance(conclusion: Conclusion) -> Figure | None:
         return None
     chart = alt.Chart().encode(
         y=alt.Y("setting:N", title=None, sort=None),
-        x=alt.X("share:Q", title="share of the spread")
+        x=alt.X("share:Q", title="share of the variation")
         .scale(domain=[0, 1.15 * max(0.05, rows[0]["share"])])
         .axis(format="~%", tickCount=5),
-        tooltip=tooltip_of("setting:N", ("share:Q", "share of the spread", ".1%")),
+        tooltip=tooltip_of("setting:N", ("share:Q", "share of the variation", ".1%")),
     )
     bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
     texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
@@ -364,7 +364,9 @@ def parallel(data: StudyData) -> Figure | None:
         "parallel",
         spec,
         listing(reversed(rows), columns),
-        shown=f" Drawn are the best {len(rows)} of {len(data.trials)} trials." if hidden else "",
+        shown=f" Only the best {len(rows)} of {len(data.trials)} trials are drawn."
+        if hidden
+        else "",
         trials=times(len(rows), "trial"),
         axes=listed(tuple(order)),
     )
@@ -447,7 +449,7 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
         "pareto",
         finish_chart(chart, rows, 360, corner=[{}]),
         listing(rows, columns),
-        directions=f", where less of {listed(tuple(down))} is better" if down else "",
+        directions=f" (less of {listed(tuple(down))} is better)" if down else "",
         settings=times(count, "setting"),
         baselines=times(len(rows) - count, "baseline"),
         scores=listed(names),

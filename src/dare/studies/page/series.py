@@ -119,7 +119,7 @@ def _is_near(value: float, low: float, high: float) -> bool:
     return low - span / 2 <= value <= high + span / 2
 
 
-KINDS = ("best", "not told apart", "other setting", "baseline")
+KINDS = ("best", "within noise", "other setting", "baseline")
 
 
 def _kind(ranked: Ranked, conclusion: Conclusion, tied: set[str]) -> str:
@@ -127,7 +127,7 @@ def _kind(ranked: Ranked, conclusion: Conclusion, tied: set[str]) -> str:
         return "baseline"
     if ranked == conclusion.best:
         return "best"
-    return "not told apart" if ranked.label in tied else "other setting"
+    return "within noise" if ranked.label in tied else "other setting"
 
 
 def bounds(ranked: Ranked) -> Row:

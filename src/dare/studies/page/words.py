@@ -61,10 +61,10 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
     if "worse" in of_baselines:
         return "A baseline is better than every setting", "stop"
     if conclusion.tied:
-        return f"The best is not told apart from {times(len(conclusion.tied), 'other')}", "change"
+        return f"The best is within noise of {times(len(conclusion.tied), 'other')}", "change"
     if verdicts == {"better"}:
         return "The best stands out", "ready"
-    return "There is a best, but how sure it is remains unknown", "note"
+    return "There is a best, but its certainty is not known", "note"
 
 
 def _facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
@@ -73,9 +73,9 @@ def _facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
         return
     yield "Best setting" if conclusion.better else "Best", ranked_text(best)
     if conclusion.tied:
-        yield "Not told apart from", _named(conclusion.tied)
+        yield "Within noise of it", _named(conclusion.tied)
     if conclusion.better:
-        yield "Better than all", ranked_text(conclusion.better[0])
+        yield "Better than all settings", ranked_text(conclusion.better[0])
     elif simplest is not None:
         same = simplest == best
         yield "Simplest within noise", "the best itself" if same else ranked_text(simplest)
@@ -99,11 +99,14 @@ def holdout_text(holdout: Holdout) -> str:
     where_chosen = f"{number(holdout.validation)} where it was chosen."
     said = f"{holdout.objective} on held-out data, {where_chosen}"
     if holdout.loss > 0:
-        said += f" Choosing has flattered it by {number(holdout.loss)} (winner's curse)."
+        said += (
+            f" That is {number(holdout.loss)} lower: the choice favoured settings "
+            "that were lucky on the data (winner's curse)."
+        )
     else:
-        said += " Choosing has not flattered it (no winner's curse is seen)."
+        said += " That is not lower, so there is no sign of a lucky choice (winner's curse)."
     if holdout.looks > 1:
-        said += f" {holdout.looks} winners were scored on it: it is no longer held out."
+        said += f" {holdout.looks} winners were scored on it, so it is no longer held out."
     return said
 
 

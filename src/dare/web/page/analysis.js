@@ -27,7 +27,6 @@ const COUNTED = {
   change: ["change to make", "changes to make"],
   note: ["note", "notes"],
 };
-const OUTPUT = "merged.safetensors";
 const MOST_NAMED = 4;
 
 const card = (title, ...content) =>
@@ -140,8 +139,7 @@ function recipe({ advice: { recipe: advised } }, onTake) {
   if (!Object.keys(advised).length) {
     return paragraph("lead", "None of these models should be merged, so there is no recipe.");
   }
-  const whole = { ...advised, models: { ...advised.models, output_file: OUTPUT } };
-  const code = make("code", { id: "analysis-recipe" }, writeToml(whole));
+  const code = make("code", { id: "analysis-recipe" }, writeToml(advised));
   const copy = make("button", { type: "button", dataset: { copies: code.id } }, "Copy");
   const tools = make("div", { className: "tools" }, copy);
   if (onTake) {

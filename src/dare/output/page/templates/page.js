@@ -18,6 +18,10 @@ const darePage = (() => {
     return picked === "auto" ? (system.matches ? "dark" : "light") : picked;
   };
 
+  // What is folded has no width yet: it is drawn when it is opened.
+  const isOpen = (figure) =>
+    !document.getElementById(`chart-${figure.name}`)?.closest("details:not([open])");
+
   function keepChoices(figure, view) {
     const picked = chosen.get(figure.name) ?? new Map();
     chosen.set(figure.name, picked);
@@ -50,7 +54,7 @@ const darePage = (() => {
     const name = shownTheme();
     root.dataset.drawn = "";
     for (const listener of listeners) listener(name);
-    for (const figure of figures) await draw(figure, name);
+    for (const figure of figures.filter(isOpen)) await draw(figure, name);
     if (name !== shownTheme()) return;
     root.dataset.drawn = name;
   }
@@ -113,6 +117,18 @@ const darePage = (() => {
       draw(figures.find((figure) => figure.name === name), shownTheme());
     }
   });
+  document.addEventListener(
+    "toggle",
+    (event) => {
+      if (!event.target.open) return;
+      for (const figure of figures) {
+        const place = document.getElementById(`chart-${figure.name}`);
+        if (!event.target.contains(place) || !isOpen(figure)) continue;
+        if (place.dataset.drawn !== shownTheme()) draw(figure, shownTheme());
+      }
+    },
+    true,  // toggle does not bubble
+  );
   // The contents say where one is.
   const links = new Map();
   for (const link of document.querySelectorAll("nav a")) links.set(link.hash.slice(1), link);
@@ -150,6 +166,7 @@ const darePage = (() => {
     update,
     shownTheme,
     setSignal,
+    view: (name) => views.get(name),
     onTheme: (listener) => { listeners.push(listener); },
     say: (text) => { status.textContent = text; },
   };

@@ -157,8 +157,8 @@
     }
     tables.replaceChildren();
     if (picked.length < 2) {
-      const one = picked.map((place) => `${nameOf(place)} is chosen; choose another.`);
-      hint.textContent = one[0] ?? "No two rows are chosen yet.";
+      const one = picked.map((place) => `${nameOf(place)} is ticked; tick another row.`);
+      hint.textContent = one[0] ?? "Tick two rows to compare them.";
       return;
     }
     const [one, other] = picked.map(nameOf);

@@ -39,7 +39,7 @@ export function mountLocal(section, { state }) {
   overwrite.addEventListener("change", plan.update);
 
   function takeRecipe(advised) {
-    recipe.take(advised);
+    recipe.take({ ...advised, output: undefined });  // the one that was chosen here
     find("recipe").scrollIntoView();
     find("method").focus();
   }

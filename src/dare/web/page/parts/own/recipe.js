@@ -14,6 +14,12 @@ function withKeys(entry, stays) {
   return Object.keys(kept).length === 1 ? kept.file : kept;
 }
 
+/** A recipe that names its files at the top level, as one with a table for them. */
+function inTables({ base, output, models, ...others }) {
+  if (!Array.isArray(models)) return { ...others, models };
+  return { ...others, models: { base_file: base, merge_files: models, output_file: output } };
+}
+
 const besideBase = (base, name) => `${base.slice(0, base.lastIndexOf("/"))}/${name}`;
 
 /** A place beside the base for an output: a folder beside a folder, a file beside a file. */
@@ -58,9 +64,9 @@ export function openRecipe(state) {
 
     /** Tables of another recipe, with the output that was chosen here if they name none. */
     take(recipe) {
-      const output = recipe.models.output_file ?? read().models.output_file;
-      const models = output ? { ...recipe.models, output_file: output } : recipe.models;
-      write({ ...recipe, models });
+      const { models: taken, ...others } = inTables(recipe);
+      const output = taken.output_file ?? read().models.output_file;
+      write({ ...others, models: output ? { ...taken, output_file: output } : taken });
     },
 
     /** A value of the whole recipe; an empty one is its default. */

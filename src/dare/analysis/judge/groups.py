@@ -1,0 +1,233 @@
+"""Models that belong together: copies, multiples, models that are alike or oppose each other.
+
+A relation holds for two models. What is said is said once for all models that it links, directly
+or by way of others: three copies are one group, not three pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dare.analysis.judge.limits import limit
+from dare.analysis.results import Analysis, PairAnalysis
+
+Values = dict[str, Any]
+SHOWN = 3
+"""How many names a finding lists."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two models and how they lie to each other."""
+
+    pair: PairAnalysis
+    distances: tuple[float, float]
+    """How far their layers are from the base's."""
+
+    @property
+    def cosine(self) -> float:
+        return self.pair.total.cosine
+
+    @property
+    def is_one_direction(self) -> bool:
+        """Far from the base two models may have come a long way together."""
+        near = min(self.distances) < limit("large_ratio")
+        return abs(self.cosine) >= limit("same_cosine" if near else "far_cosine")
+
+    @property
+    def is_same(self) -> bool:
+        return self.is_one_direction and abs(self.pair.ratio - 1) <= limit("same_size")
+
+    @property
+    def has_left_together(self) -> bool:
+        """Whether both have gone far from the base, and much the same way."""
+        return self.is_alike and min(self.distances) >= limit("large_ratio")
+
+    @property
+    def is_alike(self) -> bool:
+        return self.cosine >= limit("alike_cosine") and not self.is_one_direction
+
+    @property
+    def is_opposed(self) -> bool:
+        return is_opposed(self.pair) and not self.is_one_direction
+
+
+def is_opposed(pair: PairAnalysis) -> bool:
+    """Whether two models undo more of each other's changes than chance would have it."""
+    overlap = pair.total
+    return overlap.cosine <= -limit("apart_cosine") or overlap.conflict >= limit("conflict")
+
+
+RELATIONS: dict[str, Callable[[Link], bool]] = {
+    "same_model": lambda link: link.is_same,
+    "multiple": lambda link: link.is_one_direction,
+    "other_base": lambda link: link.has_left_together,
+    "alike": lambda link: link.is_alike and not link.has_left_together,
+    "opposed": lambda link: link.is_opposed,
+}
+"""The relation that each rule looks for."""
+
+
+def find_groups(
+    analysis: Analysis, distances: Mapping[str, float], fit: Sequence[str]
+) -> Iterator[tuple[str, Values]]:
+    """Each rule that a group of models falls under, with what is to be said of them.
+
+    `distances` says how far each model's layers are from the base's, and `fit` names the models
+    that count as fine-tunes of the base and differ from it.
+    """
+    links = [Link(pair, (distances[pair.first], distances[pair.second])) for pair in analysis.pairs]
+    misplaced = list(_misplaced_base(analysis, links, fit))
+    yield from misplaced
+    is_explained = any(rule == "contained" for rule, _ in misplaced)
+    for rule, holds in RELATIONS.items():
+        held = [link for link in links if holds(link) and not (rule == "alike" and is_explained)]
+        for names in _connected(analysis.names, held):
+            inside = [link for link in links if {link.pair.first, link.pair.second} <= set(names)]
+            if rule != "multiple" or not all(link.is_same for link in inside):
+                yield rule, _group(rule, names, inside)
+
+
+def _connected(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
+    """The sets of models that links hold together, in the order of the models."""
+    sets: list[set[str]] = []
+    for link in links:
+        ends = {link.pair.first, link.pair.second}
+        apart = [names for names in sets if not names & ends]
+        sets = [*apart, ends.union(*(names for names in sets if names & ends))]
+    groups = [tuple(name for name in order if name in names) for names in sets]
+    return sorted(groups, key=lambda names: order.index(names[0]))
+
+
+def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
+    """What is said of a group, by the links that the rule is about."""
+    held = [link for link in inside if RELATIONS[rule](link)]
+    whole = all(RELATIONS[rule](link) or link.is_one_direction for link in inside)
+    far = [distance for link in held for distance in link.distances]
+    conflicts = [link.pair.total.conflict for link in held]
+    values: Values = {
+        "concerns": names,
+        "pairs": len(held),
+        "who": "They" if whole else listed(f"{e.pair.first} and {e.pair.second}" for e in held),
+        "all": "both" if len(names) == 2 else f"all {len(names)}",
+        "twice": "twice" if len(names) == 2 else f"up to {len(names)} times",
+        "cosine": min((link.cosine for link in held), key=abs),
+        "cosines": _span([link.cosine for link in held], ".2f"),
+        "conflict": max(conflicts),
+        "conflicts": _span(conflicts, ".0%"),
+        "nearest": min(far),
+        "far": _span(far, ".0%"),
+    }
+    return values | _multiples(names[0], inside)
+
+
+def _multiples(first: str, links: Sequence[Link]) -> Values:
+    """How many times the change of a group's first model the others are."""
+    ratios = {link.pair.second: link.pair.ratio for link in links if link.pair.first == first}
+    others = {name: r for name, r in ratios.items() if abs(r - 1) > limit("same_size")}
+    return {
+        "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
+        "multiples": listed(f"{name} is {r:.3g} times {first}" for name, r in others.items()),
+        "effect": "they cancel each other" if min(ratios.values()) < 0 else "it counts repeatedly",
+    }
+
+
+# ---------------------------------------------------------------- a base that is a fine-tune
+
+
+def _misplaced_base(
+    analysis: Analysis, links: Sequence[Link], fit: Sequence[str]
+) -> Iterator[tuple[str, Values]]:
+    """Signs that the models were trained from another model than the base.
+
+    Let A be the given base, B a model, and C one that was trained from B. Then C - A is B - A and
+    what C has learnt, which does not know of B - A: its projection onto B - A is 1. If B is not
+    among the models, every two of them have A's way back to it in common: the products of their
+    deltas are all ‖B - A‖².
+    """
+    links = [
+        link
+        for link in links
+        if {link.pair.first, link.pair.second} <= set(fit) and not link.is_one_direction
+    ]
+    for name in fit:
+        ends = {_other(link, name): link for link in links}
+        ends.pop("", None)
+        shares = {other: _projection(link, name) for other, link in ends.items()}
+        if shares and all(_is_whole(shares[other], link.cosine) for other, link in ends.items()):
+            other, is_one = next(iter(shares)), len(shares) == 1
+            yield (
+                "contained",
+                {
+                    "concerns": (name,),
+                    "name": name,
+                    "who": f"{other} contains" if is_one else "All other models contain",
+                    "they": f"{other} was" if is_one else "the others were",
+                    "ratios": {f"share.{other}": share for other, share in shares.items()},
+                },
+            )
+            return
+    yield from _common_step(analysis, links)
+
+
+def _is_whole(share: float, cosine: float) -> bool:
+    """Whether a model contains so much of another's delta that it was made from it.
+
+    Two that were made from a third share less than the whole of either: no more than the cosine.
+    """
+    off = min(limit("whole_step"), (1 - cosine) / 4)
+    return abs(share - 1) <= off and cosine > limit("apart_cosine")
+
+
+def _common_step(analysis: Analysis, links: Sequence[Link]) -> Iterator[tuple[str, Values]]:
+    """What every two models have in common, if that is the same and less than most of them."""
+    cosines = [link.cosine for link in links]
+    if not links or min(cosines) < limit("shared_cosine") or min(cosines) >= limit("alike_cosine"):
+        return
+    norms = {model.name: model.total.norm for model in analysis.models}
+    products = [link.cosine * norms[link.pair.first] * norms[link.pair.second] for link in links]
+    if max(products) > limit("shared_spread") * min(products):
+        return
+    names = {name for link in links for name in (link.pair.first, link.pair.second)}
+    base_norm = max(model.total.base_norm for model in analysis.models)
+    yield (
+        "common_step",
+        {
+            "concerns": tuple(name for name in analysis.names if name in names),
+            "shared": math.sqrt(sum(products) / len(products)) / base_norm if base_norm else 0.0,
+            "cosine": min(cosines),
+            "cosines": _span(cosines, ".2f"),
+        },
+    )
+
+
+def _other(link: Link, name: str) -> str:
+    """The other model of a link; none if it is not one of this model's."""
+    first, second = link.pair.first, link.pair.second
+    return second if name == first else first if name == second else ""
+
+
+def _projection(link: Link, name: str) -> float:
+    """The multiple of a model's delta that is nearest to that of the other."""
+    if name == link.pair.first:
+        return link.pair.ratio
+    return link.cosine**2 / link.pair.ratio if link.pair.ratio else 0.0
+
+
+# ---------------------------------------------------------------- words
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """The least and the largest, or the one value that they are as written."""
+    ends = dict.fromkeys(format(value, form) for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
+def listed(names: Iterable[str], shown: int = SHOWN) -> str:
+    """The first few names, and how many more there are."""
+    every = list(names)
+    more = len(every) - shown
+    return ", ".join(every[:shown]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,111 @@
+"""Models that are in a merge by mistake: the base, the same file again, an earlier output of it.
+
+A pattern such as `*.safetensors` catches them all. Files are known by device and inode, so that a
+link is known for what it leads to. Whoever means it says so: a model with a weight, a seed or
+parameters of its own is taken as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dare.errors import DareError, RecipeError
+from dare.inputs.sources import Source
+from dare.output.manifest import read_manifest
+from dare.output.places import found
+from dare.output.targets import MANIFEST_NAME, manifest_path
+from dare.recipe.document import recipe_from_document
+from dare.recipe.schema import ModelEntry, Recipe
+from dare.tensors.places import StorePath
+
+Identity = tuple[int, int] | str
+
+
+def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> None:
+    """Refuse a model that is the base, another model of the recipe, or a merge of these."""
+    if recipe.input_digests is not None:  # these very inputs were merged before
+        return
+    known_base, *known = (_files_of(source) for source in (base, *models))
+    for entry, files in zip(recipe.models, known, strict=True):
+        if files and files == known_base and not _is_meant(entry):
+            raise RecipeError(
+                f"{entry.file}: is the base, and stands among the models too; take it out of "
+                "models, or give it a weight there to pull the result towards the base"
+            )
+    for (one, files), (other, others) in itertools.combinations(
+        zip(recipe.models, known, strict=True), 2
+    ):
+        if files and files == others and not _is_meant(one) and not _is_meant(other):
+            again = "is among the models twice"
+            if one.file != other.file:
+                again = f"is the file {one.file}, which is among the models too"
+            raise RecipeError(
+                f"{other.file}: {again}; take one of them out (weight = 2 counts a model twice), "
+                "or give each a seed if two masks of one model are meant"
+            )
+    for entry in recipe.models:
+        if not _is_meant(entry) and (merged := _merged_here(recipe, entry)):
+            raise RecipeError(
+                f"{entry.file}: was made by dare from this base and {' and '.join(merged)}, which "
+                "is merged again here; take the output out of models, or give it a weight if "
+                "that is meant"
+            )
+
+
+def _is_meant(entry: ModelEntry) -> bool:
+    return entry.weight is not None or entry.seed is not None or bool(entry.settings)
+
+
+def _files_of(source: Source) -> frozenset[Identity]:
+    return frozenset(map(_identity, source.files))
+
+
+def _identity(path: Path) -> Identity:
+    if isinstance(path, StorePath):
+        return str(path)
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return str(path)
+    return status.st_dev, status.st_ino
+
+
+def _merged_here(recipe: Recipe, entry: ModelEntry) -> list[str]:
+    """The models of a recipe that one of them is a merge of, by its manifest, on the same base."""
+    for manifest in _manifests_of(entry.file):
+        output = manifest.parent
+        if manifest.name != MANIFEST_NAME:
+            output = manifest.with_name(manifest.name.removesuffix(".manifest.json"))
+        try:
+            earlier = recipe_from_document(read_manifest(manifest)["recipe"], str(manifest))
+        except (DareError, TypeError, ValueError, AttributeError, RecursionError):
+            continue  # what is no manifest says nothing
+        if not _is_same(earlier.base, recipe.base, output):
+            continue
+        return [
+            other.name
+            for other in recipe.models
+            if other is not entry
+            and any(_is_same(model.file, other.file, output) for model in earlier.models)
+        ]
+    return []
+
+
+def _manifests_of(path: Path) -> Iterator[Path]:
+    """Where the manifest of an output lies, if a path is one, or is the weights of one."""
+    if isinstance(path, StorePath):
+        return
+    for manifest in (manifest_path(path), path.parent / MANIFEST_NAME):
+        if manifest.is_file():
+            yield manifest
+
+
+def _is_same(told: Path, given: Path, output: Path) -> bool:
+    """Whether what a manifest tells of an input is a file of the recipe; it may tell the name."""
+    if isinstance(given, StorePath) or isinstance(told, StorePath):
+        return str(told) == str(given)
+    if len(told.parts) == 1 and told.name == given.name:
+        return True
+    return _identity(found(str(told), output)) == _identity(given)

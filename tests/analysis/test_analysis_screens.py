@@ -1,0 +1,270 @@
+"""An analysis on one screen, and in full: what is said, and that it fits."""
+
+from __future__ import annotations
+
+import functools
+import io
+from dataclasses import replace
+
+import made_up
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from dare.analysis.judge.advice import judge
+from dare.analysis.judge.judgement import Severity
+from dare.analysis.judge.readiness import RULES
+from dare.analysis.page.terminal import FEW_WORDS, RELATIONS, show_gravest, show_summary
+from dare.analysis.page.terminal_full import show_figures, show_findings
+from dare.analysis.page.words import cosine, headline
+from dare.analysis.results import Origin
+from dare.output.page.words import number, share
+
+WIDTHS = pytest.mark.parametrize("width", [80, 100, 120])
+LONG = "a-model-with-a-name-that-is-much-longer-than-any-column-of-a-terminal-can-be-"
+HOSTILE = ("[red]math[/red]", "[bold", "b\x1b[2J\nc", "模型" * 30, "", f"{LONG}v1", f"{LONG}v2")
+NAMES = ("math", "code", "sort", "copy-of-sort", "anti-math", "huge", "nan", "other", "law", "chat")
+
+
+@functools.cache
+def make_ten():
+    """Ten models: plain ones, copies, an opposed pair, a large, a broken and an unrelated one."""
+    base = made_up.make_base()
+    tuned = [made_up.tune(base, 0.02, seed) for seed in range(1, 11)]
+    tuned[3] = tuned[2]
+    tuned[4] = made_up.mixed(base, tuned[0], -0.8, tuned[1], 0.2)
+    tuned[5] = made_up.mixed(base, tuned[5], 20.0, tuned[5], 0.0)
+    tuned[6] = {name: array.copy() for name, array in tuned[6].items()}
+    tuned[6]["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
+    tuned[7] = made_up.make_base(seed=5)
+    return made_up.analysis(base, dict(zip(NAMES, tuned, strict=True)))
+
+
+def make_models(names=NAMES):
+    """The first of the ten, by other names."""
+    called = dict(zip(NAMES, names, strict=False))
+    analysis = make_ten()
+    return replace(
+        analysis,
+        models=tuple(replace(m, name=called[m.name]) for m in analysis.models if m.name in called),
+        pairs=tuple(
+            replace(pair, first=called[pair.first], second=called[pair.second])
+            for pair in analysis.pairs
+            if {pair.first, pair.second} <= called.keys()
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def ten():
+    analysis = make_models()
+    return analysis, *judge(analysis)
+
+
+def make_three(names=("math", "code", "chat")):
+    """A plain model, a LoRA, and one that has changed a lot."""
+    base = made_up.make_base()
+    sizes = dict(zip(names, (0.01, 0.012, 0.1), strict=True))
+    models = {
+        name: made_up.tune(base, size, seed) for seed, (name, size) in enumerate(sizes.items())
+    }
+    lora = {"origin": Origin.LORA, "likely_rank": 4, "is_adapter": True}
+    analysis = made_up.analysis(base, models, own={names[1]: lora})
+    return analysis, *judge(analysis)
+
+
+@pytest.fixture(scope="module")
+def three():
+    return make_three()
+
+
+def printed(judged, width, *, full=False, encoding="utf-8"):
+    analysis, readiness, advice = judged
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")
+    console = Console(
+        width=width, file=file, highlight=False, markup=False, emoji=False, legacy_windows=False
+    )
+    show_summary(console, analysis, readiness, advice)
+    if full:
+        show_findings(console, analysis, readiness)
+        show_figures(console, analysis, advice)
+    else:
+        show_gravest(console, analysis, readiness)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def rows(text, name):
+    return [line for line in text.splitlines() if line.startswith(f" {name} ")]
+
+
+# ---------------------------------------------------------------- what fits
+
+
+@pytest.mark.parametrize("full", [False, True])
+@WIDTHS
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_no_line_is_longer_than_the_terminal_and_no_cell_is_wrapped(count, width, full):
+    names = NAMES[:count]
+    hostile = [*HOSTILE, *names][:count]
+    for given in (names, hostile):
+        analysis = make_models(given)
+        lines = printed((analysis, *judge(analysis)), width, full=full).splitlines()
+        assert max(map(cell_len, lines)) <= width
+        header = next(line for line in lines if line.startswith(" model "))
+        table = lines[lines.index(header) + 2 :][: count + 1]
+        assert [bool(line.strip()) for line in table] == [True] * count + [False]
+        assert all(line.count("%") == 1 for line in table[:count])
+
+
+@WIDTHS
+def test_the_first_screen_is_short(ten, three, width):
+    assert len(printed(three, width).splitlines()) <= 20
+    assert len(printed(ten, width).splitlines()) <= 34
+
+
+def test_long_names_stay_apart():
+    names = [f"{LONG}{number}" for number in range(10)]
+    analysis = make_models(names)
+    text = printed((analysis, *judge(analysis)), 80)
+    for number_shown in range(10):
+        starts = [x for x in text.splitlines() if x[:1] == " " and f"-be-{number_shown} " in x[:24]]
+        assert len(starts) == 1
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_the_first_screen_decides(three):
+    analysis, readiness, advice = three
+    text = printed(three, 80)
+    first, *lines = text.splitlines()
+    assert first == f"{headline(readiness)}  3 models onto base.safetensors"
+    assert readiness.method in first
+    for model in analysis.models:
+        (row,) = rows(text, model.name)
+        assert share(model.total.relative_norm) in row
+    assert "LoRA, rank 4 (adapter)" in rows(text, "code")[0]
+    assert rows(text, "math")[0].rstrip().endswith("✓ ready: small relative to others")
+    assert rows(text, "chat")[0].rstrip().endswith("! large change")
+    (large,) = [f for f in readiness.findings if f.severity is Severity.CHANGE]
+    flat = " ".join(text.split())
+    assert f"Change chat: {large.seen} remedy {large.remedy}" in flat
+    rates = sorted(s.value for s in advice.suggestions if s.setting == "drop_rate")
+    assert f"Advice   {readiness.method}, drop rate {rates[0]:g} to {rates[-1]:g}" in lines
+    bound = f"error to a layer's outputs, bound {share(advice.error_bound)}"
+    assert f"Error    dropping brings at most {share(advice.predicted_error)} {bound}" in lines
+    for finding in readiness.findings:
+        assert finding.severity is Severity.CHANGE or finding.seen not in flat
+
+
+def test_what_is_notable_of_ten_models_is_said(ten):
+    text = printed(ten, 120)
+    assert text.startswith("Not ready to merge  10 models onto base.safetensors\n")
+    assert rows(text, "nan")[0].rstrip().endswith("✗ NaN or infinite values")
+    assert rows(text, "other")[0].rstrip().endswith("✗ not related to the base")
+    assert rows(text, "sort")[0].rstrip().endswith("! the same as copy-of-sort")
+    assert rows(text, "math")[0].rstrip().endswith("! opposed to anti-math")
+    overlap = " ".join(text[text.index("Overlap") : text.index("Advice")].split())
+    assert "sort and copy-of-sort are copies (cosine +1.000)" in overlap
+    assert "math and anti-math are opposed (cosine -0.9" in overlap
+    assert "of all change cancels; by chance about" in overlap
+    advised = text[text.index("Advice") : text.index("Error")]
+    assert "without nan, other" in advised
+
+
+def test_models_that_have_nothing_to_do_with_each_other_have_no_overlap():
+    base = made_up.make_base()
+    models = {name: made_up.tune(base, 0.02, seed) for seed, name in enumerate("abc", start=1)}
+    analysis = made_up.analysis(base, models)
+    cosines = [pair.total.cosine for pair in analysis.pairs]
+    text = printed((analysis, *judge(analysis)), 80)
+    ends = f"{cosine(min(cosines))} to {cosine(max(cosines))}"
+    assert f"Overlap  no two models are alike or opposed; cosines {ends}\n" in text
+    assert "by chance about 42.3%" in text  # 1 - √3/3 of three of one size
+
+
+def test_one_model_has_no_overlap():
+    analysis = make_models(NAMES[:1])
+    judged = (analysis, *judge(analysis))
+    for full in (False, True):
+        text = printed(judged, 80, full=full)
+        assert "Overlap" not in text
+        assert "Every two models" not in text
+
+
+def test_where_nothing_fits_the_advice_is_to_merge_none():
+    base = made_up.make_base()
+    analysis = made_up.analysis(base, {"copy": base})
+    text = printed((analysis, *judge(analysis)), 80)
+    assert "Advice   none of the models should be merged" in text
+    assert "! the same as the base" in rows(text, "copy")[0]
+
+
+def test_what_does_not_fit_is_counted(ten):
+    analysis, readiness, _ = ten
+    against = [f for f in readiness.findings if f.severity is not Severity.NOTE]
+    console = Console(width=80, file=io.StringIO())
+    more = show_gravest(console, analysis, readiness)
+    seen = console.file.getvalue().count("  remedy ")
+    assert 0 < seen < len(against)
+    assert more.startswith(f"{len(against) - seen} more finding")
+
+
+def test_every_rule_that_has_words_is_a_rule():
+    names = {rule.name for rule in RULES}
+    assert set(FEW_WORDS) <= names
+    assert set(RELATIONS) <= names
+    assert names - set(FEW_WORDS) <= {"lora"}
+
+
+# ---------------------------------------------------------------- in full
+
+
+@WIDTHS
+def test_all_figures_are_there_on_request(three, width):
+    analysis, readiness, advice = three
+    text = printed((analysis, readiness, advice), width, full=True)
+    flat = " ".join(text.split())
+    for model in analysis.models:
+        assert number(model.total.mean_magnitude) in text
+        for statistics in model.by_kind.values():
+            assert share(statistics.relative_norm) in text
+    for pair in analysis.pairs:
+        assert cosine(pair.total.cosine) in text
+        assert share(pair.total.conflict) in text
+    for finding in readiness.findings:
+        assert finding.matters in flat
+    for suggestion in advice.suggestions:
+        assert suggestion.reason in flat
+    for doubt in advice.doubts:
+        assert f"Caveat {doubt}" in flat
+
+
+def test_models_are_rows(ten):
+    text = printed(ten, 80, full=True)
+    # the first screen, magnitudes, kinds and errors; pairs are ranked
+    assert len(rows(text, "law")) >= 4
+
+
+def test_the_largest_change_has_the_longest_bar(three):
+    text = printed(three, 120, full=True)
+    kinds = text[text.index("Change by kind") : text.index("Every two")]
+    bars = {line.split()[0]: line.count("█") for line in kinds.splitlines() if "█" in line}
+    assert max(bars, key=bars.__getitem__) == "chat"
+
+
+def test_marks_and_bars_are_plain_where_others_cannot_be_written(three):
+    text = printed(three, 120, full=True, encoding="latin-1")
+    assert "####" in text
+    assert "+ ready: small relative to others" in text
+    assert "✓" not in text
+
+
+def test_names_are_no_markup():
+    names = ("[red]math[/red]", "[bold", "chat :smile:")
+    text = printed(make_three(names), 120)
+    for name in names:
+        assert len(rows(text, name)) == 1

@@ -1,0 +1,180 @@
+"""The base, a model or an earlier output that a pattern such as *.safetensors puts into a merge."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import dare
+from dare import ModelEntry, Recipe
+from dare.cli import main
+from helpers import save, save_shards
+
+BASE = {"w": np.zeros(200, np.float32), "v": np.zeros((8, 8), np.float32)}
+
+
+def changed(seed):
+    generator = np.random.default_rng(seed)
+    return {
+        name: (array + 1e-4 * generator.standard_normal(array.shape)).astype(np.float32)
+        for name, array in BASE.items()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of three models, which is where the user is."""
+    for name, arrays in {"base": BASE, "code": changed(1), "math": changed(2)}.items():
+        save(tmp_path / "here" / f"{name}.safetensors", arrays)
+    return tmp_path / "here"
+
+
+def merge(folder, *models, **settings):
+    given = {"base": folder / "base.safetensors", "output": folder / "out.safetensors"}
+    files = [m if isinstance(m, ModelEntry) else folder / f"{m}.safetensors" for m in models]
+    return dare.merge(Recipe(**{**given, "models": files, "verbose": False, **settings}))
+
+
+def test_the_base_among_the_models_is_refused(folder):
+    with pytest.raises(dare.RecipeError, match=r"base\.safetensors: is the base.*out of models"):
+        merge(folder, "base", "math")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
+def test_under_another_name_it_is_still_the_base(folder, link):
+    link(folder / "base.safetensors", folder / "copy.safetensors")
+    with pytest.raises(dare.RecipeError, match=r"copy\.safetensors: is the base"):
+        merge(folder, "copy", "math")
+
+
+def test_shards_and_directories_are_known_too(tmp_path):
+    base = save_shards(tmp_path / "base", BASE, 2)
+    (tmp_path / "again").symlink_to(base)
+    with pytest.raises(dare.RecipeError, match="again: is the base"):
+        dare.plan(Recipe(base=base, models=[tmp_path / "again"]))
+
+
+def test_a_base_with_a_weight_is_meant(folder):
+    entry = ModelEntry(file=folder / "base.safetensors", weight=0.5)
+    report = merge(folder, entry, "math", method="linear")
+    assert report.warnings == ()
+
+
+def test_a_model_twice_is_refused(folder):
+    with pytest.raises(dare.RecipeError, match=r"math\.safetensors: is among the models twice;.*2"):
+        merge(folder, "math", "code", "math")
+    os.link(folder / "math.safetensors", folder / "link.safetensors")
+    with pytest.raises(dare.RecipeError, match=r"link\.safetensors: is the file .*math\.safe"):
+        merge(folder, "math", "link")
+
+
+def test_two_masks_of_one_model_are_meant(folder):
+    entries = [ModelEntry(file=folder / "math.safetensors", seed=seed) for seed in (1, 2)]
+    assert merge(folder, *entries).models[1].seed == 2
+
+
+def test_an_earlier_output_among_its_models_is_refused(folder):
+    merge(folder, "code", "math", output=folder / "merged.safetensors")
+    with pytest.raises(
+        dare.RecipeError, match=r"merged\.safetensors: was made by dare from this base and code and"
+    ):
+        merge(folder, "code", "math", "merged")
+    with pytest.raises(dare.RecipeError, match="from this base and math, which"):
+        merge(folder, "math", "merged")
+
+
+def test_an_output_directory_is_known_by_its_weights_too(folder):
+    merge(folder, "code", "math", output=folder / "merged")
+    for file in (folder / "merged", folder / "merged" / "model.safetensors"):
+        recipe = Recipe(
+            base=folder / "base.safetensors", models=[folder / "code.safetensors", file]
+        )
+        with pytest.raises(dare.RecipeError, match="was made by dare from this base and code"):
+            dare.plan(recipe)
+
+
+def test_an_output_that_was_moved_with_its_manifest_is_known_by_names(folder, tmp_path):
+    merge(folder, "code", "math", output=tmp_path / "elsewhere" / "merged.safetensors")
+    file = tmp_path / "elsewhere" / "merged.safetensors"
+    recipe = Recipe(base=folder / "base.safetensors", models=[folder / "code.safetensors", file])
+    with pytest.raises(dare.RecipeError, match="was made by dare from this base and code"):
+        dare.plan(recipe)
+
+
+def test_outputs_are_merged_on_purpose(folder):
+    """With other models, on another base, or with a weight."""
+    save(folder / "other.safetensors", changed(3))
+    merge(folder, "code", "math", output=folder / "merged.safetensors")
+    assert merge(folder, "merged", "other").warnings == ()
+    assert merge(
+        folder, "merged", "code", base=folder / "other.safetensors", output=folder / "b.safetensors"
+    )
+    entry = ModelEntry(file=folder / "merged.safetensors", weight=0.5)
+    assert merge(folder, entry, "code", output=folder / "c.safetensors")
+
+
+def test_what_is_no_manifest_is_left_alone(folder):
+    (folder / "math.safetensors.manifest.json").write_text('{"recipe": 1}')
+    assert merge(folder, "math", "code").warnings == ()
+
+
+def test_an_output_is_repeated_with_the_inputs_it_had(folder):
+    entry = ModelEntry(file=folder / "base.safetensors", weight=0.5)
+    merge(folder, entry, "math", method="linear")
+    recipe = dare.load_recipe(folder / "out.safetensors")
+    again = dare.merge(recipe.model_copy(update={"output": folder / "again.safetensors"}))
+    assert again.output.read_bytes() == (folder / "out.safetensors").read_bytes()
+
+
+def test_a_search_refuses_likewise(folder):
+    recipe = Recipe(
+        base=folder / "base.safetensors",
+        models=[folder / f"{name}.safetensors" for name in ("math", "base")],
+    )
+    with pytest.raises(dare.RecipeError, match="is the base"):
+        dare.Candidates(recipe)
+
+
+def test_a_pattern_that_catches_all_is_refused_in_one_line(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    caught = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert main(["-b", "base.safetensors", "-m", *caught, "-o", "o.safetensors"]) == 1
+    assert (
+        "base.safetensors: is the base, and stands among the models too" in capsys.readouterr().err
+    )
+
+
+# ---------------------------------------------------------------- equal contents
+
+
+def notices(base, *models, **settings):
+    _, report = dare.merge_arrays(base, list(models), method="linear", verbose=False, **settings)
+    return [(notice.about, notice.strength) for notice in report.warnings], report
+
+
+def test_a_copy_of_the_base_is_warned_of():
+    found, report = notices(BASE, changed(1), {name: a.copy() for name, a in BASE.items()})
+    assert found == [("equal to the base", "strong warning")]
+    assert str(report.warnings[0]).startswith("model 1: equals the base in every element")
+    assert notices(BASE, changed(1), BASE, weights=[0.5, 0.5])[0] == []
+
+
+def test_a_copy_of_a_model_is_warned_of_once_before_and_after_the_work():
+    generator = np.random.default_rng(0)
+    base = {"layers.0.weight": generator.standard_normal((128, 128), np.float32)}
+    tuned = {"layers.0.weight": base["layers.0.weight"] + np.float32(0.001)}
+    found, report = notices(base, tuned, dict(tuned))  # seen by the glance, and by the digests
+    assert found == [("same model twice", "strong warning")]
+    assert "model 1: has the same weights as model 0" in str(report.warnings[0])
+    found, _ = notices(BASE, changed(1), changed(1), changed(2))  # by the digests alone
+    assert found == [("same model twice", "strong warning")]
+
+
+def test_models_that_leave_the_same_matrices_alone_are_not_the_same():
+    base = {f"layers.{n}.weight": np.ones((128, 128), np.float32) for n in range(8)}
+    tuned = [dict(base) for _ in range(2)]
+    for number, model in enumerate(tuned, start=1):
+        model["norm"] = np.full(4, number * 1e-3, np.float32)
+    assert notices({**base, "norm": np.zeros(4, np.float32)}, *tuned)[0] == []

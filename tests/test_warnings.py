@@ -1,0 +1,250 @@
+"""Warnings: one for each concern, at the line that called, whichever door was taken."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import dare
+from dare import api
+from dare.cli import main
+from dare.demo.broken import write_models
+from dare.recipe.document import recipe_from_document
+from helpers import write_recipe as quiet_recipe
+
+BASE = {"w": np.zeros(1000, np.float32)}
+TUNED = {"w": np.linspace(-0.5, 0.5, 1000, dtype=np.float32)}
+LARGE = "|δ| exceeds 0.002 in"
+
+
+def write_recipe(folder, **settings):
+    return quiet_recipe(folder, BASE, [TUNED], verbose=True, **settings)
+
+
+def paths(folder):
+    recipe = write_recipe(folder)
+    return recipe.base, [entry.file for entry in recipe.models], recipe.output
+
+
+def merge_toml(folder):
+    (folder / "r.toml").write_text(write_recipe(folder).to_toml())
+    return dare.merge(folder / "r.toml")
+
+
+def finish(folder):
+    recipe = write_recipe(folder)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", dare.DareWarning)
+        patch.setattr(api, "_finish", lambda *_, **__: None)
+        dare.merge_slice(recipe, "1/1")
+    return dare.finish(recipe)
+
+
+def merge_files(folder, **config):
+    base, models, output = paths(folder)
+    merger = dare.DareMerger(base_file=base, merge_files=models, config=dare.DareConfig(**config))
+    return merger.merge(output)
+
+
+DOORS = {
+    "merge of a recipe": lambda folder: dare.merge(write_recipe(folder)),
+    "merge of a plan": lambda folder: dare.merge(dare.plan(write_recipe(folder))),
+    "merge of a file": merge_toml,
+    "merge_slice": lambda folder: dare.merge_slice(write_recipe(folder), "1/1"),
+    "finish": finish,
+    "merge_arrays": lambda _: dare.merge_arrays(BASE, [TUNED]),
+    "DareMerger": merge_files,
+    "dare_merge": lambda folder: dare.dare_merge(*paths(folder)),
+    "dare_ties_merge of files": lambda folder: dare.dare_ties_merge(*paths(folder)),
+    "dare_ties_merge of dicts": lambda _: dare.dare_ties_merge([TUNED], BASE),
+    "dare_sparsify": lambda _: dare.dare_sparsify(BASE, TUNED),
+    "dare_slerp_merge": lambda _: dare.dare_slerp_merge(
+        TUNED, {"w": -TUNED["w"] + np.float32(1)}, BASE
+    ),
+}
+
+
+def _two_files(folder):
+    base, (model,), _ = paths(folder)
+    return base, model
+
+
+def _compressed_and_applied(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dare.DareWarning)
+        dare.compress(*_two_files(folder), folder / "d.safetensors", drop_rate=0.5, bits="native")
+    return dare.apply_delta(folder / "base.safetensors", folder / "d.safetensors", folder / "o")
+
+
+OTHERS = {
+    "dare_drop": (lambda _: dare.dare_drop(TUNED, seed=1, rescale=False), "rescale = false"),
+    "detect_delta_sparsity": (
+        lambda _: dare.detect_delta_sparsity({"w": np.array([1, np.nan], np.float32)}),
+        "NaN or infinite",
+    ),
+    "compress": (
+        lambda folder: dare.compress(*_two_files(folder), folder / "d.safetensors"),
+        "keep the model",
+    ),
+    "apply_delta": (_compressed_and_applied, LARGE),
+}
+
+
+def caught_from(call, folder):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(folder)
+    return caught
+
+
+@pytest.mark.parametrize("name", [*DOORS, *OTHERS])
+def test_every_door_warns_once_and_at_the_line_that_called(tmp_path, name):
+    door, text = (DOORS[name], LARGE) if name in DOORS else OTHERS[name]
+    caught = caught_from(door, tmp_path)
+    texts = [str(warning.message) for warning in caught]
+    assert any(text in line for line in texts)
+    assert len(set(texts)) == len(texts)
+    assert {warning.filename for warning in caught} == {__file__}
+    assert {warning.category for warning in caught} == {dare.DareWarning}
+
+
+def test_what_is_issued_is_what_the_report_has(tmp_path):
+    recipe = write_recipe(tmp_path, stages={"dare": {"drop_rate": 0.99}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = dare.merge(recipe)
+    assert [str(warning.message) for warning in caught] == list(map(str, report.warnings))
+    assert [warning.about for warning in report.warnings] == ["high drop rate", "large deltas"]
+
+
+def test_a_merger_that_talks_prints_its_figures_and_issues_its_warnings(tmp_path, capsys):
+    caught = caught_from(merge_files, tmp_path)
+    printed = capsys.readouterr().out
+    assert "dropped" in printed
+    assert "exceeds" not in printed
+    assert sum(LARGE in str(warning.message) for warning in caught) == 1
+
+
+def test_the_line_is_that_of_the_nearest_caller_outside(tmp_path):
+    """Also where the call is made by code that the package has called."""
+    namespace = {"dare": dare, "recipe": write_recipe(tmp_path)}
+    code = compile("\n\ndare.merge(recipe)", "evaluator.py", "exec")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(code, namespace)
+    assert {(warning.filename, warning.lineno) for warning in caught} == {("evaluator.py", 3)}
+
+
+def test_the_command_line_shows_each_warning_once(tmp_path, capsys):
+    base, (model,), output = paths(tmp_path)
+    assert main(["-b", str(base), "-m", str(model), "-o", str(output)]) == 0
+    shown = capsys.readouterr()
+    together = " ".join((shown.out + shown.err).split())
+    assert together.count("exceeds 0.002") == 1
+    assert "Strong warning large deltas" in together
+
+
+# ---------------------------------------------------------------- large deltas
+
+
+def matrices(size, *, seed=0, share=1.0):
+    """A matrix of which a share is changed by so much relative to the base, which is 1."""
+    generator = np.random.default_rng(seed)
+    base = {"layers.0.w.weight": generator.standard_normal((128, 128), np.float32)}
+    change = size * generator.standard_normal((128, 128), np.float32)
+    change[generator.random((128, 128)) >= share] = 0
+    return base, {name: array + change for name, array in base.items()}
+
+
+def large_deltas(base, *models, **settings):
+    _, report = dare.merge_arrays(base, list(models), verbose=False, **settings)
+    return [(n.strength, n.text) for n in report.warnings if n.about == "large deltas"]
+
+
+def rate(value, stage="dare"):
+    return {stage: {"drop_rate": value}}
+
+
+@pytest.mark.parametrize("method", ["sum", "linear", "ties", "trim+sum", "nm+sum"])
+def test_where_nothing_is_dropped_at_random_large_deltas_are_no_matter(method):
+    base, tuned = matrices(0.5)
+    assert large_deltas(base, tuned, method=method) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("dare+sum", rate(0.9)),
+        ("darex+sum", rate(0.9, "darex")),
+        ("della+sum", rate(0.8, "della")),
+        ("nm+sum", {"nm": {"n": 1, "m": 8, "choose": "random"}}),
+    ],
+)
+def test_where_most_of_a_large_change_is_dropped_at_random_the_warning_is_strong(method, stages):
+    base, tuned = matrices(0.5)
+    ((strength, text),) = large_deltas(base, tuned, method=method, stages=stages)
+    assert strength == "strong warning"
+    assert "relative to the base these changes are too large to drop" in text
+    assert f"or leave {method.partition('+')[0]} out of the method" in text
+
+
+@pytest.mark.parametrize(("p", "count"), [(0.0, 0), (0.1, 0), (0.5, 0), (0.9, 1)])
+def test_the_drop_rate_decides(p, count):
+    base, tuned = matrices(0.04)  # the predicted error is 0.04·√(p/(1 - p)) and more
+    assert len(large_deltas(base, tuned, method="dare+sum", stages=rate(p))) == count
+
+
+def test_the_size_relative_to_the_base_decides():
+    base, tuned = matrices(0.01)
+    assert large_deltas(base, tuned, method="dare+sum", stages=rate(0.8)) == []
+    smaller = {name: np.float32(0.02) * array for name, array in base.items()}
+    change = {name: smaller[name] + tuned[name] - base[name] for name in base}
+    ((strength, _),) = large_deltas(smaller, change, method="dare+sum", stages=rate(0.8))
+    assert strength == "strong warning"
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.05, []), (0.3, ["warning"]), (0.87, ["strong warning"])]
+)
+def test_the_share_of_large_deltas_grades_the_warning(share, expected):
+    base, tuned = matrices(0.5, share=share)
+    found = large_deltas(base, tuned, method="dare+sum")
+    assert [strength for strength, _ in found] == expected
+
+
+def test_only_tensors_that_are_dropped_from_count():
+    base, tuned = matrices(0.5)
+    base["head"], tuned["head"] = np.zeros(10, np.float32), np.full(10, 1e-4, np.float32)
+    rule = dare.TensorRule(match="layers.*", settings={"drop_rate": 0.0})
+    assert large_deltas(base, tuned, tensors=[rule]) == []
+    ((_, text),) = large_deltas(base, tuned)
+    assert "of 16,394 elements" in text
+    rule = dare.TensorRule(match="head", settings={"drop_rate": 0.0})
+    ((_, text),) = large_deltas(base, tuned, tensors=[rule])
+    assert "of 16,384 elements" in text
+
+
+def test_a_note_a_warning_and_a_strong_warning_are_told_apart_in_json(tmp_path):
+    report = dare.merge(quiet_recipe(tmp_path, BASE, [TUNED]))
+    assert '"strength": "strong warning"' in report.to_json()
+    assert "strong warning: model0: |δ| exceeds" in str(report)
+    manifest = (tmp_path / "out.safetensors.manifest.json").read_text()
+    assert '"strength": "strong warning"' in manifest
+
+
+# ---------------------------------------------------------------- what is advised
+
+
+def test_what_is_advised_for_the_demonstration_runs_without_a_warning(tmp_path):
+    write_models(tmp_path / "m")
+    folder = tmp_path / "m"
+    models = [folder / name for name in ("add", "say", "sort")]
+    analysis = dare.analyze(folder / "base", models, verbose=False)
+    advice = dare.advise(analysis, dare.assess(analysis))
+    recipe = recipe_from_document(advice.recipe, "advice")
+    assert any(stage.name == "dare" for stage, _ in recipe.chain)
+    report = dare.merge(recipe.model_copy(update={"output": tmp_path / "out"}))
+    assert report.warnings == ()
+    assert "## Warnings" not in (tmp_path / "out" / "README.md").read_text()
