@@ -20,10 +20,13 @@ from dare import compat
 from dare.cli import main
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, DareError
+from dare.recipe.naming import OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 
 DOCS = ROOT / "docs"
+OURS = [name for name, stage in STAGES.items() if stage.apply.__module__.startswith("dare.")]
+"""Not what other tests may have registered."""
 
 
 def load(path: Path) -> ModuleType:
@@ -38,6 +41,11 @@ def load(path: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
     return load(DOCS / "generate.py")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    return load(DOCS / "make_method_pictures.py")
 
 
 def page(name: str) -> str:
@@ -77,6 +85,13 @@ def test_recipe_has_every_key(generate: ModuleType) -> None:
                 assert any(field.description.replace("|", "\\|") in row for row in found)
 
 
+def test_names_has_every_name(generate: ModuleType) -> None:
+    rows = generate.names().splitlines()[2:]
+    for (ours, others), row in zip(OTHER_NAMES.items(), rows, strict=True):
+        assert row.startswith(f"| `{ours}` | `--{ours}`, ")
+        assert re.findall(r"`(\w+)`", row) == [ours, *others]
+
+
 def test_a_page_takes_the_parts_in(generate: ModuleType) -> None:
     for name in ("methods", "recipe"):
         taken_in = generate.on_page_markdown(page(f"{name}.md"))
@@ -95,6 +110,31 @@ def test_examples_in_docstrings_become_code() -> None:
 def test_the_picture_is_up_to_date() -> None:
     drawn = load(DOCS / "images" / "architecture.py").draw()
     assert (DOCS / "images" / "architecture.svg").read_text("utf-8") == drawn
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_stage_has_a_picture_that_is_up_to_date(name: str, pictures: ModuleType) -> None:
+    """Run `python docs/make_method_pictures.py` after a change of a stage or its first line."""
+    drawn = (DOCS / "images" / "methods" / f"{name}.svg").read_text("utf-8")
+    assert drawn == pictures.draw(STAGES[name])
+
+
+def test_no_picture_is_left_over(pictures: ModuleType) -> None:
+    assert {file.stem for file in pictures.FOLDER.glob("*.svg")} == set(OURS)
+
+
+def test_every_stage_has_a_measured_cost(generate: ModuleType) -> None:
+    """Run `python bench/costs.py FOLDER` for a new stage."""
+    assert generate.COSTS.keys() == set(OURS)
+    assert generate.COSTS["linear"]["time"] == 1
+    assert "1.0 × the time of `linear`; reads the weights once" in generate.cost(STAGES["linear"])
+    assert "reads the weights 2 times" in generate.cost(STAGES["slerp"])
+
+
+def test_the_chooser_has_every_stage_and_what_is_usually_recommended(generate: ModuleType) -> None:
+    text = generate.on_page_markdown(page("choose.md"))
+    assert all(f"[`{name}`](methods.md#{name})" in text for name in OURS)
+    assert "| 3 to 5 models of mixed domains | `dare+ties` |" in text
 
 
 # ---------------------------------------------------------------- pages written by hand

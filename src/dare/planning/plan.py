@@ -13,11 +13,12 @@ from typing import Any
 from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
+from dare.tensors.cards import card, facts, remarks, table, value
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import show_size, times
+from dare.tensors.sizes import named, show_size, times
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(PlanData):
     """What a merge will do, and what it will cost."""
 
@@ -76,6 +77,43 @@ class Plan(PlanData):
     def to_json(self) -> str:
         """The plan as JSON."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __repr__(self) -> str:
+        """The plan in a line."""
+        target = f" to {self.layout.target}" if self.layout is not None else ""
+        return printable(f"<Plan: {self._what}{target}>")
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        cost, recipe = self.cost, self.recipe
+        rows = zip(self.model_names, recipe.weights(), recipe.seeds(), strict=True)
+        known = {
+            "reads": show_size(cost.bytes_read),
+            "writes": show_size(cost.bytes_written),
+            "memory": show_size(cost.peak_memory),
+            "threads": str(cost.threads),
+        }
+        if self.layout is not None:
+            known["to"] = str(self.layout.target)
+        return card(
+            f"Plan: {self._what}",
+            table(
+                ("model", "weight >", "seed >"),
+                ((name, value(weight), f"{seed}") for name, weight, seed in rows),
+            ),
+            facts(known),
+            remarks("note", self.notes),
+            remarks("warning", map(str, self.warnings)),
+        )
+
+    @property
+    def _what(self) -> str:
+        method = "+".join(stage.name for stage in self.stages)
+        elements = sum(tensor.elements for tensor in self.tensors)
+        return (
+            f"{method} of {named(self.model_names)}, {times(len(self.tensors), 'tensor')}, "
+            f"{elements:,} elements"
+        )
 
     def __str__(self) -> str:
         """The plan in a few lines."""
