@@ -154,6 +154,9 @@ def apply(
         Path,
         Parameter(name=["--output", "-o"], help="The model: NAME.safetensors, or a directory."),
     ],
+    allow_not_finite: Annotated[
+        bool, switch("Also restore values that are NaN or infinite.", group=MISFITS)
+    ] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
     resume: Resume = True,
@@ -170,6 +173,7 @@ def apply(
             base,
             delta,
             output,
+            allow_not_finite=allow_not_finite,
             overwrite=overwrite,
             resume=resume,
             verbose=not quiet,
