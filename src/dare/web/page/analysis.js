@@ -60,7 +60,7 @@ function tiles({ base_dtypes: types, models, pairs, together, advice }) {
   const largest = models.reduce((most, model) => (change(model) > change(most) ? model : most));
   const shown = [
     ["Parameters", amount(largest.total.elements), `${[...types.keys()].join(", ")} base`],
-    ["Largest change", share(change(largest)), `${largest.name}, beside the base`],
+    ["Largest change", share(change(largest)), `${largest.name}, relative to the base`],
   ];
   const lost = share(together.cancelled);
   if (pairs.length) shown.push(["Cancelled", lost, "if all were added up as they are"]);
@@ -176,7 +176,7 @@ function drawings() {
     "The error that DARE is expected to bring to the outputs of a layer. The dashed line is what " +
       "a merge is taken to bear. The marks are the rates that are advised.", 380);
   const change = chartCard("analysis-change", "Where a model changed",
-    "The size of its change beside that of the weights, by layer and kind. “out” stands for " +
+    "The size of its change relative to that of the weights, by layer and kind. “out” stands for " +
       "tensors of no layer.", 320, labelled);
   const numbers = make("details", {}, make("summary", {}, "Numbers"));
   error.append(numbers);
