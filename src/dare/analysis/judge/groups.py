@@ -128,7 +128,9 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
     return {
         "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
         "multiples": listed(f"{name} is {r:.3g} times {first}" for name, r in others.items()),
-        "effect": "they cancel each other" if min(ratios.values()) < 0 else "it counts repeatedly",
+        "effect": "they cancel each other"
+        if min(ratios.values(), default=0) < 0
+        else "it counts repeatedly",
     }
 
 
@@ -210,7 +212,7 @@ def _projection(link: Link, name: str) -> float:
     """The multiple of a model's delta that is nearest to that of the other."""
     if name == link.pair.first:
         return link.pair.ratio
-    return link.cosine**2 / link.pair.ratio if link.pair.ratio else 0.0
+    return link.cosine * link.cosine / link.pair.ratio if link.pair.ratio else 0.0
 
 
 # ---------------------------------------------------------------- words
