@@ -67,7 +67,7 @@ EXCESS = 1.05
 """How far a sum may overshoot before it is scaled down."""
 WORTH_A_Q = 0.05
 """A q that gives up less of the change than this is not suggested."""
-STANDS_OUT = 1.5
+STANDS_OUT = 1.25
 """How many times the error over all layers that of a layer is if it is to be protected."""
 MOST_PROTECTED = 5
 OUTPUT = "merged.safetensors"
