@@ -125,7 +125,8 @@ def analyze(
     console.print()
     for line in written:
         console.print(printable(line), soft_wrap=True)
-    following = _next_steps(console, judged, _repeated(inputs, options, steps))
+    same = _repeated(inputs if output is None else [output], options, steps)
+    following = _next_steps(console, judged, same)
     show.next_steps(
         console, "Next", following | ({"more": f"add --full for {more}"} if more else {})
     )
@@ -175,7 +176,7 @@ def _write(
 def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None) -> list[str]:
     """The words of a command line for the same models."""
     words = [str(path) for path in inputs]
-    if options is not None and options.allow_pickle:
+    if options is not None and options.allow_pickle and len(words) > 1:
         words.append("--allow-pickle")
     return words if steps is None else [*words, "--steps", str(steps)]
 
