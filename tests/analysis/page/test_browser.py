@@ -377,11 +377,12 @@ def test_axe_finds_nothing(browser, which, request):
     axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
     for theme in ("light", "dark"):
         tab = open_tab(browser, request.getfixturevalue(which), theme=theme)
-        tab.unfold()
         for width in WIDTHS if which == "crowded_page" else WIDTHS[:1]:
             tab.page.set_viewport_size({"width": width, "height": 900})
-            found = axe.run(tab.page)["violations"]
+            # Thousands of points, which are hidden from those who do not see them, take minutes.
+            found = axe.run(tab.page, {"exclude": [[".mark-symbol"]]})["violations"]
             assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (theme, width)
+            tab.unfold()
         tab.page.context.close()
 
 
