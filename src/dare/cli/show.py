@@ -266,10 +266,34 @@ def warnings(console: Console, notices: Iterable[Notice]) -> None:
         kinds.setdefault((notice.strength, notice.about), []).append(notice)
     for (strength, about), alike in kinds.items():
         console.print(Text.assemble((strength.capitalize(), STYLES[strength]), f"  {about}"))
-        for notice in alike:
-            console.print(Padding(shown(notice.text), (0, 0, 0, 4), expand=False))
+        for line in _said_once(notice.text for notice in alike):
+            console.print(Padding(shown(line), (0, 0, 0, 4), expand=False))
     if kinds:
         console.print()
+
+
+def _said_once(texts: Iterable[str]) -> list[str]:
+    """Texts about several models, with what they have in common once, at the end.
+
+    >>> _said_once(["math: is large; lower drop_rate", "code: is larger; lower drop_rate"])
+    ['math: is large', 'code: is larger', 'Lower drop_rate']
+    >>> _said_once([f"{name}: is large; lower drop_rate" for name in "abcde"])[-2:]
+    ['and 2 more: d, e', 'Lower drop_rate']
+    """
+    by_end: dict[str, list[str]] = {}
+    for text in texts:
+        seen, _, end = text.partition("; ")
+        by_end.setdefault(end, []).append(seen)
+    lines = []
+    for end, every in by_end.items():
+        if not end or len(every) == 1:
+            lines += [f"{seen}; {end}" if end else seen for seen in every]
+            continue
+        lines += every[:MOST_ALIKE]
+        if more := [seen.partition(":")[0] for seen in every[MOST_ALIKE:]]:
+            lines.append(f"and {len(more)} more: {', '.join(more)}")
+        lines.append(end[0].upper() + end[1:])
+    return lines
 
 
 def verification(console: Console, result: Verification) -> None:
@@ -287,11 +311,13 @@ def verification(console: Console, result: Verification) -> None:
         console.print(f"  SHA-256 of the weights  {result.sha256}", soft_wrap=True, highlight=False)
 
 
+MOST_ALIKE = 3
+"""Warnings of one kind that are told in full; the report's table has all models."""
 STEP = 10
 """Columns before a command."""
 MOST_LINES = 6
 """Of a command that is to be copied."""
-WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
 """Of a command, as `shlex.quote` writes it."""
 
 

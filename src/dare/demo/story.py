@@ -215,8 +215,8 @@ def _conclusion(rows: Mapping[Key, Row]) -> str:
         if kind == "merge"
     }
     return (
-        f"One model now does three tasks: {mean['sum', rate]} right with {rate:.0%} of every change "
-        f"dropped; three separate models have {alone:.0f}%. Here a plain sum is as good "
+        f"One model now does three tasks: {mean['sum', rate]} right with {rate:.0%} of every "
+        f"change dropped; three separate models have {alone:.0f}%. Here a plain sum is as good "
         f"({mean['sum', 0.0]}). DARE rescues TIES: {mean['ties', 0.0]} without it, "
         f"{mean['ties', rate]} with it; trimming does so too ({mean['trim+ties', 0.0]})."
     )

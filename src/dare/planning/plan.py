@@ -126,12 +126,12 @@ class Plan(PlanData):
             f"{'+'.join(stage.name for stage in self.stages)} of {len(self.models)} models "
             f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
             *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
-            f"  reads {show_size(cost.bytes_read)} in {cost.passes} pass(es), "
+            f"  reads {show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}, "
             f"writes {show_size(cost.bytes_written)}, {cost.threads} threads",
             f"  {cost.memory_line}",
         ]
         if self.layout is not None:
-            lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
+            lines.append(f"  to {self.layout.target} ({times(len(self.layout.files), 'file')})")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  {warning.strength}: {warning}" for warning in self.warnings]
         return "\n".join(map(printable, lines))

@@ -130,8 +130,10 @@ class Suggestion:
     """One setting of a recipe, and why."""
 
     setting: str
-    """As in a recipe: `method`, `drop_rate`, `embedding_drop_rate`, `weight`, `q`, `scale`."""
+    """As in a recipe: `method`, `drop_rate`, `embedding_drop_rate`, `weight`, `q`, `scale`; or
+    `models`, for one that is not to take part."""
     value: float | str
+    """For `models`: left out."""
     model: str | None
     """Whose setting it is; None: of the whole recipe."""
     reason: str
