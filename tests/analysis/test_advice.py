@@ -567,7 +567,7 @@ def test_advice_on_real_models():
     assert values(advice, "scale") == {None: 1.0}
 
 
-def test_a_model_that_would_be_most_of_the_sum_raises_a_doubt():
+def test_a_model_that_is_more_of_the_sum_raises_a_doubt():
     models = {"a": tune(ROOT, 0.02, seed=1), "b": tune(ROOT, 0.004, seed=2)}
-    (doubt,) = (each for each in advise(analysis(ROOT, models)).doubts if "mostly" in each)
+    (doubt,) = (each for each in advise(analysis(ROOT, models)).doubts if "more of it" in each)
     assert doubt.startswith("a changes the base 5 times as much as b")

@@ -400,6 +400,20 @@ def test_a_change_is_the_one_of_the_table():
                 assert float(told) / 100 == pytest.approx(seen.models[0].total.relative_norm)
 
 
+def test_large_changes_of_several_models_are_one_finding():
+    models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2), "c": tune(ROOT, 0.08, 3), "d": TWO}
+    seen = analysis(ROOT, models)
+    only = finding(seen, "large_change")
+    assert only.models == ("a", "b", "c")
+    alone = [finding(analysis(ROOT, {name: models[name]}), "large_change") for name in only.models]
+    errors = [each.figures["error"] for each in alone]
+    assert f"brings up to {min(errors):.1%} to {max(errors):.1%} error to the outputs" in only.seen
+    rates = [each.figures["tolerated_drop_rate"] for each in alone]
+    assert only.matters.startswith(f"Within the bound {min(rates):.0%} to {max(rates):.0%} of a")
+    assert [only.figures[f"error.{name}"] for name in only.models] == errors
+    assert only.figures["limit.easy_rate"] == limit("easy_rate")
+
+
 # ---------------------------------------------------------------- groups of models
 
 
@@ -417,7 +431,7 @@ def test_copies_are_one_finding_even_if_one_of_them_is_broken():
     seen = finding(analysis(ROOT, models), "same_model")
     assert seen.models == ("a", "nan", "again", "more")
     assert "all 4 make the same change" in seen.seen
-    assert "up to 4 times" in seen.matters
+    assert "counts 4 times" in seen.matters
 
 
 def test_two_sets_of_copies_are_two_findings():

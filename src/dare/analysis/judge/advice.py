@@ -373,7 +373,7 @@ def _choose_scale(draft: Draft) -> None:
     smallest, *_, largest = sorted(draft.norms, key=lambda name: draft.norms[name])
     if draft.norms[largest] >= limit("outweighed") * draft.norms[smallest]:
         ratio = draft.norms[largest] / draft.norms[smallest]
-        draft.doubt("mostly_one", largest=largest, smallest=smallest, ratio=ratio)
+        draft.doubt("unequal", largest=largest, smallest=smallest, ratio=ratio)
 
 
 def _balance_votes(draft: Draft) -> None:

@@ -113,13 +113,13 @@ def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
         "pairs": len(held),
         "who": "They" if whole else listed(f"{e.pair.first} and {e.pair.second}" for e in held),
         "all": "both" if len(names) == 2 else f"all {len(names)}",
-        "twice": "twice" if len(names) == 2 else f"up to {len(names)} times",
+        "twice": "twice" if len(names) == 2 else f"{'' if whole else 'up to '}{len(names)} times",
         "cosine": min((link.cosine for link in held), key=abs),
-        "cosines": _span([link.cosine for link in held], ".2f"),
+        "cosines": Span([link.cosine for link in held]),
         "conflict": max(conflicts),
-        "conflicts": _span(conflicts, ".0%"),
+        "conflicts": Span(conflicts),
         "nearest": min(far),
-        "far": _span(far, ".0%"),
+        "far": Span(far),
     }
     return values | _multiples(names[0], inside)
 
@@ -199,7 +199,7 @@ def _common_step(analysis: Analysis, links: Sequence[Link]) -> Iterator[tuple[st
             "concerns": tuple(name for name in analysis.names if name in names),
             "shared": math.sqrt(sum(products) / len(products)) / base_norm if base_norm else 0.0,
             "cosine": min(cosines),
-            "cosines": _span(cosines, ".2f"),
+            "cosines": Span(cosines),
         },
     )
 
@@ -220,10 +220,19 @@ def _projection(link: Link, name: str) -> float:
 # ---------------------------------------------------------------- words
 
 
-def _span(values: Sequence[float], form: str) -> str:
-    """The least and the largest, or the one value that they are as written."""
-    ends = dict.fromkeys(format(value, form) for value in (min(values), max(values)))
-    return " to ".join(ends)
+@dataclass(frozen=True)
+class Span:
+    """The least and the largest of some values, or the one value that they are as written.
+
+    >>> f"{Span([0.5, 0.2, 0.3]):.0%}, {Span([0.501, 0.499]):.2f}"
+    '20% to 50%, 0.50'
+    """
+
+    values: Sequence[float]
+
+    def __format__(self, form: str) -> str:
+        ends = dict.fromkeys(format(value, form) for value in (min(self.values), max(self.values)))
+        return " to ".join(ends)
 
 
 def listed(names: Iterable[str], shown: int = SHOWN) -> str:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from dare.analysis.judge.groups import Values, find_groups, listed
+from dare.analysis.judge.groups import Span, Values, find_groups, listed
 from dare.analysis.judge.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.limits import RULES_FILE, VALUES, limit
 from dare.analysis.judge.outliers import share_under, without_outliers
@@ -66,7 +66,7 @@ def assess(
     """
     bound = limit("output_error") if output_error is None else output_error
     subjects = list(_subjects(analysis, configs or {}, bound))
-    findings = _joined(finding for rule in RULES for finding in rule.find(subjects, bound))
+    findings = [finding for rule in RULES for finding in rule.find(subjects, bound)]
     readiness = _concluded(analysis.names, findings)
     return readiness_for(readiness, method) if method else readiness
 
@@ -90,17 +90,6 @@ def _concluded(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
         name: _verdict(f for f in findings if not f.models or name in f.models) for name in names
     }
     return Readiness(_verdict(findings), by_model, tuple(findings))
-
-
-def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding where several say the same of one model each."""
-    by_text: dict[tuple[object, ...], Finding] = {}
-    for finding in findings:
-        group = finding.models if len(finding.models) > 1 else ()
-        key = finding.rule, group, finding.seen, finding.matters, finding.remedy
-        models = by_text[key].models if key in by_text else ()
-        by_text[key] = replace(finding, models=(*models, *finding.models))
-    return list(by_text.values())
 
 
 def _verdict(findings: Iterable[Finding]) -> Verdict:
@@ -151,29 +140,51 @@ class Rule:
     figures: str
     about: str = ""
     only_for: str = ""
+    several: dict[str, str] = field(default_factory=dict)
+    """The texts on several models of which different figures hold."""
 
-    def find(
-        self, subjects: Iterable[tuple[str, Values]], output_error: float
-    ) -> Iterator[Finding]:
+    def find(self, subjects: Iterable[tuple[str, Values]], output_error: float) -> list[Finding]:
         """What the rule finds among all that it could be about, in words."""
         limits = SimpleNamespace(**VALUES | {"output_error": output_error})
         condition = CONDITIONS.get(self.name, bool)
-        for about, values in subjects:
-            if about == (self.about or self.name) and condition(SimpleNamespace(**values)):
-                known = values | {"limit": limits}
-                figures = dict(values.get("ratios", {}))
-                for name in self.figures.split():
-                    figures[name] = attrgetter(name)(SimpleNamespace(**known))
-                yield Finding(
-                    self.name,
-                    self.severity,
-                    values["concerns"],
-                    self.seen.format_map(known),
-                    self.matters.format_map(known),
-                    self.remedy.format_map(known),
-                    figures,
-                    self.only_for,
-                )
+        found = _joined(
+            self._say(values | {"limit": limits})
+            for about, values in subjects
+            if about == (self.about or self.name) and condition(SimpleNamespace(**values))
+        )
+        return [self._say_of_all(found, limits)] if self.several and len(found) > 1 else found
+
+    def _say(self, known: Values) -> Finding:
+        figures = dict(known.get("ratios", {}))
+        for name in self.figures.split():
+            figures[name] = attrgetter(name)(SimpleNamespace(**known))
+        texts = (text.format_map(known) for text in (self.seen, self.matters, self.remedy))
+        return Finding(
+            self.name, self.severity, known["concerns"], *texts, figures, only_for=self.only_for
+        )
+
+    def _say_of_all(self, found: Sequence[Finding], limits: SimpleNamespace) -> Finding:
+        """One finding for several, with the least and the largest of each figure."""
+        measured = [name for name in self.figures.split() if not name.startswith("limit.")]
+        spans = {name: Span([finding.figures[name] for finding in found]) for name in measured}
+        texts = {part: t.format(**spans, limit=limits) for part, t in self.several.items()}
+        figures = {k: v for k, v in found[0].figures.items() if k not in measured}
+        for finding in found:
+            for model in finding.models:
+                figures |= {f"{name}.{model}": finding.figures[name] for name in measured}
+        models = tuple(model for finding in found for model in finding.models)
+        return replace(found[0], models=models, figures=figures, **texts)
+
+
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding where several say the same of one model each."""
+    by_text: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        group = finding.models if len(finding.models) > 1 else ()
+        key = group, finding.seen, finding.matters, finding.remedy
+        models = by_text[key].models if key in by_text else ()
+        by_text[key] = replace(finding, models=(*models, *finding.models))
+    return list(by_text.values())
 
 
 RULES = TypeAdapter(list[Rule]).validate_python(
@@ -300,16 +311,15 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[tuple[str, Values]]
     ratios = {name: norms[largest] / norm for name, norm in norms.items()}
     small = {name: ratio for name, ratio in ratios.items() if ratio >= LIMIT.outweighed}
     if small:
-        ends = (f"{ratio:.2g}" for ratio in (min(small.values()), max(small.values())))
         yield (
             "outweighed",
             {
                 "concerns": tuple(small),
                 "ratios": {f"ratio.{name}": ratio for name, ratio in small.items()},
                 "their_change": "Its change is" if len(small) == 1 else "Their changes are",
-                "span": " to ".join(dict.fromkeys(ends)),
+                "span": Span(list(small.values())),
                 "largest": largest,
-                "weights": ", ".join(f"{ratio:.2g} to {name}" for name, ratio in small.items()),
+                "weights": listed(f"{ratio:.2g} to {name}" for name, ratio in small.items()),
             },
         )
 
