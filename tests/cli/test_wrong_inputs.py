@@ -606,7 +606,11 @@ def test_a_wrong_file_is_refused_with_one_message(mistake, folder):
 # ---------------------------------------------------------------- at the output
 
 OUTPUTS = {
-    "no output": (_nothing, "", "output is missing: add --output PATH"),
+    "no output": (
+        _nothing,
+        "",
+        "output is missing: add --output PATH, or output = PATH in the recipe",
+    ),
     "an output that is a model": (
         _nothing,
         "-o math.safetensors",
