@@ -1,12 +1,14 @@
 """What each stage costs beside `linear`: processor time, passes over the weights and memory.
 
-    python bench/costs.py FOLDER                  # writes docs/method-costs.json
+    python bench/costs.py FOLDER                             # writes docs/method-costs.json
+    python bench/costs.py FOLDER --parameters 5e6 --only knots wudi     # hours with larger ones
 
 Merges run in this process on one set of made-up models in FOLDER, which are made if they are not
 there: a base of 50 million parameters (100 MB in bfloat16) and three fine-tunes. Processor time
 counts, so that other work on the machine matters little; methods take turns, and the median of the
 rounds is kept. Start-up and compilation are not in it. A delta stage is followed by `linear`, and a
-stage that takes two models is held against `linear` of two.
+stage that takes two models is held against `linear` of two. Stages that are in the file already
+and are not asked for stay there.
 
 Passes and memory are what a plan says: how often all weights are read, and what is in memory at the
 most. Stages that work on whole matrices take longer, for each element, the wider these are.
@@ -62,11 +64,10 @@ def main() -> None:
                 found.append(merge(work, method, models))
                 print(f"{method} of {models}: {found[-1]:.2f} s", flush=True)
     medians = {name: statistics.median(found) for name, found in times.items()}
-    document = {
-        "parameters": shape.parameters,
-        "stages": {stage.name: cost_of(stage, work, medians) for stage in stages},
-    }
-    options.json.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    known = json.loads(options.json.read_text("utf-8")) if options.json.is_file() else {}
+    known |= {stage.name: cost_of(stage, work, medians, shape.parameters) for stage in stages}
+    found = {name: known[name] for name in STAGES if name in known}
+    options.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
 
 
 def chain_of(stage: Stage) -> tuple[str, int]:
@@ -75,7 +76,7 @@ def chain_of(stage: Stage) -> tuple[str, int]:
     return method, stage.models or MODELS
 
 
-def cost_of(stage: Stage, work: Path, medians: dict[str, float]) -> dict[str, Any]:
+def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int) -> dict[str, Any]:
     """Time relative to `linear`, passes and memory of a stage."""
     method, models = chain_of(stage)
     planned = dare.plan(recipe_of(work, method, models))
@@ -83,6 +84,7 @@ def cost_of(stage: Stage, work: Path, medians: dict[str, float]) -> dict[str, An
         "time": round(medians[f"{method} of {models}"] / medians[f"linear of {models}"], 2),
         "passes": planned.cost.passes,
         "memory_bytes": planned.cost.peak_memory,
+        "parameters": parameters,
     }
 
 

@@ -5,8 +5,9 @@ A page says where such a part goes:
     <!-- generated: methods -->
 
 so the page exists in the repository, with its introduction, and what follows is never out of date.
-Two pages are files of the repository's root: contributing.md and changelog.md. The playground is
-added as the static files that `dare playground --build` writes.
+Two pages are files of the repository's root: contributing.md and changelog.md. Notebooks and the
+static files that `dare playground --build` writes are added. What a stage costs was measured by
+bench/costs.py, and its picture drawn by make_method_pictures.py.
 
 `python docs/generate.py methods` prints a part.
 """
@@ -18,16 +19,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dare.analysis.judge.advice import METHODS
 from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.limits import TABLE
 from dare.analysis.judge.readiness import RULES
+from dare.errors import DareError
+from dare.recipe.naming import FLAGS, OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
-from dare.tensors.names import EMBEDDINGS
+from dare.tensors.names import EMBEDDINGS, PROJECTIONS
 from dare.web.assets import page_assets
 
 if TYPE_CHECKING:
@@ -36,7 +41,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 WIDEST_INTEGER = 1 << 63
+SURE_TIMES = 10
+"""Up to here a ratio of times has a digit after the point."""
+COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
+"""What bench/costs.py has measured."""
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+NOTEBOOKS = ("examples/merge.ipynb",)
 
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
@@ -45,7 +55,7 @@ _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie in the repository's root, and the playground."""
+    """Add the pages that lie in the repository's root, notebooks and the playground."""
     from mkdocs.structure.files import File
 
     for name, source in FROM_ROOT.items():
@@ -54,6 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for other, its_source in FROM_ROOT.items():
             text = text.replace(f"]({its_source}", f"]({other}")
         files.append(File.generated(config, name, content=text))
+    for source in NOTEBOOKS:
+        files.append(File.generated(config, source, content=(ROOT / source).read_text("utf-8")))
     for name, content in page_assets("browser").items():
         files.append(File.generated(config, f"playground/{name}", content=content()))
     return files
@@ -104,8 +116,8 @@ def flags() -> str:
 
 
 def _stage(stage: Stage) -> str:
-    parts = [f"### {stage.name}", stage.documentation]
-    facts = []
+    parts = [f"### {stage.name}", picture(stage), stage.documentation]
+    facts = [cost(stage)]
     if stage.kind == "combine":
         facts.append(f"Weights: {_default_weight(stage)}.")
         if stage.models is not None:
@@ -118,6 +130,47 @@ def _stage(stage: Stage) -> str:
     else:
         parts.append("No parameters.")
     return "\n\n".join(part for part in parts if part)
+
+
+def picture(stage: Stage) -> str:
+    """The picture of a stage, as a part of the page."""
+    file = ROOT / "docs/images/methods" / f"{stage.name}.svg"
+    return file.read_text("utf-8").strip() if file.is_file() else ""
+
+
+def cost(stage: Stage) -> str:
+    """What a stage costs, in a sentence."""
+    measured = COSTS.get(stage.name)
+    if measured is None:
+        return ""
+    times = measured["time"]
+    share = f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
+    reads = "once" if measured["passes"] == 1 else f"{measured['passes']} times"
+    memory = measured["memory_bytes"] / 1e6
+    usual, millions = COSTS["linear"]["parameters"], measured["parameters"] / 1e6
+    size = (
+        "" if measured["parameters"] == usual else f" (models of {millions:.0f} million parameters)"
+    )
+    return (
+        f"**Cost:** {share} × the time of `linear`{size}; reads the weights {reads}; "
+        f"{memory:,.0f} MB of memory."
+    )
+
+
+def stage_table() -> str:
+    """The table of all stages, with what each costs."""
+    rows = []
+    for stage in sorted(STAGES.values(), key=lambda stage: stage.kind):
+        measured = COSTS.get(stage.name, {})
+        times = f"{measured['time']:.1f}" if measured else ""
+        rows.append((f"[`{stage.name}`](methods.md#{stage.name})", stage.summary, times))
+    return _table(("stage", "what it does", "time ÷ `linear`"), rows)
+
+
+def habits() -> str:
+    """What is usually recommended, as the advice knows it."""
+    rows = ((habit.applies_to, f"`{habit.method}`") for habit in METHODS)
+    return _table(("for", "usually recommended"), rows)
 
 
 def _parameters(stage: Stage) -> Iterable[Sequence[str]]:
@@ -142,9 +195,6 @@ def _paper(paper: str) -> str:
 
 
 HOMES = {
-    "base": "[models] base_file",
-    "models": "[models] merge_files",
-    "output": "[models] output_file",
     "stages": "[NAME OF A STAGE]",
     "tensors": "[[tensors]]",
 }
@@ -167,7 +217,7 @@ def recipe() -> str:
             "## Keys of a recipe",
             _fields(Recipe, HOMES),
             "## Keys of a model",
-            "A model in `merge_files` is a path, or a table with these keys and any parameter of "
+            "A model in `models` is a path, or a table with these keys and any parameter of "
             "the method's delta stages.",
             _fields(ModelEntry, {"settings": "drop_rate, …"}),
             "## Keys of a rule for tensors",
@@ -181,8 +231,21 @@ def recipe() -> str:
             "## Names that count as embeddings",
             "`embedding_drop_rate` is for tensors whose names match one of "
             + ", ".join(f"`{pattern}`" for pattern in EMBEDDINGS)
-            + ".",
+            + ". What projects a time step, a label, a patch or a text in "
+            "[a diffusion model](guides/diffusion.md#embeddings) has no row for each token, and is "
+            "none: " + ", ".join(f"`{module}`" for module in PROJECTIONS) + ".",
         ]
+    )
+
+
+def names() -> str:
+    """What the files of a merge are called, here and elsewhere."""
+    places = {
+        ours: ([ours], FLAGS[ours], others[:1], others[1:]) for ours, others in OTHER_NAMES.items()
+    }
+    return _table(
+        ("name", "on the command line", "in a table `[models]`", "also understood"),
+        ([", ".join(f"`{name}`" for name in cell) for cell in row] for row in places.values()),
     )
 
 
@@ -318,6 +381,41 @@ def _is_property(node: ast.FunctionDef) -> bool:
     return any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
 
 
+# ---------------------------------------------------------------- messages
+
+
+def warnings() -> str:
+    """Every warning with what was seen and what to do, as the source describes it."""
+    tree = ast.parse((ROOT / "src/dare/errors.py").read_text("utf-8"))
+    (concerns,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Concern"
+    )
+    rows = []
+    for statement, following in pairwise(concerns.body):
+        if isinstance(statement, ast.Assign):
+            name = ast.literal_eval(statement.value)
+            seen, _, remedy = _text_of(following).partition(" Remedy: ")
+            rows.append((f"[{name}](#{name.replace(' ', '-')})", seen, remedy))
+    return _table(("warning", "what was seen", "what to do"), rows)
+
+
+def errors() -> str:
+    """The tree of exceptions, each with the first line of its docstring."""
+    rows = list(_exceptions(DareError, ""))
+    width = max(len(name) for name, _ in rows) + 2
+    drawn = "\n".join(f"{name:{width}}{meaning}".rstrip() for name, meaning in rows)
+    return f"```text\n{drawn}\n```"
+
+
+def _exceptions(kind: type[DareError], before: str) -> Iterable[tuple[str, str]]:
+    meaning = (kind.__doc__ or "").strip().splitlines()[0]
+    yield before + kind.__name__, meaning
+    below = [other for other in kind.__subclasses__() if other.__module__ == kind.__module__]
+    stem = before[:-4] + {"├── ": "│   ", "└── ": "    "}.get(before[-4:], "")
+    for other in below:
+        yield from _exceptions(other, stem + ("└── " if other is below[-1] else "├── "))
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -341,10 +439,15 @@ def _cell(text: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "analysis": analysis,
+    "errors": errors,
     "flags": flags,
+    "habits": habits,
     "methods": methods,
+    "names": names,
     "recipe": recipe,
     "rules": rules,
+    "stages": stage_table,
+    "warnings": warnings,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Draw what `dare demo` shows in a terminal: `python docs/images/terminal.py` writes demo.svg."""
+"""Draw the demonstration in a terminal: `python docs/images/terminal.py`.
+
+Writes demo.svg, all that `dare demo` shows, and writings.svg, what each model writes.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,34 @@ from pathlib import Path
 from rich.console import Console
 
 from dare.demo import run_demo
+from dare.demo.show import writings_table
+from dare.demo.story import SHOWN
 
-COLUMNS = 96
-TARGET = Path(__file__).with_name("demo.svg")
+HERE = Path(__file__).parent
 
 
 def main() -> None:
     """Run the demonstration on a console that remembers."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), highlight=False)
+    console = make_console(96)
     console.print("[bold green]$[/] dare demo\n")
-    run_demo(console)
-    picture = console.export_svg(title="dare demo")
-    # Fonts would be fetched from elsewhere; the reader's own will do.
+    result = run_demo(console)
+    draw(console, "dare demo")
+    console = make_console(66)
+    console.print(writings_table(result.writings, SHOWN, console))
+    draw(console, "writings")
+
+
+def make_console(columns: int) -> Console:
+    """A console of so many columns that shows nothing and forgets nothing."""
+    return Console(record=True, width=columns, file=io.StringIO(), highlight=False)
+
+
+def draw(console: Console, title: str) -> None:
+    """Write what a console has shown as an SVG without fonts, which would come from elsewhere."""
+    picture = console.export_svg(title=title)
     picture = re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->", "", picture, flags=re.S)
-    TARGET.write_text(picture, "utf-8")
+    file = HERE / f"{title.rpartition(' ')[2]}.svg"
+    file.write_text(picture, "utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "analysis.judge.advice": "advise",
+    "analysis.judge.advice": "advise judge",
     "analysis.judge.judgement": "Advice Readiness",
     "analysis.judge.readiness": "assess",
     "analysis.measure.analyzing": "analyze analyze_arrays",

@@ -111,36 +111,71 @@ def warn_caller(text: str) -> None:
 
 
 class Concern(StrEnum):
-    """What a notice is about."""
+    """What a notice is about; each with what was seen, and what to do (docs/messages.md)."""
 
     LARGE_DELTAS = "large deltas"
+    """Many changes of a model exceed `delta_threshold`, and random dropping will add much noise.
+    Remedy: Lower `drop_rate`; `dare advise` finds one that fits. Or leave `dare` out of the
+    method."""
     NOT_HOMOLOGOUS = "not homologous"
+    """A model differs from the base far more than a fine-tune does. Remedy: Check which base the
+    model was fine-tuned from, and give that one."""
     EQUAL_SEEDS = "equal seeds"
+    """Several models have the same seed, so they drop the same positions. Remedy: Leave the seeds
+    out: model i then uses `seed + i`."""
     HIGH_DROP_RATE = "high drop rate"
+    """A drop rate is so high that its noise is much larger than the changes. Remedy: Choose a lower
+    rate, unless you have measured that this one works."""
     NO_RESCALE = "rescale off"
+    """The changes that are kept are not rescaled, so all changes become smaller. Remedy: Remove
+    `rescale = false`. To weaken all changes on purpose, use `scale`."""
     LOW_RANK = "low-rank delta"
+    """A model's change has a low rank, as a merged LoRA has, and the drop rate is high. Remedy: Try
+    a drop rate from 0.7 to 0.85, and measure."""
     SAME_MODEL = "same model twice"
+    """Two models have the same weights, so the model counts twice. Remedy: Leave one out. If it is
+    meant, give one of them `weight = 2`."""
     EQUALS_BASE = "equal to the base"
+    """A model equals the base in every element, so it changes nothing. Remedy: Leave it out. To
+    pull the result towards the base on purpose, give it a weight."""
     MISSING_TENSORS = "missing tensors"
+    """A model lacks a tensor of the base; its change there counts as zero. Remedy: Nothing, if the
+    tensor is tied to another one, as a head often is. Otherwise check the model."""
     EXTRA_TENSORS = "extra tensors"
+    """A model has a tensor that the base does not have; it is left out. Remedy: Check that the
+    output does not need it."""
     MISMATCHED_TENSORS = "mismatched tensors"
+    """A tensor has different shapes; the base's is kept, for all models. Remedy: If the vocabulary
+    has grown, set `vocabulary`. Otherwise give models of one shape."""
     UNUSED_RULE = "rule without effect"
+    """The pattern of a `[[tensors]]` rule matches no tensor of the base. Remedy: Correct the
+    pattern; `dare plan … --json` lists the names."""
     OVERFLOW = "overflow"
+    """Merged values are infinite or too large for the type of the output. Remedy: Lower `scale`, or
+    store a wider `dtype`: F16 ends at 65504, F8_E4M3 at 448."""
     NOT_A_NUMBER = "not a number"
+    """Merged values are NaN, because an input has NaN or infinite elements. Remedy: Take a sound
+    copy of that model; `dare analyze` names the tensors."""
     LEFTOVERS = "leftovers"
+    """An earlier run left a folder `OUT.partial` that cannot be used, or that could not be removed.
+    Remedy: Nothing: the output is not affected. Delete the folder if it stays."""
     NOT_SMALLER = "not smaller"
+    """A delta file is larger than the model that it was made from. Remedy: Keep the model instead.
+    Or drop more, or take fewer bits."""
     MISSED_TARGET = "missed target"
+    """A delta file exceeds `--target-size` or `--target-error`. Remedy: Ask for a smaller size or
+    error, or set `--drop-rate` and `--bits` yourself."""
 
 
 class Strength(StrEnum):
     """How much a notice matters."""
 
     NOTE = "note"
-    """The output is as it was asked for; only something around it is worth a line."""
+    """The output is as requested; there is only something to know about it."""
     WARNING = "warning"
     """The output is probably not as good as it could be."""
     STRONG = "strong warning"
-    """The output is probably of no use."""
+    """The output is probably not usable."""
 
 
 @dataclass(frozen=True)

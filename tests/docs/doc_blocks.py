@@ -18,7 +18,7 @@ Python namespace. How a block is run depends on its language:
 - `<!-- not run: why -->` leaves it alone; the reason is required.
 - `<!-- needs: torch -->` leaves it alone where a module is missing.
 - `<!-- exit: 1 -->` says how the last command of a block ends.
-- `<!-- part of a recipe -->` allows TOML that has no [models].
+- `<!-- part of a recipe -->` allows TOML that names no files.
 - `<!-- run by: tests/… -->` names the test that runs it.
 """
 
@@ -159,8 +159,7 @@ class Session:
     def _run_toml(self, block: Block) -> None:
         document = tomllib.loads(block.text)
         if "part of a recipe" in block.marks:
-            files = {"base_file": "base.safetensors", "merge_files": ["a.safetensors", "b"]}
-            document["models"] = files | document.get("models", {})
+            document = _completed(document)
         recipe_from_document(document, block.where)
 
     def _run_bash(self, block: Block) -> None:
@@ -227,6 +226,14 @@ class Session:
         assert_matches(block.text, self.printed, block.where)
 
     _run_json = _run_text
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    """A part of a recipe with the files that it does not name, in its form."""
+    if isinstance(document.get("models"), dict):
+        files = {"base_file": "base.safetensors", "merge_files": ["a.safetensors", "b"]}
+        return {**document, "models": files | document["models"]}
+    return {"base": "base.safetensors", "models": ["a.safetensors", "b"], **document}
 
 
 def _commands(script: str) -> list[str]:

@@ -22,6 +22,7 @@ PAGES = sorted(
 FROM_ELSEWHERE = {
     "docs/contributing.md": "CONTRIBUTING.md",
     "docs/changelog.md": "CHANGELOG.md",
+    "docs/examples/merge.ipynb": "examples/merge.ipynb",
     "docs/playground/index.html": "src/dare/web/templates/playground.html.jinja",
 }
 """Pages of the site that are made from other files."""

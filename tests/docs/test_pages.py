@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +20,13 @@ from dare import compat
 from dare.cli import main
 from dare.cli.texts import COMMANDS
 from dare.errors import Concern, DareError
+from dare.recipe.naming import OTHER_NAMES
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES
 
 DOCS = ROOT / "docs"
+OURS = [name for name, stage in STAGES.items() if stage.apply.__module__.startswith("dare.")]
+"""Not what other tests may have registered."""
 
 
 def load(path: Path) -> ModuleType:
@@ -37,6 +41,11 @@ def load(path: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
     return load(DOCS / "generate.py")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    return load(DOCS / "make_method_pictures.py")
 
 
 def page(name: str) -> str:
@@ -76,10 +85,20 @@ def test_recipe_has_every_key(generate: ModuleType) -> None:
                 assert any(field.description.replace("|", "\\|") in row for row in found)
 
 
+def test_names_has_every_name(generate: ModuleType) -> None:
+    rows = generate.names().splitlines()[2:]
+    for (ours, others), row in zip(OTHER_NAMES.items(), rows, strict=True):
+        assert row.startswith(f"| `{ours}` | `--{ours}`, ")
+        assert re.findall(r"`(\w+)`", row) == [ours, *others]
+
+
 def test_a_page_takes_the_parts_in(generate: ModuleType) -> None:
     for name in ("methods", "recipe"):
         taken_in = generate.on_page_markdown(page(f"{name}.md"))
         assert generate.PARTS[name]() in taken_in
+    messages = generate.on_page_markdown(page("messages.md"))
+    assert generate.warnings() in messages
+    assert generate.errors() in messages
 
 
 def test_examples_in_docstrings_become_code() -> None:
@@ -91,6 +110,31 @@ def test_examples_in_docstrings_become_code() -> None:
 def test_the_picture_is_up_to_date() -> None:
     drawn = load(DOCS / "images" / "architecture.py").draw()
     assert (DOCS / "images" / "architecture.svg").read_text("utf-8") == drawn
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_stage_has_a_picture_that_is_up_to_date(name: str, pictures: ModuleType) -> None:
+    """Run `python docs/make_method_pictures.py` after a change of a stage or its first line."""
+    drawn = (DOCS / "images" / "methods" / f"{name}.svg").read_text("utf-8")
+    assert drawn == pictures.draw(STAGES[name])
+
+
+def test_no_picture_is_left_over(pictures: ModuleType) -> None:
+    assert {file.stem for file in pictures.FOLDER.glob("*.svg")} == set(OURS)
+
+
+def test_every_stage_has_a_measured_cost(generate: ModuleType) -> None:
+    """Run `python bench/costs.py FOLDER` for a new stage."""
+    assert generate.COSTS.keys() == set(OURS)
+    assert generate.COSTS["linear"]["time"] == 1
+    assert "1.0 × the time of `linear`; reads the weights once" in generate.cost(STAGES["linear"])
+    assert "reads the weights 2 times" in generate.cost(STAGES["slerp"])
+
+
+def test_the_chooser_has_every_stage_and_what_is_usually_recommended(generate: ModuleType) -> None:
+    text = generate.on_page_markdown(page("choose.md"))
+    assert all(f"[`{name}`](methods.md#{name})" in text for name in OURS)
+    assert "| 3 to 5 models of mixed domains | `dare+ties` |" in text
 
 
 # ---------------------------------------------------------------- pages written by hand
@@ -116,17 +160,28 @@ def test_the_command_line_page_has_every_flag_and_no_other(generate: ModuleType)
     assert written == known
 
 
-def test_every_warning_is_explained() -> None:
+def test_every_warning_is_explained(generate: ModuleType) -> None:
     sections = re.findall(r"^### (.*)$", page("messages.md"), re.M)
     assert sections == [concern.value for concern in Concern]
+    rows = [line.split(" | ") for line in generate.warnings().splitlines()[2:]]
+    assert [row[0] for row in rows] == [
+        f"| [{name}](#{name.replace(' ', '-')})" for name in sections
+    ]
+    unsaid = [row[0] for row in rows if len(row) != 3 or not row[1] or row[2] == " |"]
+    assert unsaid == []  # each has what was seen, and what to do
 
 
-def test_every_error_is_drawn() -> None:
+def test_every_error_is_drawn(generate: ModuleType) -> None:
     kinds = [DareError]
     for kind in kinds:
-        kinds += kind.__subclasses__()
-    public = {kind.__name__ for kind in kinds} & set(dare.__all__)
-    assert all(name in page("messages.md") for name in public)
+        kinds += [other for other in kind.__subclasses__() if other.__module__ == kind.__module__]
+    tree = generate.errors()
+    drawn = re.findall(r"^[│├└─ ]*(\w+Error) +\S", tree, re.M)
+    assert sorted(drawn) == sorted(kind.__name__ for kind in kinds)
+    assert "│   └── HeaderError  " in tree
+    in_source = sys.modules[DareError.__module__].__doc__
+    assert in_source is not None
+    assert all(f" {name} " in in_source.replace("\n", " ") for name in drawn)
 
 
 def test_every_message_that_is_quoted_is_in_the_source() -> None:

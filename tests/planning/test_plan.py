@@ -143,7 +143,7 @@ def test_everything_that_does_not_fit_is_found_at_once():
         plan_of(base, math, code)
     keep = 'set on_mismatch = "base" to keep the base\'s'
     assert str(caught.value).splitlines() == [
-        "6 tensor(s) do not fit together:",
+        "6 tensors do not fit together:",
         '  a.missing: not in math; set on_missing = "base" to count its change there as zero',
         f"  b.shape: base is 2×3 F32, math is 3×2 F32; {keep}",
         f"  c.kind: base is 2 I64, math is 2 F32; {keep}",
@@ -163,7 +163,7 @@ def test_a_long_list_of_findings_is_cut():
     with pytest.raises(MismatchError) as caught:
         plan_of(base, {})
     lines = str(caught.value).splitlines()
-    assert lines[0] == "100 tensor(s) do not fit together:"
+    assert lines[0] == "100 tensors do not fit together:"
     assert lines[-1] == "  … and 80 more"
     assert len(lines) == 22
 
@@ -458,13 +458,13 @@ def test_the_plan_tells_its_facts():
         "       1 copied from base (not a weight type)",
         "       1 left out (only in a model)",
     ]
-    assert text[4] == "  reads 244 bytes in 2 pass(es), writes 44 bytes, 2 threads"
+    assert text[4] == "  reads 244 bytes in 2 passes, writes 44 bytes, 2 threads"
     size = r"\d+(\.\d\d G|\.\d M)B"
     assert re.fullmatch(
         rf"  buffers {size} of at most 1\.07 GB \(max_memory\); the process about {size}", text[5]
     )
     assert text[6:] == [
-        "  to out (1 file(s))",
+        "  to out (1 file)",
         "  warning: x: in math, code, not in the base; left out",
     ]
 

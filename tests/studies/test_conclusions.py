@@ -293,7 +293,7 @@ def test_scores_that_are_not_made_of_items_and_items_that_differ_are_said():
     ]
     remarks = conclude(study(trials)).remarks
     assert remarks[0] == (
-        "Intervals leave out the chance in loss: not made of items that all have."
+        "Intervals leave out the chance in loss (not means of items that every setting has)."
     )
     assert remarks[1] == (
         "Not all settings were scored on the same items: the 90 common ones are "

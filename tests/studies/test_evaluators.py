@@ -115,25 +115,25 @@ def test_items_are_kept_in_their_order():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "score must be a number, and is None"),
-        ("0.5", "score must be a number, and is '0.5'"),
+        (None, "score must be a number, not None"),
+        ("0.5", "score must be a number, not '0.5'"),
         (True, "score is True; return 1 or 0 instead"),
         (np.bool_(False), "score is False; return 1 or 0 instead"),
-        ([1, 2], "score must be a number, and is [1, 2]"),
+        ([1, 2], "score must be a number, not [1, 2]"),
         (np.zeros(2), "score must be one number, not array([0., 0.])"),
-        (1j, "score must be a number, and is 1j"),
-        (math.nan, "score is nan, and must be a finite number"),
-        (10**400, "and must be a finite number"),
-        ({"add": -math.inf}, "add is -inf, and must be a finite number"),
-        ({}, "there are no scores: return a number, or numbers by name"),
+        (1j, "score must be a number, not 1j"),
+        (math.nan, "score must be a finite number, not nan"),
+        (10**400, "must be a finite number, not"),
+        ({"add": -math.inf}, "add must be a finite number, not -inf"),
+        ({}, "there are no scores; return a number, or numbers by name"),
         ({"items": {}}, "there are no scores"),
-        ({"": 1}, "the name of a score must be text, and is ''"),
-        ({3: 1}, "the name of a score must be text, and is 3"),
-        ({"a": 1, "items": {7: 1}}, "the id of an item must be text, and is 7"),
-        ({"a": 1, "items": {"x/1": math.nan}}, "item x/1 is nan, and must be a finite number"),
+        ({"": 1}, "the name of a score must be text, not ''"),
+        ({3: 1}, "the name of a score must be text, not 3"),
+        ({"a": 1, "items": {7: 1}}, "the id of an item must be text, not 7"),
+        ({"a": 1, "items": {"x/1": math.nan}}, "item x/1 must be a finite number, not nan"),
         ({"a": 1, "items": {"x/1": False}}, "item x/1 is False; return 1 or 0 instead"),
         ({"a": 1, "items": [1, 2]}, "items must be a table of numbers by id"),
-        ({"a": "x" * 99}, f"a must be a number, and is '{'x' * 59}…"),
+        ({"a": "x" * 99}, f"a must be a number, not '{'x' * 59}…"),
     ],
 )
 def test_what_is_no_number_is_refused(returned, message):
@@ -281,13 +281,13 @@ def test_a_command_is_given_items(scorer_of, recipe):
         ),
         ("true {model}", "printed nothing; its last line must be a JSON object of numbers", ""),
         ("echo '{\"x\": 1}' >&2; true {model}", "printed nothing", '{"x": 1}'),
-        ("echo '{\"x\": NaN}'; true {model}", "x is nan, and must be a finite", '{"x": NaN}'),
-        ("echo '{\"x\": 1e999}'; true {model}", "x is inf, and must be a finite", '{"x": 1e999}'),
+        ("echo '{\"x\": NaN}'; true {model}", "x must be a finite number, not nan", '{"x": NaN}'),
+        ("echo '{\"x\": 1e999}'; true {model}", "x must be a finite number, not inf", '{"x": 1e999}'),
         ("echo '{\"x\": true}'; true {model}", "x is True; return 1 or 0", '{"x": true}'),
         ("echo '{}'; true {model}", "there are no scores", "{}"),
         ("echo 0.5; true {model}", "must be a JSON object of numbers, not '0.5'", "0.5"),
         ("printf '[%.0s' $(seq 9999); true {model}", "its last line must be a JSON object", None),
-        ("echo '{\"x\": 1}'; echo bye {model}", "and is 'bye ", None),
+        ("echo '{\"x\": 1}'; echo bye {model}", "not 'bye ", None),
         ("echo why >&2; exit 1 {model}", "ended with status 1", "why"),
     ],
 )
@@ -332,7 +332,7 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(scorer_of, rec
     started = time.monotonic()
     error = raised(scorer.score)
     assert time.monotonic() - started < 5
-    assert "took longer than 0.3 s and was ended" in str(error)
+    assert "took longer than 0.3 s and was stopped" in str(error)
     pids = error.output.split()
     assert len(pids) == 2
     wait_until(lambda: not any(map(is_alive, pids)))
@@ -371,7 +371,7 @@ def test_a_folder_that_cannot_be_written_is_named(scorer_of, recipe, tmp_path):
         ("own:", "is not an evaluator"),
         (":f", "is not an evaluator"),
         ("own:2", "is not an evaluator"),
-        ("true ${model}", "${model} is the shell's; write {model}"),
+        ("true ${model}", "${model} is a variable of the shell; write {model}"),
         (
             "true {model} {item}",
             "{item} is not known (did you mean 'items'?); there are",
@@ -486,7 +486,7 @@ def test_a_hang_at_import_ends(recipe, monkeypatch):
     monkeypatch.setattr("dare.studies.scoring_process.READY_SECONDS", 0.5)
     write_module("import time; time.sleep(60)")
     error = raised(lambda: open_scorer("own:f", recipe, time_limit=0.1))
-    assert str(error) == "own:f: took longer than 0.5 s and was ended"
+    assert str(error) == "own:f: took longer than 0.5 s and was stopped"
 
 
 # ---------------------------------------------------------------- functions
@@ -607,9 +607,9 @@ def test_after_a_crash_the_models_are_read_again(doing):
         ("raise MemoryError", "the evaluator failed: MemoryError", "before\nTraceback"),
         ("os._exit(0)", "its process ended with status 0", "before"),
         ("ctypes.string_at(0)", "its process was stopped by SIGSEGV", "before\nFatal Python error"),
-        ("time.sleep(60)", "took longer than 3 s and was ended", "before"),
-        ("returned = float('nan')", "score is nan, and must be a finite number", "before"),
-        ("returned = None", "score must be a number, and is None", "before"),
+        ("time.sleep(60)", "took longer than 3 s and was stopped", "before"),
+        ("returned = float('nan')", "score must be a finite number, not nan", "before"),
+        ("returned = None", "score must be a number, not None", "before"),
     ],
 )
 def test_whatever_a_function_does_costs_one_candidate(process, how, message, output):

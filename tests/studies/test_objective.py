@@ -65,9 +65,9 @@ def test_names_that_are_no_identifiers_stand_in_quotes():
     [
         ("", "it is empty"),
         ("   ", "it is empty"),
-        ("add +", "this is not a formula"),
-        ("add sort", "this is not a formula"),
-        ("pass@1", "this is not a formula"),
+        ("add +", "it is not a formula"),
+        ("add sort", "it is not a formula"),
+        ("pass@1", "it is not a formula"),
         ("hits@1", "hits @ 1 is not a score"),
         ("add * sort", "multiplied by a number only"),
         ("add / sort", "divided by a number only"),

@@ -60,7 +60,7 @@ def test_a_study_that_scored_nothing_can_be_put_right(tmp_path: Path):
         assert (study.note("starts"), study.beside(BASELINE)) == (None, [])
         claim = study.take_beside(BASELINE, {"base": {}})
         claim.finish(Scored({"score": 1.0}), 1.0, slacks={})
-    with pytest.raises(InputError, match=r"evaluator: score\.py:score then, scor\.py"):
+    with pytest.raises(InputError, match=r"evaluator: score\.py:score before, scor\.py"):
         Study(path, CHARTER)
 
 
@@ -103,7 +103,7 @@ def test_a_baseline_that_is_better_is_not_called_the_simplest():
     data = sample.make_search()
     found = sample.make_conclusion(data)
     better = replace(found, better=found.baselines[-1:], simplest=found.baselines[-1])
-    assert dict(summarize(data, better).facts)["Better than all"].startswith("sum: ")
+    assert dict(summarize(data, better).facts)["Better than all settings"].startswith("sum: ")
     assert "Simplest within noise" not in dict(summarize(data, better).facts)
 
 
@@ -145,7 +145,7 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
             **{"evaluate": score, "study": tmp_path / "s.db", "advice": False, "verbose": False},
         )
     assert "\\n" not in str(raised.value)
-    assert str(raised.value).endswith("the last line that it printed: ValueError: no file for 1")
+    assert str(raised.value).endswith("its last line was: ValueError: no file for 1")
 
 
 @pytest.mark.parametrize("sampler", ["tpe"])
@@ -196,7 +196,7 @@ def test_settings_that_were_stopped_early_were_to_choose_from_too():
     (said,) = (r for r in conclude(data, resamples=50).remarks if "was chosen from" in r)
     assert len(stopped) == 3
     assert "chosen from 21 settings" in said
-    assert "allow for the 18 that were scored on all items" in said
+    assert "allow for the 18 settings that were scored on all items" in said
 
 
 def test_a_search_with_nothing_left_to_do_plans_nothing(tmp_path: Path, capsys):

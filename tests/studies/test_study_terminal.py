@@ -141,7 +141,7 @@ def test_the_live_line_says_what_is_known():
     assert live_line(data, conclusion, 125.0) == (
         "18 of 24 trials done, 3 stopped early, 3 failed"
         " · best 0.7 (0.66 … 0.73) method=sum scale=1"
-        " · matters: drop_rate 62.0%, method 20.0% · 3 min left"
+        " · most important: drop_rate 62.0%, method 20.0% · 3 min left"
     )
     empty = sample.make_search(0, planned=5)
     line = live_line(empty, sample.make_conclusion(empty), None)

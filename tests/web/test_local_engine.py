@@ -215,7 +215,7 @@ def test_what_makes_no_sense_is_refused_in_words(engine, what, message):
         ("write", asked(setting(), prompts=[""]), "The prompt is empty"),
         ("write", asked(setting(), prompts=["a" * 257]), "has 257 characters.*at most 256"),
         ("write", asked(setting(), prompts=["3–4="]), "cannot read “–”"),
-        ("write", asked(setting(), prompts=["a"] * 65), "64 is the most"),
+        ("write", asked(setting(), prompts=["a"] * 65), "at most 64 are allowed"),
         ("write", asked(setting(), prompts=[1]), "must be text"),
     ],
 )

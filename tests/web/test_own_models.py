@@ -323,7 +323,7 @@ def test_an_output_in_the_way_needs_overwrite(client, models, output):
     output.write_bytes(b"mine")
     body = {"recipe": small(models, output)}
     refused = client.post("/api/own/plan", json=body).json()
-    assert "is there already" in refused["output_problem"]
+    assert "exists already" in refused["output_problem"]
     allowed = client.post("/api/own/plan", json={**body, "overwrite": True}).json()
     assert allowed["output_problem"] is None
 

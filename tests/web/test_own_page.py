@@ -118,7 +118,7 @@ def test_from_models_to_a_merge(page, models):
     page.wait_for_selector("#own-merges > li:first-child:has-text('as they were written')")
     assert digest in checked.inner_text()
     page.wait_for_selector("#own-output-problem:visible")
-    assert "is there already" in page.inner_text("#own-output-problem")
+    assert "exists already" in page.inner_text("#own-output-problem")
     assert page.is_disabled("#own-start")
     page.check("#own-overwrite")
     page.wait_for_selector("#own-start:enabled")

@@ -489,7 +489,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
 def test_a_port_must_be_one():
     status, _, err = call("--port", "70000")
     assert status == 2
-    assert "--port 70000: ports go from 0 to 65535" in err
+    assert "--port 70000: must be from 0 to 65535" in err
 
 
 def test_folders_must_be_there(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.judge.prediction import predict
+from dare.analysis.measure.kinds import name_layers
 from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis, Statistics, TensorAnalysis
 from dare.errors import OutputError
 from dare.tensors.json_values import json_ready
@@ -77,9 +78,13 @@ def _cell(value: Any) -> Any:
 def _parts(model: ModelAnalysis) -> dict[str, Iterable[Row]]:
     """The rows of the tables of a model's parts."""
     lowest, counts = model.total.histogram.lowest, model.total.histogram.counts
+    names = name_layers({tensor.name: tensor.layer for tensor in model.tensors})
     return {
         "kinds": [{"kind": kind, **_statistics(s)} for kind, s in model.by_kind.items()],
-        "layers": [{"layer": layer, **_statistics(s)} for layer, s in model.by_layer.items()],
+        "layers": [
+            {"layer": layer, "name": names.get(layer, "outside"), **_statistics(s)}
+            for layer, s in model.by_layer.items()
+        ],
         "cells": [
             {"layer": cell.layer, "kind": cell.kind, **_statistics(cell.statistics)}
             for cell in model.cells

@@ -16,6 +16,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,7 @@ from dare.analysis.checking import find_fault
 from dare.errors import InputError, printable
 from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
+from dare.tensors.sizes import named, times
 
 SCHEMA = "dare-analysis/1"
 """Of the JSON document; a change that old readers cannot take changes the number."""
@@ -167,7 +169,7 @@ class Cell:
     statistics: Statistics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelAnalysis:
     """One model."""
 
@@ -193,6 +195,13 @@ class ModelAnalysis:
     was_dropped: bool = False
     """Whether it is a delta file from which changes were dropped by chance; they are rescaled."""
 
+    def __repr__(self) -> str:
+        """The model in a line."""
+        return (
+            f"<ModelAnalysis {printable(self.name)}: {self.origin}, change "
+            f"{self.total.relative_norm:.2%}, {times(len(self.tensors), 'tensor')}>"
+        )
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -217,7 +226,7 @@ class Overlap:
         return 1 - self.agreeing if self.both else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PairAnalysis:
     """Two models."""
 
@@ -227,6 +236,14 @@ class PairAnalysis:
     by_layer: dict[int, Overlap]
     ratio: float
     """The multiple of the first that comes nearest to the second: δ₁·δ₂ / ‖δ₁‖²; 0 if δ₁ = 0."""
+
+    def __repr__(self) -> str:
+        """The pair in a line."""
+        names = printable(f"{self.first} and {self.second}")
+        return (
+            f"<PairAnalysis {names}: cosine {self.total.cosine:.3f}, "
+            f"{self.total.conflict:.0%} opposed>"
+        )
 
 
 @dataclass(frozen=True)
@@ -241,7 +258,7 @@ class Interference:
     """The first figure for each layer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Analysis:
     """What was found about models that are to be merged."""
 
@@ -262,9 +279,40 @@ class Analysis:
     bytes_read: int
     seconds: float
 
+    def __repr__(self) -> str:
+        """The analysis in a line."""
+        return printable(f"<Analysis of {named(self.names)} relative to {self.base}>")
+
+    def _repr_html_(self) -> str:
+        """The analysis in a notebook."""
+        from dare.analysis.notebook import analysis_card
+
+        return analysis_card(self)
+
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+        """The report page; it is also written to a path, if one is given.
+
+        The page needs nothing else. To make it, the packages of `dare-merge[report]` are needed.
+        """
+        from dare.analysis.notebook import page
+
+        return page(self, path)
+
+    def plot(self, figure: str | None = None) -> Any:
+        """A figure of the report as an Altair chart, which a notebook shows.
+
+        Figures have the names that `dare report --figures` writes them by: `predicted-error`, which
+        is shown if none is named, `cosines`, `magnitudes`, ….
+        """
+        from dare.analysis.notebook import chart
+
+        return chart(self, figure)
+
     def __str__(self) -> str:
         """The analysis in a few lines."""
-        lines = [f"{len(self.models)} models beside {self.base}, {self.seconds:.1f} s"]
+        lines = [
+            f"{times(len(self.models), 'model')} relative to {self.base}, {self.seconds:.1f} s"
+        ]
         for model in self.models:
             total = model.total
             rank = "" if model.likely_rank is None else f" of rank {model.likely_rank}"

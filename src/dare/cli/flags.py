@@ -72,7 +72,7 @@ StageFiles = Annotated[
         metavar="FILE",
         negative="",
         group=METHOD,
-        help="A Python file that registers a stage of your own. It is run: trust it first.",
+        help="A Python file that registers a stage. It is run: trust it first.",
     ),
 ]
 
@@ -141,7 +141,7 @@ FIELDS: dict[str, Flag] = {
 
 PER_MODEL: dict[str, Flag] = {
     "weight": Flag(list[float], METHOD, help="Each model's share, one value for each."),
-    "model_seed": Flag(list[int], METHOD, help="Each model's own seed, one for each."),
+    "model_seed": Flag(list[int], METHOD, help="Each model's seed, one value for each."),
 }
 """What is said of each model."""
 

@@ -53,7 +53,6 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
         *(f"    {write_value(entry)}," for entry in document["models"]),
         "]",
         _key("output", document.get("output", OUTPUT)),
-        "",
         *_fields(document),
         *_stages(recipe, document),
         *_rules(document),
@@ -87,12 +86,11 @@ def _fields(document: Mapping[str, Any]) -> Iterator[str]:
     for name, field in Recipe.model_fields.items():
         if name in ELSEWHERE or (name == "input_digests" and name not in document):
             continue  # digests have no place in a recipe written by hand
-        yield f"# {field.description}"
+        yield from ("", f"# {field.description}")
         if name in document or name == "method":
             yield _key(name, document.get(name, field.default))
         else:
             yield f"# {_key(name, EXAMPLES.get(name, field.default))}"
-        yield ""
 
 
 def _described(plan: Plan) -> str:

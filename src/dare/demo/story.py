@@ -75,6 +75,8 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
     _introduce(console, parameters, changes)
 
     writings = _writings(console)  # first: its merge compiles what all merges use
+    console.print(show.writings_table(writings, SHOWN, console))
+    console.print()
     rows = _measure(console, _experiments(extent))
     rates = (0.0, *extent.drop_rates)
     curves = [_alone_curve(rows, rates)]
@@ -86,17 +88,15 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
         row for (kind, _, rate), row in rows.items() if kind != "alone" and rate in table_rates
     )
     prompts = {task.name: len(task.examples("test", extent.prompts)) for task in TASKS}
+    console.print(_conclusion(rows), highlight=False)
+    console.print()
     console.print(show.scores_table(shown))
     counts = ", ".join(f"{count} {task}" for task, count in prompts.items())
     seeds = f"± is over {len(extent.seeds)} seeds. " if len(extent.seeds) > 1 else ""
     remarks = f"{seeds}Prompts: {counts}. Scales were chosen on other prompts."
     console.print(remarks, style="dim", highlight=False)
-    for table in (
-        show.curves_chart(curves, console),
-        show.writings_table(writings, SHOWN, console),
-    ):
-        console.print()
-        console.print(table)
+    console.print()
+    console.print(show.curves_chart(curves, console))
     console.print()
     drawn = None if output is None else _keep(console, output, extent, curves)
     console.print(_what_next(), soft_wrap=True, highlight=False, markup=False)
@@ -205,6 +205,23 @@ def _introduce(console: Console, parameters: int, changes: Mapping[str, float]) 
     console.print()
 
 
+def _conclusion(rows: Mapping[Key, Row]) -> str:
+    """What the figures say, in words."""
+    rate = FAVOURITE.drop_rate
+    alone = fmean(rows["model", name, 0.0].correct(name).mean for name in TUNED)
+    mean = {
+        (combine, p): f"{row.mean.mean:.0f}%"
+        for (kind, combine, p), row in rows.items()
+        if kind == "merge"
+    }
+    return (
+        f"One model now does three tasks: {mean['sum', rate]} right with {rate:.0%} of every "
+        f"change dropped; three separate models have {alone:.0f}%. Here a plain sum is as good "
+        f"({mean['sum', 0.0]}). DARE rescues TIES: {mean['ties', 0.0]} without it, "
+        f"{mean['ties', rate]} with it; trimming does so too ({mean['trim+ties', 0.0]})."
+    )
+
+
 def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve]) -> Path | None:
     """Leave merged models and the picture in a folder; return the picture's file."""
     for combine in DROPPED:
@@ -235,8 +252,7 @@ def _what_next() -> str:
     )
     return (
         "Next, repeat a merge by hand:\n\n"
-        f"  dare --base {base} \\\n"
-        f"       --merge {' '.join(tuned)} \\\n"
+        f"  dare merge {base} {' '.join(tuned)} \\\n"
         f"       --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g} "
         f"--scale {FAVOURITE.scale:g} --output merged.safetensors"
     )

@@ -28,6 +28,7 @@ from dare.lora.reports import AdapterReport, ModuleReport
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
 from dare.lora.writing import AdapterOutput, peft_config
 from dare.output.places import short_name, told
+from dare.output.repeated_inputs import check_inputs
 from dare.output.writer import ArraySink
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -194,6 +195,7 @@ def plan_adapters(
         )
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
+    check_inputs(recipe, ArraySource({}), opened)
     plan = AdapterPlan(
         recipe,
         opened,

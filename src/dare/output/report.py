@@ -21,9 +21,11 @@ from dare.output.large_deltas import Part, warn_of_large
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
+from dare.tensors.cards import card, facts, remarks, table, value
 from dare.tensors.digest import model_digest, tensor_digest
 from dare.tensors.header import TensorInfo
 from dare.tensors.json_values import json_ready
+from dare.tensors.sizes import named, show_size, times
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class TensorReport:
     """Elements left after each delta stage."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Digests:
     """Digests of everything that was read and written."""
 
@@ -67,8 +69,12 @@ class Digests:
     model_tensors: tuple[dict[str, str], ...]
     output_tensors: dict[str, str]
 
+    def __repr__(self) -> str:
+        """The digests of whole models."""
+        return f"<Digests: base {self.base}, models {', '.join(self.models)}, output {self.output}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a merge did."""
 
@@ -95,6 +101,36 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON; a number that is not finite becomes a string."""
         return json.dumps(json_ready(self.to_dict()), indent=2, ensure_ascii=False)
+
+    def __repr__(self) -> str:
+        """The report in a line."""
+        target = f" to {self.output}" if self.output is not None else ""
+        models = named([model.name for model in self.models])
+        warned = f", {times(len(self.warnings), 'warning')}" if self.warnings else ""
+        return printable(f"<Report: {self.method} of {models}{target}{warned}>")
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook."""
+        rows = (
+            (
+                model.name,
+                value(model.weight),
+                "" if model.drop_rate_realised is None else f"{model.drop_rate_realised:.2%}",
+                f"{model.largest_delta:.3g}",
+                model.largest_delta_in or "-",
+            )
+            for model in self.models
+        )
+        known = {"tensors": f"{len(self.tensors):,}", "seconds": f"{self.seconds:.1f}"}
+        known["read"], known["written"] = map(show_size, (self.bytes_read, self.bytes_written))
+        if self.output is not None:
+            known["to"] = str(self.output)
+        return card(
+            f"Merged by {self.method}",
+            table(("model", "weight >", "dropped >", "largest |δ| >", "in"), rows),
+            facts(known),
+            remarks("warning", map(str, self.warnings)),
+        )
 
     def __str__(self) -> str:
         """The report in a few lines."""

@@ -248,8 +248,8 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
     if drops and len(set(seeds)) < len(seeds):
         yield Notice(
             Concern.EQUAL_SEEDS,
-            f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions, "
-            "so they meet in all that is left; give each its own",
+            f"models share a seed ({', '.join(map(str, seeds))}): they drop the same positions "
+            "and keep the same ones; give each model another seed, or leave the seeds out",
         )
     balanced = any(_values(recipe, name) - {None} for name in ("q", "epsilon", "max_variance"))
     for rate in sorted(drop_rates(recipe)):
@@ -295,5 +295,5 @@ def _list(problems: Sequence[str]) -> list[str]:
     shown = list(problems[:FINDINGS_SHOWN])
     if len(problems) > FINDINGS_SHOWN:
         shown.append(f"… and {len(problems) - FINDINGS_SHOWN} more")
-    head = f"{len(problems)} tensor(s) do not fit together:"
+    head = f"{len(problems)} tensors do not fit together:"
     return [head, *shown] if len(problems) > 1 else shown

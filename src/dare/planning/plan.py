@@ -13,11 +13,12 @@ from typing import Any
 from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
+from dare.tensors.cards import card, facts, remarks, table, value
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import show_size
+from dare.tensors.sizes import named, show_size, times
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(PlanData):
     """What a merge will do, and what it will cost."""
 
@@ -77,6 +78,43 @@ class Plan(PlanData):
         """The plan as JSON."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
+    def __repr__(self) -> str:
+        """The plan in a line."""
+        target = f" to {self.layout.target}" if self.layout is not None else ""
+        return printable(f"<Plan: {self._what}{target}>")
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        cost, recipe = self.cost, self.recipe
+        rows = zip(self.model_names, recipe.weights(), recipe.seeds(), strict=True)
+        known = {
+            "reads": show_size(cost.bytes_read),
+            "writes": show_size(cost.bytes_written),
+            "memory": show_size(cost.peak_memory),
+            "threads": str(cost.threads),
+        }
+        if self.layout is not None:
+            known["to"] = str(self.layout.target)
+        return card(
+            f"Plan: {self._what}",
+            table(
+                ("model", "weight >", "seed >"),
+                ((name, value(weight), f"{seed}") for name, weight, seed in rows),
+            ),
+            facts(known),
+            remarks("note", self.notes),
+            remarks("warning", map(str, self.warnings)),
+        )
+
+    @property
+    def _what(self) -> str:
+        method = "+".join(stage.name for stage in self.stages)
+        elements = sum(tensor.elements for tensor in self.tensors)
+        return (
+            f"{method} of {named(self.model_names)}, {times(len(self.tensors), 'tensor')}, "
+            f"{elements:,} elements"
+        )
+
     def __str__(self) -> str:
         """The plan in a few lines."""
         fates = dict.fromkeys(Fate, 0)
@@ -88,12 +126,12 @@ class Plan(PlanData):
             f"{'+'.join(stage.name for stage in self.stages)} of {len(self.models)} models "
             f"({', '.join(self.model_names)}): {len(self.tensors)} tensors, {elements:,} elements",
             *(f"  {count:6} {fate.value}" for fate, count in fates.items() if count),
-            f"  reads {show_size(cost.bytes_read)} in {cost.passes} pass(es), "
+            f"  reads {show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}, "
             f"writes {show_size(cost.bytes_written)}, {cost.threads} threads",
             f"  {cost.memory_line}",
         ]
         if self.layout is not None:
-            lines.append(f"  to {self.layout.target} ({len(self.layout.files)} file(s))")
+            lines.append(f"  to {self.layout.target} ({times(len(self.layout.files), 'file')})")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  {warning.strength}: {warning}" for warning in self.warnings]
         return "\n".join(map(printable, lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -74,6 +74,13 @@ class Strict(BaseModel):
         except ValidationError as error:
             raise _explained(error, type(self)) from None
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What is shown of it: what is not at its default."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.is_required() or value != field.get_default(call_default_factory=True):
+                yield name, str(value) if isinstance(value, Path) else value
+
 
 def _explained(error: ValidationError, model: type[BaseModel]) -> RecipeError:
     """Say the first thing that is wrong in our words."""
@@ -107,7 +114,7 @@ class ModelEntry(Strict):
 
     file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
     weight: Weight = Field(None, description="Its share; the usual one depends on the method.")
-    seed: int | None = Field(None, ge=0, description="Its own seed, in place of seed + i.")
+    seed: int | None = Field(None, ge=0, description="Its seed, in place of seed + i.")
     settings: OwnSettings = Field(
         default_factory=dict, description="Parameters of delta stages that are different for it."
     )
@@ -146,7 +153,7 @@ class TensorRule(Strict):
 
     match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
     contains: Words = Field(
-        None, description="A text that stands in the name, or a list of them; beside match, both."
+        None, description="A text in the name, or a list of them; with match, both must hold."
     )
     model: Words = Field(
         None, description="The model or models that it is for, by name or file; else all."

@@ -10,7 +10,7 @@ Three names and a rate are enough:
     drop_rate = 0.9
 
 Everything else has a default; `naming` has the other names of the first three. A stage's
-parameters stand in a table of its name. A model may be an inline table with its own `weight`,
+parameters stand in a table of its name. A model may be an inline table with a `weight`, a
 `seed` and parameters. `[[tensors]]` rules set parameters for the tensors whose names match. A list
 in place of a number is its values from the first layer to the last. `resolving` says what of all
 this applies to a tensor and a model.
@@ -84,9 +84,9 @@ class Recipe(Strict, Resolving):
         (), description="Parameters for the tensors whose names match a pattern."
     )
     embedding_drop_rate: EmbeddingDropRate | None = Field(
-        None, description="Drop rate of embeddings and head, if it shall be another."
+        None, description="Drop rate of embeddings and head, if it differs."
     )
-    seed: int = Field(42, ge=0, description="Model i uses seed + i unless it has its own.")
+    seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has a seed.")
     scale: float = Field(1.0, description="Factor λ on the merged delta.")
     dtype: str | None = Field(
         None, description="Storage type of the merged weights (F32, BF16, …); else the base's."

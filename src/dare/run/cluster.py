@@ -291,7 +291,7 @@ class _Driver:
         elif now - self._last_alive > PATIENCE_SECONDS and is_late:
             raise ClusterError(
                 f'cluster = "{self._settings.address}": no node is left; when there are nodes '
-                "again, run the same command: it goes on where it stopped"
+                "again, run the same command: it resumes"
             )
 
     def _engage(self, node: Mapping[str, Any], cores: int, *, is_late: bool) -> None:
@@ -361,7 +361,7 @@ class _Driver:
                 raise ClusterError(
                     f"node {member.name}: the worker died {DEATHS} times while it had "
                     f"{batch.steps[0].id}, perhaps for want of memory; lower threads or "
-                    "max_memory, and run the same command again: it goes on where it stopped"
+                    "max_memory, and run the same command again: it resumes"
                 )
         self._ray.kill(member.actor)
         what = "the worker died" if alive else "died"

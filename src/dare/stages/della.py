@@ -75,7 +75,7 @@ def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
 def della(
     block: Block, *, drop_rate: DropRate = 0.9, window: Window = 0.14, rescale: Rescale = True
 ) -> None:
-    """Drop small elements more often than large ones, and divide each by its own probability.
+    """Drop small elements more often than large ones; divide each by its probability to be kept.
 
     δ̂ᵢ = mᵢ·δᵢ / kᵢ, mᵢ = 1 with probability kᵢ = 1 - p + ε·(rᵢ/(n - 1) - ½), else 0, where rᵢ is
     the rank of |δᵢ| among the n elements of its row, 0 for the smallest. So E[δ̂] = δ, and p is the

@@ -1,4 +1,4 @@
-"""One unified delta for all tasks: the elected sign and the largest magnitude."""
+"""One unified delta for all tasks: the sign that wins and the largest magnitude."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dare.stages.registry import combine_stage
 
 @combine_stage(paper="arXiv:2405.17461")
 def emr(deltas: Deltas) -> Floats:
-    """Elect a sign for each element and take the largest change that has it (EMR-Merging).
+    """Vote on the sign of each element and take the largest change that has it (EMR-Merging).
 
     s = Σ wᵢ·δ̂ᵢ. Where s > 0 the result is the largest of the wᵢ·δ̂ᵢ, where s < 0 the least, and
     where s = 0 it is 0. This unified model is made to be seen through each task's mask and scale:
-    `dare.analysis.emr.emr_tasks(output)` writes those beside the output.
-    In the authors' code a sum of zero elects minus.
+    `dare.analysis.emr.emr_tasks(output)` writes those next to the output.
+    In the authors' code a sum of zero counts as minus.
     """
     total, most, least = np.zeros((3, deltas.size), np.float32)
     for block, weight in zip(deltas.blocks, deltas.weights, strict=True):

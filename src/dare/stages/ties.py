@@ -1,4 +1,4 @@
-"""Sign election and disjoint mean."""
+"""A vote on signs, and a mean of those that agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Divisor = Annotated[
 ]
 Vote = Annotated[
     Literal["sum", "count"],
-    Field(description="Elect the sign of the sum, or the one that more models have."),
+    Field(description="Whether the sign of the sum wins, or the one that more models have."),
 ]
 Weighted = Annotated[bool, Field(description="Whether a model's vote counts by its weight.")]
 
@@ -40,7 +40,7 @@ def ties(
     vote: Vote = "sum",
     weighted: Weighted = True,
 ) -> Floats:
-    """Elect a sign for each element, then average the models that agree with it.
+    """Let the models vote on the sign of each element, then average those that agree with it.
 
     P = Σ wᵢ·δ̂ᵢ over the positive terms, N over the negative ones. Where P + N > 0 the result is
     P / Σ wᵢ over the models that made up P, where P + N < 0 it is N / Σ wᵢ likewise, and where
@@ -50,7 +50,7 @@ def ties(
     (The published function `dare_ties_merge` trims unless told otherwise: to 0.2 of what DARE has
     kept on dicts, to 0.5 on files.)
 
-    `weighted = false` elects by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
+    `weighted = false` counts votes by Σ ±δ̂ᵢ, the sign that of the weight, instead of P + N, and
     `vote = "count"` by the weights of the models on either side, or with `weighted = false` by
     their number. PEFT's are `weighted = false`, `divide_by = "count"` and either vote.
     """

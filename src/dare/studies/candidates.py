@@ -42,6 +42,7 @@ from dare.recipe.settings import with_settings
 from dare.run.execute import collector_paused, execute
 from dare.run.worker import Progress
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.sizes import named, show_size, times
 
 Arrays = dict[str, NDArray[Any]]
 AS_THEY_ARE: Mapping[str, Any] = MappingProxyType({})
@@ -51,7 +52,7 @@ ALIGNED = 64
 F32 = STORAGE_TYPES["F32"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Candidate:
     """A merged model in memory."""
 
@@ -60,6 +61,10 @@ class Candidate:
     digest: str
     """Of the weights, as `merge` reports it."""
     recipe: Recipe
+
+    def __repr__(self) -> str:
+        """What it was made by, in a line."""
+        return f"<Candidate by {self.recipe.method}: {times(len(self.arrays), 'array')}>"
 
 
 class Candidates:
@@ -86,6 +91,11 @@ class Candidates:
             self._kept |= dict(zip(files, map(_Kept, sources, held), strict=True))
         first, *others = map(HeldSource, sources, held)
         self._inputs = {_arrangement(self.recipe): _Inputs(first, tuple(others))}
+
+    def __repr__(self) -> str:
+        """The models and what they take, in a line."""
+        names = [entry.name for entry in self.recipe.models]
+        return f"<Candidates of {named(names)}, {show_size(self.memory_bytes)} in memory>"
 
     def recipe_for(self, settings: Mapping[str, Any]) -> Recipe:
         """The recipe with some settings changed; `dare.recipe.settings` has their names."""

@@ -47,8 +47,8 @@ def of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
     elif table.without_items:
         names = ", ".join(table.without_items)
         yield (
-            f"Intervals leave out the chance in {names}, which are not means of items "
-            "that every setting has."
+            f"Intervals leave out the chance in {names} (not means of items "
+            "that every setting has)."
         )
     if table.left_out:
         yield (

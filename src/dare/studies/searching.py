@@ -48,7 +48,7 @@ FINALISTS = 5
 Job = Callable[[Scorer], Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult:
     """What a search has found."""
 
@@ -75,6 +75,10 @@ class SearchResult:
             for name, recipe in (("best", self.best), ("simplest", self.simplest))
         }
         return {**document, "conclusion": self.conclusion.to_dict(), "recipes": recipes}
+
+    def __repr__(self) -> str:
+        """The study and its best setting in a line."""
+        return f"<SearchResult of {self.study}: {self}>"
 
     def __str__(self) -> str:
         """The best setting, with its interval."""

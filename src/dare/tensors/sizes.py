@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 
@@ -49,3 +50,13 @@ def times(count: int, one: str, many: str = "") -> str:
     ('1 model', '2 models', '0 matrices')
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def named(names: Sequence[str], most: int = 5) -> str:
+    """So many models, with the names of the first.
+
+    >>> named(["math"]), named(["a", "b", "c"], most=2)
+    ('1 model (math)', '3 models (a, b, …)')
+    """
+    more = ", …" if len(names) > most else ""
+    return f"{times(len(names), 'model')} ({', '.join(names[:most])}{more})"

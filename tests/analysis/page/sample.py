@@ -86,7 +86,8 @@ def statistics(deltas: list[np.ndarray], bases: list[np.ndarray]) -> Statistics:
     delta = np.concatenate([each.ravel() for each in deltas])
     magnitudes = np.abs(delta)
     changed = magnitudes[magnitudes > 0]
-    octaves = Counter(np.floor(np.log2(changed)).astype(int).tolist())
+    places, counts = np.unique(np.floor(np.log2(changed)).astype(int), return_counts=True)
+    octaves = Counter(dict(zip(places.tolist(), counts.tolist(), strict=True)))
     lowest = min(octaves, default=0)
     quantiles = np.quantile(magnitudes, [0.01, 0.05, 0.5, 0.95, 0.99]).tolist()
     std = float(delta.std())
@@ -371,12 +372,11 @@ def make_advice(names: tuple[str, ...] = NAMES) -> Advice:
             Suggestion("scale", 1.0, None, "Nothing asks for another.", "default", Evidence.WEAK),
         ),
         {
+            "base": "models/base.safetensors",
+            "models": [f"models/{name}.safetensors" for name in names],
+            "output": "merged.safetensors",
             "method": "dare+ties",
             "scale": 1.0,
-            "models": {
-                "base_file": "models/base.safetensors",
-                "merge_files": [f"models/{name}.safetensors" for name in names],
-            },
         },
         ("What the models were trained for is not known here; measure the merged one.",),
         predicted_error=0.041,

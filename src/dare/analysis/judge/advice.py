@@ -227,8 +227,10 @@ class Draft:
         return limit("output_error") / (self.share * math.sqrt(self.count))
 
 
-def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, Advice]:
-    """The advice for models, and the verdict on merging them by the method that it names.
+def judge(
+    analysis: Analysis, *, steps: int | None = None, method: str = ""
+) -> tuple[Readiness, Advice]:
+    """The advice for models, and the verdict on merging them by a method: by default the advised.
 
     Configurations count where there are any.
     """
@@ -236,8 +238,8 @@ def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, A
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
     advice = advise(analysis, readiness, steps=steps)
-    if advice.recipe:
-        readiness = readiness_for(readiness, advice.recipe["method"])
+    if method := method or advice.recipe.get("method", ""):
+        readiness = readiness_for(readiness, method)
     return readiness, advice
 
 

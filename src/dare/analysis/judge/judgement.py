@@ -11,6 +11,7 @@ from typing import Any
 
 from dare.errors import printable
 from dare.tensors.json_values import json_ready
+from dare.tensors.sizes import named, times
 
 WIDTH = 100
 """Columns of the texts."""
@@ -68,7 +69,7 @@ class Finding:
         return f"{self.seen}. {self.matters}. {self.remedy}."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Readiness:
     """The verdict on a set of models and on each of them."""
 
@@ -90,6 +91,18 @@ class Readiness:
     def to_json(self) -> str:
         """The verdict as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __repr__(self) -> str:
+        """The verdict in a line."""
+        method = f" for {self.method}" if self.method else ""
+        models, found = named(list(self.by_model)), times(len(self.findings), "finding")
+        return printable(f"<Readiness: {self.verdict}{method}, {models}, {found}>")
+
+    def _repr_html_(self) -> str:
+        """The verdict in a notebook."""
+        from dare.analysis.notebook import readiness_card
+
+        return readiness_card(self)
 
     def __str__(self) -> str:
         """The verdict, each model's, and the findings with what to do."""
@@ -149,7 +162,7 @@ class Protection:
         return {"match": [glob.escape(name) for name in self.tensors], "drop_rate": self.drop_rate}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice:
     """Settings that suit the models, each with its reason, and the recipe made of them."""
 
@@ -175,6 +188,19 @@ class Advice:
     def to_json(self) -> str:
         """The advice as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    def __repr__(self) -> str:
+        """The settings in a line."""
+        if not self.recipe:
+            return "<Advice: not to merge these models>"
+        settings = (f"{s.setting} = {s.value}" for s in self.suggestions if s.model is None)
+        return printable(f"<Advice: {', '.join(settings)}>")
+
+    def _repr_html_(self) -> str:
+        """The advice in a notebook."""
+        from dare.analysis.notebook import advice_card
+
+        return advice_card(self)
 
     def __str__(self) -> str:
         """The settings with their reasons, the layers to protect, and the caveats."""

@@ -88,15 +88,14 @@ def _order(counts: Mapping[str, int]) -> Callable[[list[str]], tuple[bool, int, 
     return rank
 
 
-def name_layers(tensors: Iterable[str]) -> dict[int, str]:
-    """What the numbers of `number_layers` are called: with their stack, if there are several.
+def name_layers(numbers: Mapping[str, int]) -> dict[int, str]:
+    """What the numbers of layers are called: with their stack, if there are several.
 
-    >>> name_layers(["t5.encoder.block.0.w", "t5.decoder.block.0.w", "t5.norm.w"])
+    >>> name_layers(number_layers(["t5.encoder.block.0.w", "t5.decoder.block.0.w", "t5.norm.w"]))
     {0: 'encoder.block.0', 1: 'decoder.block.0'}
-    >>> name_layers(["model.layers.0.w", "model.layers.1.w"])
+    >>> name_layers({"model.layers.0.w": 0, "model.layers.1.w": 1})
     {0: '0', 1: '1'}
     """
-    numbers = number_layers(tensors)
     places = {name: place for name in numbers if (place := stack_and_layer(name)) is not None}
     stacks = {stack for stack, _ in places.values()}
     ends = Counter(map(_end_of, stacks))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series, words
+from dare.analysis.page.comparison import Groups, Side
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
@@ -22,8 +23,6 @@ from dare.tensors.sizes import show_size, times
 if TYPE_CHECKING:
     from dare.output.page.figures import Figure
 
-OUTPUT = "merged.safetensors"
-"""The output of the recipe that the page shows."""
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""
 COUNTED = {
@@ -102,7 +101,7 @@ def assemble_page(
         outcome=outcome,
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
-        recipe=recipe_text(advice),
+        recipe=write_toml(advice.recipe) if advice.recipe else "",
         left_out=series.left_out(advice),
         protected=listing(advice.protect, PROTECTED_COLUMNS),
         rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
@@ -114,16 +113,27 @@ def assemble_page(
     )
 
 
-def recipe_text(advice: Advice) -> str:
-    """The advised recipe, complete: it runs as it is. Empty if nothing should be merged."""
-    if not advice.recipe:
-        return ""
-    document = dict(advice.recipe)
-    if isinstance(models := document["models"], dict):
-        document["models"] = {"output_file": OUTPUT, **models}
-    else:
-        document.setdefault("output", OUTPUT)
-    return write_toml(document)
+def assemble_comparison(
+    sides: tuple[Side, Side], groups: Groups, figures: Sequence[Figure], library: str
+) -> str:
+    """A page with both sides."""
+    sections = [Section("differences", "Side by side", "differences.html.jinja")]
+    if figures:
+        sections.append(Section("pictures", "Figures", "figures.html.jinja", tuple(figures)))
+    return render_page(
+        "dare.analysis.page",
+        "compare.html.jinja",
+        figures=figures,
+        library=library,
+        script="compare.js",
+        filters={"share": share},
+        title=f"{sides[0].name} or {sides[1].name} – dare",
+        sections=sections,
+        sides=sides,
+        headlines=[words.headline(side.readiness) for side in sides],
+        errors=[side.merged_error() for side in sides],
+        groups=groups,
+    )
 
 
 def _sections(figures: Sequence[Figure], outcome: Outcome | None) -> Iterator[Section]:

@@ -63,7 +63,7 @@ FEW_WORDS = {
     "sparse": "few elements changed",
     "concentrated": "few elements carry it",
     "same_model": "the same as {others}",
-    "multiple": "one direction with {others}",
+    "multiple": "a multiple of {others}",
     "other_base": "another base, with {others}",
     "contained": "part of the others",
     "common_step": "a step in common with {others}",
@@ -83,7 +83,7 @@ LEFT_OUT = "left out"
 """The value of a suggestion for a model that should not take part."""
 RELATIONS = {
     "same_model": "are copies",
-    "multiple": "have one direction",
+    "multiple": "are multiples",
     "other_base": "went far together",
     "alike": "are alike",
     "opposed": "are opposed",

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.page.assembly import assemble_page
+from dare.analysis.page.assembly import assemble_comparison, assemble_page
+from dare.analysis.page.comparison import Side, compare, drawn_values
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.results import Analysis
 from dare.errors import InputError
@@ -27,8 +28,25 @@ def write_page(
     outcome: Outcome | None = None,
 ) -> None:
     """Write one HTML page that needs nothing else; `outcome` is what a finished merge did."""
-    figures = _draw(analysis, advice, outcome)
-    page = assemble_page(analysis, readiness, advice, outcome, figures, library_for(figures))
+    write_file(path, page_text(analysis, readiness, advice, outcome).encode())
+
+
+def page_text(
+    analysis: Analysis, readiness: Readiness, advice: Advice, outcome: Outcome | None = None
+) -> str:
+    """The page itself."""
+    figures = draw(analysis, advice, outcome)
+    return assemble_page(analysis, readiness, advice, outcome, figures, library_for(figures))
+
+
+def write_comparison(path: Path, first: Side, second: Side) -> None:
+    """Write one HTML page with two analyses, recipes or finished merges side by side."""
+    check_installed()
+    groups = compare(first, second)
+    from dare.analysis.page.figures import compared
+
+    drawn = [compared(name, rows) for name, rows in drawn_values((first, second)).items()]
+    page = assemble_comparison((first, second), groups, drawn, library_for(drawn))
     write_file(path, page.encode())
 
 
@@ -43,14 +61,15 @@ def write_figures(
 ) -> list[Path]:
     """Write every figure as a file of its own; return their paths."""
     written = []
-    for figure in _draw(analysis, advice, outcome):
+    for figure in draw(analysis, advice, outcome):
         path = folder / f"{figure.name}.{format}"
         write_file(path, draw_file(figure, THEMES[theme], format))
         written.append(path)
     return written
 
 
-def _draw(analysis: Analysis, advice: Advice, outcome: Outcome | None) -> list[Figure]:
+def draw(analysis: Analysis, advice: Advice, outcome: Outcome | None = None) -> list[Figure]:
+    """All figures that there is something to draw in."""
     check_installed()
     if not analysis.models:
         raise InputError("the analysis has no models: there is nothing to show")

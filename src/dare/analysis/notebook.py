@@ -1,0 +1,141 @@
+"""What an analysis, a verdict and an advice look like in a notebook, as a page and as charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dare.analysis.judge.advice import judge
+from dare.analysis.judge.judgement import Advice, Readiness, Suggestion
+from dare.analysis.page.words import cosine, headline, origin
+from dare.analysis.page.writing import draw, page_text
+from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis
+from dare.errors import RecipeError, did_you_mean
+from dare.output.page.charts import alt
+from dare.output.page.themes import THEMES, vega_config
+from dare.output.page.words import number, setting, share
+from dare.output.page.writing import write_file
+from dare.output.places import short_name
+from dare.recipe.naming import in_our_form
+from dare.recipe.toml import write_toml
+from dare.tensors.cards import card, facts, folded, remarks, table
+from dare.tensors.sizes import named, times
+
+MOST_PAIRS = 6
+"""Pairs of models that are shown: those that have most to do with each other."""
+CHART_WIDTH = 640
+"""In pixels; a notebook has no place whose width a chart could take."""
+
+
+def analysis_card(analysis: Analysis) -> str:
+    """The verdict, a line for each model, and the pairs that have most to do with each other."""
+    readiness, _ = judge(analysis)
+    columns: dict[str, Callable[[ModelAnalysis], str]] = {
+        "model": lambda model: model.name,
+        "origin": origin,
+        "change >": lambda model: share(model.total.relative_norm),
+        "largest |δ| >": lambda model: number(model.total.largest),
+        "unchanged >": lambda model: share(model.total.sparsity),
+    }
+    if any(model.total.not_finite for model in analysis.models):
+        columns["NaN or infinite >"] = lambda model: f"{model.total.not_finite:,}"
+    pairs = sorted(analysis.pairs, key=_closeness, reverse=True)[:MOST_PAIRS]
+    return card(
+        f"{headline(readiness)}: {named(analysis.names)} relative to {short_name(analysis.base)}",
+        table(
+            tuple(columns),
+            ([cell(model) for cell in columns.values()] for model in analysis.models),
+        ),
+        table(
+            ("models", "cosine >", "opposed >"),
+            (
+                (
+                    f"{pair.first} and {pair.second}",
+                    cosine(pair.total.cosine),
+                    share(pair.total.conflict),
+                )
+                for pair in pairs
+            ),
+        ),
+        remarks("note", analysis.notes),
+    )
+
+
+def readiness_card(readiness: Readiness) -> str:
+    """The verdict, each model's, and what to do."""
+    findings = (
+        (
+            finding.severity.value,
+            ", ".join(finding.models) or "all",
+            f"{finding.seen}.",
+            f"{finding.remedy}.",
+        )
+        for finding in readiness.findings
+    )
+    return card(
+        headline(readiness),
+        facts({name: verdict.value for name, verdict in readiness.by_model.items()}),
+        table(("", "models", "seen", "what to do"), findings),
+    )
+
+
+def advice_card(advice: Advice) -> str:
+    """The settings with their reasons, what error they bring, and the recipe."""
+    if not advice.recipe:
+        return card("Do not merge these models", remarks("why", map(_reason, advice.suggestions)))
+    recipe = in_our_form(advice.recipe)
+    rows = (
+        (s.setting, setting(s.value), s.model or "all", s.evidence.value)
+        for s in advice.suggestions
+    )
+    why = [f"{s.setting} of {s.model or 'all'}: {s.reason}." for s in advice.suggestions]
+    why += [f"Caveat: {doubt}." for doubt in advice.doubts]
+    known = {"method": recipe["method"]} if "method" in recipe else {}
+    if advice.error_bound:
+        known["error of outputs"] = f"under {share(advice.predicted_error)}"
+        known["bound"] = share(advice.error_bound)
+    return card(
+        f"Advice for {times(len(recipe['models']), 'model')}",
+        facts(known),
+        table(("setting", "value >", "of", "evidence"), rows),
+        folded("Why, and caveats", "\n\n".join(why)),
+        folded("As a recipe; dare.merge(advice) carries it out", write_toml(recipe)),
+    )
+
+
+def page(analysis: Analysis, path: str | PathLike[str] | None) -> str:
+    """The report page; it is also written to a path, if one is given."""
+    text = page_text(analysis, *judge(analysis))
+    if path is not None:
+        write_file(Path(path), text.encode())
+    return text
+
+
+def chart(analysis: Analysis, name: str | None) -> Any:
+    """A figure of the report as an Altair chart; the one that decides most if none is named."""
+    _, advice = judge(analysis)
+    figures = {figure.name: figure for figure in draw(analysis, advice)}
+    if name is not None and name not in figures:
+        raise RecipeError(
+            f"{name!r}: there is no such figure{did_you_mean(name, figures)}; there are "
+            f"{', '.join(figures)}"
+        )
+    figure = figures[name] if name else next(iter(figures.values()))
+    theme = THEMES["light"]
+    config = {**vega_config(theme), "background": theme.colours["panel"], "padding": 12}
+    looks = {"title": figure.title, "width": CHART_WIDTH, "config": config}
+    spec = {**figure.spec, **looks}
+    rows = spec.pop("datasets")
+    chart = alt.LayerChart.from_dict(spec)
+    chart.datasets = rows  # as they are: Altair would make an object of every number
+    return chart
+
+
+def _closeness(pair: PairAnalysis) -> float:
+    return abs(pair.total.cosine)
+
+
+def _reason(advised: Suggestion) -> str:
+    return f"{advised.model}: {advised.reason}" if advised.model else advised.reason

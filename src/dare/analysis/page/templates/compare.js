@@ -1,0 +1,3 @@
+// Nothing can be picked here.
+"use strict";
+darePage.drawAll();
