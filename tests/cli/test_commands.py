@@ -20,7 +20,7 @@ from dare import __version__, merge, plan
 from dare.cli import build_app, show
 from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
-from dare.errors import Concern, Notice, Strength
+from dare.errors import Concern, Notice
 from dare.output.targets import MARK, MARK_NAME
 from dare.output.verification import verify
 from dare.stages import ALIASES, STAGES
