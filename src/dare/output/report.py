@@ -106,7 +106,8 @@ class Report:
         """The report in a line."""
         target = f" to {self.output}" if self.output is not None else ""
         models = named([model.name for model in self.models])
-        warned = f", {times(len(self.warnings), 'warning')}" if self.warnings else ""
+        warnings = [notice for notice in self.warnings if notice.strength is not Strength.NOTE]
+        warned = f", {times(len(warnings), 'warning')}" if warnings else ""
         return printable(f"<Report: {self.method} of {models}{target}{warned}>")
 
     def _repr_html_(self) -> str:
@@ -129,7 +130,7 @@ class Report:
             f"Merged by {self.method}",
             table(("model", "weight >", "dropped >", "largest |δ| >", "in"), rows),
             facts(known),
-            remarks("warning", map(str, self.warnings)),
+            remarks((warning.strength, warning.text) for warning in self.warnings),
         )
 
     def __str__(self) -> str:
