@@ -67,7 +67,7 @@ FEW_WORDS = {
     "other_base": "another base, with {others}",
     "alike": "much like {others}",
     "opposed": "opposed to {others}",
-    "outweighed": "small relative to others",
+    "outweighed": "smaller than others",
     "cancelling": "models cancel each other",
     "vocabulary": "another vocabulary",
     "mismatched": "tensors do not fit",
