@@ -67,8 +67,6 @@ FEW_WORDS = {
     "other_base": "another base, with {others}",
     "contained": "part of the others",
     "common_step": "a step in common with {others}",
-    "contained": "part of every other model",
-    "common_step": "shares a step with {others}",
     "alike": "much like {others}",
     "opposed": "opposed to {others}",
     "outweighed": "smaller than others",
