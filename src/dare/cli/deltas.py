@@ -156,6 +156,9 @@ def apply(
     ],
     threads: Threads = None,
     max_memory: MaxMemory = None,
+    allow_not_finite: Annotated[
+        bool, switch("Make it even if elements are NaN or infinite.")
+    ] = False,
     resume: Resume = True,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -173,6 +176,7 @@ def apply(
             overwrite=overwrite,
             resume=resume,
             verbose=not quiet,
+            allow_not_finite=allow_not_finite,
             **_resources(threads, max_memory),
         )
     if isinstance(report, Report):
