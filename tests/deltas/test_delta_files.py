@@ -293,7 +293,7 @@ def test_lossless_gives_a_folder_back_as_it_was(tmp_path):
     for name in listing(tmp_path / "math"):
         assert sha256(tmp_path / "again" / name) == sha256(tmp_path / "math" / name), name
     assert dare.verify(tmp_path / "again").ok
-    with pytest.raises(DareError, match="3 files of weights"):
+    with pytest.raises(DareError, match="3 weight files"):
         dare.apply_delta(tmp_path / "base", tmp_path / NAME, tmp_path / "x.safetensors", **QUIET)
 
 

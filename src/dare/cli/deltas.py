@@ -154,11 +154,11 @@ def apply(
         Path,
         Parameter(name=["--output", "-o"], help="The model: NAME.safetensors, or a directory."),
     ],
+    allow_not_finite: Annotated[
+        bool, switch("Also restore values that are NaN or infinite.", group=MISFITS)
+    ] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
-    allow_not_finite: Annotated[
-        bool, switch("Make it even if elements are NaN or infinite.")
-    ] = False,
     resume: Resume = True,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -173,10 +173,10 @@ def apply(
             base,
             delta,
             output,
+            allow_not_finite=allow_not_finite,
             overwrite=overwrite,
             resume=resume,
             verbose=not quiet,
-            allow_not_finite=allow_not_finite,
             **_resources(threads, max_memory),
         )
     if isinstance(report, Report):

@@ -156,6 +156,6 @@ def make_report(
 
 
 def _root(part: float, whole: float) -> float:
-    if not part:
+    if part <= 0:  # below 0 by rounding, if next to nothing is dropped
         return 0.0
     return math.sqrt(part / whole) if whole > 0 else math.inf

@@ -35,18 +35,16 @@ export function recipeText(setting) {
     [`[${stage}]`, ...table.map(([name, value]) => `${name} = ${JSON.stringify(value)}`), ""]);
   return [
     `# The models: ${MAKE_MODELS}`,
+    `base = "${place(setting.base)}"`,
+    "models = [",
+    ...setting.models.map((model) => `  ${entry(model)},`),
+    "]",
+    `output = "${OUTPUT}"`,
     `method = ${JSON.stringify(setting.method)}`,
     `seed = ${setting.seed}`,
     `scale = ${setting.scale}`,
     "",
     ...tables.flat(),
-    "[models]",
-    `base_file = "${place(setting.base)}"`,
-    "merge_files = [",
-    ...setting.models.map((model) => `  ${entry(model)},`),
-    "]",
-    `output_file = "${OUTPUT}"`,
-    "",
   ].join("\n");
 }
 
@@ -62,8 +60,8 @@ export function commandText(setting, methods) {
   const flags = flagsOf(setting, methods);
   const merge = flags
     ? [
-        `dare --base ${place(setting.base)}`,
-        `--merge ${setting.models.map((model) => place(model.name)).join(" ")}`,
+        `dare merge ${place(setting.base)}`,
+        setting.models.map((model) => place(model.name)).join(" "),
         ...flags,
         `--output ${OUTPUT}`,
       ].join(" \\\n  ")

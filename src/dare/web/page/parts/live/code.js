@@ -27,7 +27,7 @@ export function codeCard(card, state, methods, shown) {
     text.textContent =
       asked === "recipe" ? recipeText(setting) :
       asked === "python" ? pythonText(setting) : commandText(setting, methods);
-    remark.textContent = isLeft ? "No flag says all of this: save the recipe as recipe.toml." : "";
+    remark.textContent = isLeft ? "There are no flags for all of this: save the recipe as recipe.toml." : "";
   }
 
   state.on(["live.as"], show);

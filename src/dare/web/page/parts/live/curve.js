@@ -82,7 +82,7 @@ function findingOf(measured) {
 export function curveCard(card, measurer, { settingAt, drops, whyNot }) {
   const figure = addFigure("live-curve", curveSpec(), "Right answers, the mean of the "
     + "three tasks, over drop rates: dare+sum and dare+ties of all three models at scale 1, where "
-    + "you are, and your own curve once it is measured.");
+    + "you are, and your curve once it is measured.");
   const progress = card.querySelector("[data-place=progress]");
   let controller = null;
   let drawn = "";

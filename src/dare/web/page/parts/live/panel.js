@@ -83,7 +83,7 @@ function chains(methods, engine) {
   const named = [...USUAL, ...others].map((chain) => [
     chain, engine.whyNot(chain) ? `${chain} (needs the installed package)` : chain,
   ]);
-  return [...named, [OWN_CHAIN, "your own chain …"]];
+  return [...named, [OWN_CHAIN, "your chain …"]];
 }
 
 /** Up to three delta stages and a combine stage, together the text `live.c`. */

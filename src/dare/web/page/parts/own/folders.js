@@ -41,7 +41,7 @@ export function mountFolders(section, recipe, { onRecipe }) {
   function choose({ name, path: file }, take) {
     const isBase = recipe.read().models.base_file === file;
     if (isBase || recipe.files().includes(file)) {
-      tell(`${name} is chosen already, as ${isBase ? "the base" : "a fine-tune"}.`);
+      tell(`${name} is already chosen as ${isBase ? "the base" : "a fine-tune"}.`);
     } else {
       take(file);
     }

@@ -6,7 +6,7 @@ import { addressOf, ask } from "./server.js";
 
 const BUSY_PAUSE = 400;  // milliseconds between two looks while a job is under way
 const AWAY_PAUSE = 3000;
-const AWAY = "Start it again: `dare playground`. An interrupted merge goes on where it stopped.";
+const AWAY = "Start it again: `dare playground`. An interrupted merge resumes.";
 
 const isBusy = ({ state }) => state === "waiting" || state === "running";
 

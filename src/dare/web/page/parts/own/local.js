@@ -28,7 +28,7 @@ export function mountLocal(section, { state }) {
     const partial = plan?.interrupted;
     tellIn(find("output-problem"), problem);
     tellIn(find("interrupted"), partial
-      ? `An interrupted merge lies in ${partial}. If it is this one, it goes on where it stopped.`
+      ? `There is an interrupted merge in ${partial}. If it is this merge, it resumes.`
       : "");
     find("analyze").disabled = !plan || Boolean(plan.error);
     find("start").disabled = !plan || Boolean(plan.error || problem || !plan.output);

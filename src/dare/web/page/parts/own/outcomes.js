@@ -73,7 +73,7 @@ export function outcomeOf(job) {
   const parts = job.result ? RESULTS[job.kind](job.result) : [];
   if (job.problem) parts.push(paragraph("own-problem", job.problem));
   if (job.kind === "merge" && job.state === "stopped") {
-    parts.push(paragraph("", "What is done is kept. “Resume” goes on from there; so does ",
+    parts.push(paragraph("", "What is done is kept. To continue, press “Resume” or run ",
       make("code", {}, "dare recipe.toml"), " with this recipe."));
   }
   return parts;
