@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 WIDEST_INTEGER = 1 << 63
+SIDE = 4096
+"""Of a matrix that memory is reckoned for."""
 SURE_TIMES = 10
 """Up to here a ratio of times has a digit after the point."""
 COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
@@ -146,15 +148,23 @@ def cost(stage: Stage) -> str:
     times = measured["time"]
     share = f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
     reads = "once" if measured["passes"] == 1 else f"{measured['passes']} times"
-    memory = measured["memory_bytes"] / 1e6
     usual, millions = COSTS["linear"]["parameters"], measured["parameters"] / 1e6
     size = (
         "" if measured["parameters"] == usual else f" (models of {millions:.0f} million parameters)"
     )
     return (
         f"**Cost:** {share} × the time of `linear`{size}; reads the weights {reads}; "
-        f"{memory:,.0f} MB of memory."
+        f"{_memory(stage)}."
     )
+
+
+def _memory(stage: Stage) -> str:
+    """What a stage has in memory beyond the buffers, for three models."""
+    usual = {name: parameter.default for name, parameter in stage.parameters.items()}
+    held = stage.held_bytes(usual, (SIDE, SIDE), stage.models or 3) / (4 * SIDE**2)
+    if not held:
+        return "memory is bounded, whatever the size of a tensor"
+    return f"holds whole matrices in memory, at most {held:.0f} times the largest one in float32"
 
 
 def stage_table() -> str:

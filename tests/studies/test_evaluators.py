@@ -282,7 +282,11 @@ def test_a_command_is_given_items(scorer_of, recipe):
         ("true {model}", "printed nothing; its last line must be a JSON object of numbers", ""),
         ("echo '{\"x\": 1}' >&2; true {model}", "printed nothing", '{"x": 1}'),
         ("echo '{\"x\": NaN}'; true {model}", "x must be a finite number, not nan", '{"x": NaN}'),
-        ("echo '{\"x\": 1e999}'; true {model}", "x must be a finite number, not inf", '{"x": 1e999}'),
+        (
+            "echo '{\"x\": 1e999}'; true {model}",
+            "x must be a finite number, not inf",
+            '{"x": 1e999}',
+        ),
         ("echo '{\"x\": true}'; true {model}", "x is True; return 1 or 0", '{"x": true}'),
         ("echo '{}'; true {model}", "there are no scores", "{}"),
         ("echo 0.5; true {model}", "must be a JSON object of numbers, not '0.5'", "0.5"),
