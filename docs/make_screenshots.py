@@ -1,11 +1,11 @@
 """Photograph a page for the documentation: `python docs/make_screenshots.py report.html`.
 
-Writes images/report-{light,dark}-{desktop,phone}.png beside this file, or into --folder; the first
-part of the names is the page's own. The playground is photographed as one file, when its models
-have answered:
+Writes images/report-{light,dark}-{desktop,tablet,phone}.png, or into --folder; the first part of
+the names is that of the page. The playground is photographed as one file, when its models have
+answered:
 
     dare playground --build playground.html
-    python docs/make_screenshots.py playground.html --height 1000 --wait 10
+    python docs/make_screenshots.py playground.html --height 1000 --wait 10 --sizes desktop phone
 
 Needs playwright and a chromium that is installed on the machine; nothing is fetched.
 """
@@ -22,9 +22,9 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 FOLDER = Path(__file__).with_name("images")
-SIZES = {"desktop": (1280, 2400), "phone": (390, 2400)}
+SIZES = {"desktop": (1280, 1110), "tablet": (820, 1425), "phone": (390, 1250)}
 """Width and height of what is shown, in CSS pixels."""
-COLOURS = 128
+COLOURS = 256
 """Of the palette: pictures of text and flat colours need no more."""
 
 
@@ -64,10 +64,11 @@ def compress(picture: bytes) -> bytes:
 
 
 def main() -> None:
-    """Write the four pictures."""
+    """Write the pictures, light and dark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("page", type=Path, help="an HTML page that dare wrote")
     parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--height", type=int, help="pixels of the page to show")
     parser.add_argument("--wait", type=float, default=0, help="seconds after the first drawing")
     arguments = parser.parse_args()
@@ -75,7 +76,8 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium())
         for theme in ("light", "dark"):
-            for device, (width, height) in SIZES.items():
+            for device in arguments.sizes:
+                width, height = SIZES[device]
                 size = (width, arguments.height or height)
                 picture = compress(photograph(browser, arguments.page, theme, size, arguments.wait))
                 target = arguments.folder / f"{arguments.page.stem}-{theme}-{device}.png"

@@ -214,6 +214,15 @@ def test_the_share_of_large_deltas_grades_the_warning(share, expected):
     assert [strength for strength, _ in found] == expected
 
 
+def test_whoever_sets_the_threshold_is_warned_by_it_alone():
+    base, tuned = matrices(0.01)
+    settings = {"method": "dare+sum", "stages": rate(0.5)}
+    assert large_deltas(base, tuned, **settings) == []
+    ((strength, text),) = large_deltas(base, tuned, **settings, delta_threshold=0.001)
+    assert (strength, "predicted" in text) == ("warning", False)
+    assert large_deltas(base, tuned, **settings, delta_threshold=0.1) == []
+
+
 def test_only_tensors_that_are_dropped_from_count():
     base, tuned = matrices(0.5)
     base["head"], tuned["head"] = np.zeros(10, np.float32), np.full(10, 1e-4, np.float32)

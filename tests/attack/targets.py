@@ -699,14 +699,21 @@ class Analyses(OneFile):
 
     def open(self) -> None:
         from dare.analysis.documents import to_json, write_tables
-        from dare.analysis.page.terminal import show_analysis
+        from dare.analysis.page.terminal import show_gravest, show_summary
+        from dare.analysis.page.terminal_full import show_figures, show_findings
         from dare.cli.template import advised_toml
 
         judged = self.judge()
         to_json(*judged)
         advised_toml(judged[2], Path("merged"))
         str(judged[0])
-        show_analysis(Console(file=io.StringIO(), width=120), *judged)
+        console = Console(file=io.StringIO(), width=120)
+        analysis, readiness, advice = judged
+        show_summary(console, analysis, readiness, advice)
+        show_gravest(console, analysis, readiness)
+        show_findings(console, analysis, readiness)
+        if analysis.models:
+            show_figures(console, analysis, advice)
         write_tables(self.folder / "tables", *judged)
 
     def judge(self) -> Judged:

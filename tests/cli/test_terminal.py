@@ -181,7 +181,7 @@ def test_a_merge_fits_from_plan_to_report(columns, folder):
     rows = [line.split() for line in terminal.lines]
     header = ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold"]
     assert [*header, *(["in"] if columns >= 100 else [])] in rows
-    assert terminal.text.count("Warning  large deltas") == 1
+    assert terminal.text.count("Strong warning  large deltas") == 1
     assert "  verify  dare verify merged.safetensors\n" in terminal.text
     assert "  repeat  dare merged.safetensors --output OTHER\n" in terminal.text
     bars = [line for line in terminal.lines if line.startswith("merging ━")]

@@ -606,7 +606,11 @@ def test_a_wrong_file_is_refused_with_one_message(mistake, folder):
 # ---------------------------------------------------------------- at the output
 
 OUTPUTS = {
-    "no output": (_nothing, "", "output is missing: add --output PATH"),
+    "no output": (
+        _nothing,
+        "",
+        "output is missing: add --output PATH, or output = PATH in the recipe",
+    ),
     "an output that is a model": (
         _nothing,
         "-o math.safetensors",
@@ -629,8 +633,8 @@ OUTPUTS = {
         _nothing,
         "-o german.safetensors",
         (
-            "german.safetensors: exists already; choose another output, or replace "
-            "it with --overwrite (overwrite=True in Python)"
+            "german.safetensors: exists already; choose another output, or add --overwrite to "
+            f"replace it:\n  dare {MERGE_TWO} -o german.safetensors --overwrite"
         ),
     ),
     "a folder as output that is not dare's": (

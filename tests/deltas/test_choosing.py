@@ -269,7 +269,7 @@ def test_there_is_one_target(targets):
 
 def test_a_base_of_zeros_has_no_relative_error():
     zeros, model = source(w=np.zeros(1000, np.float32)), source(w=gaussian(1, 1000))
-    with pytest.raises(RecipeError, match="least error"):
+    with pytest.raises(RecipeError, match="smallest error"):
         choose(zeros, model, target_error=0.5, bits=4)
 
 

@@ -465,7 +465,7 @@ def test_headers_of_the_models_files_that_lie_are_refused(made, tmp_path):
 def test_a_file_that_cannot_be_stored_is_named_when_it_is_compressed(tmp_path):
     base, model = write_models(tmp_path, make_base())
     (model / "a\\b.model").write_text("")
-    with pytest.raises(InputError, match=r"b\.model.*rename it"):
+    with pytest.raises(InputError, match=r"b\.model.*rename the file"):
         compress_quietly(base, model, tmp_path / NAME, "native")
     assert listing(tmp_path) == ["base", "model"]
 
@@ -567,7 +567,7 @@ def test_a_base_with_other_tensors_is_refused_at_once(wide, kind, tmp_path, chan
 def test_another_configuration_of_the_base_is_noticed(wide, kind, tmp_path):
     other = other_base(wide, tmp_path, lambda _: None)
     (other / "generation_config.json").write_text('{"changed": 1}')
-    with pytest.raises(InputError, match=r"generation_config.json: is not what it was"):
+    with pytest.raises(InputError, match=r"generation_config.json: has changed since"):
         apply_quietly(other, wide.files[kind], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -575,7 +575,7 @@ def test_another_configuration_of_the_base_is_noticed(wide, kind, tmp_path):
 def test_a_file_that_the_base_no_longer_has_is_named(wide, kind, tmp_path):
     other = other_base(wide, tmp_path, lambda _: None)
     (other / "generation_config.json").unlink()
-    with pytest.raises(InputError, match=rf"{NAME}: the model has generation_config.json as its"):
+    with pytest.raises(InputError, match=rf"{NAME}: the model takes generation_config.json from its"):
         apply_quietly(other, wide.files[kind], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -452,7 +452,7 @@ def test_a_base_must_be_a_whole_model(three, tmp_path):
     (delta,) = compressed(base, models[:1])
     with pytest.raises(InputError, match=r"is a delta file, .*dare apply BASE DELTA"):
         merge(delta, models[1:], tmp_path / "x.safetensors", "linear")
-    with pytest.raises(InputError, match="is a delta file already"):
+    with pytest.raises(InputError, match="is already a delta file"):
         dare.compress(base, delta, tmp_path / "y.delta.safetensors", **QUIET)
     with pytest.raises(InputError, match="is not a delta file"):
         dare.apply_delta(base, models[0], tmp_path / "z.safetensors", **QUIET)

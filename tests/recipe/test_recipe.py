@@ -482,7 +482,7 @@ def test_every_alias_is_a_valid_method():
         assert chain(recipe(method=alias))
 
 
-@pytest.mark.parametrize("method", ["", "magic", "dare+", "+linear", "dare linear", "DARE"])
+@pytest.mark.parametrize("method", ["", "magic", "dare+", "+linear", "dare linear", "DAER"])
 def test_an_unknown_method_lists_the_known_ones(method):
     with pytest.raises(ValueError, match=f"there is no stage .*{', '.join(STAGES)}.*dare_linear"):
         recipe(method=method)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 """How a user says how many threads OpenBLAS gets; the first counts most."""
 USES_BLAS = ("lora", "demo")
-"""Commands whose own thread multiplies large matrices."""
+"""Commands that multiply large matrices in the main thread."""
 
 ESCAPE = "dare-escape"
 
@@ -48,7 +48,7 @@ HOMES = {
 }
 """Modules that commands stand in, if not in `commands`."""
 WITH_COMMANDS = ("lora", "search")
-"""Commands that have commands of their own."""
+"""Commands that have subcommands."""
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 

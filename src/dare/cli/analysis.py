@@ -402,13 +402,14 @@ def _side(
     recipe = api.load_recipe(path)
     inputs = [str(base), *map(str, models)]
     if known is not None and inputs == [known.base, *(model.file for model in known.models)]:
-        judged = known, *judge_analysis(known, steps=steps)
+        analysis = known
     else:
-        judged = judge([path], options, steps, verbose=verbose)
+        analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
+    judged = analysis, *judge_analysis(analysis, steps=steps, method=recipe.method)
     manifest = find_manifest(path)
     if manifest is None or not path.exists() or not manifest.exists():
         return Side(name, *judged, recipe)
-    return Side(name, *judged, recipe, _outcome(path, judged[0], options, verbose=verbose))
+    return Side(name, *judged, recipe, _outcome(path, analysis, options, verbose=verbose))
 
 
 def _check_free(path: Path | None, *, overwrite: bool) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice, Strength, printable
-from dare.output.short_names import shorten
+from dare.output.short_names import cut_middle, shorten
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from dare.run.rates import Estimate
 
 PIPE_WIDTH = 160
-"""Columns where the output is not a terminal and has no width of its own."""
+"""Columns where the output is not a terminal and has no width."""
 WORTH_WAITING_FOR = 5.0
 """Seconds from which a merge says beforehand how long it takes."""
-ROOM_FOR_NAMES = 100
-"""Columns from which a report names the tensors."""
+ROOM_FOR_A_TENSOR = 20
+"""Columns that a report must have left to name tensors."""
 
 
 class _Console(SafeConsole):
@@ -73,8 +73,9 @@ def plan_summary(
     after = ", ".join(sorted({tensor.dtype.name for tensor in plan.tensors}))
     tensors = ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate])
     stored = f" stored as {after}" if after != before else ""
+    shared, different = _model_settings(plan, detailed=detailed)
     rows = {
-        "method": _method(plan, detailed=detailed),
+        "method": _method(plan, shared, detailed=detailed),
         "base": str(plan.recipe.base),
         "tensors": f"{tensors}; {times(elements, 'element')}, {before}{stored}",
         "writes": _written(plan),
@@ -86,7 +87,7 @@ def plan_summary(
     if estimate is not None and (detailed or estimate.high >= WORTH_WAITING_FOR):
         rows["takes"] = str(estimate)
     console.print(_facts("Plan", rows))
-    console.print(_models_table(plan, console.width, detailed=detailed))
+    console.print(_models_table(plan, console.width, different))
     for note in plan.notes:
         console.print(Text.assemble(("Note", "bold"), f"  {printable(note)}"))
     if detailed and plan.left_out:
@@ -95,15 +96,15 @@ def plan_summary(
         warnings(console, plan.warnings)
 
 
-def _method(plan: Plan, *, detailed: bool) -> str:
-    """The chain, with the settings that are not at their defaults, or with all."""
+def _method(plan: Plan, shared: Mapping[str, Any], *, detailed: bool) -> str:
+    """The chain, with the settings that all models share, and of the others what is not usual."""
     combine, settings = plan.recipe.chain[-1]
     chain = "+".join(stage.name for stage in plan.stages)
     defaults = {name: parameter.default for name, parameter in combine.parameters.items()}
     given = {k: v for k, v in settings.items() if detailed or v != defaults[k]}
     combining = {f"{combine.name} {name}": value for name, value in given.items()}
     scale = {"scale": plan.recipe.scale} if detailed or plan.recipe.scale != 1 else {}
-    return _listed({chain: "", **combining, **scale})
+    return _listed({chain: "", **shared, **combining, **scale})
 
 
 def _listed(settings: Mapping[str, Any]) -> str:
@@ -125,21 +126,39 @@ def _written(plan: Plan) -> str:
     return f"{place}; the folder {target.parent} is made for it"
 
 
-def _models_table(plan: Plan, width: int, *, detailed: bool) -> Table:
+def _models_table(plan: Plan, width: int, different: Sequence[Mapping[str, Any]]) -> Table:
+    """Each model with its file, weight and seed, and the settings that not all share."""
     recipe = plan.recipe
     names = shorten(plan.model_names, max(12, width // 4))
     files = shorten([str(entry.file) for entry in recipe.models], max(12, width // 4))
-    table = make_table("model", "file", "weight >", "seed >", "settings")
-    for index, (name, entry) in enumerate(zip(plan.model_names, recipe.models, strict=True)):
-        settings = {
-            parameter: entry.settings.get(parameter, value)
-            for stage, values in recipe.chain[:-1]
-            for parameter, value in values.items()
-            if detailed or _tells(stage, parameter, entry.settings.get(parameter, value))
-        }
-        weight, seed = _weight(recipe.weights()[index]), str(recipe.seeds()[index])
-        table.add_row(names[name], files[str(entry.file)], weight, seed, _listed(settings))
+    table = make_table(
+        "model", "file", "weight >", "seed >", *(["settings"] if any(different) else [])
+    )
+    figures = zip(recipe.weights(), recipe.seeds(), strict=True)
+    for name, entry, (weight, seed), settings in zip(
+        plan.model_names, recipe.models, figures, different, strict=True
+    ):
+        cells = names[name], files[str(entry.file)], _weight(weight), str(seed)
+        table.add_row(*cells, *([_listed(settings)] if any(different) else []))
     return table
+
+
+def _model_settings(
+    plan: Plan, *, detailed: bool
+) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """The settings of delta stages: those that all models share, and each model's others."""
+    every = [
+        {
+            parameter: value
+            for stage, values in plan.recipe.chain[:-1]
+            for parameter, default in values.items()
+            if (value := entry.settings.get(parameter, default)) is not None
+            and (detailed or _tells(stage, parameter, value))
+        }
+        for entry in plan.recipe.models
+    ]
+    shared = {k: v for k, v in every[0].items() if all(k in s and s[k] == v for s in every)}
+    return shared, [{k: v for k, v in s.items() if k not in shared} for s in every]
 
 
 def _tells(stage: Stage, parameter: str, value: object) -> bool:
@@ -178,14 +197,7 @@ def report(console: Console, report: Report) -> None:
     if report.resumed_chunks:
         pace += f", {times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
     console.print(Text.assemble((title, "bold green"), f"  {pace}"))
-    columns = ["model", "dropped >", "asked >", "largest |δ| >", "above threshold >", "in"]
-    columns_shown = len(columns) if console.width >= ROOM_FOR_NAMES else len(columns) - 1
-    table = make_table(*columns[:columns_shown])
-    names = shorten([model.name for model in report.models], max(12, console.width // 4))
-    for model in report.models:
-        row = _model_row(model)[1:]
-        table.add_row(names[model.name], *map(printable, row[: columns_shown - 1]))
-    console.print(table)
+    console.print(_report_table(report, console.width))
     warnings(console, report.warnings)
     if report.output is not None:
         output = shlex.quote(str(report.output))
@@ -194,6 +206,22 @@ def report(console: Console, report: Report) -> None:
             f"{report.output} is written ({show_size(report.bytes_written)})",
             {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"},
         )
+
+
+def _report_table(report: Report, width: int) -> Table:
+    """What became of each model; where there is room, the tensor of its largest change too."""
+    names = shorten([model.name for model in report.models], max(12, width // 4))
+    rows = [[names[model.name], *map(printable, _model_row(model))] for model in report.models]
+    columns = ["model", "dropped", "asked", "largest |δ|", "above threshold"]
+    cells = zip(columns, *(row[: len(columns)] for row in rows), strict=True)
+    room = width - sum(max(map(cell_len, column)) + 3 for column in cells) - 2
+    table = make_table("model", *(f"{column} >" for column in columns[1:]))
+    if room >= ROOM_FOR_A_TENSOR:
+        table.add_column("in")
+    for row in rows:
+        *figures, tensor = row
+        table.add_row(*figures, *([cut_middle(tensor, room)] if len(table.columns) > 5 else []))
+    return table
 
 
 def slice_report(console: Console, done: SliceReport) -> None:
@@ -244,7 +272,6 @@ def _model_row(model: ModelReport) -> Sequence[str]:
     rates = (model.drop_rate_realised, model.drop_rate_asked)
     share = model.over_threshold / model.elements if model.elements else 0.0
     return (
-        model.name,
         *("–" if rate is None else f"{rate:.3%}" for rate in rates),
         f"{model.largest_delta:.3g}",
         f"{model.over_threshold:,} ({share:.2%})",
@@ -322,7 +349,7 @@ WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
 
 
 def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
-    """Where the result is, and commands to go on with."""
+    """Where the result is, and the commands that come next."""
     console.print(shown(done, "bold"), soft_wrap=True)
     for word, command in steps.items():
         for place, line in enumerate(fold_command(command, console.width - STEP)):

@@ -21,8 +21,7 @@ SUMMARY = """Merge fine-tuned models on your laptop, and know first whether they
 
 USAGE = """Usage: dare BASE MODEL... --output PATH [FLAGS]
        dare RECIPE [FLAGS]
-       dare COMMAND --help
-"""
+       dare COMMAND --help"""
 
 EXAMPLES = r"""[bold]Examples[/bold]
 

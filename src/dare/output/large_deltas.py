@@ -3,7 +3,8 @@
 Dropping replaces a change by a gamble that is right on average, whose noise is in proportion to the
 change. How much that is to a layer depends on the size of the change relative to the base and on
 the drop rate, not on |δ| alone. So a model is warned of if many of its elements exceed the recipe's
-`delta_threshold` and, where matrices were looked at, the predicted error is above its bound.
+`delta_threshold` and, where matrices were looked at, the predicted error is above its bound. Only
+whoever sets another threshold is warned by that alone.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ def warn_of_large(
     rates = {part.tensor.name: part.drop_rate for part in gambled}
     seen = [change for change in changes if change.tensor.name in rates and _is_measured(change)]
     reason = "DARE works best where changes are small"
-    if seen:
-        error, bound = _predicted_error(seen, rates), limit("output_error")
-        if error <= MARGIN * bound:
-            return
+    bound = limit("output_error")
+    is_borne = bool(seen) and _predicted_error(seen, rates) <= MARGIN * bound
+    if is_borne and plan.recipe.has_default_threshold:
+        return
+    if seen and not is_borne:
         dropped = sum(part.drop_rate * part.tensor.elements for part in gambled) / elements
         reason = (
             f"relative to the base these changes are too large to drop {dropped:.0%} of them at "
@@ -70,7 +72,7 @@ def warn_of_large(
         f"{plan.model_names[model]}: |δ| exceeds {plan.recipe.delta_threshold:g} in {over:,} of "
         f"{elements:,} elements ({share:.2%}){peak}; {reason}. Lower drop_rate (`dare advise` "
         f"finds one that fits){leave}",
-        Strength.STRONG if share >= MOST else Strength.WARNING,
+        Strength.STRONG if share >= MOST and not is_borne else Strength.WARNING,
     )
 
 

@@ -279,6 +279,11 @@ class Recipe(Strict, Resolving):
         return bool(self.seed == type(self).model_fields["seed"].default)
 
     @property
+    def has_default_threshold(self) -> bool:
+        """Whether large deltas are counted from where they are if nothing is said."""
+        return bool(self.delta_threshold == type(self).model_fields["delta_threshold"].default)
+
+    @property
     def paths(self) -> tuple[Path, ...]:
         """All files and directories that it names."""
         output = () if self.output is None else (self.output,)

@@ -372,12 +372,11 @@ def make_advice(names: tuple[str, ...] = NAMES) -> Advice:
             Suggestion("scale", 1.0, None, "Nothing asks for another.", "default", Evidence.WEAK),
         ),
         {
+            "base": "models/base.safetensors",
+            "models": [f"models/{name}.safetensors" for name in names],
+            "output": "merged.safetensors",
             "method": "dare+ties",
             "scale": 1.0,
-            "models": {
-                "base_file": "models/base.safetensors",
-                "merge_files": [f"models/{name}.safetensors" for name in names],
-            },
         },
         ("What the models were trained for is not known here; measure the merged one.",),
         predicted_error=0.041,

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sample
+from safetensors.numpy import save_file
 
-from dare.analysis.page import write_page
+import dare
+from dare.analysis.judge.advice import judge
+from dare.analysis.page import Side, write_comparison, write_page
+from dare.cli import main
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WIDTHS = (390, 820, 1280)
+HOSTILE = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "${alert(3)}")
 
 
 @dataclass
@@ -29,6 +36,13 @@ class Tab:
 
     def chart(self, name: str) -> str:
         return self.page.inner_html(f"#chart-{name} svg")
+
+    def unfold(self) -> None:
+        """Open what is folded, and wait for its figures."""
+        self.page.evaluate("document.querySelectorAll('.fold').forEach(e => { e.open = true })")
+        self.page.wait_for_function(
+            "[...document.querySelectorAll('.chart')].every(chart => chart.dataset.drawn)"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +82,18 @@ def test_the_page_asks_for_nothing_but_itself(desktop, page):
     assert fetched == [page.as_uri()]
 
 
+def test_what_is_folded_is_drawn_when_it_is_opened(desktop):
+    folded = "#chart-kept-by-layer"
+    assert not desktop.page.locator(f"{folded} svg").count()
+    desktop.page.locator("#merge .fold > summary").focus()
+    desktop.page.keyboard.press("Enter")
+    desktop.page.wait_for_selector(f"{folded} svg")
+    box = desktop.page.locator(f"{folded} svg").bounding_box()
+    assert box["width"] > 200
+
+
 def test_every_figure_is_drawn(desktop):
+    desktop.unfold()
     drawings = desktop.page.eval_on_selector_all(
         ".chart",
         """charts => charts.map(chart => {
@@ -101,7 +126,7 @@ def test_picking_a_model_brings_it_out_everywhere(desktop):
     assert page.is_visible("#figure-change-2")
     assert not page.is_visible("#figure-change-1")
     assert page.get_attribute("tr.chosen", "data-model") == "code"
-    assert page.locator(".findings li:visible").count() == 1
+    assert page.locator(".findings li:not([hidden])").count() == 1
     for name, drawing in before.items():
         assert desktop.chart(name) != drawing
     page.select_option("#model", "")
@@ -120,6 +145,7 @@ def test_tensors_of_one_kind_can_be_looked_at(desktop):
 
 def test_hovering_shows_the_numbers(desktop):
     page = desktop.page
+    desktop.unfold()
     page.locator("#chart-cancelled .mark-rect path").nth(1).hover()
     page.wait_for_selector("#vg-tooltip-element.visible")
     assert page.inner_text("#vg-tooltip-element").split()[:2] == ["layer", "0"]
@@ -188,7 +214,7 @@ def test_the_keyboard_reaches_everything(desktop):
     page = desktop.page
     page.focus(".skip")  # which is the first
     reached = []
-    for _ in range(90):
+    for _ in range(110):
         page.keyboard.press("Tab")
         reached.append(
             page.evaluate(
@@ -219,21 +245,187 @@ def test_no_width_needs_sideways_scrolling(desktop, width):
     desktop.page.set_viewport_size(DESKTOP)
 
 
-def test_hostile_names_do_nothing(browser, tmp_path):
-    names = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "${alert(3)}")
-    path = tmp_path / "hostile.html"
-    write_page(
-        path, sample.make_analysis(names), sample.make_readiness(names), sample.make_advice(names)
-    )
-    tab = open_tab(browser, path, PHONE)
+def test_hostile_names_do_nothing(browser, hostile_page):
+    tab = open_tab(browser, hostile_page, PHONE)
     tab.page.on("dialog", lambda dialog: tab.said.append(dialog.message))
-    tab.page.select_option("#model", names[0])
+    tab.page.select_option("#model", HOSTILE[0])
     tab.page.locator("#chart-cosines .mark-rect path").first.hover(force=True)
     tab.page.wait_for_selector("#vg-tooltip-element.visible")
     assert tab.page.locator("img").count() == 0
     assert tab.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
     assert tab.said == []
-    assert tab.asked == [path.as_uri()]
+    assert tab.asked == [hostile_page.as_uri()]
+
+
+def page_of(names: tuple[str, ...], folder: Path) -> Path:
+    path = folder / "page.html"
+    write_page(
+        path, sample.make_analysis(names), sample.make_readiness(names), sample.make_advice(names)
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory) -> Path:
+    return page_of(HOSTILE, tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(scope="module")
+def lonely_page(tmp_path_factory) -> Path:
+    return page_of(("alone",), tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def crowded(browser, crowded_page) -> Tab:
+    tab = open_tab(browser, crowded_page)
+    tab.unfold()
+    return tab
+
+
+TOOLTIPS = """() => {
+    const found = {};
+    const walk = (item, name) => {
+        if (item.tooltip !== undefined && item.tooltip !== null) found[name].push(item.tooltip);
+        for (const below of item.items ?? []) walk(below, name);
+    };
+    for (const chart of document.querySelectorAll(".chart")) {
+        const name = chart.id.replace("chart-", "");
+        found[name] = [];
+        walk(darePage.view(name).scenegraph().root, name);
+    }
+    return found;
+}"""
+CHANGE = {"layer", "‖δ‖ / ‖base‖", "largest |δ|", "elements"}
+FIELDS = {
+    "predicted-error": {
+        "model",
+        "drop rate",
+        "error of outputs, at most",
+        "error of the delta",
+    },
+    "cosines": {"model", "and", "cosine", "in opposite directions", "elements both change"},
+    "conflicts": {"model", "and", "cosine", "in opposite directions", "elements both change"},
+    "layer-cosines": {"models", "layer", "cosine", "in opposite directions"},
+    "cancelled": {"layer", "cancelled", "by chance"},
+    "changes": {"model", *CHANGE},
+    "change": {"kind", *CHANGE},
+    "magnitudes": {"model", "|δ| from", "below", "share of elements"},
+    "spectra": {
+        "model",
+        "tensor",
+        "direction",
+        "σ / σ₁",
+        "effective rank",
+        "of",
+        "above the noise",
+    },
+    "kept": {"model", "after", "left"},
+    "kept-by-layer": {"model", "layer", "left"},
+    "survival": {"model", "share of its delta", "cosine with the merged delta"},
+}
+
+
+@pytest.mark.parametrize("which", ["page", "crowded_page", "hostile_page", "lonely_page"])
+def test_tooltips_of_every_figure_have_values(browser, which, request):
+    tab = open_tab(browser, request.getfixturevalue(which))
+    tab.unfold()
+    for name, tooltips in tab.page.evaluate(TOOLTIPS).items():
+        fields = FIELDS["change" if name.startswith("change-") else name]
+        assert tooltips, name
+        for tooltip in tooltips:
+            assert set(tooltip) == fields, name
+            for text in map(str, tooltip.values()):
+                assert text.strip(), name
+                assert not any(word in text for word in ("undefined", "NaN", "null", "None")), name
+    assert tab.said == []
+    tab.page.context.close()
+
+
+def test_hovering_over_a_line_says_which_matrix_it_is(desktop):
+    page = desktop.page
+    page.locator("#chart-spectra").scroll_into_view_if_needed()
+    page.locator("#chart-spectra .mark-symbol path").nth(5).hover(force=True)
+    page.wait_for_selector("#vg-tooltip-element.visible")
+    assert "layers." in page.inner_text("#vg-tooltip-element")
+    page.mouse.move(0, 0)
+
+
+def test_the_copied_recipe_runs(browser, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    base = {"layers.0.mlp.w": random.normal(0, 0.1, (64, 64)).astype(np.float32)}
+    save_file(base, "base.safetensors")
+    for name in ("math", "code"):
+        tuned = {key: value + random.normal(0, 0.001, value.shape) for key, value in base.items()}
+        save_file({key: value.astype(np.float32) for key, value in tuned.items()}, name)
+        Path(name).rename(f"{name}.safetensors")
+    models = [Path("math.safetensors"), Path("code.safetensors")]
+    analysis = dare.analyze(Path("base.safetensors"), models, verbose=False)
+    write_page(tmp_path / "page.html", analysis, *judge(analysis))
+    tab = open_tab(browser, tmp_path / "page.html")
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.page.focus("[data-copies=recipe]")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_function("document.getElementById('status').textContent === 'Copied'")
+    Path("recipe.toml").write_text(tab.page.evaluate("navigator.clipboard.readText()"))
+    assert main(["recipe.toml", "--quiet"]) == 0
+    assert Path("merged.safetensors").exists()
+
+
+@pytest.mark.parametrize("which", ["crowded_page", "hostile_page", "lonely_page"])
+def test_axe_finds_nothing(browser, which, request):
+    axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
+    for theme in ("light", "dark"):
+        tab = open_tab(browser, request.getfixturevalue(which), theme=theme)
+        for width in WIDTHS if which == "crowded_page" else WIDTHS[:1]:
+            tab.page.set_viewport_size({"width": width, "height": 900})
+            # Thousands of points, which are hidden from those who do not see them, take minutes.
+            found = axe.run(tab.page, {"exclude": [[".mark-symbol"]]})["violations"]
+            assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (theme, width)
+            tab.unfold()
+        tab.page.context.close()
+
+
+OVERLAPS = """() => {
+    const found = [];
+    for (const chart of document.querySelectorAll(".chart")) {
+        const labels = [...chart.querySelectorAll(
+            ".role-axis-label text, .role-legend-label text, .role-legend-symbol path"
+        )].filter((e) => e.textContent.trim() && Number(getComputedStyle(e).opacity) > 0);
+        const boxes = labels.map((e) => [e.textContent, e.getBoundingClientRect()]);
+        for (const [i, [a, one]] of boxes.entries()) {
+            for (const [b, other] of boxes.slice(i + 1)) {
+                const wide = Math.min(one.right, other.right) - Math.max(one.left, other.left);
+                const high = Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top);
+                if (wide > 1 && high > 2) found.push([chart.id, a, b]);
+            }
+        }
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_labels_of_twelve_models_overlap(crowded, width):
+    crowded.page.set_viewport_size({"width": width, "height": 900})
+    crowded.page.wait_for_timeout(1200)
+    assert crowded.page.evaluate(OVERLAPS) == []
+    inner, whole = crowded.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+    assert whole == inner == width
+
+
+def test_two_sides_are_drawn_together(browser, subject, tmp_path):
+    path = tmp_path / "both.html"
+    other = replace(subject.outcome, method="sum", survival=subject.outcome.survival[:2])
+    one = Side("one", subject.analysis, subject.readiness, subject.advice, None, subject.outcome)
+    write_comparison(path, one, replace(one, name="other", outcome=other))
+    tab = open_tab(browser, path, PHONE)
+    assert tab.page.locator(".chart svg").count() == 2
+    for tooltips in tab.page.evaluate(TOOLTIPS).values():
+        assert {frozenset(each) for each in tooltips} == {frozenset(("side", "model", "value"))}
+    axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
+    assert axe.run(tab.page)["violations"] == []
+    assert tab.said == []
 
 
 def test_without_scripts_the_numbers_are_still_there(browser, page):

@@ -179,13 +179,16 @@ def test_what_nobody_asked_for_is_folded(outline, text):
     assert "excess kurtosis" not in shown
 
 
-def test_the_recipe_is_whole(subject):
-    document = tomllib.loads(assembly.recipe_text(subject.advice))
-    assert document["models"]["output_file"] == "merged.safetensors"
-    ours = {"method": "sum", "base": "b", "models": ["m"], "output": "out.safetensors"}
-    written = assembly.recipe_text(replace(subject.advice, recipe=ours))
-    assert tomllib.loads(written) == ours
-    assert assembly.recipe_text(replace(subject.advice, recipe={})) == ""
+def test_the_recipe_is_whole(text, subject):
+    (recipe,) = re.findall(r'<code id="recipe">(.*?)</code>', text, re.DOTALL)
+    assert tomllib.loads(unescape(recipe)) == subject.advice.recipe
+    assert subject.advice.recipe["output"] == "merged.safetensors"
+
+
+def test_without_a_recipe_the_page_says_so(subject):
+    text = assemble(subject.analysis, subject.readiness, replace(subject.advice, recipe={}))
+    assert "None of the models should be merged" in text
+    assert 'id="recipe"' not in text
 
 
 def test_layers_to_protect_have_a_rule_to_copy(outline, text, subject):

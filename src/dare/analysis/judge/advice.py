@@ -67,7 +67,7 @@ EXCESS = 1.05
 """How far a sum may overshoot before it is scaled down."""
 WORTH_A_Q = 0.05
 """A q that gives up less of the change than this is not suggested."""
-STANDS_OUT = 1.5
+STANDS_OUT = 1.25
 """How many times the error over all layers that of a layer is if it is to be protected."""
 MOST_PROTECTED = 5
 OUTPUT = "merged.safetensors"
@@ -227,8 +227,10 @@ class Draft:
         return limit("output_error") / (self.share * math.sqrt(self.count))
 
 
-def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, Advice]:
-    """The advice for models, and the verdict on merging them by the method that it names.
+def judge(
+    analysis: Analysis, *, steps: int | None = None, method: str = ""
+) -> tuple[Readiness, Advice]:
+    """The advice for models, and the verdict on merging them by a method: by default the advised.
 
     Configurations count where there are any.
     """
@@ -236,8 +238,8 @@ def judge(analysis: Analysis, *, steps: int | None = None) -> tuple[Readiness, A
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
     advice = advise(analysis, readiness, steps=steps)
-    if advice.recipe:
-        readiness = readiness_for(readiness, advice.recipe["method"])
+    if method := method or advice.recipe.get("method", ""):
+        readiness = readiness_for(readiness, method)
     return readiness, advice
 
 

@@ -80,15 +80,12 @@ def find_groups(
     that count as fine-tunes of the base and differ from it.
     """
     links = [Link(pair, (distances[pair.first], distances[pair.second])) for pair in analysis.pairs]
-    misplaced = list(_misplaced_base(analysis, links, fit))
-    yield from misplaced
-    is_explained = any(rule == "contained" for rule, _ in misplaced)
     for rule, holds in RELATIONS.items():
-        held = [link for link in links if holds(link) and not (rule == "alike" and is_explained)]
-        for names in _connected(analysis.names, held):
+        for names in _connected(analysis.names, filter(holds, links)):
             inside = [link for link in links if {link.pair.first, link.pair.second} <= set(names)]
             if rule != "multiple" or not all(link.is_same for link in inside):
                 yield rule, _group(rule, names, inside)
+    yield from _misplaced_base(analysis, links, fit)
 
 
 def _connected(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
@@ -131,7 +128,9 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
     return {
         "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
         "multiples": listed(f"{name} is {r:.3g} times {first}" for name, r in others.items()),
-        "effect": "they cancel each other" if min(ratios.values()) < 0 else "it counts repeatedly",
+        "effect": "they cancel each other"
+        if min(ratios.values(), default=0) < 0
+        else "it counts repeatedly",
     }
 
 
@@ -163,7 +162,6 @@ def _misplaced_base(
                 "contained",
                 {
                     "concerns": (name,),
-                    "name": name,
                     "who": f"{other} contains" if is_one else "All other models contain",
                     "they": f"{other} was" if is_one else "the others were",
                     "ratios": {f"share.{other}": share for other, share in shares.items()},
@@ -214,7 +212,7 @@ def _projection(link: Link, name: str) -> float:
     """The multiple of a model's delta that is nearest to that of the other."""
     if name == link.pair.first:
         return link.pair.ratio
-    return link.cosine**2 / link.pair.ratio if link.pair.ratio else 0.0
+    return link.cosine * link.cosine / link.pair.ratio if link.pair.ratio else 0.0
 
 
 # ---------------------------------------------------------------- words

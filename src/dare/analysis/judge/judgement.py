@@ -203,13 +203,16 @@ class Advice:
         return advice_card(self)
 
     def __str__(self) -> str:
-        """The settings with their reasons, and the doubts."""
+        """The settings with their reasons, the layers to protect, and the caveats."""
         lines = []
         for advised in self.suggestions:
             whose = f" ({advised.model})" if advised.model else ""
             value = advised.value if isinstance(advised.value, str) else f"{advised.value:.4g}"
             grounds = f"{advised.reason}. {advised.source}; evidence: {advised.evidence}"
             lines += [f"{advised.setting} = {value}{whose}", *_wrapped("  ", grounds)]
+        for part in self.protect:
+            where = f"layer {part.layer}, {part.kind}" if part.layer >= 0 else part.kind
+            lines.append(f"to protect {where}: drop_rate = {part.drop_rate:g} there")
         lines += [line for doubt in self.doubts for line in _wrapped("caveat: ", doubt)]
         return "\n".join(lines)
 

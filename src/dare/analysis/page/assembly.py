@@ -23,8 +23,6 @@ from dare.tensors.sizes import show_size, times
 if TYPE_CHECKING:
     from dare.output.page.figures import Figure
 
-OUTPUT = "merged.safetensors"
-"""The output of the recipe that the page shows."""
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""
 COUNTED = {
@@ -103,7 +101,7 @@ def assemble_page(
         outcome=outcome,
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
-        recipe=recipe_text(advice),
+        recipe=write_toml(advice.recipe) if advice.recipe else "",
         left_out=series.left_out(advice),
         protected=listing(advice.protect, PROTECTED_COLUMNS),
         rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
@@ -128,24 +126,14 @@ def assemble_comparison(
         figures=figures,
         library=library,
         script="compare.js",
+        filters={"share": share},
         title=f"{sides[0].name} or {sides[1].name} – dare",
         sections=sections,
         sides=sides,
         headlines=[words.headline(side.readiness) for side in sides],
+        errors=[side.merged_error() for side in sides],
         groups=groups,
     )
-
-
-def recipe_text(advice: Advice) -> str:
-    """The advised recipe, complete: it runs as it is. Empty if nothing should be merged."""
-    if not advice.recipe:
-        return ""
-    document = dict(advice.recipe)
-    if isinstance(models := document["models"], dict):
-        document["models"] = {"output_file": OUTPUT, **models}
-    else:
-        document.setdefault("output", OUTPUT)
-    return write_toml(document)
 
 
 def _sections(figures: Sequence[Figure], outcome: Outcome | None) -> Iterator[Section]:

@@ -1,4 +1,4 @@
-"""This or that: two analyses, recipes or finished merges side by side."""
+"""Two analyses, recipes or finished merges side by side: which is it to be?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Side:
         return next((model for model in self.analysis.models if model.name == name), None)
 
     def drop_rate(self, name: str) -> float | None:
-        """The rate for a model, that of most of its elements; None: nothing is dropped by chance."""
+        """The rate for a model, that of most of its elements; None: nothing is dropped."""
         if self.recipe is None:
             return suggested_rates(self.analysis, self.advice).get(name)
         if name not in self.analysis.names or not self._drops():

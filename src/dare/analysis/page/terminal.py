@@ -65,6 +65,8 @@ FEW_WORDS = {
     "same_model": "the same as {others}",
     "multiple": "a multiple of {others}",
     "other_base": "another base, with {others}",
+    "contained": "part of the others",
+    "common_step": "a step in common with {others}",
     "alike": "much like {others}",
     "opposed": "opposed to {others}",
     "outweighed": "small relative to others",

@@ -41,6 +41,11 @@ function counted(found) {
   return parts.length ? listed(parts) : "nothing was found that speaks against it";
 }
 
+/** What stops a merge stops it by any method. */
+function headline({ verdict: word, method }) {
+  return HEADLINES[word] + (method && word !== "not ready" ? ` by ${method}` : "");
+}
+
 function verdict({ base, models, readiness }) {
   const many = models.length > MOST_NAMED;
   const names = many ? times(models.length, "model") : listed(models.map(({ name }) => name));
@@ -49,7 +54,7 @@ function verdict({ base, models, readiness }) {
   const list = make("ul", { className: "each" }, ...each);
   list.setAttribute("aria-label", "Verdict on each model");
   return make("div", { className: `verdict ${TONES[readiness.verdict]}` },
-    make("h3", { tabIndex: -1 }, HEADLINES[readiness.verdict]),
+    make("h3", { tabIndex: -1 }, headline(readiness)),
     paragraph("lead", make("b", {}, names), " onto ", make("b", {}, shortName(base)),
       `: ${counted(readiness.findings)}.`),
     list);
@@ -60,10 +65,11 @@ function tiles({ base_dtypes: types, models, pairs, together, advice }) {
   const largest = models.reduce((most, model) => (change(model) > change(most) ? model : most));
   const shown = [
     ["Parameters", amount(largest.total.elements), `${[...types.keys()].join(", ")} base`],
-    ["Largest change", share(change(largest)), `${largest.name}, beside the base`],
+    ["Largest change", share(change(largest)), `${largest.name}, relative to the base`],
   ];
   const lost = share(together.cancelled);
-  if (pairs.length) shown.push(["Cancelled", lost, "if all were added up as they are"]);
+  const chance = `by chance about ${share(figures.chanceCancelled(models))}`;
+  if (pairs.length) shown.push(["Cancel if added up", lost, chance]);
   const method = advice.suggestions.find(({ setting }) => setting === "method");
   if (method) shown.push(["Advised method", String(method.value), `evidence: ${method.evidence}`]);
   const tile = ([label, value, remark]) =>
@@ -79,7 +85,8 @@ function finding({ rule, severity, models, seen, matters, remedy, figures: numbe
     make("div", { className: "head" }, badge, make("h4", {}, ...whose, seen)),
     paragraph("matters", matters),
     paragraph("", make("b", {}, "What to do:"), " ", remedy),
-    paragraph("figures", [rule, measured].filter(Boolean).join(" · ")));
+    make("details", {}, make("summary", {}, "Rule and numbers"),
+      paragraph("figures", [rule, measured].filter(Boolean).join(" · "))));
 }
 
 const findings = ({ readiness }) => readiness.findings.length
@@ -115,7 +122,8 @@ function pairs(analysis) {
   return card("How they stand to each other", wideTable("Pairs", columns, rows), paragraph("hint",
     "A cosine near 0: they do not touch each other. Above, they share what they learned. Below, ",
     "they work against each other. Chance alone makes half of the changes that both make ",
-    `opposite. Added up as they are, ${lost} of all changes cancel out.`));
+    `opposite. Added up as they are, ${lost} of all changes cancel out; by chance about `,
+    `${share(figures.chanceCancelled(analysis.models))}.`));
 }
 
 function suggestion({ setting, value, model, reason, source, evidence }) {
@@ -129,9 +137,9 @@ function suggestion({ setting, value, model, reason, source, evidence }) {
 }
 
 const advice = ({ advice: { suggestions, doubts } }) => [
-  make("h3", {}, "Advice"),
+  make("h3", {}, "Why these settings"),
   make("ul", { className: "advice" }, ...suggestions.map(suggestion)),
-  ...(doubts.length ? [card("What this cannot know", listOf("plain", doubts))] : []),
+  ...(doubts.length ? [card("Caveats", listOf("plain", doubts))] : []),
 ];
 
 /** The advice as a recipe to copy, or to take over with `onTake`. */
@@ -147,7 +155,7 @@ function recipe({ advice: { recipe: advised } }, onTake) {
     take.addEventListener("click", () => onTake(advised));
     tools.prepend(take);
   }
-  return card("The advice as a recipe", make("pre", { tabIndex: 0 }, code), tools);
+  return card("The recipe", make("pre", { tabIndex: 0 }, code), tools);
 }
 
 function remarks({ notes, left_out: leftOut, bytes_read: read, seconds }) {
@@ -176,7 +184,7 @@ function drawings() {
     "The error that DARE is expected to bring to the outputs of a layer. The dashed line is what " +
       "a merge is taken to bear. The marks are the rates that are advised.", 380);
   const change = chartCard("analysis-change", "Where a model changed",
-    "The size of its change beside that of the weights, by layer and kind. “out” stands for " +
+    "The size of its change relative to that of the weights, by layer and kind. “out” stands for " +
       "tensors of no layer.", 320, labelled);
   const numbers = make("details", {}, make("summary", {}, "Numbers"));
   error.append(numbers);
@@ -243,11 +251,12 @@ export function openAnalysisView(place, { onTake } = {}) {
     show(analysis) {
       place.hidden = false;
       top.replaceChildren(
-        verdict(analysis), tiles(analysis), findings(analysis), models(analysis),
+        verdict(analysis), recipe(analysis, onTake), tiles(analysis), findings(analysis),
+        models(analysis),
         ...(analysis.pairs.length ? [pairs(analysis)] : []),
       );
       drawing.show(analysis);
-      bottom.replaceChildren(...advice(analysis), recipe(analysis, onTake), remarks(analysis));
+      bottom.replaceChildren(...advice(analysis), remarks(analysis));
     },
     /** Bring the verdict into sight and the keyboard to it. */
     focus: () => top.querySelector("h3").focus(),

@@ -128,6 +128,13 @@ export function relativeNorm(statistics) {
   return statistics.norm ? Infinity : 0;
 }
 
+/** What independent changes of the models' sizes would lose when they are added up. */
+export function chanceCancelled(models) {
+  const sizes = models.map(({ total }) => total.mean_magnitude);
+  const sum = sizes.reduce((one, other) => one + other, 0);
+  return sum ? 1 - Math.hypot(...sizes) / sum : 0;
+}
+
 /** The drop rate that is advised for each model; that of all where it has none of its own. */
 export function advisedRates(analysis) {
   const rates = new Map(

@@ -28,6 +28,10 @@ const oneOf = (...words) => (value, where) =>
 
 const orNull = (read) => (value, where) => (value === null ? null : read(value, where));
 
+/** What older files do not have. */
+const orMissing = (read, usual) => (value, where) =>
+  (value === undefined ? usual : read(value, where));
+
 const realOrText = (value, where) => (typeof value === "string" ? value : real(value, where));
 
 const list = (read) => (value, where) =>
@@ -91,6 +95,7 @@ const analysis = table({
   predictions: list(table({ model: text, drop_rate: real, output_error: real })),
   readiness: table({
     verdict,
+    method: orMissing(text, ""),
     by_model: byName(verdict),
     findings: list(table({
       rule: text,
