@@ -145,17 +145,21 @@ def cost(stage: Stage) -> str:
     measured = COSTS.get(stage.name)
     if measured is None:
         return ""
-    times = measured["time"]
-    share = f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
-    reads = "once" if measured["passes"] == 1 else f"{measured['passes']} times"
+    reads = "once" if measured["passes"] == 1 else "twice"
     usual, millions = COSTS["linear"]["parameters"], measured["parameters"] / 1e6
     size = (
         "" if measured["parameters"] == usual else f" (models of {millions:.0f} million parameters)"
     )
     return (
-        f"**Cost:** {share} × the time of `linear`{size}; reads the weights {reads}; "
+        f"**Cost:** {_times(measured)} × the time of `linear`{size}; reads the weights {reads}; "
         f"{_memory(stage)}."
     )
+
+
+def _times(measured: Mapping[str, float]) -> str:
+    """How many times the time of `linear`, with no more digits than are sure."""
+    times = measured["time"]
+    return f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
 
 
 def _memory(stage: Stage) -> str:
@@ -172,7 +176,7 @@ def stage_table() -> str:
     rows = []
     for stage in sorted(STAGES.values(), key=lambda stage: stage.kind):
         measured = COSTS.get(stage.name, {})
-        times = f"{measured['time']:.1f}" if measured else ""
+        times = _times(measured) if measured else ""
         rows.append((f"[`{stage.name}`](methods.md#{stage.name})", stage.summary, times))
     return _table(("stage", "what it does", "time ÷ `linear`"), rows)
 
