@@ -299,7 +299,7 @@ def test_prefetching_asks_for_the_stored_elements(monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "scale", "message"),
     [
-        ((4, 6), (6,), r"w_scale is 6 and w is 4×6; a scale is one number, one for each row"),
+        ((4, 6), (6,), r"w_scale is 6 and w is 4×6; expected one scale, one for each"),
         ((4, 6), (1, 6), r"w_scale is 1×6 and w is 4×6"),
         ((4, 6), (4, 2), r"w_scale is 4×2 and w is 4×6"),
         ((256, 256), (2, 3), r"w_scale is 2×3 and w is 256×256"),
@@ -314,7 +314,7 @@ def test_a_scale_that_fits_nothing_is_refused(weight, scale, message):
 
 
 def test_a_scale_that_is_no_number_is_refused():
-    with pytest.raises(InputError, match=r"w_scale is U8; a scale is one of F32, F16, BF16, F8_E8"):
+    with pytest.raises(InputError, match=r"w_scale is U8; a scale must be one of F32, F16, BF16, F8_E8"):
         dequantized(source_of({"w": codes((4, 6)), "w_scale": np.ones((4, 1), np.uint8)}))
 
 

@@ -242,6 +242,7 @@ def recipe_of(setting: Mapping[str, Any], find: Callable[[Any], Path]) -> Recipe
         | {
             "base": find(setting.get("base", "base")),
             "models": [_entry(model, find) for model in _part(setting, "models", list)],
+            "allow_not_finite": True,  # the page shows what one NaN does
             "verbose": False,
         }
     )
