@@ -1,4 +1,4 @@
-"""What each stage costs beside `linear`: processor time, passes over the weights and memory.
+"""What each stage costs relative to `linear`: processor time, and passes over the weights.
 
     python bench/costs.py FOLDER                             # writes docs/method-costs.json
     python bench/costs.py FOLDER --parameters 5e6 --only knots wudi     # hours with larger ones
@@ -10,8 +10,8 @@ rounds is kept. Start-up and compilation are not in it. A delta stage is followe
 stage that takes two models is held against `linear` of two. Stages that are in the file already
 and are not asked for stay there.
 
-Passes and memory are what a plan says: how often all weights are read, and what is in memory at the
-most. Stages that work on whole matrices take longer, for each element, the wider these are.
+Passes are what a plan says: how often all weights are read. Stages that work on whole matrices take
+longer, for each element, the wider these are.
 """
 
 from __future__ import annotations
@@ -77,13 +77,12 @@ def chain_of(stage: Stage) -> tuple[str, int]:
 
 
 def cost_of(stage: Stage, work: Path, medians: dict[str, float], parameters: int) -> dict[str, Any]:
-    """Time relative to `linear`, passes and memory of a stage."""
+    """Time relative to `linear`, and passes, of a stage."""
     method, models = chain_of(stage)
     planned = dare.plan(recipe_of(work, method, models))
     return {
         "time": round(medians[f"{method} of {models}"] / medians[f"linear of {models}"], 2),
         "passes": planned.cost.passes,
-        "memory_bytes": planned.cost.peak_memory,
         "parameters": parameters,
     }
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 WIDEST_INTEGER = 1 << 63
+SIDE = 4096
+"""Of a matrix that memory is reckoned for."""
 SURE_TIMES = 10
 """Up to here a ratio of times has a digit after the point."""
 COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
@@ -143,18 +145,30 @@ def cost(stage: Stage) -> str:
     measured = COSTS.get(stage.name)
     if measured is None:
         return ""
-    times = measured["time"]
-    share = f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
-    reads = "once" if measured["passes"] == 1 else f"{measured['passes']} times"
-    memory = measured["memory_bytes"] / 1e6
+    reads = "once" if measured["passes"] == 1 else "twice"
     usual, millions = COSTS["linear"]["parameters"], measured["parameters"] / 1e6
     size = (
         "" if measured["parameters"] == usual else f" (models of {millions:.0f} million parameters)"
     )
     return (
-        f"**Cost:** {share} × the time of `linear`{size}; reads the weights {reads}; "
-        f"{memory:,.0f} MB of memory."
+        f"**Cost:** {_times(measured)} × the time of `linear`{size}; reads the weights {reads}; "
+        f"{_memory(stage)}."
     )
+
+
+def _times(measured: Mapping[str, float]) -> str:
+    """How many times the time of `linear`, with no more digits than are sure."""
+    times = measured["time"]
+    return f"{times:.1f}" if times < SURE_TIMES else f"{times:.0f}"
+
+
+def _memory(stage: Stage) -> str:
+    """What a stage has in memory beyond the buffers, for three models."""
+    usual = {name: parameter.default for name, parameter in stage.parameters.items()}
+    held = stage.held_bytes(usual, (SIDE, SIDE), stage.models or 3) / (4 * SIDE**2)
+    if not held:
+        return "memory is bounded, whatever the size of a tensor"
+    return f"holds whole matrices in memory, at most {held:.0f} times the largest one in float32"
 
 
 def stage_table() -> str:
@@ -162,7 +176,7 @@ def stage_table() -> str:
     rows = []
     for stage in sorted(STAGES.values(), key=lambda stage: stage.kind):
         measured = COSTS.get(stage.name, {})
-        times = f"{measured['time']:.1f}" if measured else ""
+        times = _times(measured) if measured else ""
         rows.append((f"[`{stage.name}`](methods.md#{stage.name})", stage.summary, times))
     return _table(("stage", "what it does", "time ÷ `linear`"), rows)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.measure.glance import Glance, glance
+from dare.analysis.measure.large_deltas import with_size_warnings
 from dare.errors import (
     Concern,
     InputError,
@@ -228,9 +229,9 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
             seconds=time.perf_counter() - started,
             bytes_read=meter.bytes_read,
             resumed_chunks=len(output.resumed),
-            seen=seen,
-            noticed=noticed,
+            noticed=[*seen.notices, *noticed],
         )
+        report = with_size_warnings(planned, report, seen)
         return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
 
 
@@ -359,9 +360,9 @@ def _finish(
             seconds=output.seconds,
             bytes_read=output.bytes_read,
             resumed_chunks=output.resumed_chunks,
-            seen=seen,
-            noticed=noticed,
+            noticed=[*seen.notices, *noticed],
         )
+        report = with_size_warnings(planned, report, seen)
         return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
 
 
@@ -439,15 +440,16 @@ def _finished_before(planned: Plan) -> Report | None:
     target = planned.recipe.output
     text = f"{target}: was complete already, only leftovers lay about"
     records = [record for _, record in found.records.values()]
-    return make_report(
+    seen = glance(planned)
+    report = make_report(
         planned,
         records,
         seconds=0.0,
         bytes_read=0,
         resumed_chunks=len(records),
-        seen=glance(planned),
-        noticed=[Notice(Concern.LEFTOVERS, text, Strength.NOTE)],
+        noticed=[*seen.notices, Notice(Concern.LEFTOVERS, text, Strength.NOTE)],
     )
+    return with_size_warnings(planned, report, seen)
 
 
 def _rehearse(planned: Plan, layout: Layout) -> None:
@@ -558,8 +560,9 @@ def merge_arrays(
         seconds=time.perf_counter() - started,
         bytes_read=planned.cost.bytes_read,
         resumed_chunks=0,
-        seen=seen,
+        noticed=seen.notices,
     )
+    report = with_size_warnings(planned, report, seen)
     shown = {*planned.warnings, *seen.notices}
     _warn(recipe, [notice for notice in report.warnings if notice not in shown])
     merged = {

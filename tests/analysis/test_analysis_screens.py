@@ -147,7 +147,7 @@ def test_the_first_screen_decides(three):
         (row,) = rows(text, model.name)
         assert share(model.total.relative_norm) in row
     assert "LoRA, rank 4 (adapter)" in rows(text, "code")[0]
-    assert rows(text, "math")[0].rstrip().endswith("✓ ready: small relative to others")
+    assert rows(text, "math")[0].rstrip().endswith("✓ ready: smaller than others")
     assert rows(text, "chat")[0].rstrip().endswith("! large change")
     (large,) = [f for f in readiness.findings if f.severity is Severity.CHANGE]
     flat = " ".join(text.split())
@@ -259,7 +259,7 @@ def test_the_largest_change_has_the_longest_bar(three):
 def test_marks_and_bars_are_plain_where_others_cannot_be_written(three):
     text = printed(three, 120, full=True, encoding="latin-1")
     assert "####" in text
-    assert "+ ready: small relative to others" in text
+    assert "+ ready: smaller than others" in text
     assert "✓" not in text
 
 

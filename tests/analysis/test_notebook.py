@@ -111,6 +111,25 @@ def test_not_finite_elements_and_many_models_are_shown():
     assert repr(analysis) == "<Analysis of 30 models (m0, m1, m2, m3, m4, …) relative to base>"
 
 
+def test_warnings_are_shown_with_their_strength():
+    base = {"w": np.ones(100, np.float32)}
+    models = [{"w": np.full(100, 1.5, np.float32)}]
+    _, report = dare.merge_arrays(base, models, drop_rate=0.999, verbose=False)
+    words = " ".join(Tags(report._repr_html_()).words.split())
+    assert report.warnings
+    for warning in report.warnings:
+        assert f"{warning.strength} {warning.text}" in words
+
+
+def test_advice_against_merging_says_why():
+    base = {"w": np.ones((64, 64), np.float32)}
+    analysis = dare.analyze_arrays(base, {"broken": {"w": np.full((64, 64), np.nan, np.float32)}})
+    _, advice = dare.judge(analysis)
+    words = " ".join(Tags(advice._repr_html_()).words.split())
+    assert repr(advice) == "<Advice: not to merge these models>"
+    assert words.startswith("Do not merge these models broken ")
+
+
 def test_what_a_result_is_made_of_is_short_too(results):
     analysis, report = results["Analysis"], results["Report"]
     for part in (*analysis.models, *analysis.pairs, report.digests):

@@ -634,7 +634,7 @@ OUTPUTS = {
         "-o german.safetensors",
         (
             "german.safetensors: exists already; choose another output, or add --overwrite to "
-            f"replace it:\n  dare {MERGE_TWO} -o german.safetensors --overwrite"
+            f"replace it:\n  dare {shlex.join(TWO)} -o german.safetensors --overwrite"
         ),
     ),
     "a folder as output that is not dare's": (

@@ -38,7 +38,8 @@ def test_a_notebook_shows_what_is_stored_in_it(
         monkeypatch.setenv(name, value)
     cells = json.loads(path.read_text("utf-8"))["cells"]
     done = load(ROOT / "examples" / "run_notebook.py").run_cells(cells, tmp_path, draws=False)
-    assert shown(done) == shown(cells)
+    hint = f"python examples/run_notebook.py examples/{path.name} stores what it shows now"
+    assert shown(done) == shown(cells), hint
     assert sum(map(bool, shown(cells))) >= 6
 
 

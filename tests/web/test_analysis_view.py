@@ -15,7 +15,7 @@ from dare.analysis.judge.advice import judge
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import relative_error
 from dare.analysis.measure.analyzing import analyze
-from dare.analysis.page.words import HEADLINES, cosine, origin
+from dare.analysis.page.words import cosine, headline, origin
 from dare.analysis.results import Analysis
 from dare.demo.merges import BASE, TUNED
 from dare.output.page.words import amount, number, share
@@ -75,7 +75,7 @@ def rows_of(page, table: str) -> list[list[str]]:
 def test_a_dropped_analysis_is_shown(page, analysis, document):
     drop(page, json.dumps(document))
     readiness, advice = judge(analysis)
-    assert page.inner_text("#own-analysis .verdict h3") == HEADLINES[readiness.verdict]
+    assert page.inner_text("#own-analysis .verdict h3") == headline(readiness)
     findings = page.locator("#own-analysis .findings li").all_inner_texts()
     assert len(findings) == len(readiness.findings) > 0
     for shown, finding in zip(findings, readiness.findings, strict=True):
@@ -109,7 +109,7 @@ def test_a_dropped_analysis_is_shown(page, analysis, document):
     assert next(row for row in rates if row[0] == "0.9")[1:] == costs
     assert tomllib.loads(page.text_content("#analysis-recipe") or "") == advice.recipe
     wait_for_figures(page)
-    assert page.evaluate("document.activeElement.textContent") == HEADLINES[readiness.verdict]
+    assert page.evaluate("document.activeElement.textContent") == headline(readiness)
 
 
 def test_the_bound_is_the_packages(page, document):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import Advice, Readiness, Suggestion
+from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.page.words import cosine, headline, origin
 from dare.analysis.page.writing import draw, page_text
 from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis
@@ -59,7 +59,7 @@ def analysis_card(analysis: Analysis) -> str:
                 for pair in pairs
             ),
         ),
-        remarks("note", analysis.notes),
+        remarks(("note", note) for note in analysis.notes),
     )
 
 
@@ -84,7 +84,8 @@ def readiness_card(readiness: Readiness) -> str:
 def advice_card(advice: Advice) -> str:
     """The settings with their reasons, what error they bring, and the recipe."""
     if not advice.recipe:
-        return card("Do not merge these models", remarks("why", map(_reason, advice.suggestions)))
+        reasons = ((advised.model or "all", f"{advised.reason}.") for advised in advice.suggestions)
+        return card("Do not merge these models", remarks(reasons))
     recipe = in_our_form(advice.recipe)
     rows = (
         (s.setting, setting(s.value), s.model or "all", s.evidence.value)
@@ -135,7 +136,3 @@ def chart(analysis: Analysis, name: str | None) -> Any:
 
 def _closeness(pair: PairAnalysis) -> float:
     return abs(pair.total.cosine)
-
-
-def _reason(advised: Suggestion) -> str:
-    return f"{advised.model}: {advised.reason}" if advised.model else advised.reason

@@ -367,7 +367,7 @@ def fold_command(command: str, width: int) -> list[str]:
     r"""A command in lines that a shell takes as one when they are copied together.
 
     >>> fold_command("dare analyze base.safetensors 'my model' code --full", 32)
-    ['dare analyze base.safetensors \\\\', "  'my model' code --full"]
+    ['dare analyze base.safetensors \\', "  'my model' code --full"]
     """
     lines = [""]
     for word in WORD.findall(printable(command)):

@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dare.analysis.measure.glance import NOTHING_SEEN, Glance, same_model
 from dare.errors import Concern, Notice, Strength, printable
 from dare.output.journal import Record
-from dare.output.large_deltas import Part, warn_of_large
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.recipe.layers import Gradient
@@ -106,7 +104,8 @@ class Report:
         """The report in a line."""
         target = f" to {self.output}" if self.output is not None else ""
         models = named([model.name for model in self.models])
-        warned = f", {times(len(self.warnings), 'warning')}" if self.warnings else ""
+        warnings = [notice for notice in self.warnings if notice.strength is not Strength.NOTE]
+        warned = f", {times(len(warnings), 'warning')}" if warnings else ""
         return printable(f"<Report: {self.method} of {models}{target}{warned}>")
 
     def _repr_html_(self) -> str:
@@ -129,7 +128,7 @@ class Report:
             f"Merged by {self.method}",
             table(("model", "weight >", "dropped >", "largest |δ| >", "in"), rows),
             facts(known),
-            remarks("warning", map(str, self.warnings)),
+            remarks((warning.strength, warning.text) for warning in self.warnings),
         )
 
     def __str__(self) -> str:
@@ -158,13 +157,9 @@ def make_report(
     seconds: float,
     bytes_read: int,
     resumed_chunks: int,
-    seen: Glance = NOTHING_SEEN,
     noticed: Sequence[Notice] = (),
 ) -> Report:
-    """Add the figures of all chunks up.
-
-    `seen` is what a glance showed before, and `noticed` what was warned of since.
-    """
+    """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
     by_tensor = _by_tensor(records)
     tensors = tuple(
         _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
@@ -174,9 +169,7 @@ def make_report(
     digests = _digests(plan, by_tensor)
     warnings = [
         *plan.warnings,
-        *seen.notices,
         *noticed,
-        *_size_warnings(plan, models, tensors, seen),
         *_twin_warnings(plan, models, digests),
         *_number_warnings(overflowed, nans),
     ]
@@ -277,33 +270,6 @@ def _drop_rates(
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
-def _size_warnings(
-    plan: Plan, models: Sequence[ModelReport], tensors: Sequence[TensorReport], seen: Glance
-) -> Iterator[Notice]:
-    for index, model in enumerate(models):
-        parts = [
-            Part(tensor, report.over_threshold[place], _gambled(plan, tensor, place, report))
-            for tensor, report in zip(plan.merged(), tensors, strict=True)
-            for place, other in enumerate(tensor.models)
-            if other == index
-        ]
-        peak = f", and reaches {model.largest_delta:.3g} in {model.largest_delta_in}"
-        changes = seen.changes[index] if seen.changes else ()
-        yield from warn_of_large(plan, index, parts, peak, changes)
-
-
-def _gambled(plan: Plan, tensor: TensorPlan, place: int, report: TensorReport) -> float:
-    """The share of a model's tensor that was dropped at random."""
-    model = tensor.models[place]
-    drop = tensor.drop_of(model)
-    kept = 1.0 if drop is None else 1.0 - drop.rate
-    survivors = (tensor.elements, *report.survivors[place])
-    for position, draw in enumerate(tensor.draws_of(plan.stages, model)):
-        if draw is not None and survivors[position]:
-            kept *= survivors[position + 1] / survivors[position]
-    return 1.0 - kept
-
-
 def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) -> Iterator[Notice]:
     """Models that are the base, and models that are another one."""
     changed = []
@@ -322,6 +288,17 @@ def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) 
     for one, other in itertools.combinations(changed, 2):
         if digests.models[one] == digests.models[other]:
             yield same_model(plan, one, other)
+
+
+def same_model(plan: Plan, one: int, other: int) -> Notice:
+    """What is said of two models that are one, by a glance or by their digests."""
+    names = plan.model_names
+    return Notice(
+        Concern.SAME_MODEL,
+        f"{names[other]}: has the same weights as {names[one]}, so it counts twice; leave one of "
+        "them out, or give one of them weight = 2 if that is meant",
+        Strength.STRONG,
+    )
 
 
 def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:

@@ -102,8 +102,8 @@ class Plan(PlanData):
                 ((name, value(weight), f"{seed}") for name, weight, seed in rows),
             ),
             facts(known),
-            remarks("note", self.notes),
-            remarks("warning", map(str, self.warnings)),
+            remarks(("note", note) for note in self.notes),
+            remarks((warning.strength, warning.text) for warning in self.warnings),
         )
 
     @property

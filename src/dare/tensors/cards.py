@@ -48,9 +48,9 @@ def facts(values: Mapping[str, str]) -> str:
     return f'<div style="margin: 0.3em 0;">{shown}</div>' if shown else ""
 
 
-def remarks(label: str, texts: Iterable[str]) -> str:
-    """A list of sentences, each with a label before it."""
-    lines = "".join(f"<li><b>{_text(label)}</b> {_text(text)}</li>" for text in texts)
+def remarks(texts: Iterable[tuple[str, str]]) -> str:
+    """A list of sentences, each after its label."""
+    lines = "".join(f"<li><b>{_text(label)}</b> {_text(text)}</li>" for label, text in texts)
     return f'<ul style="margin: 0.4em 0; padding-left: 1.4em;">{lines}</ul>' if lines else ""
 
 

@@ -158,16 +158,22 @@ class Rule:
         figures = dict(known.get("ratios", {}))
         for name in self.figures.split():
             figures[name] = attrgetter(name)(SimpleNamespace(**known))
-        texts = (text.format_map(known) for text in (self.seen, self.matters, self.remedy))
         return Finding(
-            self.name, self.severity, known["concerns"], *texts, figures, only_for=self.only_for
+            self.name,
+            self.severity,
+            known["concerns"],
+            self.seen.format_map(known),
+            self.matters.format_map(known),
+            self.remedy.format_map(known),
+            figures,
+            self.only_for,
         )
 
     def _say_of_all(self, found: Sequence[Finding], limits: SimpleNamespace) -> Finding:
         """One finding for several, with the least and the largest of each figure."""
         measured = [name for name in self.figures.split() if not name.startswith("limit.")]
         spans = {name: Span([finding.figures[name] for finding in found]) for name in measured}
-        texts = {part: t.format(**spans, limit=limits) for part, t in self.several.items()}
+        texts: Values = {part: t.format(**spans, limit=limits) for part, t in self.several.items()}
         figures = {k: v for k, v in found[0].figures.items() if k not in measured}
         for finding in found:
             for model in finding.models:

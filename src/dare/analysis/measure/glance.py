@@ -23,6 +23,7 @@ from dare.errors import Concern, Notice, Strength
 from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread, squared_values
+from dare.output.report import same_model
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.names import is_embedding
@@ -57,9 +58,6 @@ class Glance:
     """Of each model, for each matrix that was looked at."""
     suspects: tuple[TensorPlan, ...] = ()
     """Tensors in which a delta is not finite."""
-
-
-NOTHING_SEEN = Glance()
 
 
 def glance(plan: Plan) -> Glance:
@@ -128,17 +126,6 @@ def _twins(plan: Plan, samples: Sequence[Sequence[Sample]]) -> Iterator[Notice]:
         is_changed = any(delta.any() for _, _, delta in first)
         if is_changed and len(first) == len(second) and all(map(_is_same, first, second)):
             yield same_model(plan, one, other)
-
-
-def same_model(plan: Plan, one: int, other: int) -> Notice:
-    """What is said of two models that are one, by a glance or by their digests."""
-    names = plan.model_names
-    return Notice(
-        Concern.SAME_MODEL,
-        f"{names[other]}: has the same weights as {names[one]}, so it counts twice; leave one of "
-        "them out, or give one of them weight = 2 if that is meant",
-        Strength.STRONG,
-    )
 
 
 def _is_same(sample: Sample, other: Sample) -> bool:

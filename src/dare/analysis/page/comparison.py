@@ -178,7 +178,7 @@ def _pairs(first: Side, second: Side) -> list[Compared]:
     common = [two for two in cosines[0] if two in cosines[1]]
     common.sort(key=lambda two: -abs(cosines[0][two] - cosines[1][two]))
     return [
-        _compared(f"{' and '.join(two)}: cosine", *(each[two] for each in cosines), words.cosine)
+        _compared(f"{' and '.join(two)}: cosine", cosines[0][two], cosines[1][two], words.cosine)
         for two in common[:MOST_PAIRS]
     ]
 
@@ -206,19 +206,22 @@ def _compared(
     shown_difference: Callable[[float], str] = lambda value: f"{value:+.2g}",
 ) -> Compared:
     """Two numbers; they differ if that can be seen."""
-    texts = [NOTHING if value is None else shown(value) for value in (first, second)]
-    if texts[0] == texts[1]:
-        return Compared(quantity, *texts, "")
+    one, other = (NOTHING if value is None else shown(value) for value in (first, second))
+    if one == other:
+        return Compared(quantity, one, other, "")
     if first is None or second is None or not math.isfinite(second - first):
-        return Compared(quantity, *texts, "differs")
-    return Compared(quantity, *texts, shown_difference(second - first))
+        return Compared(quantity, one, other, "differs")
+    return Compared(quantity, one, other, shown_difference(second - first))
 
 
 def drawn_values(sides: Sequence[Side]) -> dict[str, list[tuple[str, str, float]]]:
     """By figure: side, model and value of what both have."""
-    errors = [(s.name, name, s.error(name)) for s in sides for name in s.analysis.names]
-    survived = [(s.name, name, value) for s in sides for name, value in survival(s).items()]
-    found = {"compared-survival": survived, "compared-error": errors}
+    found: dict[str, list[tuple[str, str, float | None]]] = {
+        "compared-survival": [(s.name, *item) for s in sides for item in survival(s).items()],
+        "compared-error": [
+            (s.name, name, s.error(name)) for s in sides for name in s.analysis.names
+        ],
+    }
     return {
         figure: [(side, name, value) for side, name, value in rows if value is not None]
         for figure, rows in found.items()

@@ -576,8 +576,11 @@ def compared(name: str, values: Sequence[tuple[str, str, float]]) -> Figure:
     bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
     bars = bars.encode(color=by_name(alt.Color, sides, field="side"))
     texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
-    columns: Columns = {"model": lambda row: row["model"]}
-    columns |= {"in": lambda row: row["side"], "value": lambda row: row["label"]}
+    columns: Columns = {
+        "model": lambda row: row["model"],
+        "in": lambda row: row["side"],
+        "value": lambda row: row["label"],
+    }
     return _figure(
         name,
         charts.finish(alt.layer(bars, texts), rows, height=max(100, 26 * len(rows))),

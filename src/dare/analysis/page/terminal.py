@@ -69,7 +69,7 @@ FEW_WORDS = {
     "common_step": "a step in common with {others}",
     "alike": "much like {others}",
     "opposed": "opposed to {others}",
-    "outweighed": "small relative to others",
+    "outweighed": "smaller than others",
     "cancelling": "models cancel each other",
     "vocabulary": "another vocabulary",
     "mismatched": "tensors do not fit",

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from dare.analysis.judge.limits import limit
-from dare.analysis.measure.glance import Change
+from dare.analysis.measure.glance import Change, Glance
 from dare.errors import Concern, Notice, Strength
+from dare.output.report import Report
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 
@@ -39,14 +41,23 @@ class Part(NamedTuple):
     """The share that random stages have dropped of it."""
 
 
-def warn_of_large(
-    plan: Plan, model: int, parts: Sequence[Part], peak: str, changes: Sequence[Change]
-) -> Iterator[Notice]:
-    """A notice, if a model's deltas are too large for what is dropped of them at random.
+def with_size_warnings(plan: Plan, report: Report, seen: Glance) -> Report:
+    """The report with a notice for each model whose deltas are too large for random dropping.
 
-    `peak` says which is the largest, and `changes` are what was seen of the model's matrices.
+    `seen` is what a glance showed of the models' matrices.
     """
-    gambled = [part for part in parts if part.drop_rate > 0]
+    notices = [
+        notice
+        for model, changes in enumerate(seen.changes)
+        for notice in _size_warnings(plan, report, model, changes)
+    ]
+    return replace(report, warnings=(*report.warnings, *notices))
+
+
+def _size_warnings(
+    plan: Plan, report: Report, model: int, changes: Sequence[Change]
+) -> Iterator[Notice]:
+    gambled = [part for part in _parts(plan, report, model) if part.drop_rate > 0]
     elements = sum(part.tensor.elements for part in gambled)
     over = sum(part.over_threshold for part in gambled)
     if not elements or over < FEW * elements:
@@ -64,16 +75,37 @@ def warn_of_large(
             f"relative to the base these changes are too large to drop {dropped:.0%} of them at "
             f"random: the predicted error of its layers' outputs is above the bound of {bound:.0%}"
         )
-    names = [stage.name for stage in plan.stages if stage.kind == "delta"]
+    draws = gambled[0].tensor.draws_of(plan.stages, model)
+    names = [s.name for s, draw in zip(plan.stages, draws, strict=False) if draw is not None]
     leave = f", or leave {' and '.join(names)} out of the method" if names else ""
-    share = over / elements
+    share, figures = over / elements, report.models[model]
     yield Notice(
         Concern.LARGE_DELTAS,
         f"{plan.model_names[model]}: |δ| exceeds {plan.recipe.delta_threshold:g} in {over:,} of "
-        f"{elements:,} elements ({share:.2%}){peak}; {reason}. Lower drop_rate (`dare advise` "
-        f"finds one that fits){leave}",
+        f"{elements:,} elements ({share:.2%}), and reaches {figures.largest_delta:.3g} in "
+        f"{figures.largest_delta_in}; {reason}. Lower drop_rate (`dare advise` finds one that "
+        f"fits){leave}",
         Strength.STRONG if share >= MOST and not is_borne else Strength.WARNING,
     )
+
+
+def _parts(plan: Plan, report: Report, model: int) -> Iterator[Part]:
+    for tensor, figures in zip(plan.merged(), report.tensors, strict=True):
+        if model in tensor.models:
+            place = tensor.models.index(model)
+            rate = _random_rate(plan, tensor, model, figures.survivors[place])
+            yield Part(tensor, figures.over_threshold[place], rate)
+
+
+def _random_rate(plan: Plan, tensor: TensorPlan, model: int, survivors: Sequence[int]) -> float:
+    """The share of a model's tensor that was dropped at random, by what survived each stage."""
+    drop = tensor.drop_of(model)
+    kept = 1.0 if drop is None else 1.0 - drop.rate
+    counts = (tensor.elements, *survivors)
+    for position, draw in enumerate(tensor.draws_of(plan.stages, model)):
+        if draw is not None and counts[position]:
+            kept *= counts[position + 1] / counts[position]
+    return 1.0 - kept
 
 
 def _is_measured(change: Change) -> bool:
