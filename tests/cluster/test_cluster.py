@@ -265,7 +265,7 @@ def test_a_driver_that_ends_is_taken_up(cluster, shared, merge, output, log, exp
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert said.count("\n") < 8, said
-        assert "interrupted; go on where it stopped with" in said
+        assert "interrupted; to resume, run" in said
     assert not output.exists()
     assert output.with_name(output.name + ".partial").is_dir()
     process = cluster.begin(*merge, *then, "--json")
