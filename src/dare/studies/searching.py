@@ -109,7 +109,7 @@ def search(
     `over` has a list or a range for each setting, and `evaluate` scores a candidate: a function, or
     a text as on the command line. All else is laid over the recipe's table `[search]`: `sampler`,
     `trials`, `seeds`, `objective`, `guards`, `race`, `items`, `time_limit`. The study is a file;
-    the same call goes on where an earlier one stopped.
+    the same call resumes it.
     """
     place = study_place(recipe, study)
     loaded = make_recipe(recipe)

@@ -6,7 +6,7 @@
     POST  estimate             how long it takes, measured if need be {recipe}
     GET   jobs                 all jobs; POST adds one {kind, recipe, overwrite} or {kind, path}
     POST  jobs/NUMBER/cancel   interrupt it
-    POST  jobs/NUMBER/again    the same once more: an interrupted merge goes on where it stopped
+    POST  jobs/NUMBER/again    the same once more: an interrupted merge resumes
     GET   jobs/NUMBER/analysis, jobs/NUMBER/report    the JSON, the page
 
 A recipe is the tables of its TOML form. An answer that is no success is `{"error": message}`.
