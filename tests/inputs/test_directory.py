@@ -317,7 +317,9 @@ def test_which_chat_template(tmp_path: Path) -> None:
 def test_a_link_out_of_the_directory_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (model / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(InputError, match=r"tokenizer\.json: is a link to .*secret, which is outside"):
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json: is a link to .*secret, which is outside"
+    ):
         collect(model)
 
 

@@ -314,7 +314,9 @@ def test_a_scale_that_fits_nothing_is_refused(weight, scale, message):
 
 
 def test_a_scale_that_is_no_number_is_refused():
-    with pytest.raises(InputError, match=r"w_scale is U8; a scale must be one of F32, F16, BF16, F8_E8"):
+    with pytest.raises(
+        InputError, match=r"w_scale is U8; a scale must be one of F32, F16, BF16, F8_E8"
+    ):
         dequantized(source_of({"w": codes((4, 6)), "w_scale": np.ones((4, 1), np.uint8)}))
 
 

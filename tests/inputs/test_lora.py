@@ -188,7 +188,7 @@ def test_damaged_adapters_are_refused(tmp_path):
     with pytest.raises(InputError, match="not valid JSON"):
         open_adapter(tmp_path / "half")
     (tmp_path / "torn" / WEIGHTS_NAME).unlink()
-    with pytest.raises(InputError, match=r"has a adapter_config\.json and no adapter_model"):
+    with pytest.raises(InputError, match=r"has an adapter_config\.json but no adapter_model"):
         open_adapter(tmp_path / "torn")
     assert looks_like(tmp_path / "torn")
     assert not looks_like(tmp_path)

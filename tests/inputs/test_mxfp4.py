@@ -116,7 +116,7 @@ def test_other_models_and_other_layouts_are_not_guessed():
         with pytest.raises(InputError, match=rf"{DOWN}_blocks is .*; expected experts ×"):
             unpacked(array_source({f"{DOWN}_blocks": b, f"{DOWN}_scales": s}, "x"), {})
     both = {**packed(*SHAPE), DOWN: np.ones(3, np.float32)}
-    with pytest.raises(InputError, match=rf"has both {DOWN} and {DOWN}_blocks; which one"):
+    with pytest.raises(InputError, match=rf"has both {DOWN} and {DOWN}_blocks; remove one"):
         unpacked(array_source(both, "x"), {})
 
 

@@ -89,7 +89,7 @@ def test_from_models_to_a_merge(page, models):
     page.click("#own-analyze")
     job(page, "analyses", "done")
     page.wait_for_selector("#own-analysis .verdict")
-    assert page.inner_text("#own-analysis .verdict h3") == "Ready to merge"
+    assert page.inner_text("#own-analysis .verdict h3") == "Ready to merge by dare+sum"
     page.click("text=Use this recipe")
     advised = page.text_content("#analysis-recipe")
     wait_for_recipe(page, "dare+sum")
@@ -210,7 +210,7 @@ def test_everything_works_by_keyboard(page, models):
 
 def test_what_does_not_fit_or_is_elsewhere_is_said(page, models):
     open_path(page, "/etc")
-    page.wait_for_selector("#own-open-problem:has-text('outside of')")
+    page.wait_for_selector("#own-open-problem:has-text('is outside')")
     choose(page, "base", "Use as base")
     choose(page, "large-one.safetensors", "Add")
     page.wait_for_selector("#own-plan-text .own-problem")

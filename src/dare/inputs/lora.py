@@ -287,7 +287,7 @@ def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> Lo
     weights = path / WEIGHTS_NAME
     if not weights.exists():
         raise InputError(
-            f"{path}: has a {CONFIG_NAME} but no {WEIGHTS_NAME}; save the adapter "
+            f"{path}: has an {CONFIG_NAME} but no {WEIGHTS_NAME}; save the adapter "
             "again with safe_serialization=True"
         )
     kind = (base_config or {}).get("model_type")

@@ -56,7 +56,7 @@ class AdapterOutput:
     ) -> None:
         if target.suffix == ".safetensors":
             raise OutputError(
-                f"{target}: an adapter is a directory with a {CONFIG_NAME} and a {WEIGHTS_NAME}; "
+                f"{target}: an adapter is a directory with {CONFIG_NAME} and {WEIGHTS_NAME}; "
                 "give a name without .safetensors"
             )
         layout = Layout(target, {WEIGHTS_NAME: ()})
