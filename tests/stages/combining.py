@@ -17,7 +17,7 @@ def combine(method, *deltas, base=None, **settings):
     """Merge deltas onto a base of zeros (or the one given); return the tensor."""
     deltas = [np.array(delta, np.float32) for delta in deltas]
     origin = np.zeros_like(deltas[0]) if base is None else np.array(base, np.float32)
-    given = {"verbose": False, "threads": 1, **settings}
+    given = {"verbose": False, "threads": 1, "allow_not_finite": True, **settings}
     models = [{"w": origin + delta} for delta in deltas]
     return dare.merge_arrays({"w": origin}, models, method=method, **given)[0]["w"]
 

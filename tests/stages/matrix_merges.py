@@ -37,6 +37,7 @@ def merge(method, *deltas, backend="reference", stages=None, **settings):
         backend=backend,
         stages=stages or {},
         verbose=False,
+        allow_not_finite=True,
         **settings,
     )
     return result["w"]

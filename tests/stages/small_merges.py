@@ -14,7 +14,7 @@ CHUNK = 1 << 19
 def merge_deltas(method: str, *deltas: Any, backend: str = "cpu", **settings: Any) -> np.ndarray:
     """Merge deltas onto zeros."""
     tuned = [np.array(delta, np.float32) for delta in deltas]
-    given = {"verbose": False, "threads": 1, **settings}
+    given = {"verbose": False, "threads": 1, "allow_not_finite": True, **settings}
     result, _ = dare.merge_arrays(
         {"w": np.zeros_like(tuned[0])},
         [{"w": delta} for delta in tuned],

@@ -17,7 +17,7 @@ def merged(request):
         deltas = [np.array(delta, np.float32) for delta in deltas]
         origin = np.zeros_like(deltas[0]) if base is None else np.array(base, np.float32)
         models = [{"w": origin + delta} for delta in deltas]
-        given = {"verbose": False, **settings}
+        given = {"verbose": False, "allow_not_finite": True, **settings}
         result, _ = dare.merge_arrays(
             {"w": origin}, models, method=method, backend=request.param, **given
         )
