@@ -7,7 +7,7 @@ or by way of others: three copies are one group, not three pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,23 +72,21 @@ RELATIONS: dict[str, Callable[[Link], bool]] = {
 
 
 def find_groups(
-    analysis: Analysis, distances: Mapping[str, float], fit: Sequence[str]
+    analysis: Analysis, links: Sequence[Link], fit: Sequence[str]
 ) -> Iterator[tuple[str, Values]]:
     """Each rule that a group of models falls under, with what is to be said of them.
 
-    `distances` says how far each model's layers are from the base's, and `fit` names the models
-    that count as fine-tunes of the base and differ from it.
+    `fit` names the models that count as fine-tunes of the base and differ from it.
     """
-    links = [Link(pair, (distances[pair.first], distances[pair.second])) for pair in analysis.pairs]
     for rule, holds in RELATIONS.items():
-        for names in _connected(analysis.names, filter(holds, links)):
+        for names in connect(analysis.names, filter(holds, links)):
             inside = [link for link in links if {link.pair.first, link.pair.second} <= set(names)]
             if rule != "multiple" or not all(link.is_same for link in inside):
                 yield rule, _group(rule, names, inside)
     yield from _misplaced_base(analysis, links, fit)
 
 
-def _connected(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
+def connect(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
     """The sets of models that links hold together, in the order of the models."""
     sets: list[set[str]] = []
     for link in links:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dare.analysis.judge.groups import Span, Values, find_groups, listed
+from dare.analysis.judge.groups import Link, Span, Values, connect, find_groups, listed
 from dare.analysis.judge.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.limits import RULES_FILE, VALUES, limit
 from dare.analysis.judge.outliers import share_under, without_outliers
@@ -212,12 +212,18 @@ def _subjects(
         yield from _storage(analysis, model)
         yield from _outliers(model)
     near = [model for model in analysis.models if not bodies[model.name].is_foreign]
-    distances = {name: body.ratio for name, body in bodies.items()}
-    yield from find_groups(analysis, distances, [model.name for model in near if model.total.norm])
+    fit = [model.name for model in near if model.total.norm]
+    yield from find_groups(analysis, _links(analysis, bodies), fit)
     yield from _outweighed(near)
     yield from _together(analysis)
     yield from _unfit(analysis)
     yield from _configurations(analysis, configs)
+
+
+def _links(analysis: Analysis, bodies: Mapping[str, Body]) -> list[Link]:
+    return [
+        Link(pair, (bodies[pair.first].ratio, bodies[pair.second].ratio)) for pair in analysis.pairs
+    ]
 
 
 def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
@@ -439,8 +445,22 @@ def chance_cancelled(analysis: Analysis) -> float:
     It is what `analysis.together.cancelled` is to be held against: of two models of one size 29 %,
     of three 42 %.
     """
-    sizes = [model.total.mean_magnitude for model in analysis.models]
+    return lost_by_chance([model.total.mean_magnitude for model in analysis.models])
+
+
+def lost_by_chance(sizes: Sequence[float]) -> float:
+    """The same of changes with such mean magnitudes.
+
+    >>> lost_by_chance([1.0, 1.0])
+    0.292...
+    """
     return 1 - math.hypot(*sizes) / sum(sizes) if any(sizes) else 0.0
+
+
+def find_copies(analysis: Analysis) -> list[tuple[str, ...]]:
+    """Models that make the same change, each group of them in its usual order."""
+    links = _links(analysis, {model.name: body_of(model) for model in analysis.models})
+    return connect(analysis.names, (link for link in links if link.is_same))
 
 
 def rounding_norm(analysis: Analysis, model: ModelAnalysis) -> float:

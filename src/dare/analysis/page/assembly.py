@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
+from dare.analysis.judge.readiness import chance_cancelled, find_copies
 from dare.analysis.page import series, words
 from dare.analysis.page.comparison import Groups, Side
 from dare.analysis.page.outcome import Outcome
@@ -166,7 +167,7 @@ def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> 
     """What decides about a model: the first number is its change."""
     rates = series.suggested_rates(analysis, advice)
     out = series.left_out(advice)
-    copies = {name: same[0] for same in series.find_copies(analysis) for name in same[1:]}
+    copies = {name: same[0] for same in find_copies(analysis) for name in same[1:]}
 
     def verdict(model: ModelAnalysis) -> str:
         return str(readiness.by_model.get(model.name, NOTHING))
@@ -222,5 +223,5 @@ def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]
         pairs = [pair for pair in analysis.pairs if not out & {pair.first, pair.second}]
         pair = max(pairs or analysis.pairs, key=lambda pair: abs(pair.total.cosine))
         yield "Closest pair", cosine(pair.total.cosine), f"cosine, {pair.first} and {pair.second}"
-        lost, chance = analysis.together.cancelled, series.chance_cancelled(analysis)
+        lost, chance = analysis.together.cancelled, chance_cancelled(analysis)
         yield "Cancel if added up", share(lost), f"by chance about {share(chance)}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from dare.analysis.judge.judgement import Advice, Readiness
 from dare.analysis.judge.prediction import OUTER, bounded_error, exposure_of
-from dare.analysis.page import series, words
+from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.page import words
 from dare.analysis.page.outcome import ModelOutcome, Outcome
 from dare.analysis.page.series import suggested_rates
 from dare.analysis.results import Analysis, ModelAnalysis
@@ -140,7 +141,7 @@ def _together(first: Side, second: Side) -> Iterator[Compared]:
     yield _shares("bound on it", *(side.advice.error_bound or None for side in both))
     if all(side.analysis.pairs for side in both):
         yield _shares("cancel if added up", *(side.analysis.together.cancelled for side in both))
-        yield _shares("by chance about", *(series.chance_cancelled(s.analysis) for s in both))
+        yield _shares("by chance about", *(chance_cancelled(s.analysis) for s in both))
     if all(side.outcome for side in both):
         counts = (f"{len(side.outcome.warnings)}" for side in both if side.outcome)
         yield _texts("warnings of the merge", *counts)

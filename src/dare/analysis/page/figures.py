@@ -14,6 +14,7 @@ from typing import Any
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.limits import limit
+from dare.analysis.judge.readiness import chance_cancelled
 from dare.analysis.page import charts, series, words
 from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
 from dare.analysis.page.outcome import Outcome
@@ -441,7 +442,7 @@ def cancelled(analysis: Analysis) -> Figure | None:
     )
     ticks = place.mark_tick(thickness=3, aria=False).encode(y="chance:Q")
     total = share(analysis.together.cancelled)
-    chance = share(series.chance_cancelled(analysis))
+    chance = share(chance_cancelled(analysis))
     cells = ((row["layer"], share(row["cancelled"]), share(row["chance"])) for row in rows)
     table = Table(("layer", "cancelled", "by chance about"), (("all", total, chance), *cells))
     texts = {"total": total, "chance": chance}

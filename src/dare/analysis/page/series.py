@@ -6,11 +6,12 @@ A value that is not finite becomes None, which JSON can hold and figures leave o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, relative_error
+from dare.analysis.judge.readiness import find_copies, lost_by_chance
 from dare.analysis.page.words import layer_name
 from dare.analysis.results import (
     Analysis,
@@ -203,20 +204,6 @@ def _nearness(pair: PairAnalysis) -> float:
     return max(abs(finite(overlap.cosine) or 0.0) for overlap in overlaps)
 
 
-def find_copies(analysis: Analysis) -> list[tuple[str, ...]]:
-    """Models that make the same change, each set of them in its usual order."""
-    found: list[set[str]] = []
-    for pair in analysis.pairs:
-        if pair.total.cosine < limit("same_cosine") or abs(pair.ratio - 1) > limit("same_size"):
-            continue
-        two = {pair.first, pair.second}
-        for same in [same for same in found if same & two]:
-            found.remove(same)
-            two |= same
-        found.append(two)
-    return [tuple(name for name in analysis.names if name in same) for same in found]
-
-
 def alike_first(analysis: Analysis) -> list[str]:
     """The models' names, those that are the same next to each other."""
     copies = {same[0]: same for same in find_copies(analysis)}
@@ -226,29 +213,15 @@ def alike_first(analysis: Analysis) -> list[str]:
     ]
 
 
-def chance_cancelled(analysis: Analysis) -> float:
-    """What independent changes of the models' sizes would lose when they are added up."""
-    return _by_chance([model.total.mean_magnitude for model in analysis.models])
-
-
 def layer_chance(analysis: Analysis, layer: int) -> float:
-    """The same of one layer."""
-    return _by_chance(
+    """The share of a layer's change that independent models would lose when they are added up."""
+    return lost_by_chance(
         [
             model.by_layer[layer].mean_magnitude
             for model in analysis.models
             if layer in model.by_layer
         ]
     )
-
-
-def _by_chance(sizes: Sequence[float]) -> float:
-    """Of changes with such mean magnitudes.
-
-    >>> _by_chance([1.0, 1.0])
-    0.292...
-    """
-    return 1 - math.hypot(*sizes) / sum(sizes) if any(sizes) else 0.0
 
 
 # ---------------------------------------------------------------- drop rates

@@ -19,7 +19,8 @@ from dare.analysis.judge.judgement import (
     Severity,
     Verdict,
 )
-from dare.analysis.page.series import chance_cancelled, suggested_rates
+from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.page.series import suggested_rates
 from dare.analysis.page.words import cosine, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
