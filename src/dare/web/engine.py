@@ -243,6 +243,7 @@ def recipe_of(setting: Mapping[str, Any], find: Callable[[Any], Path]) -> Recipe
             "base": find(setting.get("base", "base")),
             "models": [_entry(model, find) for model in _part(setting, "models", list)],
             "verbose": False,
+            "allow_not_finite": True,  # what comes of it is what the page shows
         }
     )
 
