@@ -265,6 +265,7 @@ def random_weight(chance: random.Random) -> float | None:
 
 def to_recipe(setting: Setting, files: Mapping[str, Path]) -> Recipe:
     return Recipe(
+        allow_not_finite=True,
         base=files[setting["base"]],
         models=[
             ModelEntry(
