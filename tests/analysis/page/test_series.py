@@ -78,9 +78,12 @@ def test_of_many_pairs_the_closest_are_drawn_in_their_order(subject):
         replace(pair, second=str(number), total=replace(pair.total, cosine=cosine), by_layer={})
         for number, cosine in enumerate(cosines)
     )
-    chosen = series.telling_pairs(replace(subject.analysis, pairs=pairs))
+    first = subject.analysis.model(pair.first)
+    others = (replace(first, name=str(number)) for number in range(15))
+    many = replace(subject.analysis, models=(first, *others), pairs=pairs)
+    chosen = series.telling_pairs(many)
     assert [pair.second for pair in chosen] == ["10", "11", "12", "13", "14"]  # |cosine| ≥ 0.1
-    weak = series.telling_pairs(replace(subject.analysis, pairs=pairs[:10]))
+    weak = series.telling_pairs(replace(many, pairs=pairs[:10]))
     assert [pair.second for pair in weak] == [str(number) for number in range(2, 10)]
 
 
