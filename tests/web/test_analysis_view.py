@@ -12,8 +12,7 @@ from own_helpers import own_alone
 
 from dare.analysis.documents import to_json
 from dare.analysis.judge.advice import judge
-from dare.analysis.judge.limits import limit
-from dare.analysis.judge.prediction import relative_error
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.measure.analyzing import analyze
 from dare.analysis.page.words import cosine, headline, origin
 from dare.analysis.results import Analysis
@@ -103,9 +102,9 @@ def test_a_dropped_analysis_is_shown(page, analysis, document):
         for pair in analysis.pairs
     ]
     assert rows_of(page, "Pairs") == pairs
-    rates = rows_of(page, "Expected error by drop rate")
+    rates = rows_of(page, "Error by drop rate")
     assert [row[0] for row in rates if row[0] == "0.9"] == ["0.9"]
-    costs = [share(m.total.relative_norm * relative_error(0.9)) for m in analysis.models]
+    costs = [share(mean_bounded_error(exposures_of(m), 0.9)) for m in analysis.models]
     assert next(row for row in rates if row[0] == "0.9")[1:] == costs
     assert tomllib.loads(page.text_content("#analysis-recipe") or "") == advice.recipe
     wait_for_figures(page)
@@ -115,7 +114,8 @@ def test_a_dropped_analysis_is_shown(page, analysis, document):
 def test_the_bound_is_the_packages(page, document):
     drop(page, json.dumps(document))
     wait_for_figures(page)
-    assert f"bound {limit('output_error'):.0%}" in page.text_content("#chart-analysis-error")
+    share = 100 * document["advice"]["error_share"]
+    assert f"at most {share:.3g}%" in page.text_content("#chart-analysis-error")
 
 
 def test_another_model_can_be_looked_at(page, document):

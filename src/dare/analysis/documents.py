@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.judge.prediction import predict
+from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, predict
 from dare.analysis.measure.kinds import name_layers
 from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis, Statistics, TensorAnalysis
 from dare.errors import OutputError
 from dare.tensors.json_values import json_ready
 
-RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
-"""Drop rates for which errors are predicted."""
+RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
+"""Drop rates for which errors are predicted; those that are advised are among them."""
 Row = dict[str, Any]
 
 
@@ -146,7 +146,12 @@ def _pair(pair: PairAnalysis) -> Iterator[Row]:
 
 def _predictions(analysis: Analysis) -> list[Row]:
     return [
-        {"model": model.name, **asdict(predict(model.total, rate))}
+        {
+            "model": model.name,
+            **asdict(predict(model.total, rate)),
+            "bounded_error": mean_bounded_error(exposures, rate),
+        }
         for model in analysis.models
+        for exposures in [exposures_of(model)]
         for rate in RATES
     ]

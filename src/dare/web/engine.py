@@ -244,7 +244,6 @@ def recipe_of(setting: Mapping[str, Any], find: Callable[[Any], Path]) -> Recipe
             "models": [_entry(model, find) for model in _part(setting, "models", list)],
             "allow_not_finite": True,  # the page shows what one NaN does
             "verbose": False,
-            "allow_not_finite": True,  # what comes of it is what the page shows
         }
     )
 

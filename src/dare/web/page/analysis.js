@@ -201,16 +201,16 @@ function drawings() {
 
   function showErrors(analysis) {
     draw("analysis-error", error, figures.ERROR,
-      "Lines of the expected error over drop rates, one for each model. Its numbers follow.",
-      { rows: figures.errorRows(analysis), bound: figures.BOUND_ROWS });
+      "Lines of the error over drop rates, one for each model. Its numbers follow.",
+      { rows: figures.errorRows(analysis), bound: figures.boundRows(analysis) });
     const names = analysis.models.map(({ name }) => name);
     const byRate = new Map();
-    for (const { drop_rate: rate, model, output_error: cost } of analysis.predictions) {
+    for (const { drop_rate: rate, model, bounded_error: cost } of analysis.predictions) {
       byRate.set(rate, (byRate.get(rate) ?? new Map()).set(model, cost));
     }
     const rows = [...byRate].map(([rate, costs]) =>
       [String(rate), ...names.map((name) => share(costs.get(name) ?? NaN))]);
-    const table = wideTable("Expected error by drop rate", ["drop rate", ...names], rows);
+    const table = wideTable("Error by drop rate", ["drop rate", ...names], rows);
     numbers.replaceChildren(numbers.firstElementChild, table);
   }
 

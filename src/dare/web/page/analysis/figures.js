@@ -1,8 +1,6 @@
 // What is drawn of an analysis: Vega-Lite, and the rows for it.
 import { layerName } from "./words.js";
 
-/** The error of a layer's outputs that a merge is taken to bear; the package's limit. */
-export const BOUND = 0.05;
 export const KINDS = ["attention", "mlp", "norm", "embedding", "head", "other"];
 const DASHES = [[1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3]];
 
@@ -19,7 +17,7 @@ const place = {
   y: {
     field: "error",
     type: "quantitative",
-    title: "expected error of a layer's outputs",
+    title: "error of a layer's outputs, at most",
     scale: { type: "log", nice: false },
     axis: {
       labelExpr: `indexof([1, 2, 5], round(${MANTISSA})) >= 0 ? format(datum.value, '~%') : ''`,
@@ -82,7 +80,10 @@ export const ERROR = {
     rateLabels(1, 18),
   ],
 };
-export const BOUND_ROWS = [{ error: BOUND, label: `bound ${BOUND * 100}%` }];
+
+/** What the dropping of one model may bring. */
+export const boundRows = ({ advice: { error_share: error } }) =>
+  error > 0 ? [{ error, label: `at most ${(error * 100).toPrecision(3)}%` }] : [];
 
 /** Layers by kinds. */
 export const CHANGE = {
@@ -153,18 +154,12 @@ export function advisedRates(analysis) {
 export function errorRows(analysis) {
   const numbers = new Map(analysis.models.map((model, number) => [model.name, number]));
   const rates = advisedRates(analysis);
-  const predicted = analysis.predictions.map((row) => [row.model, row.drop_rate, row.output_error]);
-  const advised = analysis.models
-    .filter(({ name }) => rates.has(name))
-    .map(({ name, total }) => {
-      const rate = rates.get(name);
-      return [name, rate, Math.sqrt(rate / (1 - rate)) * relativeNorm(total), true];
-    });
-  return [...predicted, ...advised]
-    .filter(([name, , error]) => numbers.has(name) && error > 0 && Number.isFinite(error))
-    .map(([name, rate, error, isAdvised = false]) => {
-      const dash = numbers.get(name) % DASHES.length;
-      return { model: shownName(name), rate, error, isAdvised, dash };
+  return analysis.predictions
+    .filter(({ model, bounded_error: error }) =>
+      numbers.has(model) && error > 0 && Number.isFinite(error))
+    .map(({ model, drop_rate: rate, bounded_error: error }) => {
+      const dash = numbers.get(model) % DASHES.length;
+      return { model: shownName(model), rate, error, isAdvised: rates.get(model) === rate, dash };
     });
 }
 

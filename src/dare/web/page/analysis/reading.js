@@ -92,7 +92,7 @@ const analysis = table({
   left_out: list(text),
   bytes_read: real,
   seconds: real,
-  predictions: list(table({ model: text, drop_rate: real, output_error: real })),
+  predictions: list(table({ model: text, drop_rate: real, bounded_error: real })),
   readiness: table({
     verdict,
     method: orMissing(text, ""),
@@ -118,6 +118,7 @@ const analysis = table({
     })),
     recipe: tables,
     doubts: list(text),
+    error_share: real,
   }),
 });
 
