@@ -122,6 +122,7 @@ def test_a_survey_that_cannot_remember_is_reckoned_with():
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [
+        (0.0096, 0.12, "less than a second on this machine"),
         (0.52, 1.731, "about 0.52 to 1.7 s on this machine"),
         (4, 9, "about 4 to 9 s on this machine"),
         (61, 119, "about 61 to 120 s on this machine"),

@@ -66,7 +66,16 @@ def advised_toml(advice: Advice, output: Path) -> str:
     if not recipe:
         return "\n".join(["# None of the models should be merged:", *reasons(advice), ""])
     document = {**in_our_form(recipe), "output": str(output)}
-    return "\n".join([*reasons(advice), "", write_toml(document)])
+    return "\n".join([*reasons(advice), "", write_toml(document), *_protections(advice)])
+
+
+def _protections(advice: Advice) -> Iterator[str]:
+    """Rules for the layers that dropping hurts most, as comments."""
+    if advice.protect:
+        yield "# Dropping hurts these layers more than the rest. To protect them, uncomment this."
+        rules = write_toml({"tensors": [part.rule for part in advice.protect]})
+        yield from (f"# {line}".rstrip() for line in printable(rules, keep="\n").splitlines())
+        yield ""
 
 
 def reasons(advice: Advice) -> Iterator[str]:

@@ -62,6 +62,8 @@ class Estimate:
 
     def __str__(self) -> str:
         """The range, in the unit that fits its upper end."""
+        if self.high < 1:
+            return "less than a second on this machine"
         units = {"h": 3600, "min": 60, "s": 1}
         unit = next((name for name, size in units.items() if self.high >= 2 * size), "s")
         seconds = units[unit]
