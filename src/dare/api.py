@@ -64,7 +64,7 @@ from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.recipe.document import read_toml
-from dare.recipe.naming import with_our_names
+from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.settings import overlaid
 from dare.run.execute import execute, with_same_inputs
@@ -127,6 +127,11 @@ def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
         document, where = recipe.to_tables(), "recipe with arguments"
     elif recipe is None or isinstance(recipe, Mapping):
         document, where = copy.deepcopy(dict(recipe or {})), "recipe" if recipe else "arguments"
+    elif not isinstance(recipe, str | PathLike):
+        raise RecipeError(
+            f"a recipe must be a file, a dict, a Recipe or an Advice, not {type(recipe).__name__}; "
+            "advise(analysis) makes an Advice of an Analysis"
+        )
     else:
         path = to_path(recipe)
         document, where = load_document(path), str(find_manifest(path) or path)
@@ -545,6 +550,10 @@ def merge_arrays(
     array([0., 0., 0., 8.], dtype=float32)
     """
     started = time.perf_counter()
+    if isinstance(models, Mapping):
+        raise RecipeError("models must be a list of dicts, also if there is one: [model]")
+    for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
+        raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names = [f"model {index}" for index in range(len(models))]
     recipe = _array_recipe(names, {"weights": weights, "seeds": seeds}, model_settings, settings)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]

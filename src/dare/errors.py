@@ -134,10 +134,10 @@ class Concern(StrEnum):
     a drop rate from 0.7 to 0.85, and measure."""
     SAME_MODEL = "same model twice"
     """Two models have the same weights, so the model counts twice. Remedy: Leave one out. If it is
-    meant, give one of them `weight = 2`."""
+    meant, double its weight."""
     EQUALS_BASE = "equal to the base"
     """A model equals the base in every element, so it changes nothing. Remedy: Leave it out. To
-    pull the result towards the base on purpose, give it a weight."""
+    stay nearer to the base, lower `scale`."""
     MISSING_TENSORS = "missing tensors"
     """A model lacks a tensor of the base; its change there counts as zero. Remedy: Nothing, if the
     tensor is tied to another one, as a head often is. Otherwise check the model."""

@@ -179,8 +179,8 @@ def test_a_merge_fits_from_plan_to_report(columns, folder):
     assert_fits(terminal)
     assert COLOUR.search(terminal.raw)
     rows = [line.split() for line in terminal.lines]
-    header = ["model", "dropped", "asked", "largest", "|δ|", "above", "threshold"]
-    assert [*header, *(["in"] if columns >= 100 else [])] in rows
+    header = ["model", "dropped", "asked", "largest", "|δ|", "above", "0.0001"]
+    assert [*header, *(["largest", "in"] if columns >= 100 else [])] in rows
     assert terminal.text.count("Strong warning  large deltas") == 1
     assert "  verify  dare verify merged.safetensors\n" in terminal.text
     assert "  repeat  dare merged.safetensors --output OTHER\n" in terminal.text

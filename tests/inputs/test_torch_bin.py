@@ -257,7 +257,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
 
 
 def test_what_looks_like_a_file_of_torch(tmp_path):
-    for name in ("m.bin", "m.pt", "m.pth"):
+    for name in ("m.bin", "m.pt", "m.pth", "m.ckpt"):
         assert looks_like(tmp_path / name)
     assert not looks_like(tmp_path / "m.safetensors")
     assert not looks_like(tmp_path)

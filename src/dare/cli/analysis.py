@@ -233,6 +233,11 @@ def advise(
         if inputs:
             raise UsageError("models and --study given; a study knows its models: leave one out")
         return _advise_by_study(study, output, json=json)
+    if output.suffix in (".toml", ".json", ".yaml", ".yml"):
+        raise UsageError(
+            f"--output {output}: is where the merged model will go; to write the recipe to a file, "
+            f"end the command with > {output}"
+        )
     _, _, advice = judge(inputs, options, steps, verbose=not quiet)
     if json:
         show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))

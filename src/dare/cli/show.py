@@ -21,7 +21,7 @@ from dare.output.short_names import cut_middle, shorten
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
-from dare.stages import ALIASES, STAGES, Stage
+from dare.stages import ALIASES, IMPLIED, STAGES, Stage
 from dare.tensors.json_values import printable_json
 from dare.tensors.sizes import show_size, times
 
@@ -102,9 +102,14 @@ def _method(plan: Plan, shared: Mapping[str, Any], *, detailed: bool) -> str:
     chain = "+".join(stage.name for stage in plan.stages)
     defaults = {name: parameter.default for name, parameter in combine.parameters.items()}
     given = {k: v for k, v in settings.items() if detailed or v != defaults[k]}
-    combining = {f"{combine.name} {name}": value for name, value in given.items()}
+    combining = {
+        f"{combine.name} {name}": value
+        for name, value in given.items()
+        if (combine.name, name) not in IMPLIED  # the stage that it makes has its own
+    }
     scale = {"scale": plan.recipe.scale} if detailed or plan.recipe.scale != 1 else {}
-    return _listed({chain: "", **shared, **combining, **scale})
+    rates = {"embedding_drop_rate": plan.recipe.embedding_drop_rate}
+    return _listed({chain: "", **shared, **rates, **combining, **scale})
 
 
 def _listed(settings: Mapping[str, Any]) -> str:
@@ -212,12 +217,12 @@ def _report_table(report: Report, width: int) -> Table:
     """What became of each model; where there is room, the tensor of its largest change too."""
     names = shorten([model.name for model in report.models], max(12, width // 4))
     rows = [[names[model.name], *map(printable, _model_row(model))] for model in report.models]
-    columns = ["model", "dropped", "asked", "largest |δ|", "above threshold"]
+    columns = ["model", "dropped", "asked", "largest |δ|", f"above {report.delta_threshold:g}"]
     cells = zip(columns, *(row[: len(columns)] for row in rows), strict=True)
     room = width - sum(max(map(cell_len, column)) + 3 for column in cells) - 2
     table = make_table("model", *(f"{column} >" for column in columns[1:]))
     if room >= ROOM_FOR_A_TENSOR:
-        table.add_column("in")
+        table.add_column("largest in")
     for row in rows:
         *figures, tensor = row
         table.add_row(*figures, *([cut_middle(tensor, room)] if len(table.columns) > 5 else []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -244,15 +245,25 @@ def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve
     return file
 
 
-def _what_next() -> str:
+def _command() -> str:
+    """What to type for this program: its path, if the shell would not find it."""
+    here = Path(sys.executable).with_name("dare")
+    if shutil.which("dare") is not None or not here.exists():
+        return "dare"
+    return _place(here)
+
+
+def _place(path: Path) -> str:
+    """A path for a command line, short if it lies below the current folder."""
     here = Path.cwd()
-    base, *tuned = (
-        shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-        for path in (BASE, *TUNED.values())
-    )
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def _what_next() -> str:
+    base, *tuned = map(_place, (BASE, *TUNED.values()))
     return (
         "Next, repeat a merge by hand:\n\n"
-        f"  dare merge {base} {' '.join(tuned)} \\\n"
+        f"  {_command()} merge {base} {' '.join(tuned)} \\\n"
         f"       --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g} "
         f"--scale {FAVOURITE.scale:g} --output merged.safetensors"
     )

@@ -160,7 +160,7 @@ class _Gathered:
         for folder in _module_folders(self.directory):
             names = list(_walk(self.directory, folder))
             weights = [name for name in names if name.endswith(".safetensors")]
-            pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+            pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
             if weights or pickles:
                 self.notes.append(
                     f"{folder}: its weights are copied from {self.directory}, not merged"

@@ -1,4 +1,4 @@
-"""Weights that torch.save wrote: pytorch_model.bin, its shards, .pt and .pth.
+"""Weights that torch.save wrote: pytorch_model.bin, its shards, .pt, .pth and .ckpt.
 
 Such a file is a zip archive with a pickle, which says what there is, and the bytes of every
 storage. A pickle can hold any program, so nothing here is opened unless the user asks for it, and
@@ -34,7 +34,7 @@ from dare.tensors.places import StorePath, to_path
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"
-SUFFIXES = (".bin", ".pt", ".pth")
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training programs keep the weights."""
 MAX_PICKLE_BYTES = 64 << 20

@@ -32,7 +32,7 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> None
         if files and files == known_base and not _is_meant(entry):
             raise RecipeError(
                 f"{entry.file}: is the base, and stands among the models too; take it out of "
-                "models, or give it a weight there to pull the result towards the base"
+                "models; to stay nearer to the base, lower scale"
             )
     for (one, files), (other, others) in itertools.combinations(
         zip(recipe.models, known, strict=True), 2
@@ -42,8 +42,8 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> None
             if one.file != other.file:
                 again = f"is the file {one.file}, which is among the models too"
             raise RecipeError(
-                f"{other.file}: {again}; take one of them out (weight = 2 counts a model twice), "
-                "or give each a seed if two masks of one model are meant"
+                f"{other.file}: {again}; take one of them out (double its weight to let it count "
+                "twice), or give each a seed if two masks of one model are meant"
             )
     for entry in recipe.models:
         if not _is_meant(entry) and (merged := _merged_here(recipe, entry)):

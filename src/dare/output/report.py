@@ -296,7 +296,7 @@ def same_model(plan: Plan, one: int, other: int) -> Notice:
     return Notice(
         Concern.SAME_MODEL,
         f"{names[other]}: has the same weights as {names[one]}, so it counts twice; leave one of "
-        "them out, or give one of them weight = 2 if that is meant",
+        "them out, or double its weight if that is meant",
         Strength.STRONG,
     )
 

@@ -27,6 +27,8 @@ FIELDS = ("method", "scale", "seed", "embedding_drop_rate")
 """Fields of a recipe that can be set by name."""
 OF_MODELS = ("weight", "seed")
 """What is said of each model, beside the parameters of delta stages."""
+OF_THE_CALL = ("overwrite", "resume", "backend")
+"""What is said to a function, and not of the merge."""
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
 """What is said of each model by keyword or flag; seed alone is the recipe's."""
 
@@ -81,6 +83,8 @@ def _lay_over(
     for stage, table in fields.pop("stages", {}).items():
         document[stage] = {**_table(document.get(stage)), **table}
     document.update(fields)
+    if "method" in fields and named.get("models") is not None:
+        _leave_out_the_idle(document)
     for key in LIFTED:
         if key in fields and isinstance(document.get("dare"), dict):
             document["dare"].pop(key, None)
@@ -111,7 +115,8 @@ def _check_known(given: Mapping[str, Any], spelled: Callable[[str], str]) -> Non
     known = (*Recipe.model_fields, *PER_MODEL, *parameter_names())
     for name in given:
         if name not in known:
-            raise RecipeError(f"{spelled(name)}: not known{did_you_mean(name, known)}")
+            meant = did_you_mean(name, (*known, *OF_THE_CALL))
+            raise RecipeError(f"{spelled(name)}: not known{meant}")
 
 
 def _each(value: Any, named: Files) -> Sequence[Any]:
