@@ -205,8 +205,8 @@ def _leave_out_the_idle(document: dict[str, Any]) -> None:
         del document[name]
     if not applies("embedding_drop_rate", method):
         document.pop("embedding_drop_rate", None)
-    entries = [entry for entry in Files.of(document).get("models") if isinstance(entry, dict)]
-    for entry in [*entries, *document.get("tensors", [])]:
+    told = [*_entries(document), *document.get("tensors", [])]
+    for entry in (entry for entry in told if isinstance(entry, dict)):
         is_rule = "file" not in entry
         for key in list(entry):
             of_stage = any(key in stage.parameters for stage in STAGES.values())
