@@ -478,7 +478,7 @@ def checked_layout(planned: Plan, *, overwrite: bool, resume: bool = True) -> La
     One that this very merge has completed before may be there, if the merge is to be resumed.
     """
     if planned.layout is None:
-        raise RecipeError("output is missing: add --output PATH")
+        raise RecipeError("output is missing: add --output PATH, or output = PATH in the recipe")
     inputs = [file for source in (planned.base, *planned.models) for file in source.files]
     if not resume or _finished_before(planned) is None:
         settle(planned.layout)

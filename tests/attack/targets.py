@@ -98,7 +98,8 @@ class OneFile(Target):
 
 def plan_with(file: Path) -> None:
     """Plan a merge of a model with itself, and show the plan."""
-    given = {"base": file, "models": [file], "method": "linear", "verbose": False}
+    again = dare.ModelEntry(file=file, seed=1)  # a model with a seed may be the base
+    given = {"base": file, "models": [again], "method": "linear", "verbose": False}
     planned = dare.plan(dare.Recipe(**given, allow_pickle=True, output=file.parent / "out"))
     str(planned), planned.to_dict()
 

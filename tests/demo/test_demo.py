@@ -163,5 +163,5 @@ def test_ascii_terminals_get_ascii_bars():
 
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="file/demo: cannot be made: Not a directory"):
+    with pytest.raises(OutputError, match="file/demo: cannot be created: Not a directory"):
         run_demo(Console(quiet=True), output=tmp_path / "file" / "demo")

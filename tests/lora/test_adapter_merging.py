@@ -305,7 +305,7 @@ def test_adapters_of_other_bases_are_refused(two, tmp_path):
     with pytest.raises(MismatchError, match=r"m\.q_proj: first changes a layer of 4×3, and wide"):
         plan_adapters([two[0], wide])
     body = write_adapter(tmp_path / "body", pair("q_proj", 4, 2, 3))
-    with pytest.raises(MismatchError, match=r"first calls m\.q_proj what body calls q_proj"):
+    with pytest.raises(MismatchError, match=r"m\.q_proj in first is q_proj in body"):
         plan_adapters([two[0], body])
     turned = write_adapter(tmp_path / "turned", pair(V, 4, 2, 3), fan_in_fan_out=True)
     with pytest.raises(MismatchError, match="fan_in_fan_out is true for some"):

@@ -254,7 +254,7 @@ def test_finish_says_which_slices_are_missing_and_leaves_all_as_it_is(tmp_path, 
     for number in (1, 3):
         dare.merge_slice(recipe, f"{number}/4")
     before = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
-    with pytest.raises(OutputError, match=r"\d of 10 pieces are missing, those of 2/4, 4/4; run"):
+    with pytest.raises(OutputError, match=r"\d of 10 pieces are missing, from 2/4, 4/4; run"):
         dare.finish(recipe)
     after = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
     assert before == after
@@ -362,7 +362,7 @@ def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
     dare.merge_slice(recipe, "1/2")
     _, models = arrays()
     save(recipe.models[0].file, {**models[0], "w0": models[0]["w0"] + np.float32(1)})
-    with pytest.raises(OutputError, match=r"pieces are missing, those of 1/2"):
+    with pytest.raises(OutputError, match=r"pieces are missing, from 1/2"):
         dare.merge_slice(recipe, "2/2")
     assert dare.merge_slice(recipe, "1/2").report is not None
     whole = recipe.model_copy(update={"output": tmp_path / "whole.safetensors"})
@@ -435,7 +435,7 @@ def test_a_page_that_another_machine_wrote_over_is_noticed(all_but_the_name, exp
     recipe = all_but_the_name
     order, border = chunk_at_border(recipe)
     rot(recipe, order[border])
-    with pytest.raises(OutputError, match=r"1 of 10 pieces are missing, those of 2/2"):
+    with pytest.raises(OutputError, match=r"1 of 10 pieces are missing, from 2/2"):
         dare.finish(recipe)
     assert dare.merge_slice(recipe, "2/2").report is not None
     assert sha256(recipe.output) == expected("dare+linear")
@@ -522,7 +522,7 @@ def test_the_command_says_who_is_not_done_and_then_reports(tmp_path, capsys):
     assert main([*command, "1/2"]) == 0
     assert "Slices that are not done: 2. The last one publishes." in capsys.readouterr().out
     assert main(["finish", command[0]]) == 1
-    assert "those of 2/2" in capsys.readouterr().err
+    assert "from 2/2" in capsys.readouterr().err
     assert main([*command, "2/2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["slice"] == "2/2"

@@ -71,7 +71,7 @@ def test_after_dare_survivors_count():
 
 def test_tensors_of_another_ratio_are_ranked_among_themselves():
     model = {"a": [9, 8], "b": [7, 6], "c": [1, 2], "d": [3, 4]}
-    rules = [{"match": ["c", "d"], "settings": {"keep_ratio": 0.25}}]
+    rules = [{"match": ["c", "d"], "keep_ratio": 0.25}]
     merged = merge([model], tensors=rules)
     assert {name: part.tolist() for name, part in merged.items()} == {
         "a": [9, 8],

@@ -172,11 +172,11 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
     [
         (
             {"evaluator": "other.py:score"},
-            "in the evaluator: score.py:score then, other.py:score now",
+            "evaluator: score.py:score before, other.py:score now",
         ),
-        ({"seeds": 5}, "in the number of seeds: 1 then, 5 now"),
-        ({"recipe": {"models": {}}}, "in the recipe: "),
-        ({"space": {"scale": [1.0]}}, "in the settings that are searched over"),
+        ({"seeds": 5}, "number of seeds: 1 before, 5 now"),
+        ({"recipe": {"models": {}}}, "recipe: "),
+        ({"space": {"scale": [1.0]}}, "settings that are searched over"),
     ],
 )
 def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, message):

@@ -114,7 +114,7 @@ def test_words_and_conditions_filter(tab):
 
 def test_two_rows_are_compared_with_their_items(tab):
     tab.get_by_label("Compare average", exact=True).check()
-    assert "average is chosen; choose another." in tab.inner_text("#comparison")
+    assert "average is ticked; tick another row." in tab.inner_text("#comparison")
     tab.get_by_label("Compare 2", exact=True).check()
     assert tab.inner_text("#comparison-hint") == "average and trial 2."
     values, items = tab.locator("#comparison table").all()

@@ -53,7 +53,7 @@ def test_a_folder_is_built_into_again_but_not_over_other_things(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     status, _, err = build(tmp_path)
     assert status == 1
-    assert "holds thesis.tex, which is not of the page" in err
+    assert "contains thesis.tex, which does not belong to the page" in err
     assert build(tmp_path, "--overwrite")[0] == 0
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 

@@ -178,7 +178,7 @@ def describe_status(status: int) -> str:
     """How a process ended.
 
     >>> describe_status(3), describe_status(-11), describe_status(139)
-    ('ended with status 3', 'was ended by SIGSEGV', 'ended with status 139 (SIGSEGV)')
+    ('ended with status 3', 'was stopped by SIGSEGV', 'ended with status 139 (SIGSEGV)')
     """
     number = -status if status < 0 else status - 128
     name = signal.Signals(number).name if number in set(signal.Signals) else ""

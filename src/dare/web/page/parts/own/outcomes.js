@@ -51,7 +51,8 @@ function reportOf(result) {
   return [
     paragraph("", `${times(result.tensors, "tensor")}, ${bytes(result.bytes_written)} written to `,
       make("code", {}, result.output), ` in ${duration(result.seconds)}${resumed}.`),
-    make("div", { className: "scroll" }, tableOf(columns, rows)),
+    make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Models" },
+      tableOf(columns, rows)),
     ...warnings(result.warnings),
     ...sha(result.sha256),
   ];
