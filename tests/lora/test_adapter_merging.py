@@ -311,7 +311,7 @@ def test_adapters_of_other_bases_are_refused(two, tmp_path):
     with pytest.raises(MismatchError, match="fan_in_fan_out is true for some"):
         plan_adapters([two[0], turned])
     biased = pair(V, 4, 2, 3) | {f"{V}.lora_B.bias": eighths(4)}
-    with pytest.raises(MismatchError, match=r"m\.v_proj has a lora_bias and m\.q_proj has none"):
+    with pytest.raises(MismatchError, match=r"m\.v_proj has a lora_bias and m\.q_proj does not"):
         plan_adapters([two[0], write_adapter(tmp_path / "biased", biased, lora_bias=True)])
     other = write_adapter(tmp_path / "b2", pair(Q, 4, 2, 3), base_model_name_or_path="that")
     assert "name different bases (None, that)" in plan_adapters([two[0], other]).notes[0]

@@ -64,7 +64,7 @@ def test_a_base_with_a_weight_is_meant(folder):
 
 def test_a_model_twice_is_refused(folder):
     with pytest.raises(
-        dare.RecipeError, match=r"math\.safetensors: is among the models twice; .*twice"
+        dare.RecipeError, match=r"math\.safetensors: is among the models twice; take"
     ):
         merge(folder, "math", "code", "math")
     os.link(folder / "math.safetensors", folder / "link.safetensors")
