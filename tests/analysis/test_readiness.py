@@ -171,6 +171,42 @@ def test_the_verdict_is_for_the_method_that_is_advised():
     assert (nothing.method, none.recipe) == ("", {})
 
 
+def test_what_the_advice_takes_care_of_is_a_note():
+    seen = analysis(ROOT, {"a": tune(ROOT, 0.06, 1), "b": TWO})
+    assert finding(seen, "large_change").remedy.startswith("Set drop_rate = 0.3")
+    readiness, advice = judge(seen)
+    (rate,) = [s.value for s in advice.suggestions if (s.setting, s.model) == ("drop_rate", "a")]
+    (only,) = [each for each in readiness.findings if each.rule == "large_change"]
+    assert only.remedy == f"The advised drop_rate of {rate:g} takes care of it"
+    assert (only.severity, readiness.verdict) == (Severity.NOTE, Verdict.READY)
+    assert judge(seen, method="dare+sum")[0].verdict is Verdict.WITH_CHANGES
+
+
+def test_rates_that_differ_and_what_is_not_dropped():
+    models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2)}
+    only, *_ = judge(analysis(ROOT, models))[0].findings
+    assert re.fullmatch(r"The advised .* of it: 0\.\d+ for a, 0 for b", only.remedy)
+    (only,) = judge(analysis(ROOT, {"b": models["b"]}))[0].findings
+    assert only.remedy == "The advice drops nothing of it"
+
+
+def test_a_model_that_is_left_out_is_opposed_to_nobody():
+    against = mixed(ROOT, ONE, -1.0, ONE, 0.0)
+    models = {"a": ONE, "against": against, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)}
+    readiness, advice = judge(analysis(ROOT, models))
+    assert advice.recipe["method"] == "dare+sum"
+    (only,) = [each for each in readiness.findings if each.rule == "opposed"]
+    assert (only.severity, only.remedy) == (Severity.NOTE, "The advice leaves against out")
+
+
+def test_advised_weights_take_care_of_small_models():
+    models = {"a": ONE, "b": mixed(ROOT, ONE, -0.1, TWO, 0.2)}
+    readiness, advice = judge(analysis(ROOT, models))
+    assert advice.recipe["method"] == "dare+ties"
+    (only,) = [each for each in readiness.findings if each.rule == "outweighed"]
+    assert (only.severity, only.remedy) == (Severity.NOTE, "The advised weights take care of it")
+
+
 def test_every_stage_that_a_finding_is_for_is_one():
     assert {rule.only_for for rule in RULES} <= {"", *STAGES}
     assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())

@@ -54,6 +54,7 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.judge.readiness import BASE, assess, readiness_for
+from dare.analysis.judge.settling import LEFT_OUT, settle
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
@@ -230,17 +231,19 @@ class Draft:
 def judge(
     analysis: Analysis, *, steps: int | None = None, method: str = ""
 ) -> tuple[Readiness, Advice]:
-    """The advice for models, and the verdict on merging them by a method: by default the advised.
+    """The advice for models, and the verdict on merging them by a method: by default as advised.
 
-    Configurations count where there are any.
+    What the advised recipe takes care of is then a note. Configurations count where there are any.
     """
     inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
     advice = advise(analysis, readiness, steps=steps)
-    if method := method or advice.recipe.get("method", ""):
-        readiness = readiness_for(readiness, method)
-    return readiness, advice
+    if method:
+        return readiness_for(readiness, method), advice
+    if advice.recipe:
+        readiness = readiness_for(readiness, advice.recipe["method"])
+    return settle(readiness, advice, analysis), advice
 
 
 def advise(
@@ -311,7 +314,7 @@ def _leave_out(draft: Draft, readiness: Readiness) -> None:
             continue
         for name in filter(None, unfit):
             out.add(name)
-            draft.suggest("models", "left out", ground, name, kept=first, **vars(finding))
+            draft.suggest("models", LEFT_OUT, ground, name, kept=first, **vars(finding))
     draft.members = [member for member in draft.members if member.model.name not in out]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, find_copies
+from dare.analysis.judge.settling import left_out
 from dare.analysis.page import series, words
 from dare.analysis.page.comparison import Groups, Side
 from dare.analysis.page.outcome import Outcome
@@ -103,7 +104,7 @@ def assemble_page(
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
         recipe=write_toml(advice.recipe) if advice.recipe else "",
-        left_out=series.left_out(advice),
+        left_out=left_out(advice),
         protected=listing(advice.protect, PROTECTED_COLUMNS),
         rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
         drops=any(series.suggested_rates(analysis, advice).values()),
@@ -166,7 +167,7 @@ def _verdicts(readiness: Readiness) -> list[tuple[Verdict, tuple[str, ...]]]:
 def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
     """What decides about a model: the first number is its change."""
     rates = series.suggested_rates(analysis, advice)
-    out = series.left_out(advice)
+    out = left_out(advice)
     copies = {name: same[0] for same in find_copies(analysis) for name in same[1:]}
 
     def verdict(model: ModelAnalysis) -> str:
@@ -219,7 +220,7 @@ def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]
     change = share(largest.total.relative_norm)
     yield "Largest change", change, f"{largest.name}, relative to the base"
     if analysis.pairs:
-        out = set(series.left_out(advice))
+        out = set(left_out(advice))
         pairs = [pair for pair in analysis.pairs if not out & {pair.first, pair.second}]
         pair = max(pairs or analysis.pairs, key=lambda pair: abs(pair.total.cosine))
         yield "Closest pair", cosine(pair.total.cosine), f"cosine, {pair.first} and {pair.second}"

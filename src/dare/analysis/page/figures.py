@@ -15,6 +15,7 @@ from typing import Any
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.settling import left_out
 from dare.analysis.page import charts, series, words
 from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
 from dare.analysis.page.outcome import Outcome
@@ -69,7 +70,7 @@ def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) ->
     for figure in found:
         for parameter in figure.spec["params"]:
             if parameter["name"] == charts.LEFT_OUT:
-                parameter["value"] = list(series.left_out(advice))
+                parameter["value"] = list(left_out(advice))
     return found
 
 
@@ -457,7 +458,7 @@ def cancelled(analysis: Analysis) -> Figure | None:
 
 def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     """What dropping costs at which rate, the error that each model may have, and the advice."""
-    out = series.left_out(advice)
+    out = left_out(advice)
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     names, everyone = [model.name for model in models], analysis.names
     curves = [row for model in models for row in series.prediction_rows(model, series.RATES)]

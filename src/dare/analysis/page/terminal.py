@@ -20,8 +20,9 @@ from dare.analysis.judge.judgement import (
     Verdict,
 )
 from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.settling import left_out
 from dare.analysis.page.series import suggested_rates
-from dare.analysis.page.words import cosine, headline, origin
+from dare.analysis.page.words import bound, cosine, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
 from dare.output.page.words import listed, setting, share
@@ -54,7 +55,7 @@ FEW_WORDS = {
     "not_finite": "NaN or infinite values",
     "unrelated": "not related to the base",
     "not_homologous": "too far from the base",
-    "large_change": "large change",
+    "large_change": "bears little dropping",
     "large_deltas": "larger deltas than usual",
     "equals_base": "the same as the base",
     "rounding": "mostly rounding",
@@ -80,8 +81,6 @@ FEW_WORDS = {
 }
 """What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
 origin says it)."""
-LEFT_OUT = "left out"
-"""The value of a suggestion for a model that should not take part."""
 RELATIONS = {
     "same_model": "are copies",
     "multiple": "are multiples",
@@ -196,7 +195,7 @@ def _cancelled(analysis: Analysis) -> str:
 
 def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:
     """How to merge in a line, and what dropping costs then and may cost."""
-    out = tuple(s.model for s in advice.suggestions if s.value == LEFT_OUT and s.model is not None)
+    out = left_out(advice)
     if not advice.recipe:
         return {"Advice": "none of the models should be merged"}
     rates = sorted(set(suggested_rates(analysis, advice).values()))
@@ -208,8 +207,8 @@ def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]
     }
     if any(rates):
         said["Error"] = (
-            f"dropping brings at most {share(advice.predicted_error)} error to a layer's outputs, "
-            f"bound {share(advice.error_bound)}"
+            f"dropping is predicted to bring up to {share(advice.predicted_error)} error to a "
+            f"layer's outputs (bound {bound(advice.error_bound)})"
         )
     return said
 
