@@ -157,6 +157,21 @@ def test_the_first_screen_decides(three):
     assert all(finding.seen not in flat for finding in readiness.findings)
 
 
+def test_opposites_and_a_base_that_may_be_a_fine_tune_are_told():
+    base = made_up.make_base()
+    one, two = (made_up.tune(base, seed=seed) for seed in (1, 2))
+    against = made_up.mixed(base, one, -1.0, one, 0.0)
+    seen = made_up.analysis(base, {"a": one, "against": against, "c": two})
+    text = printed((seen, *judge(seen)), 120)
+    assert rows(text, "against")[0].rstrip().endswith("! the opposite of a")
+    assert "a and against are opposite (cosine -1.000)" in text
+    tuned = {name: made_up.tune(base, 0.022, seed) for name, seed in (("a", 5), ("b", 6), ("c", 7))}
+    seen = made_up.analysis(one, tuned)
+    text = " ".join(printed((seen, *judge(seen)), 120).split())
+    assert "a, b and c have a step in common (cosines +0.4" in text
+    assert "): is the base itself a fine-tune?" in text
+
+
 def test_what_stands_against_a_merge_is_on_the_first_screen(ten):
     _, readiness, _ = ten
     flat = " ".join(printed(ten, 200).split())

@@ -453,11 +453,29 @@ def test_large_changes_of_several_models_are_one_finding():
 # ---------------------------------------------------------------- groups of models
 
 
+def test_what_two_models_have_in_common_is_said_of_both():
+    only = finding(
+        analysis(ROOT, {"a": tune(ROOT, 0.3, 1), "b": tune(ROOT, 0.3, 2)}), "large_change"
+    )
+    assert only.seen.startswith("Dropping 50% of their changes")
+
+
+def test_a_model_and_its_opposite_are_told_by_their_cosine():
+    against = mixed(ROOT, ONE, -1.0, ONE, 0.0)
+    only = finding(analysis(ROOT, {"a": ONE, "b": against}), "multiple")
+    assert (
+        only.seen == "They change the base in opposite directions: b is -1 times a (cosine -1.000)"
+    )
+    only = finding(analysis(ROOT, {"a": ONE, "copy": ONE, "b": against}), "multiple")
+    assert only.seen.endswith("b is -1 times a (cosines -1.000 to +1.000)")
+    assert [only.figures[name] for name in ("cosine", "largest_cosine")] == pytest.approx([-1, 1])
+
+
 def test_the_same_model_twice():
     assert of({"a": ONE, "b": ONE, "c": TWO}) == {"same_model"}
     seen = finding(analysis(ROOT, {"a": ONE, "b": ONE, "c": TWO}), "same_model")
     assert seen.models == ("a", "b")
-    assert seen.seen == "They are one model: both make the same change (cosine 1.0000)"
+    assert seen.seen == "They are one model: both make the same change (cosine +1.000)"
 
 
 def test_copies_are_one_finding_even_if_one_of_them_is_broken():

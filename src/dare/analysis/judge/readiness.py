@@ -141,18 +141,20 @@ class Rule:
     about: str = ""
     only_for: str = ""
     several: dict[str, str] = field(default_factory=dict)
-    """The texts on several models of which different figures hold."""
+    """The texts on several models."""
 
     def find(self, subjects: Iterable[tuple[str, Values]], output_error: float) -> list[Finding]:
         """What the rule finds among all that it could be about, in words."""
         limits = SimpleNamespace(**VALUES | {"output_error": output_error})
         condition = CONDITIONS.get(self.name, bool)
-        found = _joined(
+        found = [
             self._say(values | {"limit": limits})
             for about, values in subjects
             if about == (self.about or self.name) and condition(SimpleNamespace(**values))
-        )
-        return [self._say_of_all(found, limits)] if self.several and len(found) > 1 else found
+        ]
+        if self.several and len(found) > 1:
+            return [self._say_of_all(found, limits)]
+        return _joined(found)
 
     def _say(self, known: Values) -> Finding:
         figures = dict(known.get("ratios", {}))

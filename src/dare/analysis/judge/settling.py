@@ -58,6 +58,10 @@ def _answer(finding: Finding, advice: Advice, analysis: Analysis) -> str:
         return "The advised weights take care of it" if balanced else without
     if finding.rule in ("alike", "opposed") and out and not _still(finding.rule, left, analysis):
         return without
+    if finding.rule == "cancelling" and left_out(advice):
+        others = [name for name in analysis.names if name not in left_out(advice)]
+        kept = "" if _still("opposed", others, analysis) else "no two of the others are opposed"
+        return kept and f"The advice leaves {listed(left_out(advice))} out, and {kept}"
     return ""
 
 

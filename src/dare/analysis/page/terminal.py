@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from dare.analysis.judge.groups import is_against, said_cosines
 from dare.analysis.judge.judgement import (
     GRAVITY,
     Advice,
@@ -22,7 +23,7 @@ from dare.analysis.judge.judgement import (
 from dare.analysis.judge.readiness import chance_cancelled
 from dare.analysis.judge.settling import left_out
 from dare.analysis.page.series import suggested_rates
-from dare.analysis.page.words import bound, cosine, headline, origin
+from dare.analysis.page.words import bound, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
 from dare.output.page.words import listed, setting, share
@@ -81,14 +82,21 @@ FEW_WORDS = {
 }
 """What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
 origin says it)."""
+OPPOSITE = "the opposite of {others}"
+COSINES = ("cosine", "largest_cosine")
+"""Figures of a finding about several models: the least cosine of two of them, and the largest."""
 RELATIONS = {
     "same_model": "are copies",
     "multiple": "are multiples",
     "other_base": "went far together",
+    "contained": "is part of the others",
+    "common_step": "have a step in common",
     "alike": "are alike",
     "opposed": "are opposed",
 }
 """Rules about models that are notable together."""
+MISPLACED = ("contained", "common_step")
+"""Those that ask whether the base is the right one."""
 
 
 class Names:
@@ -160,9 +168,18 @@ def _few_words(readiness: Readiness, model: str, names: Names) -> str:
     verdict = readiness.by_model[model]
     if not about or (verdict is Verdict.READY and not about[0].models):
         return str(verdict)
-    others = tuple(name for name in about[0].models if name != model)
-    said = FEW_WORDS[about[0].rule].format(others=names.list(others) if others else "another")
+    said = _said_of(about[0], model, names)
     return f"{verdict}: {said}" if verdict is Verdict.READY else said
+
+
+def _said_of(finding: Finding, model: str, names: Names) -> str:
+    """What a finding says of a model, in the words for a table."""
+    others = tuple(name for name in finding.models if name != model)
+    words = FEW_WORDS[finding.rule]
+    if finding.rule == "multiple":
+        against = tuple(name for name in others if is_against(finding.figures, model, name))
+        words, others = (OPPOSITE, against) if against else (words, others)
+    return words.format(others=names.list(others) if others else "another")
 
 
 # ---------------------------------------------------------------- all models together
@@ -171,21 +188,27 @@ def _few_words(readiness: Readiness, model: str, names: Names) -> str:
 def _overlap(analysis: Analysis, readiness: Readiness, names: Names) -> str:
     """What is notable between models, or that nothing is."""
     notable = [
-        f"{names.list(finding.models)} {RELATIONS[finding.rule]}{_in_cosine(finding)}"
-        for finding in readiness.findings
+        f"{names.list(finding.models)} {_relation(finding)}{_in_cosine(finding)}"
+        for finding in sorted(readiness.findings, key=lambda each: each.rule not in MISPLACED)
         if finding.rule in RELATIONS
     ]
-    cosines = [pair.total.cosine for pair in analysis.pairs]
-    ends = dict.fromkeys(map(cosine, (min(cosines), max(cosines))))
     if not notable:
-        word = "cosine" if len(ends) == 1 else "cosines"
-        return f"no two models are alike or opposed; {word} {' to '.join(ends)}"
+        cosines = said_cosines([pair.total.cosine for pair in analysis.pairs])
+        return f"no two models are alike or opposed; {cosines}"
     more = len(notable) - SHOWN
     return "; ".join([*notable[:SHOWN], *([f"{more} more with --full"] if more > 0 else [])])
 
 
+def _relation(finding: Finding) -> str:
+    if finding.rule == "multiple" and min(finding.figures.values()) < 0:
+        return "are opposite" if len(finding.models) == 2 else "are multiples, some opposite"
+    return RELATIONS[finding.rule]
+
+
 def _in_cosine(finding: Finding) -> str:
-    return f" (cosine {cosine(finding.figures['cosine'])})" if "cosine" in finding.figures else ""
+    ends = [finding.figures[name] for name in COSINES if name in finding.figures]
+    asks = ": is the base itself a fine-tune?" if finding.rule in MISPLACED else ""
+    return f" ({said_cosines(ends)}){asks}" if ends else asks
 
 
 def _cancelled(analysis: Analysis) -> str:

@@ -39,14 +39,18 @@ def error_bound(advice: Advice, models: int) -> str:
 
     >>> error_bound(Advice((), {}, (), error_bound=0.05, error_share=0.02887), 3)
     'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5%.'
+    >>> error_bound(Advice((), {"scale": 0.5}, (), error_bound=0.05, error_share=0.0707), 2)
+    'The dashed line ... 7.07%: 2 models together, after the scale of 0.5, then stay within 5%.'
     """
     if not advice.error_share:
         return ""
     if models == 1:
         return f"The dashed line is the bound, {bound(advice.error_share)}."
+    scale = advice.recipe.get("scale", 1)
+    scaled = "" if scale == 1 else f", after the scale of {scale:g},"
     return (
         f"The dashed line is what one model may bring, {bound(advice.error_share)}: "
-        f"{models} models together then stay within {bound(advice.error_bound)}."
+        f"{models} models together{scaled} then stay within {bound(advice.error_bound)}."
     )
 
 
