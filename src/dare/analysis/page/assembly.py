@@ -38,6 +38,8 @@ FIGURE_SECTIONS = {
 }
 """By name: the title, and how the names of its figures begin."""
 MERGE_FIGURES = ("survival", "kept")
+REMARKED = {"not_finite", "same_model"}
+"""Rules whose findings the table of models remarks in its own words."""
 NUMBER_COLUMNS: Columns = {
     "model": lambda model: model.name,
     "mean |δ|": lambda model: number(model.total.mean_magnitude),
@@ -182,7 +184,7 @@ def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> 
         return share(mean_bounded_error(exposures_of(model), rates[model.name]))
 
     def remark(model: ModelAnalysis) -> str:
-        remarks = ["⚠ left out"] if model.name in out else []
+        remarks = [f"⚠ left out{_reason(model.name, readiness, advice)}"] * (model.name in out)
         if model.total.not_finite:
             remarks.append(f"{times(model.total.not_finite, 'element')} NaN or infinite")
         if model.name in copies:
@@ -202,6 +204,15 @@ def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> 
     return columns
 
 
+def _reason(model: str, readiness: Readiness, advice: Advice) -> str:
+    """Why a model is left out, after a colon; nothing for what another remark says."""
+    rules = {s.source.rpartition(", ")[2] for s in advice.suggestions if s.model == model}
+    for finding in readiness.of(model):
+        if finding.rule in rules & set(words.FEW_WORDS) - REMARKED:
+            return f": {words.few_words(finding, model, listed)}"
+    return ""
+
+
 def _counted(findings: Sequence[Finding]) -> str:
     if not findings:
         return "nothing was found that speaks against it"
@@ -212,17 +223,21 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 
 def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]:
-    """Label, value and remark of the most telling numbers."""
+    """Label, value and remark of the most telling numbers, about the models that are merged."""
+    out = set(left_out(advice))
+    models = [model for model in analysis.models if model.name not in out] or analysis.models
     if advice.error_bound:
         bound = f"bound: {words.bound(advice.error_bound)}"
-        yield "Predicted error", share(advice.predicted_error), bound
-    largest = max(analysis.models, key=lambda model: model.total.relative_norm)
+        whose = f"; {len(models)} of {len(analysis.models)} models are merged" if out else ""
+        yield "Predicted error", share(advice.predicted_error), f"{bound}{whose}"
+    largest = max(models, key=lambda model: model.total.relative_norm)
     change = share(largest.total.relative_norm)
     yield "Largest change", change, f"{largest.name}, relative to the base"
-    if analysis.pairs:
-        out = set(left_out(advice))
-        pairs = [pair for pair in analysis.pairs if not out & {pair.first, pair.second}]
-        pair = max(pairs or analysis.pairs, key=lambda pair: abs(pair.total.cosine))
+    names = {model.name for model in models}
+    if pairs := [pair for pair in analysis.pairs if {pair.first, pair.second} <= names]:
+        pair = max(pairs, key=lambda pair: abs(pair.total.cosine))
         yield "Closest pair", cosine(pair.total.cosine), f"cosine, {pair.first} and {pair.second}"
+    if analysis.pairs:
         lost, chance = analysis.together.cancelled, chance_cancelled(analysis)
-        yield "Cancel if added up", share(lost), f"by chance about {share(chance)}"
+        every = f"all {len(analysis.models)} models; " if out else ""
+        yield "Cancel if added up", share(lost), f"{every}by chance about {share(chance)}"

@@ -39,6 +39,8 @@ from dare.output.page.themes import DASHES, SHAPES
 from dare.output.page.words import listed, number, share
 from dare.tensors.sizes import times
 
+ROOM_FOR_BOUND = 0.45
+"""Drop rates below this leave no room for a label to the left of their marks on a phone."""
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""
 MOST_MAPS = 4
@@ -490,7 +492,7 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
         shape=by_name(alt.Shape, everyone, SHAPES, legend=charts.legend_of(names)),
     )
     chart = alt.layer(
-        *_share_line(advice),
+        *_share_line(advice, points),
         charts.lines(everyone, shown=names, **place, points=False),
         *([marks, *_rate_labels(points, place)] if points else []),
     )
@@ -521,14 +523,21 @@ def _above_zero(rate: float | None) -> tuple[float, ...]:
     return (rate,) if rate else ()
 
 
-def _share_line(advice: Advice) -> list[Any]:
-    """The error that the dropping of one model may bring, as a line with its number."""
+def _share_line(advice: Advice, points: Sequence[Row]) -> list[Any]:
+    """The error that the dropping of one model may bring, as a line with its number.
+
+    The number stands left above the line; if marks are there, right below it.
+    """
     if not advice.error_share:
         return []
     data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
-    note = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
-    note = note.encode(x=alt.datum(0), y=alt.datum(advice.error_share), text="label:N")
-    return [level_line(advice.error_share, data), note]
+    is_right = min((row["rate"] for row in points), default=1.0) < ROOM_FOR_BOUND
+    looks = {"align": "right", "baseline": "top", "dx": -4, "dy": 5}
+    if not is_right:
+        looks = {"align": "left", "baseline": "bottom", "dx": 4, "dy": -3}
+    note = alt.Chart(data).encode(x=alt.datum(1 if is_right else 0), text="label:N")
+    note = note.encode(y=alt.datum(advice.error_share))
+    return [level_line(advice.error_share, data), haloed_text(note, **looks)]
 
 
 def _rate_labels(points: list[Row], place: Spec) -> list[Any]:

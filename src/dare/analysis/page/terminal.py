@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from dare.analysis.judge.groups import is_against, said_cosines
+from dare.analysis.judge.groups import said_cosines
 from dare.analysis.judge.judgement import (
     GRAVITY,
     Advice,
@@ -23,7 +23,7 @@ from dare.analysis.judge.judgement import (
 from dare.analysis.judge.readiness import chance_cancelled
 from dare.analysis.judge.settling import left_out
 from dare.analysis.page.series import suggested_rates
-from dare.analysis.page.words import bound, headline, origin
+from dare.analysis.page.words import FEW_WORDS, bound, few_words, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
 from dare.output.page.words import listed, setting, share
@@ -51,38 +51,6 @@ PLAIN_MARKS = {Verdict.READY: "+", Verdict.WITH_CHANGES: "!", Verdict.NOT_READY:
 """Where the encoding has no others."""
 SEVERITIES = {Severity.STOP: "bold red", Severity.CHANGE: "bold yellow", Severity.NOTE: "bold"}
 
-FEW_WORDS = {
-    "nothing_compared": "nothing to compare",
-    "not_finite": "NaN or infinite values",
-    "unrelated": "not related to the base",
-    "not_homologous": "too far from the base",
-    "large_change": "bears little dropping",
-    "large_deltas": "larger deltas than usual",
-    "equals_base": "the same as the base",
-    "rounding": "mostly rounding",
-    "coarser_type": "stored more coarsely",
-    "missing_tensors": "lacks tensors",
-    "outliers": "a few outliers",
-    "sparse": "few elements changed",
-    "concentrated": "few elements carry it",
-    "same_model": "the same as {others}",
-    "multiple": "a multiple of {others}",
-    "other_base": "another base, with {others}",
-    "contained": "part of the others",
-    "common_step": "a step in common with {others}",
-    "alike": "much like {others}",
-    "opposed": "opposed to {others}",
-    "outweighed": "smaller than others",
-    "cancelling": "models cancel each other",
-    "vocabulary": "another vocabulary",
-    "mismatched": "tensors do not fit",
-    "extra_tensors": "extra tensors",
-    "tied": "tied weights",
-    "other_configuration": "another configuration",
-}
-"""What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
-origin says it)."""
-OPPOSITE = "the opposite of {others}"
 COSINES = ("cosine", "largest_cosine")
 """Figures of a finding about several models: the least cosine of two of them, and the largest."""
 RELATIONS = {
@@ -136,7 +104,7 @@ def show_summary(
     _show_models(console, analysis, readiness, names)
     if analysis.pairs:
         print_labelled(console, "Overlap", _overlap(analysis, readiness, names))
-        print_labelled(console, "", _cancelled(analysis))
+        print_labelled(console, "", _cancelled(analysis, advice))
     for label, text in _advised(analysis, advice, names).items():
         print_labelled(console, label, text)
 
@@ -168,18 +136,8 @@ def _few_words(readiness: Readiness, model: str, names: Names) -> str:
     verdict = readiness.by_model[model]
     if not about or (verdict is Verdict.READY and not about[0].models):
         return str(verdict)
-    said = _said_of(about[0], model, names)
+    said = few_words(about[0], model, names.list)
     return f"{verdict}: {said}" if verdict is Verdict.READY else said
-
-
-def _said_of(finding: Finding, model: str, names: Names) -> str:
-    """What a finding says of a model, in the words for a table."""
-    others = tuple(name for name in finding.models if name != model)
-    words = FEW_WORDS[finding.rule]
-    if finding.rule == "multiple":
-        against = tuple(name for name in others if is_against(finding.figures, model, name))
-        words, others = (OPPOSITE, against) if against else (words, others)
-    return words.format(others=names.list(others) if others else "another")
 
 
 # ---------------------------------------------------------------- all models together
@@ -211,9 +169,11 @@ def _in_cosine(finding: Finding) -> str:
     return f" ({said_cosines(ends)}){asks}" if ends else asks
 
 
-def _cancelled(analysis: Analysis) -> str:
+def _cancelled(analysis: Analysis, advice: Advice) -> str:
     together, chance = analysis.together.cancelled, chance_cancelled(analysis)
-    return f"added up, {share(together)} of all change cancels; by chance about {share(chance)}"
+    every = f"all {len(analysis.models)} " if left_out(advice) else ""
+    cancels = f"{share(together)} of all change cancels; by chance about {share(chance)}"
+    return f"{every}added up, {cancels}"
 
 
 def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dare.analysis.judge.judgement import Advice, Readiness, Verdict
+from collections.abc import Callable
+
+from dare.analysis.judge.groups import is_against
+from dare.analysis.judge.judgement import Advice, Finding, Readiness, Verdict
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 from dare.output.page.words import NOTHING, number
 
@@ -18,6 +21,40 @@ ORIGINS = {
     Origin.UNKNOWN: "not known",
 }
 
+FEW_WORDS = {
+    "nothing_compared": "nothing to compare",
+    "not_finite": "NaN or infinite values",
+    "unrelated": "not related to the base",
+    "not_homologous": "too far from the base",
+    "large_change": "bears little dropping",
+    "large_deltas": "larger deltas than usual",
+    "equals_base": "the same as the base",
+    "rounding": "mostly rounding",
+    "coarser_type": "stored more coarsely",
+    "missing_tensors": "lacks tensors",
+    "outliers": "a few outliers",
+    "sparse": "few elements changed",
+    "concentrated": "few elements carry it",
+    "same_model": "the same as {others}",
+    "multiple": "a multiple of {others}",
+    "other_base": "another base, with {others}",
+    "contained": "part of the others",
+    "common_step": "a step in common with {others}",
+    "alike": "much like {others}",
+    "opposed": "opposed to {others}",
+    "outweighed": "smaller than others",
+    "cancelling": "models cancel each other",
+    "vocabulary": "another vocabulary",
+    "mismatched": "tensors do not fit",
+    "extra_tensors": "extra tensors",
+    "tied": "tied weights",
+    "other_configuration": "another configuration",
+}
+"""What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
+origin says it)."""
+OPPOSITE = "the opposite of {others}"
+"""The words for a multiple that goes against the others."""
+
 
 def headline(readiness: Readiness) -> str:
     """The verdict, with the method that it is for.
@@ -32,6 +69,16 @@ def headline(readiness: Readiness) -> str:
     if not readiness.method or readiness.verdict is Verdict.NOT_READY:
         return words
     return f"{words} by {readiness.method}"
+
+
+def few_words(finding: Finding, model: str, names: Callable[[tuple[str, ...]], str]) -> str:
+    """What a finding says of a model, in the words for a table; `names` lists the others."""
+    others = tuple(name for name in finding.models if name != model)
+    said = FEW_WORDS[finding.rule]
+    if finding.rule == "multiple":
+        against = tuple(name for name in others if is_against(finding.figures, model, name))
+        said, others = (OPPOSITE, against) if against else (said, others)
+    return said.format(others=names(others) if others else "another")
 
 
 def error_bound(advice: Advice, models: int) -> str:
