@@ -491,9 +491,11 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
         color=by_name(alt.Color, everyone, legend=charts.legend_of(names)),
         shape=by_name(alt.Shape, everyone, SHAPES, legend=charts.legend_of(names)),
     )
+    line, label = _share_line(advice, points)
     chart = alt.layer(
-        *_share_line(advice, points),
+        *line,
         charts.lines(everyone, shown=names, **place, points=False),
+        *label,
         *([marks, *_rate_labels(points, place)] if points else []),
     )
     rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
@@ -523,13 +525,13 @@ def _above_zero(rate: float | None) -> tuple[float, ...]:
     return (rate,) if rate else ()
 
 
-def _share_line(advice: Advice, points: Sequence[Row]) -> list[Any]:
-    """The error that the dropping of one model may bring, as a line with its number.
+def _share_line(advice: Advice, points: Sequence[Row]) -> tuple[list[Any], list[Any]]:
+    """The error that the dropping of one model may bring, as a line and its number.
 
     The number stands left above the line; if marks are there, right below it.
     """
     if not advice.error_share:
-        return []
+        return [], []
     data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
     is_right = min((row["rate"] for row in points), default=1.0) < ROOM_FOR_BOUND
     looks = {"align": "right", "baseline": "top", "dx": -4, "dy": 5}
@@ -537,7 +539,7 @@ def _share_line(advice: Advice, points: Sequence[Row]) -> list[Any]:
         looks = {"align": "left", "baseline": "bottom", "dx": 4, "dy": -3}
     note = alt.Chart(data).encode(x=alt.datum(1 if is_right else 0), text="label:N")
     note = note.encode(y=alt.datum(advice.error_share))
-    return [level_line(advice.error_share, data), haloed_text(note, **looks)]
+    return [level_line(advice.error_share, data)], [haloed_text(note, **looks)]
 
 
 def _rate_labels(points: list[Row], place: Spec) -> list[Any]:
