@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from dare.analysis.judge.groups import is_against, is_opposed, listed, said_cosines
+from dare.analysis.judge.groups import every, is_against, is_opposed, listed, said_cosines
 from dare.analysis.judge.judgement import (
     Advice,
     Evidence,
@@ -436,7 +436,7 @@ def _cost(draft: Draft, exposures: Sequence[Exposure], rate: float) -> str:
     error = share(mean_bounded_error(exposures, rate or limit("useful_rate")))
     bound = f"{limit('output_error'):.0%} is the bound"
     if draft.count > 1:
-        models = "both models" if draft.count == 2 else f"all {draft.count} models"
+        models = f"{every(draft.count)} models"
         scaled = "" if draft.scale == 1 else f" after the scale of {draft.scale:g}"
         together = f"the {limit('output_error'):.0%} that {models} may bring together{scaled}"
         bound = f"{share(draft.bound)} is its share of {together}"

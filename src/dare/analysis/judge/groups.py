@@ -107,7 +107,7 @@ def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
         "concerns": names,
         "pairs": len(held),
         "who": "They" if whole else listed(f"{e.pair.first} and {e.pair.second}" for e in held),
-        "all": "both" if len(names) == 2 else f"all {len(names)}",
+        "all": every(len(names)),
         "twice": "twice" if len(names) == 2 else f"{'' if whole else 'up to '}{len(names)} times",
         "cosine": min(link.cosine for link in held),
         "largest_cosine": max(link.cosine for link in held),
@@ -248,8 +248,17 @@ def is_against(figures: Mapping[str, float], one: str, other: str) -> bool:
     return figures.get(f"ratio.{one}", 1.0) * figures.get(f"ratio.{other}", 1.0) < 0
 
 
+def every(count: int) -> str:
+    """All of so many.
+
+    >>> every(2), every(3)
+    ('both', 'all 3')
+    """
+    return "both" if count == 2 else f"all {count}"
+
+
 def listed(names: Iterable[str], shown: int = SHOWN) -> str:
     """The first few names, and how many more there are."""
-    every = list(names)
-    more = len(every) - shown
-    return ", ".join(every[:shown]) + (f" and {more} more" if more > 0 else "")
+    known = list(names)
+    more = len(known) - shown
+    return ", ".join(known[:shown]) + (f" and {more} more" if more > 0 else "")

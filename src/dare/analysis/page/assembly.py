@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dare.analysis.judge.groups import every
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, find_copies
@@ -239,5 +240,5 @@ def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]
         yield "Closest pair", cosine(pair.total.cosine), f"cosine, {pair.first} and {pair.second}"
     if analysis.pairs:
         lost, chance = analysis.together.cancelled, chance_cancelled(analysis)
-        every = f"all {len(analysis.models)} models; " if out else ""
-        yield "Cancel if added up", share(lost), f"{every}by chance about {share(chance)}"
+        whose = f"{every(len(analysis.models))} models; " if out else ""
+        yield "Cancel if added up", share(lost), f"{whose}by chance about {share(chance)}"

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from dare.analysis.judge.groups import said_cosines
+from dare.analysis.judge.groups import every, said_cosines
 from dare.analysis.judge.judgement import (
     GRAVITY,
     Advice,
@@ -171,9 +171,9 @@ def _in_cosine(finding: Finding) -> str:
 
 def _cancelled(analysis: Analysis, advice: Advice) -> str:
     together, chance = analysis.together.cancelled, chance_cancelled(analysis)
-    every = f"all {len(analysis.models)} " if left_out(advice) else ""
+    whose = f"{every(len(analysis.models))} " if left_out(advice) else ""
     cancels = f"{share(together)} of all change cancels; by chance about {share(chance)}"
-    return f"{every}added up, {cancels}"
+    return f"{whose}added up, {cancels}"
 
 
 def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:
