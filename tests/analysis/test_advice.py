@@ -229,10 +229,19 @@ def test_reasons_have_the_error_that_is_bounded(count, ratio):
     for each, error in zip(
         (each for each in advice.suggestions if each.setting == "drop_rate"), errors, strict=True
     ):
-        said = f"Dropping {each.value:.0%} brings at most {share(error)} error to the outputs"
-        assert each.reason.startswith(said)
+        said = f"is predicted to bring up to {share(error)} error to the outputs"
+        assert each.reason.startswith(f"Dropping {each.value:.0%} {said}")
         bound = "5% is the bound" if count == 1 else f"{share(advice.error_share)} is its share"
         assert bound in each.reason
+
+
+def test_reasons_name_models_that_are_alike_and_the_scale():
+    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.95, TWO, 0.3), "c": THREE}
+    advice = advise(analysis(ROOT, models))
+    method, scale, rate, *_ = advice.suggestions
+    assert method.reason.startswith("Most models change the base in different directions; a and b")
+    assert "a and b are alike (cosine +0.9" in method.reason
+    assert f"may bring together after the scale of {scale.value:g}" in rate.reason
 
 
 def test_a_scale_lowers_the_error_of_a_merge():

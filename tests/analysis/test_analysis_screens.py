@@ -148,16 +148,35 @@ def test_the_first_screen_decides(three):
         assert share(model.total.relative_norm) in row
     assert "LoRA, rank 4 (adapter)" in rows(text, "code")[0]
     assert rows(text, "math")[0].rstrip().endswith("✓ ready: smaller than others")
-    assert rows(text, "chat")[0].rstrip().endswith("! large change")
-    (large,) = [f for f in readiness.findings if f.severity is Severity.CHANGE]
+    assert rows(text, "chat")[0].rstrip().endswith("✓ ready: bears little dropping")
     flat = " ".join(text.split())
-    assert f"Change chat: {large.seen} remedy {large.remedy}" in flat
     rates = sorted(s.value for s in advice.suggestions if s.setting == "drop_rate")
     assert f"Advice   {readiness.method}, drop rate {rates[0]:g} to {rates[-1]:g}" in lines
-    bound = f"error to a layer's outputs, bound {share(advice.error_bound)}"
-    assert f"Error    dropping brings at most {share(advice.predicted_error)} {bound}" in lines
-    for finding in readiness.findings:
-        assert finding.severity is Severity.CHANGE or finding.seen not in flat
+    error = f"predicted to bring up to {share(advice.predicted_error)} error to a layer's outputs"
+    assert f"Error dropping is {error} (bound 5%)" in flat
+    assert all(finding.seen not in flat for finding in readiness.findings)
+
+
+def test_opposites_and_a_base_that_may_be_a_fine_tune_are_told():
+    base = made_up.make_base()
+    one, two = (made_up.tune(base, seed=seed) for seed in (1, 2))
+    against = made_up.mixed(base, one, -1.0, one, 0.0)
+    seen = made_up.analysis(base, {"a": one, "against": against, "c": two})
+    text = printed((seen, *judge(seen)), 120)
+    assert rows(text, "against")[0].rstrip().endswith("! the opposite of a")
+    assert "a and against are opposite (cosine -1.000)" in text
+    tuned = {name: made_up.tune(base, 0.022, seed) for name, seed in (("a", 5), ("b", 6), ("c", 7))}
+    seen = made_up.analysis(one, tuned)
+    text = " ".join(printed((seen, *judge(seen)), 120).split())
+    assert "a, b and c have a step in common (cosines +0.4" in text
+    assert "): is the base itself a fine-tune?" in text
+
+
+def test_what_stands_against_a_merge_is_on_the_first_screen(ten):
+    _, readiness, _ = ten
+    flat = " ".join(printed(ten, 200).split())
+    gravest = readiness.findings[0]
+    assert f"Stop {gravest.models[0]}: {gravest.seen} remedy {gravest.remedy}" in flat
 
 
 def test_what_is_notable_of_ten_models_is_said(ten):

@@ -171,6 +171,42 @@ def test_the_verdict_is_for_the_method_that_is_advised():
     assert (nothing.method, none.recipe) == ("", {})
 
 
+def test_what_the_advice_takes_care_of_is_a_note():
+    seen = analysis(ROOT, {"a": tune(ROOT, 0.06, 1), "b": TWO})
+    assert finding(seen, "large_change").remedy.startswith("Set drop_rate = 0.3")
+    readiness, advice = judge(seen)
+    (rate,) = [s.value for s in advice.suggestions if (s.setting, s.model) == ("drop_rate", "a")]
+    (only,) = [each for each in readiness.findings if each.rule == "large_change"]
+    assert only.remedy == f"The advised drop_rate of {rate:g} takes care of it"
+    assert (only.severity, readiness.verdict) == (Severity.NOTE, Verdict.READY)
+    assert judge(seen, method="dare+sum")[0].verdict is Verdict.WITH_CHANGES
+
+
+def test_rates_that_differ_and_what_is_not_dropped():
+    models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2)}
+    only, *_ = judge(analysis(ROOT, models))[0].findings
+    assert re.fullmatch(r"The advised .* of it: 0\.\d+ for a, 0 for b", only.remedy)
+    (only,) = judge(analysis(ROOT, {"b": models["b"]}))[0].findings
+    assert only.remedy == "The advice drops nothing of it"
+
+
+def test_a_model_that_is_left_out_is_opposed_to_nobody():
+    against = mixed(ROOT, ONE, -1.0, ONE, 0.0)
+    models = {"a": ONE, "against": against, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)}
+    readiness, advice = judge(analysis(ROOT, models))
+    assert advice.recipe["method"] == "dare+sum"
+    (only,) = [each for each in readiness.findings if each.rule == "opposed"]
+    assert (only.severity, only.remedy) == (Severity.NOTE, "The advice leaves against out")
+
+
+def test_advised_weights_take_care_of_small_models():
+    models = {"a": ONE, "b": mixed(ROOT, ONE, -0.1, TWO, 0.2)}
+    readiness, advice = judge(analysis(ROOT, models))
+    assert advice.recipe["method"] == "dare+ties"
+    (only,) = [each for each in readiness.findings if each.rule == "outweighed"]
+    assert (only.severity, only.remedy) == (Severity.NOTE, "The advised weights take care of it")
+
+
 def test_every_stage_that_a_finding_is_for_is_one():
     assert {rule.only_for for rule in RULES} <= {"", *STAGES}
     assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
@@ -417,11 +453,29 @@ def test_large_changes_of_several_models_are_one_finding():
 # ---------------------------------------------------------------- groups of models
 
 
+def test_what_two_models_have_in_common_is_said_of_both():
+    only = finding(
+        analysis(ROOT, {"a": tune(ROOT, 0.3, 1), "b": tune(ROOT, 0.3, 2)}), "large_change"
+    )
+    assert only.seen.startswith("Dropping 50% of their changes")
+
+
+def test_a_model_and_its_opposite_are_told_by_their_cosine():
+    against = mixed(ROOT, ONE, -1.0, ONE, 0.0)
+    only = finding(analysis(ROOT, {"a": ONE, "b": against}), "multiple")
+    assert (
+        only.seen == "They change the base in opposite directions: b is -1 times a (cosine -1.000)"
+    )
+    only = finding(analysis(ROOT, {"a": ONE, "copy": ONE, "b": against}), "multiple")
+    assert only.seen.endswith("b is -1 times a (cosines -1.000 to +1.000)")
+    assert [only.figures[name] for name in ("cosine", "largest_cosine")] == pytest.approx([-1, 1])
+
+
 def test_the_same_model_twice():
     assert of({"a": ONE, "b": ONE, "c": TWO}) == {"same_model"}
     seen = finding(analysis(ROOT, {"a": ONE, "b": ONE, "c": TWO}), "same_model")
     assert seen.models == ("a", "b")
-    assert seen.seen == "They are one model: both make the same change (cosine 1.0000)"
+    assert seen.seen == "They are one model: both make the same change (cosine +1.000)"
 
 
 def test_copies_are_one_finding_even_if_one_of_them_is_broken():

@@ -60,6 +60,12 @@ def test_recipes_are_compared_by_their_own_settings(side):
     assert predicted.difference.endswith(" points")
 
 
+def test_a_model_of_one_side_has_an_error_there(side):
+    fewer = replace(side.analysis, models=side.analysis.models[:2], pairs=side.analysis.pairs[:1])
+    row = rows_of(compare(side, replace(side, analysis=fewer)))["chat: error, at most"]
+    assert (row.first.endswith("%"), row.second, row.difference) == (True, "–", "differs")
+
+
 def test_what_is_not_dropped_has_no_error(side):
     plain = replace(side, recipe=recipe_of(method="ties"))
     rows = rows_of(compare(side, plain))

@@ -157,6 +157,20 @@ def test_the_line_is_what_is_bounded(drawn, subject):
     assert curve[0]["error"] == pytest.approx(error, 1e-4)
 
 
+@pytest.mark.parametrize(("rate", "end"), [(0.15, 1), (0.6, 0)])
+def test_the_label_of_the_bound_stands_where_no_mark_is(subject, rate, end):
+    advised = Suggestion("drop_rate", rate, None, "", "", Evidence.FAIR)
+    advice = replace(subject.advice, suggestions=(advised,))
+    layers = figures.predicted_error(subject.analysis, advice).spec["layer"]
+    (label,) = [
+        part
+        for part in layers
+        if "text" in part.get("layer", [{}])[0].get("encoding", {})
+        and "datum" in part["layer"][0]["encoding"]["x"]
+    ]
+    assert label["layer"][0]["encoding"]["x"] == {"datum": end}
+
+
 def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
     out = Suggestion("models", "left out", "code", "", "", Evidence.STRONG)
     advice = replace(subject.advice, suggestions=(out,))
@@ -165,7 +179,7 @@ def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
         assert {"name": "left_out", "value": ["code"]} in figure.spec["params"]
     assert {row["model"] for row in rows_of(found["predicted-error"])} == {"math", "chat"}
     assert "Left out: code." in found["predicted-error"].caption
-    colour = found["predicted-error"].spec["layer"][2]["layer"][0]["encoding"]["color"]
+    colour = found["predicted-error"].spec["layer"][1]["layer"][0]["encoding"]["color"]
     assert colour["scale"]["domain"] == ["math", "code", "chat"]  # the colours of all figures
 
 

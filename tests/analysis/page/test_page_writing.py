@@ -11,9 +11,17 @@ from html.parser import HTMLParser
 import pytest
 import sample
 
-from dare.analysis.judge.judgement import Readiness, Verdict
+from dare.analysis.judge.judgement import (
+    Evidence,
+    Finding,
+    Readiness,
+    Severity,
+    Suggestion,
+    Verdict,
+)
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import assembly, figures, write_figures, write_page
+from dare.analysis.page.writing import page_text
 from dare.errors import InputError, OutputError
 from dare.output.page import writing
 from dare.output.page.themes import THEMES
@@ -162,6 +170,20 @@ def test_a_model_with_a_nan_and_copies_are_named(crowded_page):
     assert remarks["model-4"] == "⚠ left out, the same as model-3"
     assert remarks["model-5"] == "⚠ left out, 1 element NaN or infinite, the same as model-3"
     assert remarks["model-1"] == ""
+
+
+def test_why_a_model_is_left_out_is_remarked(subject):
+    chat = subject.analysis.names[-1]
+    why = Finding("unrelated", Severity.STOP, (chat,), "Far", "It fails", "Leave it out", {})
+    out = Suggestion("models", "left out", chat, "Far", "readiness, unrelated", Evidence.STRONG)
+    readiness = replace(subject.readiness, findings=(why,))
+    advice = replace(subject.advice, suggestions=(*subject.advice.suggestions, out))
+    text = page_text(subject.analysis, readiness, advice)
+    assert "⚠ left out: not related to the base" in text
+    assert f"<h3>{chat}: left out</h3>" in text
+    assert "2 of 3 models are merged" in text
+    assert "all 3 models; by chance about" in text
+    assert f"<dd>{chat}, relative to the base" not in text
 
 
 def test_the_first_screen_decides(text):

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from dare.analysis.judge.groups import is_opposed
+from dare.analysis.judge.groups import every, is_against, is_opposed, listed, said_cosines
 from dare.analysis.judge.judgement import (
     Advice,
     Evidence,
@@ -54,6 +54,7 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.judge.readiness import BASE, assess, readiness_for
+from dare.analysis.judge.settling import LEFT_OUT, settle
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
@@ -230,17 +231,19 @@ class Draft:
 def judge(
     analysis: Analysis, *, steps: int | None = None, method: str = ""
 ) -> tuple[Readiness, Advice]:
-    """The advice for models, and the verdict on merging them by a method: by default the advised.
+    """The advice for models, and the verdict on merging them by a method: by default as advised.
 
-    Configurations count where there are any.
+    What the advised recipe takes care of is then a note. Configurations count where there are any.
     """
     inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
     advice = advise(analysis, readiness, steps=steps)
-    if method := method or advice.recipe.get("method", ""):
-        readiness = readiness_for(readiness, method)
-    return readiness, advice
+    if method:
+        return readiness_for(readiness, method), advice
+    if advice.recipe:
+        readiness = readiness_for(readiness, advice.recipe["method"])
+    return settle(readiness, advice, analysis), advice
 
 
 def advise(
@@ -311,7 +314,9 @@ def _leave_out(draft: Draft, readiness: Readiness) -> None:
             continue
         for name in filter(None, unfit):
             out.add(name)
-            draft.suggest("models", "left out", ground, name, kept=first, **vars(finding))
+            against = is_against(finding.figures, first, name)
+            known = {"kept": first, "how": "opposite to" if against else "a multiple of"}
+            draft.suggest("models", LEFT_OUT, ground, name, **known, **vars(finding))
     draft.members = [member for member in draft.members if member.model.name not in out]
 
 
@@ -358,10 +363,20 @@ def _name_method(draft: Draft) -> None:
         known |= {"mean": _mean(draft.cosines), "usual": usual if relation == "alike" else ""}
     else:
         ground = "apart"
-        known |= {"lowest": min(draft.cosines), "highest": max(draft.cosines)}
-        known["share"] = 1 / draft.count
+        known |= {"directions": _say_directions(draft), "share": 1 / draft.count}
     draft.suggest("method", draft.method, ground, **known)
     draft.suggestions.insert(0, draft.suggestions.pop())
+
+
+def _say_directions(draft: Draft) -> str:
+    """That models go different ways, and which of them do not."""
+    alike = [pair for pair in draft.pairs if pair.total.cosine >= limit("alike_cosine")]
+    if not alike:
+        said = said_cosines(draft.cosines)
+        return f"The models change the base in different directions ({said})"
+    names = listed(f"{pair.first} and {pair.second}" for pair in alike)
+    said = said_cosines([pair.total.cosine for pair in alike])
+    return f"Most models change the base in different directions; {names} are alike ({said})"
 
 
 def _choose_scale(draft: Draft) -> None:
@@ -421,9 +436,13 @@ def _cost(draft: Draft, exposures: Sequence[Exposure], rate: float) -> str:
     error = share(mean_bounded_error(exposures, rate or limit("useful_rate")))
     bound = f"{limit('output_error'):.0%} is the bound"
     if draft.count > 1:
-        together = f"the {limit('output_error'):.0%} that all {draft.count} models may bring"
+        models = f"{every(draft.count)} models"
+        scaled = "" if draft.scale == 1 else f" after the scale of {draft.scale:g}"
+        together = f"the {limit('output_error'):.0%} that {models} may bring together{scaled}"
         bound = f"{share(draft.bound)} is its share of {together}"
-    return f"{dropped} brings at most {error} error to the outputs of its layers; {bound}"
+    return (
+        f"{dropped} is predicted to bring up to {error} error to the outputs of its layers; {bound}"
+    )
 
 
 def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Guideline]:
@@ -478,7 +497,7 @@ def _choose_embedding_rate(draft: Draft) -> None:
         draft.embedding_drop_rate = rate
         rule = ". A q belongs to one drop rate, so that these tensors have a rule with both"
         known: dict[str, Any] = {"highest": min(rates), "rule": "" if draft.q is None else rule}
-        known["survivors"] = limit("survivors")
+        known |= {"survivors": limit("survivors"), "most": EMBEDDING_RATE, "lowest": min(others)}
         draft.suggest("embedding_drop_rate", rate, "embeddings", **known)
 
 

@@ -7,7 +7,7 @@ or by way of others: three copies are one group, not three pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +107,11 @@ def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
         "concerns": names,
         "pairs": len(held),
         "who": "They" if whole else listed(f"{e.pair.first} and {e.pair.second}" for e in held),
-        "all": "both" if len(names) == 2 else f"all {len(names)}",
+        "all": every(len(names)),
         "twice": "twice" if len(names) == 2 else f"{'' if whole else 'up to '}{len(names)} times",
-        "cosine": min((link.cosine for link in held), key=abs),
-        "cosines": Span([link.cosine for link in held]),
+        "cosine": min(link.cosine for link in held),
+        "largest_cosine": max(link.cosine for link in held),
+        "cosines": said_cosines([link.cosine for link in held]),
         "conflict": max(conflicts),
         "conflicts": Span(conflicts),
         "nearest": min(far),
@@ -123,12 +124,12 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
     """How many times the change of a group's first model the others are."""
     ratios = {link.pair.second: link.pair.ratio for link in links if link.pair.first == first}
     others = {name: r for name, r in ratios.items() if abs(r - 1) > limit("same_size")}
+    is_opposite = min(ratios.values(), default=0) < 0
     return {
         "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
         "multiples": listed(f"{name} is {r:.3g} times {first}" for name, r in others.items()),
-        "effect": "they cancel each other"
-        if min(ratios.values(), default=0) < 0
-        else "it counts repeatedly",
+        "direction": "opposite directions" if is_opposite else "one direction",
+        "effect": "they cancel each other" if is_opposite else "it counts repeatedly",
     }
 
 
@@ -195,7 +196,8 @@ def _common_step(analysis: Analysis, links: Sequence[Link]) -> Iterator[tuple[st
             "concerns": tuple(name for name in analysis.names if name in names),
             "shared": math.sqrt(sum(products) / len(products)) / base_norm if base_norm else 0.0,
             "cosine": min(cosines),
-            "cosines": Span(cosines),
+            "largest_cosine": max(cosines),
+            "cosines": said_cosines(cosines),
         },
     )
 
@@ -231,8 +233,32 @@ class Span:
         return " to ".join(ends)
 
 
+def said_cosines(values: Sequence[float]) -> str:
+    """Some cosines in a sentence, each with its sign.
+
+    >>> said_cosines([-0.99999, 1.0]), said_cosines([0.0121, 0.0119])
+    ('cosines -1.000 to +1.000', 'cosine +0.012')
+    """
+    ends = f"{Span(values):+.3f}"
+    return f"cosines {ends}" if " to " in ends else f"cosine {ends}"
+
+
+def is_against(figures: Mapping[str, float], one: str, other: str) -> bool:
+    """Whether one of some multiples goes against another, by the ratios in a finding's figures."""
+    return figures.get(f"ratio.{one}", 1.0) * figures.get(f"ratio.{other}", 1.0) < 0
+
+
+def every(count: int) -> str:
+    """All of so many.
+
+    >>> every(2), every(3)
+    ('both', 'all 3')
+    """
+    return "both" if count == 2 else f"all {count}"
+
+
 def listed(names: Iterable[str], shown: int = SHOWN) -> str:
     """The first few names, and how many more there are."""
-    every = list(names)
-    more = len(every) - shown
-    return ", ".join(every[:shown]) + (f" and {more} more" if more > 0 else "")
+    known = list(names)
+    more = len(known) - shown
+    return ", ".join(known[:shown]) + (f" and {more} more" if more > 0 else "")

@@ -209,7 +209,10 @@ class Advice:
             whose = f" ({advised.model})" if advised.model else ""
             value = advised.value if isinstance(advised.value, str) else f"{advised.value:.4g}"
             grounds = f"{advised.reason}. {advised.source}; evidence: {advised.evidence}"
-            lines += [f"{advised.setting} = {value}{whose}", *_wrapped("  ", grounds)]
+            said = f"{advised.setting} = {value}{whose}"
+            if advised.setting == "models":
+                said = f"{advised.model}: {value}"
+            lines += [said, *_wrapped("  ", grounds)]
         for part in self.protect:
             where = f"layer {part.layer}, {part.kind}" if part.layer >= 0 else part.kind
             lines.append(f"to protect {where}: drop_rate = {part.drop_rate:g} there")

@@ -67,7 +67,7 @@ def assess(
     bound = limit("output_error") if output_error is None else output_error
     subjects = list(_subjects(analysis, configs or {}, bound))
     findings = [finding for rule in RULES for finding in rule.find(subjects, bound)]
-    readiness = _concluded(analysis.names, findings)
+    readiness = conclude(analysis.names, findings)
     return readiness_for(readiness, method) if method else readiness
 
 
@@ -80,10 +80,10 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
         else replace(finding, severity=Severity.NOTE)
         for finding in readiness.findings
     ]
-    return replace(_concluded(readiness.by_model, findings), method=method)
+    return replace(conclude(readiness.by_model, findings), method=method)
 
 
-def _concluded(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
+def conclude(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
     """The verdict that findings come to, on each model and on all."""
     findings = sorted(findings, key=lambda finding: GRAVITY.index(finding.severity))
     by_model = {
@@ -141,18 +141,20 @@ class Rule:
     about: str = ""
     only_for: str = ""
     several: dict[str, str] = field(default_factory=dict)
-    """The texts on several models of which different figures hold."""
+    """The texts on several models."""
 
     def find(self, subjects: Iterable[tuple[str, Values]], output_error: float) -> list[Finding]:
         """What the rule finds among all that it could be about, in words."""
         limits = SimpleNamespace(**VALUES | {"output_error": output_error})
         condition = CONDITIONS.get(self.name, bool)
-        found = _joined(
+        found = [
             self._say(values | {"limit": limits})
             for about, values in subjects
             if about == (self.about or self.name) and condition(SimpleNamespace(**values))
-        )
-        return [self._say_of_all(found, limits)] if self.several and len(found) > 1 else found
+        ]
+        if self.several and len(found) > 1:
+            return [self._say_of_all(found, limits)]
+        return _joined(found)
 
     def _say(self, known: Values) -> Finding:
         figures = dict(known.get("ratios", {}))
@@ -236,7 +238,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         cost = f"Even a drop rate of {least} brings {share(mean_bounded_error(exposures, least))}"
         way_out = "Set drop_rate = 0 for it in models, or merge an earlier checkpoint"
     else:
-        cost = f"It stays within the bound up to a drop rate of {rate}, and 0.9 is usual"
+        cost = f"Alone it stays within the bound up to a drop rate of {rate}, and 0.9 is usual"
         way_out = f"Set drop_rate = {rate} or less for it in models"
     return {
         "concerns": (model.name,),

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dare.analysis.judge.groups import every
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, find_copies
+from dare.analysis.judge.settling import left_out
 from dare.analysis.page import series, words
 from dare.analysis.page.comparison import Groups, Side
 from dare.analysis.page.outcome import Outcome
@@ -37,6 +39,8 @@ FIGURE_SECTIONS = {
 }
 """By name: the title, and how the names of its figures begin."""
 MERGE_FIGURES = ("survival", "kept")
+REMARKED = {"not_finite", "same_model"}
+"""Rules whose findings the table of models remarks in its own words."""
 NUMBER_COLUMNS: Columns = {
     "model": lambda model: model.name,
     "mean |δ|": lambda model: number(model.total.mean_magnitude),
@@ -103,7 +107,7 @@ def assemble_page(
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
         recipe=write_toml(advice.recipe) if advice.recipe else "",
-        left_out=series.left_out(advice),
+        left_out=left_out(advice),
         protected=listing(advice.protect, PROTECTED_COLUMNS),
         rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
         drops=any(series.suggested_rates(analysis, advice).values()),
@@ -166,7 +170,7 @@ def _verdicts(readiness: Readiness) -> list[tuple[Verdict, tuple[str, ...]]]:
 def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
     """What decides about a model: the first number is its change."""
     rates = series.suggested_rates(analysis, advice)
-    out = series.left_out(advice)
+    out = left_out(advice)
     copies = {name: same[0] for same in find_copies(analysis) for name in same[1:]}
 
     def verdict(model: ModelAnalysis) -> str:
@@ -181,7 +185,7 @@ def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> 
         return share(mean_bounded_error(exposures_of(model), rates[model.name]))
 
     def remark(model: ModelAnalysis) -> str:
-        remarks = ["⚠ left out"] if model.name in out else []
+        remarks = [f"⚠ left out{_reason(model.name, readiness, advice)}"] * (model.name in out)
         if model.total.not_finite:
             remarks.append(f"{times(model.total.not_finite, 'element')} NaN or infinite")
         if model.name in copies:
@@ -201,6 +205,15 @@ def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> 
     return columns
 
 
+def _reason(model: str, readiness: Readiness, advice: Advice) -> str:
+    """Why a model is left out, after a colon; nothing for what another remark says."""
+    rules = {s.source.rpartition(", ")[2] for s in advice.suggestions if s.model == model}
+    for finding in readiness.of(model):
+        if finding.rule in rules & set(words.FEW_WORDS) - REMARKED:
+            return f": {words.few_words(finding, model, listed)}"
+    return ""
+
+
 def _counted(findings: Sequence[Finding]) -> str:
     if not findings:
         return "nothing was found that speaks against it"
@@ -211,17 +224,21 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 
 def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]:
-    """Label, value and remark of the most telling numbers."""
+    """Label, value and remark of the most telling numbers, about the models that are merged."""
+    out = set(left_out(advice))
+    models = [model for model in analysis.models if model.name not in out] or analysis.models
     if advice.error_bound:
         bound = f"bound: {words.bound(advice.error_bound)}"
-        yield "Predicted error", share(advice.predicted_error), bound
-    largest = max(analysis.models, key=lambda model: model.total.relative_norm)
+        whose = f"; {len(models)} of {len(analysis.models)} models are merged" if out else ""
+        yield "Predicted error", share(advice.predicted_error), f"{bound}{whose}"
+    largest = max(models, key=lambda model: model.total.relative_norm)
     change = share(largest.total.relative_norm)
     yield "Largest change", change, f"{largest.name}, relative to the base"
-    if analysis.pairs:
-        out = set(series.left_out(advice))
-        pairs = [pair for pair in analysis.pairs if not out & {pair.first, pair.second}]
-        pair = max(pairs or analysis.pairs, key=lambda pair: abs(pair.total.cosine))
+    names = {model.name for model in models}
+    if pairs := [pair for pair in analysis.pairs if {pair.first, pair.second} <= names]:
+        pair = max(pairs, key=lambda pair: abs(pair.total.cosine))
         yield "Closest pair", cosine(pair.total.cosine), f"cosine, {pair.first} and {pair.second}"
+    if analysis.pairs:
         lost, chance = analysis.together.cancelled, chance_cancelled(analysis)
-        yield "Cancel if added up", share(lost), f"by chance about {share(chance)}"
+        whose = f"{every(len(analysis.models))} models; " if out else ""
+        yield "Cancel if added up", share(lost), f"{whose}by chance about {share(chance)}"

@@ -154,8 +154,7 @@ def _models(first: Side, second: Side) -> Iterator[Compared]:
         changes = [None if model is None else model.total.relative_norm for model in both]
         yield _shares(f"{name}: change", *changes)
         yield _numbers(f"{name}: drop rate", first.drop_rate(name), second.drop_rate(name))
-        if None not in both:
-            yield _shares(f"{name}: error, at most", first.error(name), second.error(name))
+        yield _shares(f"{name}: error, at most", first.error(name), second.error(name))
         if all(name in models for models in merged):
             left = [list(models[name].kept.values()) for models in merged]
             yield _shares(f"{name}: kept", *(kept[-1] if kept else 1.0 for kept in left))

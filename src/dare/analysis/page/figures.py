@@ -15,6 +15,7 @@ from typing import Any
 from dare.analysis.judge.judgement import Advice
 from dare.analysis.judge.limits import limit
 from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.settling import left_out
 from dare.analysis.page import charts, series, words
 from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
 from dare.analysis.page.outcome import Outcome
@@ -38,6 +39,8 @@ from dare.output.page.themes import DASHES, SHAPES
 from dare.output.page.words import listed, number, share
 from dare.tensors.sizes import times
 
+ROOM_FOR_BOUND = 0.45
+"""Drop rates below this leave no room for a label to the left of their marks on a phone."""
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""
 MOST_MAPS = 4
@@ -69,7 +72,7 @@ def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) ->
     for figure in found:
         for parameter in figure.spec["params"]:
             if parameter["name"] == charts.LEFT_OUT:
-                parameter["value"] = list(series.left_out(advice))
+                parameter["value"] = list(left_out(advice))
     return found
 
 
@@ -457,7 +460,7 @@ def cancelled(analysis: Analysis) -> Figure | None:
 
 def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     """What dropping costs at which rate, the error that each model may have, and the advice."""
-    out = series.left_out(advice)
+    out = left_out(advice)
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     names, everyone = [model.name for model in models], analysis.names
     curves = [row for model in models for row in series.prediction_rows(model, series.RATES)]
@@ -488,9 +491,11 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
         color=by_name(alt.Color, everyone, legend=charts.legend_of(names)),
         shape=by_name(alt.Shape, everyone, SHAPES, legend=charts.legend_of(names)),
     )
+    line, label = _share_line(advice, points)
     chart = alt.layer(
-        *_share_line(advice),
+        *line,
         charts.lines(everyone, shown=names, **place, points=False),
+        *label,
         *([marks, *_rate_labels(points, place)] if points else []),
     )
     rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
@@ -520,14 +525,21 @@ def _above_zero(rate: float | None) -> tuple[float, ...]:
     return (rate,) if rate else ()
 
 
-def _share_line(advice: Advice) -> list[Any]:
-    """The error that the dropping of one model may bring, as a line with its number."""
+def _share_line(advice: Advice, points: Sequence[Row]) -> tuple[list[Any], list[Any]]:
+    """The error that the dropping of one model may bring, as a line and its number.
+
+    The number stands left above the line; if marks are there, right below it.
+    """
     if not advice.error_share:
-        return []
+        return [], []
     data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
-    note = alt.Chart(data).mark_text(align="left", baseline="bottom", dx=4, dy=-3, aria=False)
-    note = note.encode(x=alt.datum(0), y=alt.datum(advice.error_share), text="label:N")
-    return [level_line(advice.error_share, data), note]
+    is_right = min((row["rate"] for row in points), default=1.0) < ROOM_FOR_BOUND
+    looks = {"align": "right", "baseline": "top", "dx": -4, "dy": 5}
+    if not is_right:
+        looks = {"align": "left", "baseline": "bottom", "dx": 4, "dy": -3}
+    note = alt.Chart(data).encode(x=alt.datum(1 if is_right else 0), text="label:N")
+    note = note.encode(y=alt.datum(advice.error_share))
+    return [level_line(advice.error_share, data)], [haloed_text(note, **looks)]
 
 
 def _rate_labels(points: list[Row], place: Spec) -> list[Any]:

@@ -32,8 +32,6 @@ MOST_PAIRS = 8
 """Pairs of models whose cosines are drawn layer by layer."""
 LEAST_RANGE = 2.0
 """Ends of a scale of changes are so many times apart at least, so that noise looks like noise."""
-LEFT_OUT = "left out"
-"""What advice says of a model that it does not merge."""
 FAINTEST = 1e-4
 """Singular values below this share of the largest are not drawn: a LoRA's line just ends."""
 RATES = tuple(percent / 100 for percent in range(1, 100))
@@ -239,15 +237,6 @@ def suggested_rates(analysis: Analysis, advice: Advice) -> dict[str, float]:
         for name in analysis.names
         if name in rates or None in rates
     }
-
-
-def left_out(advice: Advice) -> tuple[str, ...]:
-    """The models that the advice does not merge."""
-    return tuple(
-        suggestion.model
-        for suggestion in advice.suggestions
-        if suggestion.value == LEFT_OUT and suggestion.model is not None
-    )
 
 
 def prediction_rows(model: ModelAnalysis, rates: Iterable[float]) -> list[Row]:

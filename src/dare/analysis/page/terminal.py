@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from dare.analysis.judge.groups import every, said_cosines
 from dare.analysis.judge.judgement import (
     GRAVITY,
     Advice,
@@ -20,8 +21,9 @@ from dare.analysis.judge.judgement import (
     Verdict,
 )
 from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.settling import left_out
 from dare.analysis.page.series import suggested_rates
-from dare.analysis.page.words import cosine, headline, origin
+from dare.analysis.page.words import FEW_WORDS, bound, few_words, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
 from dare.output.page.words import listed, setting, share
@@ -49,47 +51,20 @@ PLAIN_MARKS = {Verdict.READY: "+", Verdict.WITH_CHANGES: "!", Verdict.NOT_READY:
 """Where the encoding has no others."""
 SEVERITIES = {Severity.STOP: "bold red", Severity.CHANGE: "bold yellow", Severity.NOTE: "bold"}
 
-FEW_WORDS = {
-    "nothing_compared": "nothing to compare",
-    "not_finite": "NaN or infinite values",
-    "unrelated": "not related to the base",
-    "not_homologous": "too far from the base",
-    "large_change": "large change",
-    "large_deltas": "larger deltas than usual",
-    "equals_base": "the same as the base",
-    "rounding": "mostly rounding",
-    "coarser_type": "stored more coarsely",
-    "missing_tensors": "lacks tensors",
-    "outliers": "a few outliers",
-    "sparse": "few elements changed",
-    "concentrated": "few elements carry it",
-    "same_model": "the same as {others}",
-    "multiple": "a multiple of {others}",
-    "other_base": "another base, with {others}",
-    "contained": "part of the others",
-    "common_step": "a step in common with {others}",
-    "alike": "much like {others}",
-    "opposed": "opposed to {others}",
-    "outweighed": "smaller than others",
-    "cancelling": "models cancel each other",
-    "vocabulary": "another vocabulary",
-    "mismatched": "tensors do not fit",
-    "extra_tensors": "extra tensors",
-    "tied": "tied weights",
-    "other_configuration": "another configuration",
-}
-"""What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
-origin says it)."""
-LEFT_OUT = "left out"
-"""The value of a suggestion for a model that should not take part."""
+COSINES = ("cosine", "largest_cosine")
+"""Figures of a finding about several models: the least cosine of two of them, and the largest."""
 RELATIONS = {
     "same_model": "are copies",
     "multiple": "are multiples",
     "other_base": "went far together",
+    "contained": "is part of the others",
+    "common_step": "have a step in common",
     "alike": "are alike",
     "opposed": "are opposed",
 }
 """Rules about models that are notable together."""
+MISPLACED = ("contained", "common_step")
+"""Those that ask whether the base is the right one."""
 
 
 class Names:
@@ -129,7 +104,7 @@ def show_summary(
     _show_models(console, analysis, readiness, names)
     if analysis.pairs:
         print_labelled(console, "Overlap", _overlap(analysis, readiness, names))
-        print_labelled(console, "", _cancelled(analysis))
+        print_labelled(console, "", _cancelled(analysis, advice))
     for label, text in _advised(analysis, advice, names).items():
         print_labelled(console, label, text)
 
@@ -161,8 +136,7 @@ def _few_words(readiness: Readiness, model: str, names: Names) -> str:
     verdict = readiness.by_model[model]
     if not about or (verdict is Verdict.READY and not about[0].models):
         return str(verdict)
-    others = tuple(name for name in about[0].models if name != model)
-    said = FEW_WORDS[about[0].rule].format(others=names.list(others) if others else "another")
+    said = few_words(about[0], model, names.list)
     return f"{verdict}: {said}" if verdict is Verdict.READY else said
 
 
@@ -172,31 +146,39 @@ def _few_words(readiness: Readiness, model: str, names: Names) -> str:
 def _overlap(analysis: Analysis, readiness: Readiness, names: Names) -> str:
     """What is notable between models, or that nothing is."""
     notable = [
-        f"{names.list(finding.models)} {RELATIONS[finding.rule]}{_in_cosine(finding)}"
-        for finding in readiness.findings
+        f"{names.list(finding.models)} {_relation(finding)}{_in_cosine(finding)}"
+        for finding in sorted(readiness.findings, key=lambda each: each.rule not in MISPLACED)
         if finding.rule in RELATIONS
     ]
-    cosines = [pair.total.cosine for pair in analysis.pairs]
-    ends = dict.fromkeys(map(cosine, (min(cosines), max(cosines))))
     if not notable:
-        word = "cosine" if len(ends) == 1 else "cosines"
-        return f"no two models are alike or opposed; {word} {' to '.join(ends)}"
+        cosines = said_cosines([pair.total.cosine for pair in analysis.pairs])
+        return f"no two models are alike or opposed; {cosines}"
     more = len(notable) - SHOWN
     return "; ".join([*notable[:SHOWN], *([f"{more} more with --full"] if more > 0 else [])])
 
 
+def _relation(finding: Finding) -> str:
+    if finding.rule == "multiple" and min(finding.figures.values()) < 0:
+        return "are opposite" if len(finding.models) == 2 else "are multiples, some opposite"
+    return RELATIONS[finding.rule]
+
+
 def _in_cosine(finding: Finding) -> str:
-    return f" (cosine {cosine(finding.figures['cosine'])})" if "cosine" in finding.figures else ""
+    ends = [finding.figures[name] for name in COSINES if name in finding.figures]
+    asks = ": is the base itself a fine-tune?" if finding.rule in MISPLACED else ""
+    return f" ({said_cosines(ends)}){asks}" if ends else asks
 
 
-def _cancelled(analysis: Analysis) -> str:
+def _cancelled(analysis: Analysis, advice: Advice) -> str:
     together, chance = analysis.together.cancelled, chance_cancelled(analysis)
-    return f"added up, {share(together)} of all change cancels; by chance about {share(chance)}"
+    whose = f"{every(len(analysis.models))} " if left_out(advice) else ""
+    cancels = f"{share(together)} of all change cancels; by chance about {share(chance)}"
+    return f"{whose}added up, {cancels}"
 
 
 def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:
     """How to merge in a line, and what dropping costs then and may cost."""
-    out = tuple(s.model for s in advice.suggestions if s.value == LEFT_OUT and s.model is not None)
+    out = left_out(advice)
     if not advice.recipe:
         return {"Advice": "none of the models should be merged"}
     rates = sorted(set(suggested_rates(analysis, advice).values()))
@@ -208,8 +190,8 @@ def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]
     }
     if any(rates):
         said["Error"] = (
-            f"dropping brings at most {share(advice.predicted_error)} error to a layer's outputs, "
-            f"bound {share(advice.error_bound)}"
+            f"dropping is predicted to bring up to {share(advice.predicted_error)} error to a "
+            f"layer's outputs (bound {bound(advice.error_bound)})"
         )
     return said
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from dare.analysis.judge.judgement import Advice, Evidence, Readiness
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
+from dare.analysis.judge.settling import LEFT_OUT
 from dare.analysis.page.series import TABLE_RATES, kinds_of, suggested_rates
 from dare.analysis.page.terminal import SEVERITIES, Names, print_labelled
 from dare.analysis.page.words import cosine, layer_name
@@ -110,7 +111,7 @@ def _show_predictions(console: Console, analysis: Analysis, advice: Advice, name
             chosen = f"{share(mean_bounded_error(exposures, rate))} at {rate:g}"
         table.add_row(Text(names[model.name]), chosen, *map(share, errors))
     bound = f"; a model may bring {share(advice.error_share)}" if advice.error_share else ""
-    print_titled(console, f"Error of a layer's outputs at most, by drop rate{bound}", table)
+    print_titled(console, f"Predicted error of outputs, at most, by drop rate{bound}", table)
 
 
 def _show_protections(console: Console, advice: Advice) -> None:
@@ -120,7 +121,11 @@ def _show_protections(console: Console, advice: Advice) -> None:
     for place in advice.protect:
         cells = layer_name(place.layer), place.kind, share(place.error), setting(place.drop_rate)
         table.add_row(*map(shown, cells))
-    print_titled(console, "Layers to protect: where dropping costs most", table)
+    print_titled(
+        console,
+        "Layers to protect; the bound is for all layers together",
+        table,
+    )
 
 
 # ---------------------------------------------------------------- advice
@@ -132,6 +137,8 @@ def _show_advice(console: Console, advice: Advice, names: Names) -> None:
     for suggestion in advice.suggestions:
         whose = "" if suggestion.model is None else f" of {names[suggestion.model]}"
         value = f"{suggestion.setting}{whose} = {setting(suggestion.value)}"
+        if suggestion.value == LEFT_OUT and suggestion.model is not None:
+            value = f"{names[suggestion.model]}: {LEFT_OUT}"
         grounds = (f"  {suggestion.evidence} evidence", EVIDENCE[suggestion.evidence])
         console.print(Text.assemble("  ", (value, "bold"), grounds))
         for text, style in ((suggestion.reason, ""), (suggestion.source, "dim")):

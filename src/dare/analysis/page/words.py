@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dare.analysis.judge.judgement import Advice, Readiness, Verdict
+from collections.abc import Callable
+
+from dare.analysis.judge.groups import is_against
+from dare.analysis.judge.judgement import Advice, Finding, Readiness, Verdict
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 from dare.output.page.words import NOTHING, number
 
@@ -17,6 +20,40 @@ ORIGINS = {
     Origin.FULL: "full fine-tune",
     Origin.UNKNOWN: "not known",
 }
+
+FEW_WORDS = {
+    "nothing_compared": "nothing to compare",
+    "not_finite": "NaN or infinite values",
+    "unrelated": "not related to the base",
+    "not_homologous": "too far from the base",
+    "large_change": "bears little dropping",
+    "large_deltas": "larger deltas than usual",
+    "equals_base": "the same as the base",
+    "rounding": "mostly rounding",
+    "coarser_type": "stored more coarsely",
+    "missing_tensors": "lacks tensors",
+    "outliers": "a few outliers",
+    "sparse": "few elements changed",
+    "concentrated": "few elements carry it",
+    "same_model": "the same as {others}",
+    "multiple": "a multiple of {others}",
+    "other_base": "another base, with {others}",
+    "contained": "part of the others",
+    "common_step": "a step in common with {others}",
+    "alike": "much like {others}",
+    "opposed": "opposed to {others}",
+    "outweighed": "smaller than others",
+    "cancelling": "models cancel each other",
+    "vocabulary": "another vocabulary",
+    "mismatched": "tensors do not fit",
+    "extra_tensors": "extra tensors",
+    "tied": "tied weights",
+    "other_configuration": "another configuration",
+}
+"""What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
+origin says it)."""
+OPPOSITE = "the opposite of {others}"
+"""The words for a multiple that goes against the others."""
 
 
 def headline(readiness: Readiness) -> str:
@@ -34,19 +71,33 @@ def headline(readiness: Readiness) -> str:
     return f"{words} by {readiness.method}"
 
 
+def few_words(finding: Finding, model: str, names: Callable[[tuple[str, ...]], str]) -> str:
+    """What a finding says of a model, in the words for a table; `names` lists the others."""
+    others = tuple(name for name in finding.models if name != model)
+    said = FEW_WORDS[finding.rule]
+    if finding.rule == "multiple":
+        against = tuple(name for name in others if is_against(finding.figures, model, name))
+        said, others = (OPPOSITE, against) if against else (said, others)
+    return said.format(others=names(others) if others else "another")
+
+
 def error_bound(advice: Advice, models: int) -> str:
     """What the error of one model is held against, and why it is that.
 
     >>> error_bound(Advice((), {}, (), error_bound=0.05, error_share=0.02887), 3)
     'The dashed line is what one model may bring, 2.89%: 3 models together then stay within 5%.'
+    >>> error_bound(Advice((), {"scale": 0.5}, (), error_bound=0.05, error_share=0.0707), 2)
+    'The dashed line ... 7.07%: 2 models together, after the scale of 0.5, then stay within 5%.'
     """
     if not advice.error_share:
         return ""
     if models == 1:
         return f"The dashed line is the bound, {bound(advice.error_share)}."
+    scale = advice.recipe.get("scale", 1)
+    scaled = "" if scale == 1 else f", after the scale of {scale:g},"
     return (
         f"The dashed line is what one model may bring, {bound(advice.error_share)}: "
-        f"{models} models together then stay within {bound(advice.error_bound)}."
+        f"{models} models together{scaled} then stay within {bound(advice.error_bound)}."
     )
 
 
