@@ -252,6 +252,8 @@ class S3Objects:
         except NoRegionError:
             raise OutputError(f"{self.describe(key)}: set AWS_REGION to its region") from None
         except BotoCoreError as error:
+            if isinstance(error.kwargs.get("error"), RecursionError):  # which HTTPClientError wraps
+                raise OutputError(self._told(key, "PermanentRedirect")) from None
             raise OutputError(
                 f"{self.describe(key)}: the store does not answer "
                 f"({type(error).__name__}, {TRIES} tries); when it answers again, "
