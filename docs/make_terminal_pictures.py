@@ -25,6 +25,13 @@ from dare.demo.merges import BASE, TUNED
 from dare.inputs.sources import open_source
 
 FOLDER = Path(__file__).with_name("images")
+DRAWN = (
+    ("analyze", "ten", 80),
+    ("analyze", "ten", 120),
+    ("merge", "three", 80),
+    ("merge", "ten", 120),
+)
+"""What the pages show: the command, how many models, columns. `--all` draws every one."""
 WIDTHS = (80, 120)
 THREE = ("add", "say", "sort")
 MADE = {
@@ -92,6 +99,8 @@ def main() -> None:
                     "merge": f"dare base {whole} -o merged --overwrite",
                 }
                 for command, line in lines.items():
+                    if (command, count, columns) not in DRAWN and "--all" not in sys.argv:
+                        continue
                     target = FOLDER / f"terminal-{command}-{count}-{columns}.svg"
                     target.write_text(draw(line, columns), "utf-8")
         (FOLDER / "terminal-help-80.svg").write_text(draw("dare --help", 80), "utf-8")
