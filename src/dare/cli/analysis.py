@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from dare.analysis.documents import to_json, write_tables
 from dare.analysis.headers import compare_headers
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
+from dare.analysis.judge.settling import left_out
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
@@ -243,6 +245,9 @@ def advise(
         show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
     else:
         print(advised_toml(advice, output), end="")
+    if (out := left_out(advice)) and not quiet:
+        names = printable(", ".join(out))
+        print(f"dare: left out of the recipe: {names}; its comments say why", file=sys.stderr)
     return DONE if advice.recipe else FAILED
 
 
