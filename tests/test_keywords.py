@@ -126,3 +126,22 @@ def test_arrays_take_parameters_by_name_and_for_each_model():
     assert len(np.unique(one["w"])) == 2
     with pytest.raises(RecipeError, match=r"^weight is given twice"):
         dare.merge_arrays(BASE, TUNED, weights=[1, 2], weight=[1, 2])
+
+
+def test_another_method_leaves_out_what_the_recipe_says_for_its_own():
+    entry = {"file": "m", "drop_rate": 0.3, "weight": 2}
+    rule = {"match": "*.mlp.*", "drop_rate": 0.1, "weight": 0.5}
+    given = {"base": "b", "models": [entry], "dare": {"drop_rate": 0.5}, "tensors": [rule]}
+    changed = make_recipe({**given, "method": "dare+sum"}, method="sum")
+    assert (changed.method, changed.stages) == ("sum", {})
+    assert changed.models == (ModelEntry(file="m", weight=2),)
+    assert (changed.tensors[0].weight, changed.tensors[0].settings) == (0.5, {})
+    assert make_recipe({**given, "dare": 3}, method="sum").stages == {}
+
+
+@pytest.mark.parametrize(
+    "given", [{"stages": {"dare": {"drop_rate": 0.5}}}, {"drop_rate": 0.5}], ids=str
+)
+def test_what_is_given_with_a_method_must_suit_it(given):
+    with pytest.raises(RecipeError, match="would have no effect"):
+        make_recipe(**FILES, method="sum", **given)

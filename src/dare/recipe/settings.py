@@ -77,14 +77,15 @@ def _lay_over(
     _check_known(given, spelled)
     fields = {name: value for name, value in given.items() if name in Recipe.model_fields}
     named = Files.of(document)
+    if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
+        document["method"] = fields["method"]
+        _leave_out_the_idle(document)
     for name in OTHER_NAMES:
         if name in fields:
             named.set(name, fields.pop(name))
     for stage, table in fields.pop("stages", {}).items():
         document[stage] = {**_table(document.get(stage)), **table}
     document.update(fields)
-    if "method" in fields and named.get("models") is not None:
-        _leave_out_the_idle(document)
     for key in LIFTED:
         if key in fields and isinstance(document.get("dare"), dict):
             document["dare"].pop(key, None)
@@ -200,12 +201,12 @@ def _leave_out_the_idle(document: dict[str, Any]) -> None:
     method = document["method"]
     chain = {stage.name for stage in parse_method(method)}
     for name in [name for name in document if name in STAGES and name not in chain]:
-        lifted = {key: document[name][key] for key in LIFTED if key in document[name]}
-        document.update(lifted)
-        del document[name]
+        table = _table(document.pop(name))
+        document.update({key: table[key] for key in LIFTED if key in table})
     if not applies("embedding_drop_rate", method):
         document.pop("embedding_drop_rate", None)
-    told = [*_entries(document), *document.get("tensors", [])]
+    rules = document.get("tensors", [])
+    told = [*_entries(document), *(rules if isinstance(rules, list | tuple) else [])]
     for entry in (entry for entry in told if isinstance(entry, dict)):
         is_rule = "file" not in entry
         for key in list(entry):
