@@ -48,9 +48,6 @@ from dare.tensors.places import to_path
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
 
-RecipePath = Annotated[
-    Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
-]
 Inputs = Annotated[
     Path,
     Parameter(

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Group, Parameter
 
 from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.commands import RecipePath
 from dare.cli.flags import (
+    FILES,
     RESOURCES,
     RUN,
     Config,
@@ -35,6 +35,10 @@ from dare.studies.searching import search as run_search
 from dare.studies.space import parse_over
 from dare.studies.terminal import show_study
 from dare.tensors.sizes import times
+
+RecipePath = Annotated[
+    Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
+]
 
 search = App(name="search", help=COMMANDS["search"], help_format="rich", help_epilogue="")
 

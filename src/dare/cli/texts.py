@@ -133,8 +133,8 @@ with --merged what a finished merge has kept. Needs the extra `report`.
     "search": r"""Find the best merge, and know whether it is one.
 
 Makes candidates in memory and has each scored on data that you hold out. The
-baselines come first: the base, each model, the plain average, task arithmetic and
-the advice. A study is a file: stopped or killed, the same command resumes.
+baselines come first: the base, each model, the plain average, task arithmetic
+and the advice. A study is a file: stopped or killed, the same command resumes.
 
 [bold]Examples[/bold]
 
