@@ -48,7 +48,7 @@ from dare.output.manifest import (
     metadata_of,
     repeating_document,
 )
-from dare.output.repeated_inputs import check_inputs
+from dare.output.repeated_inputs import check_inputs, with_base_among_models
 from dare.output.report import Digests, Report, make_report
 from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
@@ -159,7 +159,7 @@ def plan(
     """
     recipe = make_recipe(recipe, base=base, models=models, output=output, method=method, **settings)
     recipe, inputs = open_inputs(recipe, rescales=False, fetches=fetches)
-    check_inputs(recipe, inputs.base, inputs.models)
+    recipe = check_inputs(recipe, inputs.base, inputs.models)
     planned = make_plan(
         recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=backend
     )
@@ -556,6 +556,8 @@ def merge_arrays(
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names = [f"model {index}" for index in range(len(models))]
     recipe = _array_recipe(names, {"weights": weights, "seeds": seeds}, model_settings, settings)
+    if any(model is base for model in models):
+        recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     tied = tie(array_source(base, "base"), sources, names)
     planned = make_plan(recipe, tied.base, tied.models, names, tied.notes, backend=backend)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
-from calling import TO, TWO, asked_recipe, contents, dare, dare_succeeds
+from calling import TO, TWO, asked_recipe, base_arrays, contents, dare, dare_succeeds
+from safetensors.numpy import load_file
 
+from dare import merge, merge_arrays
 from dare.cli import WRONG_USAGE
-from helpers import sha256
+from dare.stages import STAGES
+from helpers import save, sha256
 
 THREE = ("base.safetensors", "math.safetensors", "code.safetensors")
 
@@ -68,6 +73,132 @@ def test_what_cannot_be_meant_is_refused_with_what_to_do(line, folder):
     assert outcome.err == f"dare: {WRONG[line]}\n"
     assert outcome.status == WRONG_USAGE
     assert contents(folder) == before
+
+
+# ---------------------------------------------------------------- two models to interpolate
+
+
+PAIR = ("math.safetensors", "code.safetensors")
+INTERPOLATING = ["slerp", "SLERP", "nuslerp", "karcher", "dare+slerp", "dare_slerp", "trim+karcher"]
+
+
+@pytest.mark.parametrize(
+    ("command", "method"),
+    [
+        *(("merge", method) for method in INTERPOLATING),
+        *((command, "slerp") for command in ("plan", "init", "finish")),
+    ],
+)
+def test_two_paths_are_the_two_models_of_an_interpolation(command, method, folder):
+    command, how = (command,), (*TO, "--method", method)
+    by_flags = asked_recipe(*command, "--base", PAIR[0], "--merge", *PAIR, *how)
+    assert asked_recipe(*command, *PAIR, *how) == by_flags
+    three = asked_recipe(*command, *TWO, *how)
+    assert asked_recipe(*command, *THREE, *how) == three, "the first of three is the base"
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "sum", "model_stock", "ties"])
+def test_elsewhere_the_first_of_two_paths_is_the_base(method, folder):
+    recipe = asked_recipe(*PAIR, *TO, "--method", method)
+    assert str(recipe.base) == PAIR[0]
+    assert [str(entry.file) for entry in recipe.models] == [PAIR[1]]
+
+
+def test_a_stage_of_ones_own_says_that_it_interpolates(folder, monkeypatch):
+    Path("half.py").write_text(
+        "from dare.stages.registry import combine_stage\n\n\n"
+        "@combine_stage(models=2, interpolates={})\n"
+        "def half(deltas):\n"
+        '    """Halve the way."""\n'
+        "    return deltas.sum([0.5, 0.5])\n"
+    )
+    monkeypatch.setitem(STAGES, "half", None)  # so that what is registered goes away again
+    del STAGES["half"]
+    dare_succeeds(*PAIR, *TO, "--method", "half", "--stage", "half.py", "--quiet")
+    math, code, merged = (load_file(file) for file in (*PAIR, "merged.safetensors"))
+    for name in FLOATS:
+        half = math[name] + np.float32(0.5) * (code[name] - math[name])
+        assert np.array_equal(merged[name], half)
+
+
+FLOATS = [name for name, array in base_arrays().items() if array.dtype == np.float32]
+
+
+def arc(first, second, t):
+    """The point at t on the arc between two tensors, in float64."""
+    first, second = first.astype(np.float64), second.astype(np.float64)
+    angle = np.arccos((first * second).sum() / np.linalg.norm(first) / np.linalg.norm(second))
+    return (np.sin((1 - t) * angle) * first + np.sin(t * angle) * second) / np.sin(angle)
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "t"),
+    [
+        ("slerp", ("--t", "0.25"), 0.25),
+        ("nuslerp", ("--weight", "3", "1"), 0.25),
+        ("nuslerp", (), 0.5),
+        ("karcher", (), 0.5),
+    ],
+)
+def test_the_result_lies_on_the_arc_between_the_two(method, flags, t, folder):
+    generator = np.random.default_rng(5)
+    pair = [
+        {name: generator.standard_normal(a.shape, np.float32) for name, a in base_arrays().items()}
+        for _ in range(2)
+    ]
+    for file, arrays in zip(PAIR, pair, strict=True):
+        save(Path(file), arrays)
+    dare_succeeds(*PAIR, *TO, "--method", method, *flags, "--quiet")
+    merged = load_file("merged.safetensors")
+    for name, values in merged.items():
+        first, second = (arrays[name] for arrays in pair)
+        lengths = np.linalg.norm(first), np.linalg.norm(second)
+        expected = arc(first, second, t)
+        if method == "karcher":  # the mean of the directions, and of the lengths
+            expected = arc(first / lengths[0], second / lengths[1], t) * sum(lengths) / 2
+        np.testing.assert_allclose(values, expected, atol=2e-6)
+        straight = (1 - t) * first + t * second
+        assert np.abs(values - straight).max() > 0.01, "or a weighted mean would do as well"
+
+
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("t", [0, 1])
+def test_the_ends_of_the_arc_are_the_models_themselves(t, kind, folder):
+    for file in PAIR:
+        save(Path(file), {name: array.astype(kind) for name, array in load_file(file).items()})
+    dare_succeeds(*PAIR, *TO, "--method", "slerp", "--t", t, "--quiet")
+    end, merged = (Path(file).read_bytes() for file in (PAIR[t], "merged.safetensors"))
+    whole = sum(2 * array.size for array in base_arrays().values())
+    assert merged[-whole:] == end[-whole:]
+
+
+def test_python_takes_the_base_among_the_models_too(folder):
+    settings = {"method": "nuslerp", "weight": [0.3, 0.7], "verbose": False}
+    merge(base=PAIR[0], models=list(PAIR), output="by-python.safetensors", **settings)
+    line = (*PAIR, "--method", "nuslerp", "--weight", "0.3", "0.7", "--quiet")
+    dare_succeeds(*line, "-o", "by-place.safetensors")
+    assert sha256(Path("by-python.safetensors")) == sha256(Path("by-place.safetensors"))
+    math, code = (load_file(file) for file in PAIR)
+    arrays, _ = merge_arrays(math, [math, code], on_integer_mismatch="base", **settings)
+    for name, values in load_file("by-place.safetensors").items():
+        assert np.array_equal(arrays[name], values)
+
+
+def test_one_model_is_refused_with_the_line_to_write_instead(folder):
+    line = ("--base", PAIR[0], *TO, "--method", "slerp", "--quiet")
+    outcome = dare(*line, "--models", PAIR[1])
+    assert outcome.status == 1
+    remedy = f"--models {PAIR[0]} {PAIR[1]}"
+    assert remedy in outcome.err
+    assert not Path("merged.safetensors").exists()
+    dare_succeeds(*line, *remedy.split())
+
+
+def test_more_than_three_are_refused_with_the_method_that_takes_them(folder):
+    outcome = dare(*THREE, "german.safetensors", *TO, "--method", "slerp")
+    assert outcome.status == 1
+    assert "karcher" in outcome.err
+    dare_succeeds(*THREE, "german.safetensors", *TO, "--method", "karcher", "--quiet")
 
 
 # ---------------------------------------------------------------- the output

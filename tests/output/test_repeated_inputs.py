@@ -42,6 +42,43 @@ def test_the_base_among_the_models_is_refused(folder):
         merge(folder, "base", "math")
 
 
+def test_the_refusal_says_which_models_to_write_instead(folder):
+    with pytest.raises(dare.RecipeError) as caught:
+        merge(folder, "math", "base", "code")
+    left = [str(folder / f"{name}.safetensors") for name in ("math", "code")]
+    assert f"--models {' '.join(left)}," in str(caught.value)
+    assert f'models = ["{left[0]}", "{left[1]}"]' in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["slerp", "karcher", "nuslerp", "dare+slerp"])
+def test_an_interpolation_may_begin_at_the_base(folder, method):
+    report = merge(folder, "base", "math", method=method)
+    assert "equal to the base" not in [notice.about for notice in report.warnings]
+    os.link(folder / "base.safetensors", folder / "copy.safetensors")
+    linked = merge(folder, "copy", "math", method=method, output=folder / "linked.safetensors")
+    assert linked.digests.output == report.digests.output
+
+
+def test_a_base_among_the_models_of_nuslerp_is_interpolated_by_weights(folder):
+    merge(folder, "base", "math", method="nuslerp")
+    recipe = dare.load_recipe(folder / "out.safetensors")
+    assert recipe.stages == {"nuslerp": {"on": "weights"}}
+    merge(folder, "code", "math", method="nuslerp", output=folder / "deltas.safetensors")
+    assert dare.load_recipe(folder / "deltas.safetensors").stages == {}
+
+
+def test_a_base_has_no_delta_to_interpolate(folder):
+    with pytest.raises(dare.RecipeError, match=r'is the base.*set on = "weights" in \[slerp\]'):
+        merge(folder, "base", "math", method="slerp", stages={"slerp": {"on": "deltas"}})
+
+
+def test_one_goes_on_from_the_base_to_an_earlier_interpolation(folder):
+    merge(folder, "base", "math", method="slerp", output=folder / "half.safetensors")
+    assert merge(folder, "base", "half", method="slerp").warnings == ()
+    with pytest.raises(dare.RecipeError, match=r"half.*from this base and math.*give it a seed"):
+        merge(folder, "math", "half", method="slerp")
+
+
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
 def test_under_another_name_it_is_still_the_base(folder, link):
     link(folder / "base.safetensors", folder / "copy.safetensors")

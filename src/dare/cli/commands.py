@@ -41,7 +41,7 @@ from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
 from dare.run.progress import COMPILING
 from dare.run.rates import estimate
-from dare.stages import ALIASES, STAGES
+from dare.stages import ALIASES, STAGES, parse_method
 from dare.stages.catalogue import catalogue
 from dare.tensors.places import to_path
 
@@ -214,7 +214,16 @@ def _by_position(
             f"base and models are given without flags, and {' and '.join(twice)} too; "
             f"leave out {twice[0]}, or give all of them by flags"
         )
-    return None, {**flags, "base": paths[0], "models": list(paths[1:])}
+    models = paths if len(paths) == 2 and _interpolates(flags.get("method")) else paths[1:]
+    return None, {**flags, "base": paths[0], "models": list(models)}
+
+
+def _interpolates(method: str | None) -> bool:
+    """Whether a method goes from model to model, so that two paths are its two models."""
+    try:
+        return method is not None and parse_method(method)[-1].interpolates is not None
+    except RecipeError:  # which is said when the recipe is made
+        return False
 
 
 TWICE = {"--base": "base", "--models": "models"}

@@ -53,13 +53,16 @@ the base. The method says how deltas are thinned out and combined: see
 `dare methods`. Killed or interrupted, the same command resumes.
 
 Two paths or more are the base and its models; one is a recipe, or the output
-of a merge, to repeat it. Folders on the way to the output are created.
+of a merge, to repeat it. A method that interpolates (slerp, nuslerp, karcher)
+goes from one model to another: two paths are these two, and of three the first
+is the base. Folders on the way to the output are created.
 
 [bold]Examples[/bold]
 
   dare base.safetensors math.safetensors code.safetensors -o merged.safetensors
   dare --base base.safetensors --models math.safetensors code.safetensors \
        --output merged.safetensors
+  dare math.safetensors code.safetensors -o half.safetensors --method slerp --t 0.5
   dare --config recipe.toml --drop-rate 0.95 --quiet
   dare base math code -o merged --method dare+ties --weight 0.7 0.3 \
        --drop-rate 0.9 0.5 --tensors '*.mlp.*: drop_rate=0.8' --dtype BF16

@@ -2,7 +2,7 @@
 
 A pattern such as `*.safetensors` catches them all. Files are known by device and inode, so that a
 link is known for what it leads to. Whoever means it says so: a model with a weight, a seed or
-parameters of its own is taken as it is.
+parameters of its own is taken as it is. The base belongs there only in an interpolation.
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ from dare.output.manifest import read_manifest
 from dare.output.places import found
 from dare.output.targets import MANIFEST_NAME, manifest_path
 from dare.recipe.document import recipe_from_document
+from dare.recipe.naming import written_models
 from dare.recipe.schema import ModelEntry, Recipe
+from dare.recipe.toml import write_value
 from dare.tensors.places import StorePath
 
 Identity = tuple[int, int] | str
+SHORT_LIST = 6
+"""Up to so many models are written out in a message."""
 
 
-def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> None:
-    """Refuse a model that is the base, another model of the recipe, or a merge of these."""
+def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Recipe:
+    """Refuse a model that is the base, another model of the recipe, or a merge of these.
+
+    Where models are interpolated the base may be one of them. Return the recipe with the settings
+    that this takes.
+    """
     if recipe.input_digests is not None:  # these very inputs were merged before
-        return
+        return recipe
     known_base, *known = (_files_of(source) for source in (base, *models))
-    for entry, files in zip(recipe.models, known, strict=True):
-        if files and files == known_base and not _is_meant(entry):
-            raise RecipeError(
-                f"{entry.file}: is the base, and stands among the models too; take it out of "
-                "models; to stay nearer to the base, lower scale"
-            )
+    bases = [
+        entry
+        for entry, files in zip(recipe.models, known, strict=True)
+        if files and files == known_base
+    ]
+    recipe = with_base_among_models(recipe) if bases else recipe
+    if not recipe.interpolates and not all(map(_is_meant, bases)):
+        raise _base_among_models(recipe, bases)
     for (one, files), (other, others) in itertools.combinations(
         zip(recipe.models, known, strict=True), 2
     ):
@@ -46,12 +56,43 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> None
                 "twice), or give each a seed if two masks of one model are meant"
             )
     for entry in recipe.models:
-        if not _is_meant(entry) and (merged := _merged_here(recipe, entry)):
+        rest = [other for other in recipe.models if other is not entry and other not in bases]
+        if not _is_meant(entry) and (merged := _merged_here(recipe, entry, rest)):
+            meant = "weight" if recipe.chain[-1][0].default_weight else "seed"
             raise RecipeError(
                 f"{entry.file}: was made by dare from this base and {' and '.join(merged)}, which "
-                "is merged again here; take the output out of models, or give it a weight if "
+                f"is merged again here; take the output out of models, or give it a {meant} if "
                 "that is meant"
             )
+    return recipe
+
+
+def with_base_among_models(recipe: Recipe) -> Recipe:
+    """The recipe for models of which one is the base: they are interpolated themselves.
+
+    The delta of the base is zero, and has no direction. What the recipe says of it stays.
+    """
+    stage, _ = recipe.chain[-1]
+    if stage.interpolates is None or recipe.interpolates:
+        return recipe
+    table = {**stage.interpolates, **recipe.stages.get(stage.name, {})}
+    return recipe.model_copy(update={"stages": {**recipe.stages, stage.name: table}})
+
+
+def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeError:
+    stage, _ = recipe.chain[-1]
+    others = [entry.file for entry in recipe.models if entry not in bases]
+    if stage.interpolates is not None:
+        settings = [f"{name} = {write_value(value)}" for name, value in stage.interpolates.items()]
+        remedy = f"to interpolate whole models set {', '.join(settings)} in [{stage.name}]"
+    elif 0 < len(others) <= SHORT_LIST:
+        remedy = f"take it out of models: {written_models(others)}"
+    else:
+        remedy = "take it out of models"
+    return RecipeError(
+        f"{bases[0].file}: is the base, and stands among the models too; {remedy}; to stay nearer "
+        "to the base, lower scale"
+    )
 
 
 def _is_meant(entry: ModelEntry) -> bool:
@@ -72,8 +113,8 @@ def _identity(path: Path) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def _merged_here(recipe: Recipe, entry: ModelEntry) -> list[str]:
-    """The models of a recipe that one of them is a merge of, by its manifest, on the same base."""
+def _merged_here(recipe: Recipe, entry: ModelEntry, others: Sequence[ModelEntry]) -> list[str]:
+    """Those of the others that a model is a merge of, by its manifest, on the same base."""
     for manifest in _manifests_of(entry.file):
         output = manifest.parent
         if manifest.name != MANIFEST_NAME:
@@ -86,9 +127,8 @@ def _merged_here(recipe: Recipe, entry: ModelEntry) -> list[str]:
             continue
         return [
             other.name
-            for other in recipe.models
-            if other is not entry
-            and any(_is_same(model.file, other.file, output) for model in earlier.models)
+            for other in others
+            if any(_is_same(model.file, other.file, output) for model in earlier.models)
         ]
     return []
 

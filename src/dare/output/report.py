@@ -275,7 +275,8 @@ def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) 
     changed = []
     for index, model in enumerate(models):
         is_weighted = plan.recipe.models[index].weight is not None  # to pull towards the base
-        if model.elements and model.largest_delta == 0 and not is_weighted:
+        is_meant = is_weighted or plan.recipe.interpolates  # from the base on
+        if model.elements and model.largest_delta == 0 and not is_meant:
             yield Notice(
                 Concern.EQUALS_BASE,
                 f"{model.name}: equals the base in every element, so it changes nothing, and in a "

@@ -12,11 +12,14 @@ Both mean the same, and a recipe has one of the two. `OTHER_NAMES` says what els
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dare.errors import RecipeError, did_you_mean
+from dare.recipe.toml import write_value
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "base": ("base_file", "base_path"),
@@ -34,6 +37,19 @@ FLAGS = {
     "output": ("--output", "-o"),
 }
 """What they are called on the command line."""
+
+
+def written_models(files: Sequence[Path]) -> str:
+    r"""Say what to write so that these are the models, on the command line or in a recipe.
+
+    >>> written_models([Path("base"), Path("my model")])
+    'write --models base \'my model\', or models = ["base", "my model"] in the recipe'
+    """
+    names = [str(file) for file in files]
+    return (
+        f"write {FLAGS['models'][0]} {shlex.join(names)}, or models = {write_value(names)} in the "
+        "recipe"
+    )
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,12 @@ class Resolving:
             chain.append((stage, settings))
         return tuple(chain)
 
+    @property
+    def interpolates(self) -> bool:
+        """Whether whole models are interpolated, so that the base may be one of them."""
+        stage, settings = self.chain[-1]
+        return stage.interpolates is not None and stage.interpolates.items() <= settings.items()
+
     def seeds(self) -> tuple[int, ...]:
         """The seed of each model."""
         return tuple(

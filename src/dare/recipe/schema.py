@@ -28,14 +28,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import AnyPath, ModelEntry, Strict, TensorRule, flat, with_lists
-from dare.recipe.naming import OTHER_NAMES
+from dare.recipe.naming import OTHER_NAMES, written_models
 from dare.recipe.resolving import Resolving
 from dare.recipe.search import Search, search_table
 from dare.recipe.toml import write_toml
-from dare.stages import STAGES
+from dare.stages import STAGES, Stage
 from dare.tensors.dtypes import weight_type
 from dare.tensors.mask import check_drop_rate
-from dare.tensors.sizes import parse_size
+from dare.tensors.sizes import parse_size, times
 
 __all__ = ["ModelEntry", "Recipe", "TensorRule"]
 
@@ -213,7 +213,7 @@ class Recipe(Strict, Resolving):
             yield from self._override_problems(rule.settings, f"{rule}: ", indices is None)
         combine = self.chain[-1][0]
         if combine.models not in (None, len(self.models)):
-            yield f"{combine.name} merges {combine.models} models, and {len(self.models)} are given"
+            yield self._wrong_count(combine)
         if combine.default_weight is None:
             weights = {f"model {entry.name}": entry.weight for entry in self.models}
             weights |= {str(rule): rule.weight for rule in self.tensors}
@@ -231,6 +231,18 @@ class Recipe(Strict, Resolving):
         drops = any("drop_rate" in stage.parameters for stage, _ in self.chain[:-1])
         if self.embedding_drop_rate is not None and not drops:
             yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
+
+    def _wrong_count(self, combine: Stage) -> str:
+        """How many models a combine stage takes, how many there are, and what to write instead."""
+        found = times(len(self.models), "is", "are")
+        said = f"{combine.name} merges {combine.models} models, and {found} given"
+        if combine.interpolates is None:
+            return said
+        if len(self.models) == 1:
+            files = [self.base, self.models[0].file]
+            return f"{said}; to go from the base to it, {written_models(files)}"
+        kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
+        return f"{said} beside the base; {', '.join(s.name for s in kin)} takes any number"
 
     def _override_problems(
         self, settings: Mapping[str, Any], where: str, may_combine: bool

@@ -87,6 +87,7 @@ def _unit(
     sees="tensor",
     survey=survey_mean,
     default_weight=lambda models: 1 / models,
+    interpolates={"on": "weights"},
 )
 def karcher(deltas: Deltas, *, on: Space = "weights") -> Floats:
     """Average the directions of the models' tensors on the sphere, and their lengths.

@@ -64,7 +64,11 @@ def _fraction(weights: Sequence[float]) -> float:
 
 
 @combine_stage(
-    sees="tensor", survey=survey_lines, default_weight=lambda models: 1 / models, models=2
+    sees="tensor",
+    survey=survey_lines,
+    default_weight=lambda models: 1 / models,
+    models=2,
+    interpolates={"on": "weights"},
 )
 def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> Floats:
     """Interpolate along the arc between two models' deltas, at the second's share of the weights.

@@ -211,6 +211,9 @@ class Stage:
     """A model's weight when the recipe gives none, from the number of models; None: unweighted."""
     models: int | None = None
     """How many models a combine stage takes, if not any number."""
+    interpolates: Settings | None = None
+    """The settings with which a combine stage interpolates between whole models, so that the base
+    may be one of them; None: it combines changes to the base."""
     origin: str = ""
     """Where it is from, if not from this package: a file's digest, or a package and its version."""
     file: str = ""

@@ -21,7 +21,13 @@ def survey_angle(walk: Walk, *, t: float, on: Space) -> tuple[float, float]:
     return arc(cosine_of(products[0][1], products[0][0], products[1][1]), t)
 
 
-@combine_stage(sees="tensor", survey=survey_angle, default_weight=None, models=2)
+@combine_stage(
+    sees="tensor",
+    survey=survey_angle,
+    default_weight=None,
+    models=2,
+    interpolates={"on": "weights"},
+)
 def slerp(deltas: Deltas, *, t: Fraction = 0.5, on: Space = "weights") -> Floats:  # noqa: ARG001
     """Interpolate along the arc between two models' tensors: t = 0 is the first, 1 the second.
 

@@ -78,7 +78,7 @@ class Candidates:
         """Read all weights; `threads` make a candidate, else as many as its recipe says."""
         given = make_recipe(recipe)
         self.recipe, opened = open_inputs(given, rescales=False)
-        check_inputs(self.recipe, opened.base, opened.models)
+        self.recipe = check_inputs(self.recipe, opened.base, opened.models)
         self._threads = threads
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, threads or self.recipe.threads or available_cores())
