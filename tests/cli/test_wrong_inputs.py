@@ -175,7 +175,7 @@ RECIPES = {
     "three models for slerp": (
         "method = 'slerp'\n"
         + MODELS.replace('"code.safetensors"', '"code.safetensors", "german.safetensors"'),
-        "slerp merges 2 models, and 3 are given",
+        "slerp merges 2 models, and 3 are given beside the base; karcher takes any number",
     ),
     "a parameter of a model that no stage has": (
         "method = 'linear'\n"

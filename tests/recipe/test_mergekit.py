@@ -6,9 +6,13 @@ import tomllib
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import dare
 from dare.api import load_recipe
+from dare.cli import main
 from dare.errors import InputError, RecipeError
+from dare.inputs.formats import open_model
 from dare.inputs.mergekit import convert_yaml
 from dare.recipe.document import recipe_from_document
 from helpers import save
@@ -556,3 +560,139 @@ def test_what_cannot_be_converted_is_refused_with_its_line(convert, text, messag
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"absent.yaml: no such file"):
         convert_yaml(tmp_path / "absent.yaml")
+
+
+# ---------------------------------------------------------------- what is converted can be merged
+
+WITH_BASE = TWO + "  - {model: base}\n"
+WEIGHTED_BASE = TWO + "  - {model: base, parameters: {weight: 0.5}}\n"
+FROM_BASE = "models: [{model: base}, {model: math}]\n"
+WHOLE = """slices:
+  - sources:
+      - {model: base, layer_range: [0, 3]}
+      - {model: math, layer_range: [0, 3]}
+"""
+DELTAS = ("task_arithmetic", "ties", "dare_linear", "dare_ties", "breadcrumbs", "breadcrumbs_ties")
+DELTAS += ("della", "della_linear")
+WITHOUT_BASE = {method: f"merge_method: {method}\n" for method in ("linear", "nuslerp", "karcher")}
+ARCS = "[{filter: self_attn, value: [0, 0.5, 1]}, {filter: mlp, value: [1, 0]}, {value: 0.5}]"
+DENSITIES = "{density: [{filter: mlp, value: [0.2, 0.5]}, {value: 0.4}], epsilon: 0.1, gamma: 0.05}"
+
+MERGED = {
+    **{
+        f"{method}, base {place}": head(method) + models
+        for method in DELTAS
+        for place, models in (("apart", TWO), ("among", WITH_BASE))
+    },
+    **{f"{method}, densities": head(method, parameters=DENSITIES) + TWO for method in DELTAS[1:]},
+    **{
+        f"{method}, one model": head(method)
+        + FROM_BASE.replace("math", "math, parameters: {weight: 1}")
+        for method in DELTAS
+    },
+    **{
+        f"{method} without a base": text + (UNWEIGHTED if method == "karcher" else TWO)
+        for method, text in WITHOUT_BASE.items()
+    },
+    **{
+        f"slerp, t {t} {where}": head("slerp", base, parameters=f"{{t: {t}}}") + models
+        for t in ("0.5", "[0, 0.5, 0.3, 0.7, 1]", ARCS)
+        for where, base, models in (
+            ("in slices", "base", WHOLE),
+            ("to the base", "math", FROM_BASE),
+            ("to another", "code", "models: [{model: math}]\n"),
+        )
+    },
+    "linear, base weighted": head("linear") + WEIGHTED_BASE,
+    "linear, base a model": head("linear", "math") + TWO,
+    "nuslerp": head("nuslerp") + TWO,
+    "nuslerp, base among": head("nuslerp") + WITH_BASE,
+    "nuslerp, rows": head("nuslerp", parameters="{nuslerp_flatten: false}") + TWO,
+    "nuslerp of the base": WITHOUT_BASE["nuslerp"] + TWO.replace("code", "base"),
+    "karcher, base apart": head("karcher") + UNWEIGHTED,
+    "karcher, base among": head("karcher") + FROM_BASE,
+    "karcher, base a model": head("karcher", "math") + UNWEIGHTED,
+    "model_stock": head("model_stock") + UNWEIGHTED,
+    "model_stock, base among": head("model_stock") + UNWEIGHTED.replace("]", ", {model: base}]"),
+    "della, lists": head("della", parameters="{density: [0.2, 0.8], epsilon: [0.1, 0.05]}") + TWO,
+    "two slices": head("task_arithmetic") + SLICES,
+    "tokenizer of the first": WITHOUT_BASE["linear"] + "tokenizer_source: math\n" + TWO,
+    "tokenizer of a model": head("ties", tokenizer_source="code") + TWO,
+    "tokenizer of the base": head("ties", "math", tokenizer_source="math") + TWO,
+    "tokenizer of a namesake": head("ties", tokenizer_source="org/math")
+    + TWO.replace("code", "org/math"),
+    "filters of a namesake": head("ties")
+    + TWO.replace("code", "org/math").replace("0.3", "[{filter: mlp, value: 1}, {value: 2}]"),
+    **{f"stored as {kind}": head("ties", out_dtype=kind) + TWO for kind in ("bfloat16", "float16")},
+}
+NOT_MERGED = {
+    "nuslerp from the base": (head("nuslerp", "math") + TWO, "delete base_model"),
+    "tokenizer of another model": (head("ties", tokenizer_source="chat") + TWO, "line 4: chat"),
+    "rates beyond 1 in some layers": (
+        head("della", parameters="{density: [{filter: mlp, value: 0.5}, {value: [0.9, 0.5]}]}")
+        + TWO,
+        "use a window below",
+    ),
+    "layers in another order": (head("passthrough") + TWO, "passthrough"),
+}
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory):
+    """A base of three layers and fine-tunes of it, two of them with the same name."""
+    folder = tmp_path_factory.mktemp("llamas")
+    shapes = {"model.embed_tokens.weight": (12, 8), "model.norm.weight": (8,)}
+    shapes |= {
+        f"model.layers.{layer}.{part}.weight": shape
+        for layer in range(3)
+        for part, shape in {"self_attn.q_proj": (8, 8), "mlp.up_proj": (16, 8)}.items()
+    }
+    generator = np.random.default_rng(0)
+    base = {name: generator.standard_normal(s, np.float32) for name, s in shapes.items()}
+    for model in ("base", "math", "code", "org/math"):
+        size = np.float32(0 if model == "base" else 0.01)
+        tuned = {
+            name: array + size * generator.standard_normal(array.shape, np.float32)
+            for name, array in base.items()
+        }
+        save(folder / model / "model.safetensors", tuned)
+    return folder
+
+
+@pytest.mark.parametrize("text", MERGED.values(), ids=MERGED)
+def test_what_is_converted_is_a_recipe_that_runs(llamas, tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(llamas)
+    (tmp_path / "their.yaml").write_text(text)
+    assert main(["convert", str(tmp_path / "their.yaml")]) == 0
+    (tmp_path / "ours.toml").write_text(capsys.readouterr().out)
+    dare.merge(tmp_path / "ours.toml", output=tmp_path / "merged.safetensors", verbose=False)
+    merged, base = map(open_model, (tmp_path / "merged.safetensors", llamas / "base"))
+    assert {name: info.shape for name, info in merged.tensors.items()} == {
+        name: info.shape for name, info in base.tensors.items()
+    }
+
+
+@pytest.mark.parametrize(("text", "remedy"), NOT_MERGED.values(), ids=NOT_MERGED)
+def test_what_could_not_be_merged_is_not_converted(
+    llamas, tmp_path, monkeypatch, capsys, text, remedy
+):
+    monkeypatch.chdir(llamas)
+    (tmp_path / "their.yaml").write_text(text)
+    assert main(["convert", str(tmp_path / "their.yaml")]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert remedy in told.err
+    assert "their.yaml" in told.err
+
+
+def test_a_slerp_converted_from_yaml_ends_at_its_models(llamas, tmp_path, monkeypatch):
+    """Mergekit's t = 0 is base_model, wherever it stands."""
+    monkeypatch.chdir(llamas)
+    for t, end in ((0, "math"), (1, "base")):
+        (tmp_path / "their.yaml").write_text(
+            head("slerp", "math", parameters=f"{{t: {t}}}") + WHOLE
+        )
+        output = tmp_path / f"{end}.safetensors"
+        dare.merge(tmp_path / "their.yaml", output=output, verbose=False)
+        for name, array in load_file(llamas / end / "model.safetensors").items():
+            np.testing.assert_allclose(load_file(output)[name], array, rtol=0, atol=2e-7)

@@ -364,13 +364,12 @@ def _advice(path: Path) -> Advice:
     from dare.analysis.judge.advice import advise
     from dare.analysis.judge.readiness import assess
     from dare.analysis.results import Analysis
+    from dare.cli.template import nothing_advised
 
     analysis = Analysis.load(path)
     advice = advise(analysis, assess(analysis))
     if not advice.recipe:
-        raise InputError(
-            f"{path}: none of its models should be merged; `dare advise {path}` says why"
-        )
+        raise nothing_advised(advice, [str(path)])
     return advice
 
 
@@ -382,9 +381,11 @@ def convert(
     debug: Debug = False,
 ) -> int:
     """Print a mergekit configuration as a recipe."""
+    from dare.cli.template import check_runs
     from dare.inputs.mergekit import convert_yaml
 
     conversion = convert_yaml(file)
+    check_runs(conversion.recipe, str(file))
     if json:
         show.json(jsonlib.dumps(conversion.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dare.errors import printable
+from dare import api
+from dare.errors import DareError, RecipeError, printable
 from dare.planning.plan import Plan
+from dare.recipe.document import recipe_from_document
 from dare.recipe.naming import in_our_form
 from dare.recipe.schema import Recipe
 from dare.recipe.toml import write_toml, write_value
 from dare.stages import parse_method
+from dare.tensors.places import StorePath
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice
@@ -60,13 +64,31 @@ def write_template(plan: Plan, advice: Advice | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def advised_toml(advice: Advice, output: Path) -> str:
+def check_runs(recipe: Recipe, where: str) -> None:
+    """Refuse a recipe, before it is written, that could not be run; if its models are here."""
+    files = [recipe.base, *(entry.file for entry in recipe.models)]
+    if any(isinstance(file, StorePath) or not file.exists() for file in files):
+        return  # where they are it will be planned
+    try:
+        api.plan(recipe)
+    except DareError as error:
+        raise RecipeError(f"{where}: this cannot be merged: {error}") from None
+
+
+def advised_toml(advice: Advice, output: Path, **fixed: Any) -> str:
     """The recipe of an advice as TOML, after a comment with the reasons."""
-    recipe = advice.recipe
-    if not recipe:
-        return "\n".join(["# None of the models should be merged:", *reasons(advice), ""])
-    document = {**in_our_form(recipe), "output": str(output)}
+    document = {**in_our_form(advice.recipe), "output": str(output), **fixed}
+    check_runs(recipe_from_document(document, "advice"), "the advised recipe")
     return "\n".join([*reasons(advice), "", write_toml(document), *_protections(advice)])
+
+
+def nothing_advised(advice: Advice, inputs: Sequence[str]) -> RecipeError:
+    """The error where no model is fit to be merged: why, and the command to run instead."""
+    unfit = [f"{each.model}: {each.reason}" for each in advice.suggestions if each.model]
+    return RecipeError(
+        f"none of the models should be merged, so there is no recipe ({'; '.join(unfit)}); what "
+        f"can be done about it says `dare analyze {shlex.join(inputs)} --full`"
+    )
 
 
 def _protections(advice: Advice) -> Iterator[str]:

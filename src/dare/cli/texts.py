@@ -214,7 +214,8 @@ merging that one model by dare+sum would, with its rate and seed.
     "convert": """Turn a mergekit configuration into a recipe.
 
 Prints it as TOML, with a comment on everything that will be different. What
-cannot be converted is refused, with its line. `dare merge` reads such a file too.
+cannot be converted is refused, with its line; where the models are at hand, so
+is what could not be merged. `dare merge` reads such a file too.
 
 [bold]Examples[/bold]
 

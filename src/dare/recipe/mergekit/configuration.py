@@ -11,7 +11,6 @@ from dare.errors import did_you_mean
 from dare.recipe.layers import count_layers
 from dare.recipe.mergekit.nodes import Node, Table, as_items, as_table, as_text
 from dare.recipe.mergekit.parameters import Input, has_gradient
-from dare.recipe.schema import ModelEntry
 from dare.tensors.dtypes import MODEL_TYPES
 from dare.tensors.places import to_path
 
@@ -89,7 +88,7 @@ def read_config(
         text = f"{given.model}: is given on line {first.node.line} already"
         given.node.require(given is first, text)
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
-    keys = _tokenizer(table) | _chat_template(table)
+    keys = _tokenizer(table, [base, *(given.model for given in inputs)]) | _chat_template(table)
     if stored := types.get("out_dtype", types.get("dtype")):
         keys["dtype"] = stored
     node = table["merge_method"]
@@ -261,8 +260,8 @@ def _storage_type(node: Node) -> str:
     return name
 
 
-def _tokenizer(table: Table) -> dict[str, str]:
-    """Where the output's vocabulary, or its tokenizer, is from."""
+def _tokenizer(table: Table, models: Collection[str | None]) -> dict[str, str]:
+    """Where the output's vocabulary, or its tokenizer, is from: a policy, or one of the models."""
     source = table.get("tokenizer_source")
     if "tokenizer" in table:
         table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
@@ -273,8 +272,13 @@ def _tokenizer(table: Table) -> dict[str, str]:
     if source is None:
         return {}
     name, _ = _reference(source)
-    is_policy = name in ("base", "union")
-    return {"vocabulary": name} if is_policy else {"copy_from": ModelEntry(file=name).name}
+    if name in ("base", "union"):
+        return {"vocabulary": name}
+    source.require(
+        name in models,
+        f"{name}: the tokenizer must be that of a model that is merged, or of the base",
+    )
+    return {"copy_from": name}
 
 
 def _chat_template(table: Table) -> dict[str, str]:

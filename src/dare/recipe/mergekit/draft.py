@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dare.recipe.entries import ModelEntry, distinct
 from dare.recipe.mergekit.configuration import Config
 from dare.recipe.mergekit.parameters import Cases
 from dare.stages import STAGES
@@ -35,6 +36,10 @@ class Draft:
     def merge(self, method: str, base: str, models: Sequence[str], scale: float = 1.0) -> None:
         """Say what is merged, by which method, and what the merged delta is multiplied by."""
         self._document |= {"method": method, "scale": scale}
+        source = self._document.pop("copy_from", base)
+        if source != base:  # which it is from if nothing is said
+            names = distinct([ModelEntry(file=model).name for model in models])
+            self._document["copy_from"] = names[models.index(source)]
         self._base = base
         self._models = [{"file": model} for model in models]
 

@@ -21,6 +21,7 @@ from dare.recipe.mergekit.parameters import (
     numbers,
     resolve,
 )
+from dare.tensors.sizes import times
 
 NEW_MASKS = (
     "other elements are dropped, at the same rate: masks here are a function of seed, name and "
@@ -241,7 +242,9 @@ def _convert_linear(draft: Draft) -> None:
 
 def _convert_slerp(draft: Draft) -> None:
     base, others = draft.required_base, draft.config.others()
-    text = f"slerp goes from the base to one other model, and {len(others)} are given"
+    text = (
+        f"slerp goes from the base to one other model, and {times(len(others), 'is', 'are')} given"
+    )
     draft.require(len(others) == 1, text)
     cases = resolve("t", draft.config.shared)
     is_complete = cases and cases[-1].contains is None
@@ -257,7 +260,9 @@ def _convert_slerp(draft: Draft) -> None:
 def _convert_nuslerp(draft: Draft) -> None:
     """Angles of tensors, rows or columns; mergekit's row-wise runs along the first dimension."""
     others, base, shared = draft.config.others(), draft.config.base, draft.config.shared
-    text = f"nuslerp merges two models beside the base, and {len(others)} are given"
+    text = f"nuslerp merges two models beside the base, and {times(len(others), 'is', 'are')} given"
+    if len(others) == 1:
+        text += "; delete base_model to interpolate between the two themselves"
     draft.require(len(others) == 2, text)
     draft.merge("nuslerp", base or others[0].model, [given.model for given in others])
     draft.set_for_models(None, "weight", [numbers("weight", given) for given in others])
@@ -299,7 +304,9 @@ def _convert_karcher(draft: Draft) -> None:
 
 def _convert_model_stock(draft: Draft) -> None:
     base, models = draft.required_base, draft.config.others()
-    text = f"model_stock needs two models beside the base, and {len(models)} is given"
+    text = (
+        f"model_stock needs two models beside the base, and {times(len(models), 'is', 'are')} given"
+    )
     draft.require(len(models) > 1, text)
     if flag_for_all("filter_wise", draft.config.shared, default=False):
         raise _given_case("filter_wise", draft).node.refuse(
