@@ -163,13 +163,35 @@ def test_advice_is_a_recipe_that_runs(folder):
 
 def test_where_nothing_can_be_merged_there_is_no_recipe(folder):
     shutil.copy("base.safetensors", "copy.safetensors")
-    found = dare("advise", "base.safetensors", "copy.safetensors", "--quiet")
-    assert found.status == 1
-    assert all(line.startswith("#") for line in found.out.splitlines())
-    dare_succeeds("analyze", "base.safetensors", "copy.safetensors", "-o", "a.json", "--quiet")
+    given = ("base.safetensors", "copy.safetensors")
+    found = dare("advise", *given, "--quiet")
+    assert (found.status, found.out) == (1, "")
+    assert "copy: Equal to the base" in found.err
+    command = found.err[found.err.rindex("`dare ") + 6 :].partition("`")[0]
+    assert "Equal to the base" in dare_succeeds(*shlex.split(command)).out
+    dare_succeeds("analyze", *given, "-o", "a.json", "--quiet")
     found = dare("init", "--from-analysis", "a.json", "--output", "m.safetensors")
     assert found.status == 1
-    assert "dare advise a.json" in found.err
+    assert "`dare analyze a.json --full`" in found.err
+    assert not Path("recipe.toml").exists()
+
+
+def test_a_recipe_that_would_be_refused_is_not_advised(folder):
+    dare_succeeds(*INPUTS, "--drop-rate", "0.1", "-o", "merged.safetensors", "--quiet")
+    found = dare("advise", *INPUTS, "merged.safetensors", "--quiet")
+    assert (found.status, found.out) == (1, "")
+    assert "merged.safetensors: was made by dare from this base" in found.err
+
+
+def test_what_is_advised_for_pickles_reads_them(folder):
+    torch = pytest.importorskip("torch")
+    files = [Path(file).with_suffix(".bin") for file in INPUTS]
+    for file in files:
+        arrays = load_file(file.with_suffix(".safetensors"))
+        torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, file)
+    text = dare_succeeds("advise", *files, "--allow-pickle", "--quiet").out
+    Path("recipe.toml").write_text(text)
+    dare_succeeds("recipe.toml", "--quiet")
 
 
 def test_init_follows_an_analysis_and_flags_override_it(folder, analysis):

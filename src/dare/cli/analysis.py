@@ -23,7 +23,7 @@ from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
-from dare.cli.template import advised_toml
+from dare.cli.template import advised_toml, nothing_advised
 from dare.errors import InputError, OutputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.places import short_name
@@ -129,9 +129,9 @@ def analyze(
         console.print(printable(line), soft_wrap=True)
     same = _repeated(inputs if output is None else [output], options, steps)
     following = _next_steps(console, judged, same)
-    show.next_steps(
-        console, "Next", following | ({"more": f"add --full for {more}"} if more else {})
-    )
+    following |= {"more": f"add --full for {more}"} if more else {}
+    if following:
+        show.next_steps(console, "Next", following)
     if json:
         show.json(to_json(*judged))
     _, readiness, _ = judged
@@ -241,10 +241,13 @@ def advise(
             f"end the command with > {output}"
         )
     _, _, advice = judge(inputs, options, steps, verbose=not quiet)
+    if not advice.recipe and not json:
+        raise nothing_advised(advice, _repeated(inputs, options, steps))
     if json:
         show.json(jsonlib.dumps(advice.to_dict(), indent=1, ensure_ascii=False))
     else:
-        print(advised_toml(advice, output), end="")
+        fixed = {"allow_pickle": True} if options is not None and options.allow_pickle else {}
+        print(advised_toml(advice, output, **fixed), end="")
     if (out := left_out(advice)) and not quiet:
         names = printable(", ".join(out))
         print(f"dare: left out of the recipe: {names}; its comments say why", file=sys.stderr)

@@ -114,8 +114,9 @@ every figure and every reason. The exit status is 1 if they are not ready.
     "advise": """Print a recipe that suits the models, with reasons.
 
 Drop rates, method and weights follow from what `dare analyze` measures; each
-has its reason, its source and how well that is founded, as a comment. With
---study: what a search has shown instead of what rules say.
+has its reason, its source and how well that is founded, as a comment. Prints
+nothing, and exits with 1, if no model is fit to be merged. With --study: what a
+search has shown instead of what rules say.
 
 [bold]Examples[/bold]
 
