@@ -68,14 +68,14 @@ function mountModels(place, recipe) {
   };
 }
 
-/** The recipe as text, to be copied and saved. */
+/** The recipe as text, to be copied and, if it can be run, saved. */
 function mountText(section) {
   const code = section.querySelector("#own-toml");
   const save = section.querySelector("#own-save");
-  return function show(text) {
+  return function show(text, isRefused) {
     code.textContent = text ?? EMPTY;
     URL.revokeObjectURL(save.href);
-    save.hidden = !text;
+    save.hidden = !text || isRefused;
     if (text) save.href = URL.createObjectURL(new Blob([text], { type: "application/toml" }));
   };
 }
@@ -139,7 +139,7 @@ export function mountSettings(section, recipe) {
     showPlan(next) {
       plan = next;
       show();
-      showText(plan?.toml);
+      showText(plan?.toml, Boolean(plan?.error));
     },
   };
 }
