@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dare.kernels import kept, native, reference
 
@@ -144,3 +148,177 @@ def test_numba_runs_what_cannot_be_kept_and_that_is_known_the_next_time(folder, 
 def test_there_is_no_other_kernel():
     with pytest.raises(AttributeError, match="no kernel 'decoed'"):
         _ = native.decoed
+
+
+# ---------------------------------------------------------------- who can have written it
+
+PLANT = """
+import numpy as np
+from numba import njit
+from dare.kernels import cpu, native
+def sevens(raw, out):
+    for place in range(out.size):
+        out[place] = 7
+cpu.decode = njit(sevens)
+native.Kernel("decode")(np.zeros(1000, np.uint16), np.zeros(1000, np.float32))
+"""
+DECODE = """
+import numpy as np
+from dare.kernels import native
+out = np.zeros(1000, np.float32)
+native.Kernel("decode")(np.full(1000, 16256, np.uint16), out)
+print(set(out.tolist()))
+"""
+PLANTED, RIGHT = "{7.0}", "{1.0}"
+OTHER_USER = 54321
+HAS_OWNERS = hasattr(os, "geteuid")
+
+
+def python(code, **environment):
+    """Run code in a process of its own; return what it prints."""
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**variables, "HOME": os.environ.get("HOME", ""), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A folder with a kernel that is not ours."""
+    place = tmp_path_factory.mktemp("planted")
+    place.chmod(0o700)
+    python(PLANT, NUMBA_CACHE_DIR=str(place))
+    assert python(DECODE, NUMBA_CACHE_DIR=str(place)) == PLANTED  # as long as it is this user's
+    return place
+
+
+def lend(place, target):
+    shutil.copytree(place, target)
+    (file,) = target.glob("decode-*.kernel")
+    return file
+
+
+needs_owners = pytest.mark.skipif(not HAS_OWNERS, reason="Windows has no owners and modes")
+needs_root = pytest.mark.skipif(
+    not HAS_OWNERS or os.geteuid() != 0, reason="only root can give files away"
+)
+
+
+@needs_owners
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda folder, _: folder.chmod(0o770), id="a folder that a group can write"),
+        pytest.param(lambda folder, _: folder.chmod(0o1777), id="a sticky folder itself"),
+        pytest.param(lambda folder, _: folder.parent.chmod(0o707), id="a folder above it"),
+        pytest.param(lambda _, file: file.chmod(0o602), id="a file that all can write"),
+        pytest.param(
+            lambda _, file: (file.rename(moved := file.with_suffix("")), file.symlink_to(moved)),
+            id="a link",
+        ),
+        pytest.param(
+            lambda _, file: os.chown(file, OTHER_USER, -1), id="another's file", marks=needs_root
+        ),
+        pytest.param(
+            lambda folder, _: os.chown(folder, OTHER_USER, -1),
+            id="another's folder",
+            marks=needs_root,
+        ),
+        pytest.param(
+            lambda folder, _: os.chown(folder.parent, OTHER_USER, -1),
+            id="another's folder above",
+            marks=needs_root,
+        ),
+    ],
+)
+def test_code_that_others_can_have_written_is_not_run(planted, tmp_path, change):
+    folder = tmp_path / "above" / "cache"
+    file = lend(planted, folder)
+    change(folder, file)
+    assert python(DECODE, NUMBA_CACHE_DIR=str(folder)) == RIGHT
+
+
+@needs_owners
+def test_a_link_to_a_folder_counts_as_that_folder(planted, tmp_path):
+    lend(planted, tmp_path / "own")
+    (tmp_path / "lax").mkdir()
+    (tmp_path / "lax").chmod(0o777)
+    for link in (tmp_path / "link", tmp_path / "lax" / "link"):
+        link.symlink_to(tmp_path / "own")
+    assert python(DECODE, NUMBA_CACHE_DIR=str(tmp_path / "link")) == PLANTED
+    assert python(DECODE, NUMBA_CACHE_DIR=str(tmp_path / "lax" / "link")) == RIGHT
+
+
+@needs_owners
+def test_others_may_write_in_a_sticky_folder_above(planted, tmp_path):
+    sticky = tmp_path / "sticky"
+    lend(planted, sticky / "cache")
+    sticky.chmod(0o1777)
+    assert python(DECODE, NUMBA_CACHE_DIR=str(sticky / "cache")) == PLANTED
+
+
+@needs_owners
+def test_folders_are_this_user_s_alone_under_any_umask(tmp_path):
+    place = tmp_path / "deep" / "cache"
+    code = f"import os\nos.umask(0)\n{DECODE}\nimport dare.analysis.measure.kernels"
+    assert python(code, NUMBA_CACHE_DIR=str(place)) == RIGHT
+    assert [*place.glob("decode-*.kernel")]
+    for folder in (place.parent, place, place / "numba"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(f.stat().st_mode) for f in place.glob("*.kernel")} == {0o600}
+
+
+@needs_owners
+def test_pickles_of_numba_in_a_folder_that_others_can_write_are_not_touched(tmp_path):
+    tmp_path.chmod(0o777)
+    code = "from dare.kernels import cpu\nprint(cpu.decode._cache.cache_path)"
+    used = python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert not used.startswith(str(tmp_path))
+    assert not [*tmp_path.iterdir()]
+
+
+NOWHERE = """
+import pwd
+def unknown(_number):
+    raise KeyError
+pwd.getpwuid = unknown
+import sys
+sys.path.insert(0, {package!r})
+from pathlib import Path
+import dare.analysis.measure.kernels
+from dare.cli import main
+assert dare.__file__.startswith({package!r})
+for command in (["plan", {base!r}, {model!r}], ["merge", {base!r}, {model!r}, "-o", {output!r}]):
+    print(main([*command, "--quiet"]))
+"""
+
+
+@needs_owners
+def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path):
+    package = tmp_path / "package"
+    ours = shutil.ignore_patterns("__pycache__", "page", "assets")
+    shutil.copytree(kept.HERE.parent, package / "dare", ignore=ours)
+    for place in (package / "dare").rglob("__init__.py"):
+        (place.parent / "__pycache__").touch()  # so not even root makes a folder there
+    files = [tmp_path / f"{name}.safetensors" for name in ("base", "model", "output")]
+    for number, file in enumerate(files[:2]):
+        save_file({"w": np.full(64, number, np.float32)}, file)
+    base, model, output = map(str, files)
+    code = NOWHERE.format(package=str(package), base=base, model=model, output=output)
+    variables = {"TMPDIR": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1"}  # no HOME, unknown user
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout.splitlines() == ["0", "0"], found.stderr
+    assert load_file(output)["w"].max() > 0
+    assert not [*package.rglob("*.kernel"), *package.rglob("*.nbi")]

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import event
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from dare.kernels import LANES_MULTIPLE
+from dare.kernels.kept import jit
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -35,8 +36,8 @@ from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 i8, i16, i32, i64, f32, f64 = np.int8, np.int16, np.int32, np.int64, np.float32, np.float64
 
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-helper = njit(nogil=True, cache=True, inline="always")
+kernel = jit(nogil=True, error_model="numpy")
+helper = jit(nogil=True, inline="always")
 
 MAGNITUDE = u32(0x7FFFFFFF)
 INFINITY = i32(0x7F800000)

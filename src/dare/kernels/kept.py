@@ -3,6 +3,10 @@
 A file is for one kernel, for arguments of some types. Its name says for which processor and which
 versions; in it stand a digest, the text of the kernels it was made from, and an object file. One
 that is spoilt, or made from another text, counts as none.
+
+The digest shows damage and does not say who wrote the file. So files are only kept in, and loaded
+from, folders that nobody but this user and root can write to. Where there is none, kernels are
+compiled for this process alone.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import importlib.util
 import json
 import os
 import re
+import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -27,6 +32,9 @@ SOURCES = (
 )
 """What the machine code of a kernel depends on."""
 DIGEST_BYTES = 16
+HAS_OWNERS = hasattr(os, "geteuid")
+"""Whether files have owners and modes, which Windows' do not."""
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 FINE = (0, -2)
 """What a kernel returns that has not failed: with a result, and without one."""
 
@@ -49,7 +57,7 @@ class Code(NamedTuple):
 def find(name: str, types: Sequence[str]) -> Code | None:
     """What was kept of a kernel for these types."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        content = _file(name, types).read_bytes()
+        content = read_private(folder() / _file_name(name, types))
         digest, rest = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if digest == _digest(rest):
             line, _, machine_code = rest.partition(b"\n")
@@ -64,12 +72,8 @@ def keep(name: str, types: Sequence[str], code: Code) -> None:
     described = code._asdict()
     machine_code = described.pop("machine_code")
     rest = json.dumps({**described, "source": _source()}).encode() + b"\n" + machine_code
-    file = _file(name, types)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(_digest(rest) + rest)
-        partial.replace(file)
+        write_private(folder() / _file_name(name, types), _digest(rest) + rest)
 
 
 def load(name: str, code: Code) -> Callable[..., Any]:
@@ -96,19 +100,88 @@ def load(name: str, code: Code) -> Callable[..., Any]:
     return run
 
 
-def _file(name: str, types: Sequence[str]) -> Path:
+def _file_name(name: str, types: Sequence[str]) -> str:
     made_for = _digest(json.dumps([list(types), _machine()]).encode()).hex()
-    return folder() / f"{name}-{made_for}.kernel"
+    return f"{name}-{made_for}.kernel"
+
+
+# ---------------------------------------------------------------- folders
 
 
 def folder() -> Path:
-    """Where Numba, too, keeps what it has compiled, or among what this user's programs keep."""
-    if given := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(given)
-    beside = HERE / "__pycache__"
-    if os.access(beside if beside.exists() else HERE, os.W_OK):
-        return beside
-    return cache_folder() / "kernels"
+    """Find or make the folder of compiled kernels; OSError if nobody may keep any."""
+    for place in _places():
+        with suppress(OSError):
+            make_private(place)
+            if os.access(place, os.W_OK) and is_safe(place):
+                return place.resolve()
+    raise FileNotFoundError("there is no folder that only this user can write to")
+
+
+def _places() -> Iterator[Path]:
+    """Where kernels may be kept: as the user says, or where Numba would, or in this user's cache.
+
+    Windows has no owners and modes to ask for, so there it is the user's profile alone.
+    """
+    if HAS_OWNERS:
+        if given := os.environ.get("NUMBA_CACHE_DIR"):
+            yield Path(given)
+        yield HERE / "__pycache__"
+    yield cache_folder() / "kernels"
+    if HAS_OWNERS:
+        yield _temporary_folder() / "kernels"
+
+
+def is_safe(place: Path) -> bool:
+    """Whether nobody but this user and root can write to a folder, or put another in its place.
+
+    In a sticky folder above it, such as the system's for temporary files, others can write, but
+    cannot rename or remove what is not theirs.
+    """
+    if not HAS_OWNERS:
+        return True
+    above = {*place.absolute().parents, *place.resolve().parents}
+    return _is_private(place.stat()) and all(_keeps_entries(each.stat()) for each in above)
+
+
+def _keeps_entries(status: os.stat_result) -> bool:
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    return _is_private(status) or (is_sticky and _is_ours(status))
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return _is_ours(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid())
+
+
+def read_private(file: Path) -> bytes:
+    """Read a file that nobody but this user and root can write to; PermissionError if it is not."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | NOFOLLOW)) as opened:
+        is_private = not HAS_OWNERS or _is_private(os.fstat(opened.fileno()))
+        if not (is_private and is_safe(file.parent)):
+            raise PermissionError(f"{file}: somebody else can write to it")
+        return opened.read()
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Write a file that only this user can read, as a whole or not at all."""
+    make_private(file.parent)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+        opened.write(content)
+    partial.replace(file)
+
+
+def make_private(place: Path) -> None:
+    """Make a folder, and those above it, for this user alone, whatever the umask is."""
+    if not place.is_dir():
+        make_private(place.parent)
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
 
 
 def cache_folder() -> Path:
@@ -118,7 +191,38 @@ def cache_folder() -> Path:
         home = os.environ.get("LOCALAPPDATA")
     if home:
         return Path(home) / "dare"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "dare"
+    with suppress(RuntimeError):  # no HOME, and nobody is known by this number
+        return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "dare"
+    return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    user = os.geteuid() if HAS_OWNERS else "user"
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"dare-{user}"  # noqa: S108 (if it is safe)
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make Numba's decorator; its cache of pickles lies among the kernels, or there is none."""
+    from numba import config, njit
+
+    place = ""
+    with suppress(OSError):
+        inside = folder() / "numba"
+        make_private(inside)  # nobody else may enter: Numba makes folders in it by the umask
+        if not HAS_OWNERS or stat.S_IMODE(inside.stat().st_mode) == 0o700:
+            place = str(inside)
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        dispatcher = njit(**options)(function)
+        if place:
+            before, config.CACHE_DIR = config.CACHE_DIR, place
+            try:
+                dispatcher.enable_caching()
+            finally:
+                config.CACHE_DIR = before
+        return dispatcher
+
+    return compiled
 
 
 @cache

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from dare.kernels.kept import jit
 
 u32, u64 = np.uint32, np.uint64
 
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-helper = njit(nogil=True, cache=True, inline="always")
+kernel = jit(nogil=True, error_model="numpy")
+helper = jit(nogil=True, inline="always")
 
 STRIPE, STRIPES = 64, 16
 """Bytes that are taken at a time, and how often between two scrambles."""

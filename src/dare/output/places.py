@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dare.inputs.sources import SINGLE_NAME
 from dare.recipe.hub_names import parse_name
-from dare.tensors.places import StorePath, to_path
+from dare.tensors.places import StorePath, home_folder, to_path
 
 ENOUGH_IN_COMMON = 2
 """Folders that two paths must share: in `/home/ann` and `/home/bob` a way from one to the other
@@ -72,7 +72,7 @@ def short_name(path: str | os.PathLike[str]) -> str:
     text = to_path(path).as_posix()
     if isinstance(to_path(path), StorePath):
         return text.removesuffix(f"/{SINGLE_NAME}")
-    if Path(text).parent != Path.home():  # which is called like its owner
+    if Path(text).parent != home_folder():  # which is called like its owner
         text = text.removesuffix(f"/{SINGLE_NAME}")
     if is_hub_name(Path(text)):
         return text

@@ -23,7 +23,7 @@ from dare.recipe.hub_names import looks_like_name, parse_address
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
-from dare.tensors.places import StorePath, to_path, without_credentials
+from dare.tensors.places import StorePath, home_folder, to_path, without_credentials
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""
@@ -131,7 +131,7 @@ class ModelEntry(Strict):
         if path.suffix != ".safetensors":
             return path.name
         folder = path.parent
-        is_told = path.stem in GENERIC_NAMES and folder.name and folder != Path.home()
+        is_told = path.stem in GENERIC_NAMES and folder.name and folder != home_folder()
         return folder.name if is_told else path.stem.removesuffix(".delta")
 
     def to_table(self) -> dict[str, Any]:

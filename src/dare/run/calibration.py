@@ -21,7 +21,7 @@ import numpy as np
 
 from dare import kernels
 from dare.inputs.sources import ArraySource
-from dare.kernels.kept import cache_folder
+from dare.kernels.kept import cache_folder, make_private
 from dare.kernels.reference import encode
 from dare.output.writer import ArraySink
 from dare.planning.data import TensorPlan
@@ -145,9 +145,9 @@ def sample_plan(plan: Plan, tensor: TensorPlan, shape: tuple[int, int]) -> Plan:
 
 def measure_disk(clock: Callable[[], float] = time.perf_counter) -> Disk | None:
     """Write a file as a merge does and read it back; None where nothing can be written."""
-    for folder in (cache_folder(), Path(tempfile.gettempdir())):
+    for find in (cache_folder, lambda: Path(tempfile.gettempdir())):
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder := find())
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 return _measure_file(folder, Path(place) / "rates", clock)
     return None

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dare import __version__
-from dare.kernels.kept import cache_folder
+from dare.kernels.kept import cache_folder, write_private
 from dare.planning.data import TensorPlan
 from dare.planning.machine import available_cores
 from dare.planning.plan import Plan
@@ -190,9 +190,6 @@ def _read_kept() -> dict[str, Any]:
 
 
 def _keep(rates: dict[str, Any]) -> None:
-    folder = cache_folder()
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"rates.{os.getpid()}.partial"
-        partial.write_text(json.dumps(dict(list(rates.items())[-RATES_KEPT:]), indent=1))
-        partial.replace(folder / "rates.json")
+        text = json.dumps(dict(list(rates.items())[-RATES_KEPT:]), indent=1)
+        write_private(cache_folder() / "rates.json", text.encode())

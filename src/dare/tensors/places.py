@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from dare.tensors import stores
 from dare.tensors.addresses import SCHEMES, WEB, Access, Address, grant_access, without_credentials
 
-__all__ = ["StorePath", "to_path", "without_credentials"]
+__all__ = ["StorePath", "home_folder", "to_path", "without_credentials"]
 
 _ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?!/)", re.IGNORECASE)
 
@@ -46,6 +46,14 @@ class StorePath(Address):
                 yield self / name
             if size is None:
                 yield from (self / name).rglob(pattern)
+
+
+def home_folder() -> Path | None:
+    """Return this user's folder; None without HOME for a user that the system does not know."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
 
 
 def to_path(place: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,6 @@ of its own does it, and the next start finds it among what this user's programs 
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dare.errors import OutputError
-from dare.kernels.kept import cache_folder
+from dare.kernels.kept import cache_folder, read_private, write_private
 
 DIGEST_BYTES = 32
 
@@ -50,9 +49,9 @@ def _made_elsewhere() -> bytes:
 
 
 def _kept(path: Path) -> bytes | None:
-    """What was kept, if it is whole."""
+    """Return what was kept, if it is whole and nobody else can have written it."""
     with suppress(OSError):
-        content = path.read_bytes()
+        content = read_private(path)
         digest, library = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if hashlib.sha256(library).digest() == digest:
             return library
@@ -61,10 +60,7 @@ def _kept(path: Path) -> bytes | None:
 
 def _keep(path: Path, library: bytes) -> None:
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(hashlib.sha256(library).digest() + library)
-        partial.replace(path)
+        write_private(path, hashlib.sha256(library).digest() + library)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from dare.kernels.cpu import (
     float_of,
     helper,
     intrinsic,
+    jit,
     kernel,
     magnitude_of,
-    njit,
     pointer_to,
     to_float,
     types,
@@ -32,7 +32,7 @@ from dare.kernels.cpu import (
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
 i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 
-summing = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+summing = jit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 TILE = 4096
 ROW = TILE + 16
