@@ -78,7 +78,7 @@ def test_everything_but_the_files_has_a_default(tmp_path):
     assert (found.method, found.seed, found.scale, found.dtype) == ("dare+linear", 42, 1.0, None)
     assert (found.on_missing, found.on_extra) == ("error", "error")
     assert (found.on_mismatch, found.on_integer_mismatch) == ("error", "error")
-    assert found.max_memory == 1_073_741_824
+    assert found.max_memory is None
     assert found.output is None
 
 

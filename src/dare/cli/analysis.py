@@ -63,13 +63,13 @@ class Options:
     allow_pickle: Annotated[bool, switch("Read .bin files, weights only.")] = False
     threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
     max_memory: Annotated[
-        str,
+        str | None,
         Parameter(
             group=RESOURCES,
             metavar="SIZE",
             help=Recipe.model_fields["max_memory"].description,
         ),
-    ] = "1GiB"
+    ] = None
     cluster: Annotated[
         str | None,
         Parameter(

@@ -46,7 +46,7 @@ def merge(
     scale: float = 1.0,
     dtype: Type = "F32",
     threads: int | None = None,
-    max_memory: Annotated[str, Parameter(help="Memory for buffers and factors.")] = "1GiB",
+    max_memory: Annotated[str | None, Parameter(help="Memory for buffers and factors.")] = None,
     dry_run: Annotated[bool, switch("Show the plan, but do not merge.", group=RUN)] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,

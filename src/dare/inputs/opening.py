@@ -23,7 +23,7 @@ from dare.inputs.vocabulary import Aligned, align
 from dare.recipe.entries import distinct
 from dare.recipe.hub_names import parse_name
 from dare.recipe.layers import mean_value
-from dare.recipe.schema import Recipe
+from dare.recipe.schema import DEFAULT_MEMORY, Recipe
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def open_inputs(
         raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
     models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
-    _limit_ahead([base, *models], recipe.max_memory // 4)
+    _limit_ahead([base, *models], (recipe.max_memory or DEFAULT_MEMORY) // 4)
     folders = [path if path.is_dir() else None for path in paths]
     for place, model in enumerate(models, start=1):
         if isinstance(model, DeltaSource):

@@ -16,7 +16,7 @@ results are then the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -230,19 +230,23 @@ def polar(matrix: Floats) -> tuple[Floats, Doubles]:
     return turned, parts.values
 
 
-def orthogonal_product(parts: Sequence[Factors], values: Doubles) -> Floats:
+def orthogonal_product(parts: list[Factors], values: Doubles) -> Floats:
     """P(U)·diag(values)·P(V): U all left vectors side by side, V all right ones, P the nearest
     matrix with orthonormal columns or rows (the polar factor, Procrustes).
 
-    Directions in which U or V has less than 1e-6 of its largest singular value are absent.
+    Directions in which U or V has less than 1e-6 of its largest singular value are absent. The
+    list is emptied, so that no factor is held twice.
     """
     left = np.concatenate([part.left for part in parts], axis=1)
     right = np.concatenate([part.right for part in parts], axis=0)
+    parts.clear()
     if len(values) < SINGLE_FROM:
         left, right = left.astype(np.float64), right.astype(np.float64)
         middle = (_inverse_root(left.T @ left) * values) @ _inverse_root(right @ right.T)
         return multiply(left @ middle, right)
-    turned = polar(left.astype(np.float32, copy=False))[0]
+    left = left.astype(np.float32, copy=False)
+    turned = polar(left)[0]
+    del left
     turned *= values.astype(np.float32)
     return turned @ polar(right.astype(np.float32, copy=False))[0]
 

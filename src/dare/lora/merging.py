@@ -163,7 +163,7 @@ def plan_adapters(
     scale: float = 1.0,
     dtype: str = "F32",
     threads: int | None = None,
-    max_memory: int | str = "1GiB",
+    max_memory: int | str | None = None,
 ) -> AdapterPlan:
     """Read configurations and headers and say what `merge_adapters` would do.
 

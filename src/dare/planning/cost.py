@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dare.planning.data import PlanData, TensorPlan
-from dare.planning.machine import available_cores
+from dare.planning.machine import available_cores, memory_limit
 from dare.planning.parts import held_bytes
+from dare.recipe.schema import DEFAULT_MEMORY
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 from dare.tensors.sizes import show_size
@@ -17,6 +18,9 @@ INTERPRETER_BYTES = 200 << 20
 
 CHUNKS_AT_ONCE = 4
 """So many a thread reads and writes together, where memory allows it."""
+CHUNKS_HELD = 20
+"""So many a thread has in memory of base, models and output; of more models it reads fewer
+together, so that memory does not grow with their number until there is one of each."""
 TENSOR_BYTES = 6000
 """About what is known of one tensor of the plan: headers, steps, figures, digests, the manifest."""
 
@@ -67,11 +71,28 @@ class Cost:
     # ------------------------------------------------------------ memory and threads
 
     @cached_property
+    def max_memory(self) -> int:
+        """What buffers may take: what the recipe allows, or what there is by default."""
+        return memory_limit(self.plan.recipe.max_memory, self.least_memory)
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether buffers take more than by default, though the recipe does not say so."""
+        return self.plan.recipe.max_memory is None and self.max_memory > DEFAULT_MEMORY
+
+    @cached_property
     def chunks_at_once(self) -> int:
-        """How many chunks a thread reads and writes together, if half of the memory allows it."""
-        half = self.plan.recipe.max_memory // 2
+        """How many chunks a thread reads and writes together, where memory allows it.
+
+        All threads have half of the memory for it, and it is divided among the models.
+        """
+        half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
         chunks = CHUNKS_AT_ONCE
-        while chunks > 1 and self._wanted_threads * self._workspace_for(chunks) > half:
+        while chunks > 1 and (
+            chunks * (2 + len(self.plan.models)) > CHUNKS_HELD
+            or self._wanted_threads * self._workspace_for(chunks) > half
+            or other + self._workspace_for(chunks) > self.max_memory
+        ):
             chunks //= 2
         return chunks
 
@@ -125,12 +146,12 @@ class Cost:
         return max((kind.itemsize for kind in kinds), default=1)
 
     @cached_property
-    def matrix_work(self) -> int:
-        """The most that one survey takes for whole matrices, what it leaves behind included."""
+    def _largest(self) -> tuple[int, str, str]:
+        """The most that one survey takes for a whole matrix, its stage, and the matrix."""
         *stages, combine = self.plan.stages
         return max(
             (
-                stage.held_bytes(settings, tensor.shape, models)
+                (stage.held_bytes(settings, tensor.shape, models), stage.name, tensor.name)
                 for tensor in self.plan.merged()
                 for stage, settings, models in (
                     (combine, tensor.combine, len(tensor.models)),
@@ -141,8 +162,19 @@ class Cost:
                     ),
                 )
             ),
-            default=0,
+            default=(0, "", ""),
         )
+
+    @property
+    def matrix_work(self) -> int:
+        """The most that one survey takes for whole matrices, what it leaves behind included."""
+        return self._largest[0]
+
+    @property
+    def largest_matrix(self) -> str:
+        """Say which stage needs which matrix as a whole, if one does."""
+        work, stage, tensor = self._largest
+        return f"{stage} needs {tensor} as a whole" if work else ""
 
     @cached_property
     def matrix_bytes(self) -> int:
@@ -195,7 +227,7 @@ class Cost:
     def threads(self) -> int:
         """Worker threads, as many as the recipe or the machine says and the memory allows."""
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
-        left = self.plan.recipe.max_memory - self.matrix_bytes - self.shared_bytes
+        left = self.max_memory - self.matrix_bytes - self.shared_bytes
         return max(1, min(self._wanted_threads, left // one))
 
     def _matrices_for(self, threads: int) -> int:
@@ -210,7 +242,7 @@ class Cost:
     @property
     def spare_bytes(self) -> int:
         """What one thread's survey may remember: half of what the buffers leave."""
-        left = self.plan.recipe.max_memory - self.held_bytes - self.threads * self.workspace_bytes
+        left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes
         return max(0, left // 2 // self.threads) if self.passes > 1 else 0
 
     @property
@@ -227,7 +259,7 @@ class Cost:
     def memory_line(self) -> str:
         """Both figures of memory, in a line."""
         return (
-            f"buffers {show_size(self.buffer_bytes)} of at most "
-            f"{show_size(self.plan.recipe.max_memory)} (max_memory); "
+            f"buffers {show_size(self.buffer_bytes)} of at most {show_size(self.max_memory)} "
+            f"({'what one thread needs' if self.takes_more else 'max_memory'}); "
             f"the process about {show_size(self.peak_memory)}"
         )

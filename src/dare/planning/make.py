@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -13,12 +14,14 @@ from dare.kernels import check_backend
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.dropped import left_to_make_up, take_over
 from dare.planning.layout import lay_out
+from dare.planning.machine import check_memory
 from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
-from dare.recipe.schema import Recipe
+from dare.recipe.schema import DEFAULT_MEMORY, Recipe
 from dare.stages import Settings, Stage
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
+from dare.tensors.sizes import show_size
 
 FINDINGS_SHOWN = 20
 
@@ -78,11 +81,13 @@ def make_plan(
         tuple(notes),
         backend=check_backend(backend),
     )
-    if (needed := plan.cost.least_memory) > recipe.max_memory:
-        raise RecipeError(
-            f"max_memory = {recipe.max_memory}: one thread needs {needed} bytes; "
-            f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
-        )
+    cost = plan.cost
+    check_memory(recipe.max_memory, cost.least_memory, cost.largest_matrix)
+    if cost.takes_more:
+        usual, needed = map(show_size, (DEFAULT_MEMORY, cost.least_memory))
+        reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
+        text = f"buffers take {needed} of memory, where {usual} is the default{reason}"
+        return replace(plan, notes=(*plan.notes, text))
     return plan
 
 

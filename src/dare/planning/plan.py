@@ -42,7 +42,7 @@ class Plan(PlanData):
             "threads": self.cost.threads,
             "peak_memory_bytes": self.cost.peak_memory,
             "buffer_bytes": self.cost.buffer_bytes,
-            "max_memory_bytes": self.recipe.max_memory,
+            "max_memory_bytes": self.cost.max_memory,
             "bytes_read": self.cost.bytes_read,
             "bytes_written": self.cost.bytes_written,
             "notes": list(self.notes),

@@ -48,6 +48,9 @@ EmbeddingDropRate = Annotated[
 
 Policy = Literal["error", "base"]
 
+DEFAULT_MEMORY = 1 << 30
+"""What buffers take at the most where `max_memory` is not given, if a method can do with it."""
+
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
     *("delta_threshold", "verbose"),
@@ -131,9 +134,10 @@ class Recipe(Strict, Resolving):
     shard_size: Size | None = Field(
         None, description="Largest output file, such as 5GB; the output is then a directory."
     )
-    max_memory: Size = Field(
-        1 << 30,
-        description="What buffers may take, such as 512MiB; the process takes about 200 MB more.",
+    max_memory: Size | None = Field(
+        None,
+        description="What buffers may take, such as 512MiB, and the process about 200 MB more; "
+        "if not given 1 GiB, or what the largest matrix needs if the machine has it free.",
     )
     threads: int | None = Field(
         None, gt=0, description="Worker threads; one for each core if not given."

@@ -12,14 +12,14 @@ from dare.stages.matrices import matrix_combine_stage, multiply_by_weights
 
 
 def _work_bytes(rows: int, columns: int, models: int) -> int:
-    """All models' matrices, their triples in float64, and the result."""
+    """All models' matrices while the first is taken apart, or later the triples in float64."""
     triples = max(min(rows, columns), models)
-    factors = 12 * 2 * triples * (rows + columns)
-    return 4 * (models + 1) * rows * columns + factors + 2 * eigen_bytes(triples)
+    matrix = 4 * triples * max(rows, columns)
+    return max(models + 3, 6) * matrix + 24 * triples**2 + 2 * eigen_bytes(triples)
 
 
 @matrix_combine_stage(paper="arXiv:2412.00081", work_bytes=_work_bytes)
-def tsv(deltas: Sequence[Floats], weights: Sequence[float]) -> Floats:
+def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     """Give each model an equal share of the rank, and make the shares orthogonal (TSV-Merge).
 
     Of each wᵢ·δᵢ the first ⌊r/n⌋ singular triples are taken (at least one), r being the shorter
@@ -33,5 +33,7 @@ def tsv(deltas: Sequence[Floats], weights: Sequence[float]) -> Floats:
     """
     multiply_by_weights(deltas, weights)
     rank = max(1, min(deltas[0].shape) // len(deltas))
-    parts = [factorise(delta, rank) for delta in deltas]
+    parts = []
+    while deltas:  # each gives way to its factors
+        parts.append(factorise(deltas.pop(0), rank))
     return orthogonal_product(parts, np.concatenate([part.values for part in parts]))

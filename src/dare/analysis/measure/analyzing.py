@@ -48,7 +48,7 @@ from dare.inputs.formats import read_config
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
-from dare.planning.machine import available_cores
+from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.run.cluster import BATCH_BYTES, Settings, run_on_cluster
 from dare.run.graph import Step
@@ -75,7 +75,7 @@ def analyze(
     spectra: Spectra = "auto",
     vocabulary: Literal["error", "base", "union"] = "error",
     allow_pickle: bool = False,
-    max_memory: int | str = 1 << 30,
+    max_memory: int | str | None = None,
     threads: int | None = None,
     cluster: str | None = None,
     cluster_log: AnyPath | None = None,
@@ -121,7 +121,7 @@ def analyze_arrays(
     models: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]],
     *,
     spectra: Spectra = "auto",
-    max_memory: int | str = 1 << 30,
+    max_memory: int | str | None = None,
     threads: int | None = None,
 ) -> Analysis:
     """Analyze dicts of NumPy arrays or torch tensors; models may have names.
@@ -228,7 +228,7 @@ def _study(base: Source, models: Mapping[str, Source], recipe: Recipe, spectra: 
 def measure(
     study: Study,
     spectra: Spectra = "none",
-    max_memory: int = 1 << 30,
+    max_memory: int | None = None,
     threads: int | None = None,
     recipe: Recipe | None = None,
     *,
@@ -237,11 +237,8 @@ def measure(
     """Read everything once: here, or on the cluster that the recipe names."""
     sources = tuple(study.models.values())
     per_thread = workspace_bytes(study.base, sources)
-    if per_thread > max_memory:
-        raise RecipeError(
-            f"max_memory = {max_memory}: one thread needs {per_thread} bytes; "
-            f"allow at least {-(-per_thread // 1000) / 1000:.3f} MB"
-        )
+    check_memory(max_memory, per_thread)
+    max_memory = memory_limit(max_memory, per_thread)
     threads = max(1, min(threads or available_cores(), max_memory // per_thread))
     matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
     steps = list(list_steps(sources, study.subjects, matrices))

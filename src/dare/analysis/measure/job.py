@@ -15,6 +15,7 @@ from dare.analysis.measure.measuring import (
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
+from dare.planning.machine import memory_limit
 from dare.recipe.schema import Recipe
 from dare.run.sightings import Sighting
 
@@ -36,7 +37,7 @@ class AnalysisJob:
             opened.enter(source)
             sighting.check(source)
         each = workspace_bytes(inputs.base, inputs.models) + self.matrix_bytes
-        opened.threads = max(1, min(threads, self.recipe.max_memory // each))
+        opened.threads = max(1, min(threads, memory_limit(self.recipe.max_memory, each) // each))
         return opened
 
     def confirm(self, mark: str) -> None:
