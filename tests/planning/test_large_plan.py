@@ -86,3 +86,30 @@ def test_a_plan_for_seventy_billion_parameters_takes_seconds_and_little_memory(t
     seconds, peak_bytes = map(float, done.stderr.splitlines()[-1].split())
     assert seconds < SECONDS
     assert peak_bytes < BYTES
+
+
+def write_model(file, last, elements=1 << 24):
+    header = {"w": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + 2 * elements - 2)
+        opened.seek(0, os.SEEK_END)
+        opened.write(bytes([last, 0]))
+    return str(file)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_many_models_take_as_much_memory_as_two(tmp_path):
+    base, *models = (write_model(tmp_path / f"m{n}.safetensors", n) for n in range(25))
+    peaks = {}
+    for count in (2, 24):
+        command = [sys.executable, "-c", RUN, "merge", base, *models[:count], "--threads", "2"]
+        command += ["--output", str(tmp_path / f"{count}.safetensors"), "--quiet"]
+        for _ in range(2 if count == 2 else 1):  # the first may have kernels to compile
+            done = subprocess.run(
+                [*command, "--overwrite"], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+        peaks[count] = int(done.stderr.split()[-1])
+    assert peaks[24] - peaks[2] < 60_000_000  # it was 180 MB

@@ -26,7 +26,7 @@ BASE = {
 
 
 def plan_of(base, *models, **settings) -> Plan:
-    names = ["math", "code", "chat"][: len(models)]
+    names = ["math", "code", "chat", *(f"m{n}" for n in range(3, len(models)))][: len(models)]
     recipe = Recipe(**{"base": "base", "models": names, **settings})
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
     return make_plan(recipe, array_source(base, "base"), sources, names)
@@ -330,6 +330,21 @@ def test_chunks_are_read_together_if_half_of_the_memory_allows_it():
     need = plan_of(BASE, BASE, threads=2).cost.workspace_bytes
     assert (at_once(4 * need), at_once(4 * need - 1)) == (4, 2)
     assert at_once(4 * need, threads=8) == 1
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_buffers_do_not_grow_with_the_number_of_models(kind):
+    """Each took room for four chunks in each thread."""
+    base = {"w": np.zeros(4, kind)}
+    made = {n: plan_of(base, *[base] * n, threads=2) for n in (1, 3, 4, 8, 9, 18, 19, 32, 64)}
+    most = made[3].cost.buffer_bytes
+    assert all(made[n].cost.buffer_bytes <= most for n in (1, 4, 8, 9, 18, 19))
+    assert made[32].cost.buffer_bytes < 1.25 * most
+    for n in (8, 64):
+        assert allocated_bytes(made[n]) <= made[n].cost.workspace_bytes
+    chunk = CHUNK * np.dtype(kind).itemsize
+    assert made[64].cost.buffer_bytes - made[32].cost.buffer_bytes == 2 * 32 * chunk
+    assert {made[n].cost.threads for n in made} == {2}
 
 
 def test_threads_are_as_many_as_memory_allows():

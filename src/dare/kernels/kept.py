@@ -205,6 +205,7 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make Numba's decorator; its cache of pickles lies among the kernels, or there is none."""
     from numba import config, njit
 
+    settings: Any = config
     place = ""
     with suppress(OSError):
         inside = folder() / "numba"
@@ -215,11 +216,11 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)
         if place:
-            before, config.CACHE_DIR = config.CACHE_DIR, place
+            before, settings.CACHE_DIR = settings.CACHE_DIR, place
             try:
                 dispatcher.enable_caching()
             finally:
-                config.CACHE_DIR = before
+                settings.CACHE_DIR = before
         return dispatcher
 
     return compiled
