@@ -239,6 +239,38 @@ def test_the_page_of_a_merge_tells_what_survived(folder, monkeypatch):
     }
 
 
+WRITTEN = {
+    "a.html": ("report", "analysis.json", "-q", "-o", "a.html"),
+    "figures": ("report", "analysis.json", "-q", "-o", "b.html", "--figures"),
+    "a.json": ("analyze", "analysis.json", "-q", "-o", "a.json"),
+    "c.html": ("analyze", "analysis.json", "-q", "--html", "c.html"),
+    "tables/models.csv": ("analyze", "analysis.json", "-q", "--csv", "tables"),
+    "d.toml": ("init", *INPUTS, "--to", "d.toml"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_is_replaced_if_told_and_if_dare_wrote_it(folder, analysis, name):
+    command = WRITTEN[name]
+    if "--figures" in command:
+        command = (*command, "figures")
+    dare_succeeds(*command)
+    Path("b.html").unlink(missing_ok=True)
+    file = next(Path("figures").iterdir()) if name.startswith("figures") else Path(name)
+    written = file.read_bytes()
+    again = dare(*command)
+    assert again.status != 0
+    assert f"{file}: exists already" in again.err
+    assert "--overwrite" in again.err
+    dare_succeeds(*command, "--overwrite")
+    assert file.stat().st_size == len(written)
+    file.write_text("<!doctype html>\n[project]\nname = 'years of work'\n")
+    refused = dare(*command, "--overwrite")
+    assert refused.status != 0
+    assert f"{file}: was not made by dare" in refused.err
+    assert "years of work" in file.read_text()
+
+
 def test_two_recipes_or_two_merges_stand_side_by_side(folder, analysis, capfd):
     written = 'base = "base.safetensors"\nmodels = ["math.safetensors", "code.safetensors"]\n'
     for name, rate in (("low", 0.2), ("high", 0.8)):

@@ -236,9 +236,9 @@ def test_with_a_dash_it_goes_to_stdout_and_nowhere_else(to, folder):
 
 
 def test_a_recipe_is_replaced_only_if_told_to(folder):
-    Path("recipe.toml").write_text("mine")
+    Path("recipe.toml").write_text("models = []  # mine")
     assert dare("init", *TWO).status == 1
-    assert Path("recipe.toml").read_text() == "mine"
+    assert Path("recipe.toml").read_text() == "models = []  # mine"
     dare_succeeds("init", *TWO, "--overwrite")
     assert load_recipe("recipe.toml").base == Path("base.safetensors")
 

@@ -584,12 +584,20 @@ FILES = {
     "a recipe to write where there is one": (
         _broken("recipe.toml", MODELS.encode()),
         "init -b base.safetensors -m math.safetensors",
-        "recipe.toml: exists already; write elsewhere with --to, or add --overwrite",
+        "recipe.toml: exists already; choose another path, or add --overwrite",
     ),
-    "a recipe to write in a folder that is not there": (
+    "a recipe to write where something else is": (
+        _broken("notes.txt", b"years of work"),
+        "init -b base.safetensors -m math.safetensors --to notes.txt --overwrite",
+        (
+            "notes.txt: was not made by dare (it does not begin like the recipe that would be "
+            "written there), so it is not replaced; remove it yourself, or choose another path"
+        ),
+    ),
+    "a recipe to write below a file": (
         _nothing,
-        "init -b base.safetensors -m math.safetensors --to recipes/mine.toml",
-        "recipes/mine.toml: cannot be written: No such file or directory",
+        "init -b base.safetensors -m math.safetensors --to base.safetensors/mine.toml",
+        "base.safetensors/mine.toml: cannot be written: File exists",
     ),
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dare
+from dare.analysis.emr import emr_tasks, tasks_path
 from dare.errors import OutputError
 from dare.output.targets import MANIFEST_NAME, MARK_NAME, manifest_path, partial_folder
 from helpers import listing, save, sha256
@@ -150,6 +151,100 @@ def test_somebody_elses_manifest_is_not_replaced(inputs, tmp_path):
         merge_to(output, inputs / "model")
     assert manifest_path(output).read_text() == '{"name": "my-app"}'
     assert not partial_folder(output).exists()
+
+
+# ---------------------------------------------------------------- what dare did not write
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    """A base and a model, as files."""
+    given = {"start": BASE, "model": MODEL}
+    return [save(tmp_path / f"{name}.safetensors", arrays) for name, arrays in given.items()]
+
+
+def write_by(way: str, models: list[Path], output: Path) -> None:
+    """Write an output in one of the ways there are, over what is there."""
+    base, model = models
+    recipe = dare.Recipe(base=base, models=[model], output=output, seed=1, verbose=False)
+    quietly = {"overwrite": True, "verbose": False}
+    if way == "merge":
+        dare.merge(recipe, overwrite=True)
+    elif way == "slice":
+        dare.merge_slice(recipe, "1/2", overwrite=True)
+        dare.merge_slice(recipe, "2/2", overwrite=True)
+    elif way == "compress":
+        dare.compress(base, model, output, **quietly)
+    else:
+        delta = base.with_name(f"{way}.delta.safetensors")
+        if not delta.exists():
+            dare.compress(base, model, delta, lossless=way == "restore", verbose=False)
+        dare.apply_delta(base, delta, output, **quietly)
+
+
+WAYS = ["merge", "slice", "compress", "apply", "restore"]
+
+
+@pytest.mark.parametrize("theirs", ["text", "fine-tune", "another's manifest beside it"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_dare_did_not_write_is_not_replaced(models, tmp_path, way, theirs):
+    output = tmp_path / "out.safetensors"
+    if theirs == "another's manifest beside it":
+        dare.merge(base=models[0], models=[models[1]], output=output, verbose=False)
+    if theirs == "text":
+        output.write_text("years of work")
+    else:
+        save(output, {"w": np.ones(64, np.float32)})
+    before = output.read_bytes()
+    with pytest.raises(OutputError, match=r"out.safetensors: was not made by dare, or has changed"):
+        write_by(way, models, output)
+    assert output.read_bytes() == before
+    assert not partial_folder(output).exists()
+
+
+@pytest.mark.parametrize("second", WAYS)
+@pytest.mark.parametrize("first", ["merge", "compress", "restore"])
+def test_an_output_in_one_file_may_be_replaced_by_any_other(models, tmp_path, first, second):
+    output = tmp_path / "out.safetensors"
+    write_by(first, models, output)
+    if first != "restore":  # which has the model's own header
+        manifest_path(output).unlink()
+    write_by(second, models, output)
+    assert dare.verify(output).ok
+
+
+def test_a_restored_file_that_has_changed_is_not_replaced(models, tmp_path):
+    output = tmp_path / "out.safetensors"
+    write_by("restore", models, output)
+    with output.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    with pytest.raises(OutputError, match="has changed since"):
+        write_by("restore", models, output)
+
+
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
+def test_a_folder_with_a_file_that_has_changed_is_not_replaced(inputs, tmp_path, name):
+    output = tmp_path / "in" / "out"
+    merge_to(output, inputs / "model")
+    if name == "README.md":
+        (output / name).write_text("years of work")
+    else:
+        save(output / name, MODEL)
+    before = (output / name).read_bytes()
+    with pytest.raises(OutputError, match=f"out: contains {name}, which has changed since"):
+        merge_to(output, inputs / "model")
+    assert (output / name).read_bytes() == before
+
+
+def test_masks_do_not_replace_a_file_that_is_something_else(models, tmp_path):
+    output = tmp_path / "out.safetensors"
+    dare.merge(base=models[0], models=[models[1]], output=output, method="emr", verbose=False)
+    theirs = tasks_path(output)
+    theirs.write_text("years of work")
+    with pytest.raises(OutputError, match="was not made by dare"):
+        emr_tasks(output, overwrite=True)
+    assert theirs.read_text() == "years of work"
 
 
 LONGEST = {".safetensors": 255 - len(".manifest.json"), "": 255 - len(f".replaced-{os.getpid()}")}

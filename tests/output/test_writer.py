@@ -435,7 +435,7 @@ def test_a_merge_never_destroys_an_input(tmp_path):
 
 def test_an_existing_output_is_refused_unless_told(weights, tmp_path):
     target = tmp_path / "out.safetensors"
-    target.write_bytes(b"old")
+    target.write_bytes(b"")
     with pytest.raises(OutputError, match=r"out.safetensors: exists already; choose another outp"):
         check(target, weights, overwrite=False)
     check(target, weights, overwrite=True)
@@ -499,8 +499,9 @@ def test_the_working_directory_is_no_output(tmp_path, monkeypatch):
         merge(recipe, overwrite=True)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("output", ["out", "out.safetensors"])
-def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch, output):
+def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch, output, overwrite):
     recipe = write_recipe(tmp_path, BASE, [MODEL], method="sum", output=tmp_path / output)
     theirs = recipe.output / "theirs" if output == "out" else recipe.output
     original = PartialOutput.finish
@@ -512,7 +513,7 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch,
 
     monkeypatch.setattr(PartialOutput, "finish", finish_late)
     with pytest.raises(OutputError):
-        merge(recipe)
+        merge(recipe, overwrite=overwrite)
     assert theirs.read_bytes() == b"theirs"
 
 

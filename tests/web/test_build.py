@@ -58,6 +58,16 @@ def test_a_folder_is_built_into_again_but_not_over_other_things(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["index.html", "main.js"])
+def test_somebody_elses_page_is_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("<!doctype html> mine")
+    status, _, err = build(tmp_path, "--overwrite")
+    assert status == 1
+    assert name in err
+    assert files_of(tmp_path) == {name}
+    assert (tmp_path / name).read_text() == "<!doctype html> mine"
+
+
 def test_a_folder_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = build(tmp_path / "file" / "site")

@@ -322,12 +322,23 @@ def test_what_does_not_fit_is_said_in_the_packages_words(client, models):
 
 
 def test_an_output_in_the_way_needs_overwrite(client, models, output):
-    output.write_bytes(b"mine")
     body = {"recipe": small(models, output)}
+    dare.merge(recipe_of({**body["recipe"], "verbose": False}))
     refused = client.post("/api/own/plan", json=body).json()
     assert "exists already" in refused["output_problem"]
     allowed = client.post("/api/own/plan", json={**body, "overwrite": True}).json()
     assert allowed["output_problem"] is None
+
+
+def test_an_output_that_dare_did_not_write_is_not_replaced(client, models, output):
+    output.write_bytes(b"mine")
+    body = {"recipe": small(models, output), "overwrite": True}
+    refused = client.post("/api/own/plan", json=body).json()
+    assert "was not made by dare" in refused["output_problem"]
+    assert client.post("/api/own/jobs", json={**body, "kind": "merge"}).is_success
+    jobs = "/api/own/jobs"
+    wait_until(lambda: client.get(jobs).json()[-1]["state"] == "failed", "the end of the job")
+    assert output.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, pre
 from dare.analysis.measure.kinds import name_layers
 from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis, Statistics, TensorAnalysis
 from dare.errors import OutputError
+from dare.output.targets import check_free
 from dare.tensors.json_values import json_ready
 
 RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
 """Drop rates for which errors are predicted; those that are advised are among them."""
+PARTS = ("kinds", "layers", "cells", "tensors", "histograms", "spectra")
+TABLES = ("models", *PARTS, "pairs", "predictions", "findings", "suggestions")
 Row = dict[str, Any]
 
 
@@ -41,7 +44,7 @@ def write_tables(
     """Write every table as a CSV file; return the files."""
     tables: dict[str, Iterable[Row]] = {
         "models": map(_model, analysis.models),
-        **{name: [] for name in ("kinds", "layers", "cells", "tensors", "histograms", "spectra")},
+        **{name: [] for name in PARTS},
         "pairs": [row for pair in analysis.pairs for row in _pair(pair)],
         "predictions": _predictions(analysis),
         "findings": map(asdict, readiness.findings),
@@ -50,6 +53,8 @@ def write_tables(
     for model in analysis.models:
         for name, rows in _parts(model).items():
             tables[name] = [*tables[name], *({"model": model.name, **row} for row in rows)]
+    for name in tables:
+        check_free(folder / f"{name}.csv", "table", overwrite=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [_write(folder / f"{name}.csv", rows) for name, rows in tables.items()]

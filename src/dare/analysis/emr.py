@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -62,6 +62,11 @@ def emr_tasks(output: AnyPath, *, overwrite: bool = False) -> dict[str, float]:
     target = tasks_path(output)
     if target.exists() and not overwrite:
         raise OutputError(f"{target}: exists already; pass overwrite=True to replace it")
+    if target.exists() and RESCALERS not in _tensors_of(target):
+        raise OutputError(
+            f"{target}: was not made by dare (it has no tensor {RESCALERS}), so it is not "
+            "replaced; remove it yourself"
+        )
     with _opened(output) as (plan, merged):
         names = plan.model_names
         described = [
@@ -83,6 +88,13 @@ def emr_tasks(output: AnyPath, *, overwrite: bool = False) -> dict[str, float]:
             file.close()
     partial.replace(target)
     return dict(zip(names, scales, strict=True))
+
+
+def _tensors_of(file: Path) -> Collection[str]:
+    try:
+        return open_source(file).tensors
+    except InputError:
+        return ()
 
 
 def emr_weights(output: AnyPath, task: str) -> Iterator[tuple[str, Floats]]:

@@ -110,7 +110,7 @@ def page(analysis: Analysis, path: str | PathLike[str] | None) -> str:
     """The report page; it is also written to a path, if one is given."""
     text = page_text(analysis, *judge(analysis))
     if path is not None:
-        write_file(Path(path), text.encode())
+        write_file(Path(path), text.encode(), "page")
     return text
 
 

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 from rich.console import Console
 
 from dare import api
-from dare.analysis.documents import to_json, write_tables
+from dare.analysis.documents import TABLES, to_json, write_tables
 from dare.analysis.headers import compare_headers
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
@@ -24,9 +24,10 @@ from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.template import advised_toml, nothing_advised
-from dare.errors import InputError, OutputError, printable
+from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
 from dare.output.places import short_name
+from dare.output.targets import check_free
 from dare.recipe.schema import Recipe
 from dare.tensors.files import read_beginning
 from dare.tensors.places import to_path
@@ -114,8 +115,10 @@ def analyze(
     debug: Debug = False,
 ) -> int:
     """Say what the weights show."""
-    for path in (output, html):
-        _check_free(path, overwrite=overwrite)
+    check_free(output, "analysis", overwrite=overwrite)
+    check_free(html, "page", overwrite=overwrite)
+    for name in TABLES if csv is not None else ():
+        check_free(csv / f"{name}.csv", "table", overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
     if headers:
         if output is not None or csv is not None or html is not None:
@@ -163,7 +166,7 @@ def _write(
     if output is not None:
         from dare.output.page.writing import write_file
 
-        write_file(output, f"{to_json(*judged)}\n".encode())
+        write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
         said.append(f"The analysis is in {output}; `dare report {output}` makes a page of it")
     if csv is not None:
         said.append(f"{len(write_tables(csv, *judged))} tables are in {csv}")
@@ -294,7 +297,7 @@ def report(
     debug: Debug = False,
 ) -> int:
     """Write the page."""
-    _check_free(output, overwrite=overwrite)
+    check_free(output, "page", overwrite=overwrite)
     console = show.console(quiet=quiet)
     if against is not None:
         if merged is not None or figures is not None:
@@ -315,8 +318,8 @@ def report(
     write_page(output, analysis, readiness, advice, outcome)
     console.print(f"The page is {output}; open it in a browser, no network is needed")
     if figures is not None:
-        theme: Literal["light", "dark"] = "dark" if dark else "light"
-        files = write_figures(figures, analysis, advice, outcome, format=format, theme=theme)
+        looks: dict[str, Any] = {"format": format, "theme": "dark" if dark else "light"}
+        files = write_figures(figures, analysis, advice, outcome, **looks, overwrite=overwrite)
         console.print(f"{len(files)} figures are in {figures}")
     return DONE
 
@@ -423,8 +426,3 @@ def _side(
     if manifest is None or not path.exists() or not manifest.exists():
         return Side(name, *judged, recipe)
     return Side(name, *judged, recipe, _outcome(path, analysis, options, verbose=verbose))
-
-
-def _check_free(path: Path | None, *, overwrite: bool) -> None:
-    if path is not None and path.exists() and not overwrite:
-        raise OutputError(f"{path}: exists already; write elsewhere, or add --overwrite")

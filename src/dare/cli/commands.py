@@ -31,7 +31,6 @@ from dare.cli.flags import (
 from dare.errors import (
     DareWarning,
     InputError,
-    OutputError,
     RecipeError,
     VerificationError,
     did_you_mean,
@@ -340,20 +339,13 @@ def init(
     start = None if advice is None else advice.recipe
     planned = api.plan(recipe_from_flags(recipe, flags, start=start))
     from dare.cli.template import write_template
+    from dare.output.page.writing import write_file
 
     text = write_template(planned, advice)
     if str(to) == "-":
         print(text, end="")
         return DONE
-    try:
-        with to.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise OutputError(
-            f"{to}: exists already; write elsewhere with --to, or add --overwrite"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"{to}: cannot be written: {error.strerror or error}") from None
+    write_file(to, text.encode(), "recipe", overwrite=overwrite)
     place = shlex.quote(str(to))
     steps = {"plan": f"dare plan {place}", "merge": f"dare {place}"}
     show.next_steps(show.console(), f"{to} is written", steps)

@@ -105,11 +105,11 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
 
 def _build_single(file: Path, *, overwrite: bool, json: bool) -> int:
     from dare.output.page.writing import write_file
+    from dare.output.targets import check_free
     from dare.web.single import single_page
 
-    if file.exists() and not overwrite:
-        raise OutputError(f"{file}: exists already; choose another path, or add --overwrite")
-    write_file(file, single_page())
+    check_free(file, "page", overwrite=overwrite)
+    write_file(file, single_page(), "page")
     if json:
         show.json(jsonlib.dumps({"file": str(file)}))
     else:

@@ -312,25 +312,17 @@ def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
 
 def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a recipe, also over one that a search has written."""
+    from dare.output.page.writing import write_file
+
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             overwrite |= file.readline().rstrip().endswith(SIGNED)
     except OSError:
         pass  # there is none, or what is there will say so
-    try:
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise OutputError(
-            f"{path}: exists already; choose another path, or add --overwrite"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    write_file(path, text.encode(), "recipe", overwrite=overwrite)
 
 
 def _write_page(path: Path, result: SearchResult, *, overwrite: bool) -> None:
     from dare.studies.page import write_study_page
 
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path}: exists already; choose another path, or add --overwrite")
-    write_study_page(path, result.data, result.conclusion)
+    write_study_page(path, result.data, result.conclusion, overwrite=overwrite)

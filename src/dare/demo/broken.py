@@ -83,11 +83,12 @@ def write_models(folder: Path) -> list[str]:
         for file in home.iterdir():
             is_broken = name in BROKEN and file.name == WEIGHTS
             content = broken_model(name) if is_broken else file.read_bytes()
-            _write(folder / name / file.name, content)
+            write_once(folder / name / file.name, content)
     return list(homes)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_once(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, or is the same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():

@@ -106,7 +106,7 @@ def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
     axes.legend(frameon=False, loc="lower left")
     axes.set_title(caption, loc="left", fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
+    figure.savefig(file, metadata={"Software": "dare demo"})
 
 
 def _table(title: str, *columns: str | Column) -> Table:

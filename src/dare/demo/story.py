@@ -19,12 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dare.demo import show
+from dare.demo.broken import write_once
 from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, MODELS, TUNED, Job, Merge, measure_all, scale_for
 from dare.demo.results import Curve, DemoResult, Figure, Row, Writing
 from dare.demo.tasks import TASKS, add, say, sort
 from dare.errors import OutputError
 from dare.kernels.linalg import one_blas_thread
+from dare.output.targets import check_free
 
 FIRST_SEED = 42
 SEED_STEP = 1000
@@ -53,6 +55,8 @@ class Extent:
     table_rates: tuple[float, ...] = (0.5, 0.9)
 
 
+PICTURE = "demo.png"
+
 FULL = Extent(
     prompts=100,
     seeds=tuple(FIRST_SEED + SEED_STEP * index for index in range(3)),
@@ -70,6 +74,7 @@ def tell(console: Console, extent: Extent, output: Path | None) -> DemoResult:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"{output}: cannot be created: {error.strerror or error}") from None
+        check_free(output / PICTURE, "demonstration", overwrite=True)
     base = read_weights(BASE)
     parameters = sum(tensor.size for tensor in base.values())
     changes = {name: _mean_change(base, read_weights(path)) for name, path in TUNED.items()}
@@ -232,13 +237,13 @@ def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve
             folder.mkdir(parents=True, exist_ok=True)
             merge.carry_out(folder / "model.safetensors")
             for file in BASE.glob("*.json"):
-                shutil.copyfile(file, folder / file.name)
+                write_once(folder / file.name, file.read_bytes())
     console.print(f"merged models: {output}", soft_wrap=True, highlight=False)
     if find_spec("matplotlib") is None:
         how = "for the picture, install matplotlib: pip install 'dare-merge[demo]'"
         console.print(how, markup=False, soft_wrap=True)
         return None
-    file = output / "demo.png"
+    file = output / PICTURE
     seeds = f"{len(extent.seeds)} seeds" if len(extent.seeds) > 1 else "one seed"
     show.draw_curves(curves, f"Three tasks, mean of {extent.prompts} prompts each, {seeds}", file)
     console.print(f"picture: {file}", soft_wrap=True, highlight=False)

@@ -31,6 +31,7 @@ from dare.output.targets import (
     MARK_NAME,
     REPLACED,
     check_is_here,
+    check_replaceable,
     has_mark,
     manifest_path,
     partial_folder,
@@ -53,9 +54,9 @@ def publish(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[st
     """
     target, folder = layout.target, partial_folder(layout.target)
     if layout.is_directory:
-        _name_directory(folder, target, overwrite=overwrite)
+        _name_directory(folder, layout, overwrite=overwrite)
     else:
-        _name_file(folder, target, overwrite=overwrite)
+        _name_file(folder, layout, overwrite=overwrite)
     problems: list[str] = []
     for parent in dict.fromkeys((target.parent, *(path.parent for path in made))):
         _attempt(problems, sync_folder, parent)
@@ -63,20 +64,25 @@ def publish(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[st
     return problems
 
 
-def _name_directory(folder: Path, target: Path, *, overwrite: bool) -> None:
+def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
+    target = layout.target
     if _rename(folder, target, "new"):
         return
     if not overwrite:
         raise _appeared(target)
+    check_replaceable(layout)  # it may have come since the merge began
     if not _rename(folder, target, "exchange"):
         target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
         folder.rename(target)
 
 
-def _name_file(folder: Path, target: Path, *, overwrite: bool) -> None:
+def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
+    target = layout.target
     manifest = manifest_path(target)
-    if os.path.lexists(target) and not overwrite:
-        raise _appeared(target)
+    if os.path.lexists(target):
+        if not overwrite:
+            raise _appeared(target)
+        check_replaceable(layout)  # it may have come since the merge began
     (folder / manifest.name).replace(manifest)
     sync_folder(target.parent)
     weights = folder / target.name

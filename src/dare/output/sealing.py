@@ -7,6 +7,7 @@ while that digest is all zeros.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def _with_seal(text: bytes, digest: str) -> bytes:
     """Put a digest in place of the one at the end."""
     head, _, tail = text.rpartition(f'"{SEAL}": "'.encode())
     return head + f'"{SEAL}": "{digest}'.encode() + tail[DIGEST_LENGTH:]
+
+
+def has_fitting_check(header: bytes) -> bool:
+    """Whether a file begins as dare wrote it: merges and delta files have a check in the header."""
+    found = re.search(rb'\\"%b\\":\s?\\"([0-9a-f]{%d})\\"' % (SEAL.encode(), DIGEST_LENGTH), header)
+    if found is None:
+        return False
+    return bytes_digest(header.replace(found[1], UNKNOWN.encode(), 1)) == found[1].decode()
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

@@ -4,6 +4,10 @@ Three names belong to an output: its own, that of its manifest, and `OUT.partial
 Before anything is written these are held against every input by device and inode, so that a second
 path to an input (a link, a bind mount) is known for what it is. A folder in which an output is made
 carries a mark; one without it is somebody else's and stays as it is.
+
+Nothing is replaced that dare did not write. A model is known by the check in its header or by the
+digest in its manifest (`check_replaceable`), a page or a recipe by what it begins with
+(`check_free`).
 """
 
 from __future__ import annotations
@@ -11,13 +15,17 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from dare.errors import InputError, OutputError
-from dare.output.sealing import read_sealed
+from dare.output.sealing import has_fitting_check, read_sealed
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
+from dare.tensors.digest import bytes_digest, file_digest
+from dare.tensors.files import open_input, read_beginning
+from dare.tensors.header import read_header
 from dare.tensors.places import StorePath
 
 MANIFEST_NAME = "dare-manifest.json"
@@ -28,6 +36,19 @@ REPLACED = ".replaced-"
 """Comes after the name of an output that is being replaced, where names cannot be exchanged."""
 LONGEST_NAME = 255
 """Bytes, on every file system that people use."""
+
+KINDS = {
+    "page": rb'\A<!doctype html>[\s\S]*<p class="brand">dare <span>',
+    "analysis": rb'\A\s*\{\s*"schema":\s*"dare-',
+    "recipe": rb"(?m)\A[^\0]*?^\s*(\[\[?models\]|(base|models|method)\s*=)",
+    "table": rb"\A\w+(,\w+)*\r\n",
+    "svg": rb'\A<svg[^>]* role="img"><title>',
+    "png": rb"\A\x89PNG\r\n",
+    "demonstration": rb"\A\x89PNG\r\n[\s\S]{,200}dare demo",
+}
+"""How the small files begin that dare writes."""
+BEGINNING_BYTES = 1 << 20
+"""How much of them is read to see that."""
 
 Identity = tuple[int, int]
 
@@ -87,6 +108,12 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         raise OutputError(
             f"{target}: exists already; choose another output, or pass overwrite=True to replace it"
         )
+    check_replaceable(layout)
+
+
+def check_replaceable(layout: Layout) -> None:
+    """Refuse to replace what dare did not write, or what has changed since."""
+    target = layout.target
     if target.is_symlink():
         raise OutputError(
             f"{target}: is a link, and links are not replaced; give the path that it points to"
@@ -95,8 +122,32 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         raise OutputError(f"{target}: is a {'file' if layout.is_directory else 'directory'}")
     if layout.is_directory:
         _check_folder(target)
-    else:
-        _check_manifest(target)
+        return
+    _check_manifest(target)
+    if target.stat().st_size == 0:
+        return
+    manifest = manifest_path(target)
+    digests = read_sealed(manifest)["files"].values() if manifest.exists() else ()
+    if not _is_as_written(target, digests):
+        raise OutputError(
+            f"{target}: was not made by dare, or has changed since (neither a check in its header "
+            f"nor {manifest.name} fits it), so it is not replaced; remove it yourself, or choose "
+            "another output"
+        )
+
+
+def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
+    """Refuse to write a small file over another unless told to, and over another kind ever."""
+    if path is None or not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise OutputError(f"{path}: exists already; choose another path, or add --overwrite")
+    found = read_beginning(path, BEGINNING_BYTES) if path.is_file() else b""
+    if found.strip() and not re.search(KINDS[kind], found):
+        raise OutputError(
+            f"{path}: was not made by dare (it does not begin like the {kind} that would be "
+            "written there), so it is not replaced; remove it yourself, or choose another path"
+        )
 
 
 def check_is_here(layout: Layout) -> None:
@@ -206,6 +257,7 @@ def _check_folder(target: Path) -> None:
             "not replaced; remove it yourself, or choose another output"
         )
     ours = written_files(target)
+    digests = read_sealed(target / MANIFEST_NAME)["files"]
     folders = {parent for path in ours for parent in path.parents}
     for path in _entries(target):
         is_folder = path.is_dir() and not path.is_symlink()
@@ -214,6 +266,29 @@ def _check_folder(target: Path) -> None:
                 f"{target}: contains {path.relative_to(target)}, which dare did not write, "
                 "so it is not replaced; move that file away, or choose another output"
             )
+        digest = digests.get(path.relative_to(target).as_posix())
+        if digest is not None and not _is_as_written(path, [digest]):
+            raise OutputError(
+                f"{target}: contains {path.relative_to(target)}, which has changed since dare "
+                "wrote it, so it is not replaced; move that file away, or choose another output"
+            )
+
+
+def _is_as_written(file: Path, digests: Collection[str]) -> bool:
+    """Whether a file is what dare wrote: by its header, or by the digest of all of it.
+
+    Of merged weights a manifest has the digest of the header; those are not read.
+    """
+    if file.suffix == ".safetensors":
+        try:
+            opened = open_input(file)
+            with closing(opened):
+                raw = read_beginning(file, read_header(opened, str(file)).data_start)
+            if bytes_digest(raw) in digests or has_fitting_check(raw):
+                return True
+        except InputError:
+            return False
+    return bool(digests) and file_digest(file) in digests
 
 
 def written_files(folder: Path) -> set[Path]:

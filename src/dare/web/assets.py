@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dare.demo.broken import BROKEN, WEIGHTS, broken_model
 from dare.demo.merges import BASE, TUNED
 from dare.demo.tasks import TASKS, held_out_english
+from dare.errors import OutputError
 from dare.output.page.shell import SHELL, Section, render_template
 from dare.output.page.writing import write_file
 from dare.stages import STAGES
@@ -22,6 +23,7 @@ from dare.web.modules import needed_by
 
 EngineKind = Literal["browser", "local"]
 PACKAGE = "dare.web"
+INDEX = "index.html"
 PAGE = Path(__file__).parent / "page"
 MODELS: Mapping[str, Callable[[], bytes]] = {
     **{name: (home / WEIGHTS).read_bytes for name, home in {"base": BASE, **TUNED}.items()},
@@ -55,7 +57,7 @@ Assets = Mapping[str, Callable[[], bytes]]
 def page_assets(kind: EngineKind) -> Assets:
     """Each file of the page with what makes its content."""
     found: dict[str, Callable[[], bytes]] = {
-        "index.html": partial(render_index, kind),
+        INDEX: partial(render_index, kind),
         "vega.js": drawing_library,
         "methods.json": partial(methods, kind),
         "prompts.json": prompts,
@@ -121,8 +123,15 @@ def prompts() -> bytes:
 def write_folder(folder: Path) -> list[str]:
     """Write the page for any web server that hands out files; return the names of its files."""
     assets = page_assets("browser")
+    there = [name for name in assets if (folder / name).exists()]
+    if there and not (folder / INDEX).exists():
+        raise OutputError(
+            f"{folder}: contains {there[0]} and no {INDEX} of the page, so dare did not write it; "
+            "build into an empty folder"
+        )
+    write_file(folder / INDEX, assets[INDEX](), "page")
     for name, content in assets.items():
-        write_file(folder / name, content())
+        write_file(folder / name, content(), kind=None)
     return sorted(assets)
 
 

@@ -128,7 +128,9 @@ def analyze(request: Request, line: Line) -> None:
         threads=recipe.threads,
     )
     readiness, advice = judge(analysis)
-    write_file(Path(request["folder"], ANALYSIS), to_json(analysis, readiness, advice).encode())
+    write_file(
+        Path(request["folder"], ANALYSIS), to_json(analysis, readiness, advice).encode(), "analysis"
+    )
     line.send(result={"verdict": readiness.verdict, "seconds": analysis.seconds})
 
 
@@ -147,7 +149,7 @@ def draw(request: Request, line: Line) -> None:
     figures = draw_figures(analysis, advice, None)
     library = drawing_library().decode()
     page = assemble_page(analysis, readiness, advice, None, figures, library)
-    write_file(folder / f"{PAGE}.partial", page.encode())
+    write_file(folder / f"{PAGE}.partial", page.encode(), "page")
     (folder / f"{PAGE}.partial").replace(folder / PAGE)
     line.send(result={})
 

@@ -323,7 +323,7 @@ def test_what_is_missing_is_named(subject, tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
-        writing.write_file(tmp_path / "file" / "page.html", b"")
+        writing.write_file(tmp_path / "file" / "page.html", b"", "page")
 
 
 def test_a_library_cannot_end_its_element(monkeypatch):

@@ -13,6 +13,7 @@ from dare.analysis.results import Analysis
 from dare.errors import InputError
 from dare.output.page.themes import THEMES
 from dare.output.page.writing import Format, check_installed, draw_file, library_for, write_file
+from dare.output.targets import check_free
 
 if TYPE_CHECKING:
     from dare.output.page.figures import Figure
@@ -28,7 +29,7 @@ def write_page(
     outcome: Outcome | None = None,
 ) -> None:
     """Write one HTML page that needs nothing else; `outcome` is what a finished merge did."""
-    write_file(path, page_text(analysis, readiness, advice, outcome).encode())
+    write_file(path, page_text(analysis, readiness, advice, outcome).encode(), "page")
 
 
 def page_text(
@@ -47,7 +48,7 @@ def write_comparison(path: Path, first: Side, second: Side) -> None:
 
     drawn = [compared(name, rows) for name, rows in drawn_values((first, second)).items()]
     page = assemble_comparison((first, second), groups, drawn, library_for(drawn))
-    write_file(path, page.encode())
+    write_file(path, page.encode(), "page")
 
 
 def write_figures(
@@ -58,14 +59,15 @@ def write_figures(
     *,
     format: Format = "svg",  # noqa: A002
     theme: ThemeName = "light",
+    overwrite: bool = True,
 ) -> list[Path]:
     """Write every figure as a file of its own; return their paths."""
-    written = []
-    for figure in draw(analysis, advice, outcome):
-        path = folder / f"{figure.name}.{format}"
-        write_file(path, draw_file(figure, THEMES[theme], format))
-        written.append(path)
-    return written
+    figures = {folder / f"{f.name}.{format}": f for f in draw(analysis, advice, outcome)}
+    for path in figures:
+        check_free(path, format, overwrite=overwrite)
+    for path, figure in figures.items():
+        write_file(path, draw_file(figure, THEMES[theme], format), format)
+    return list(figures)
 
 
 def draw(analysis: Analysis, advice: Advice, outcome: Outcome | None = None) -> list[Figure]:

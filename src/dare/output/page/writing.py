@@ -17,6 +17,7 @@ from typing import Any, Literal
 from dare.errors import OutputError
 from dare.output.page.figures import Figure
 from dare.output.page.themes import Theme, vega_config
+from dare.output.targets import check_free
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 WIDTH, SCALE = 760, 2
@@ -81,10 +82,13 @@ def _version(spec: dict[str, Any]) -> str:
     return f"{major}.{minor}"
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, and the folders that it lies in."""
+def write_file(path: Path, content: bytes, kind: str | None, *, overwrite: bool = True) -> None:
+    """Write a file, and the folders that it lies in; never over a file of another kind."""
+    if kind is not None:
+        check_free(path, kind, overwrite=overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        with path.open("wb" if overwrite else "xb") as file:
+            file.write(content)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
