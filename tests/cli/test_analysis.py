@@ -263,7 +263,7 @@ def test_a_file_is_replaced_if_told_and_if_dare_wrote_it(folder, analysis, name)
     assert f"{file}: exists already" in again.err
     assert "--overwrite" in again.err
     dare_succeeds(*command, "--overwrite")
-    assert file.stat().st_size == len(written)
+    assert file.read_bytes()[:1000] == written[:1000]  # figures have ids of their own
     file.write_text("<!doctype html>\n[project]\nname = 'years of work'\n")
     refused = dare(*command, "--overwrite")
     assert refused.status != 0
