@@ -3,7 +3,8 @@
     DareError
     ├── RecipeError        what was asked for makes no sense (also a ValueError)
     ├── InputError         an input cannot be read
-    │   └── HeaderError    … because its safetensors header or index is not valid
+    │   ├── HeaderError    … because its safetensors header or index is not valid
+    │   └── NotFiniteError … because it has elements that are NaN or infinite
     ├── MismatchError      the inputs do not fit together; lists every finding
     ├── OutputError        the output cannot be written, or would destroy something
     ├── ClusterError       a cluster cannot be reached, or a node of it cannot be used
@@ -64,6 +65,10 @@ class InputError(DareError):
 
 class HeaderError(InputError):
     """A safetensors header or shard index is malformed or hostile."""
+
+
+class NotFiniteError(InputError):
+    """An input has elements that are NaN or infinite, and the recipe does not allow that."""
 
 
 class MismatchError(DareError):

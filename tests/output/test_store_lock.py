@@ -53,11 +53,26 @@ def test_that_of_a_dead_process_of_this_machine_is_taken_over(objects):
         lock(objects).take()
 
 
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_clock_of_this_machine_does_not_matter(objects, monkeypatch, ahead):
+    silent = 0.0
+    ages = {"out.partial/lock": lambda: silent}
+    monkeypatch.setattr(objects, "age", lambda key: ahead + ages.get(key, float)())
+    objects.objects["out.partial/lock"] = left_by(1, "another")
+    with pytest.raises(OutputError, match="another process is writing"):
+        lock(objects).take()
+    silent = 61.0
+    taken = lock(objects)
+    taken.take()
+    taken.release()
+    assert objects.objects == {}
+
+
 def test_that_of_another_machine_is_taken_over_when_it_is_silent(objects, monkeypatch):
     objects.objects["out.partial/lock"] = left_by(1, "another")
     with pytest.raises(OutputError, match="wait until 60 s have passed"):
         lock(objects).take()
-    monkeypatch.setattr(objects, "age", lambda _key: 61.0)
+    monkeypatch.setattr(objects, "age", lambda key: 61.0 if key == "out.partial/lock" else 0.0)
     taken = lock(objects)
     taken.take()
     taken.release()

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 import dare
 from dare.cli import main
 from dare.run import finite
-from helpers import save, write_recipe
+from helpers import listing, save, write_recipe
 
 SIZE = 700_000  # more than a chunk
 PLACES = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -72,6 +72,27 @@ def test_a_matrix_that_is_broken_all_over_is_refused_before_anything_is_written(
     with refused(128 * 128, tensor="layers.0.weight", size=128 * 128):
         dare.merge(recipe)
     assert not recipe.output.with_name("out.safetensors.partial").exists()
+
+
+@pytest.mark.parametrize("output", ["out", "new/folder/out.safetensors"])
+def test_one_that_is_found_in_the_middle_leaves_nothing_behind(tmp_path, output):
+    base, tuned = vectors([600_000])
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum", output=tmp_path / output)
+    before = listing(tmp_path)
+    with refused(1):
+        dare.merge(recipe)
+    assert listing(tmp_path) == before
+
+
+def test_slices_of_others_stay_when_one_is_refused(tmp_path):
+    base, tuned = vectors([600_000])
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum", output=tmp_path / "out")
+    with refused(1):
+        dare.merge_slice(recipe, "1/2")
+        dare.merge_slice(recipe, "2/2")
+    allowed = recipe.model_copy(update={"allow_not_finite": True, "verbose": False})
+    reports = [dare.merge_slice(allowed, part) for part in ("1/2", "2/2")]
+    assert sum(report.resumed_chunks for report in reports) > 0
 
 
 def test_what_is_allowed_is_merged_and_warned_of(tmp_path):

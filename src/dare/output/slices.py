@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from dare.errors import InputError, OutputError
+from dare.errors import InputError, MismatchError, OutputError, VerificationError
 from dare.output.journal import (
     Busy,
     Found,
@@ -259,6 +259,8 @@ class Gone(OutputError):  # noqa: N818
 
 class FinishingOutput(PartialOutput):
     """The output of which slices have made the chunks; to be adopted and finished if all are."""
+
+    _HOPELESS = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
 
     def __init__(self, *given: Any, wait: float = 0) -> None:
         super().__init__(*given)

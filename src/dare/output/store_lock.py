@@ -51,7 +51,7 @@ class StoreLock:
                 threading.Thread(target=self._live, name="dare-lock", daemon=True).start()
                 return
             found = self._objects.get(self._key)
-            silent = self._objects.age(self._key)
+            silent = self._silence()
             if found is None or silent is None:
                 continue
             if not _is_dead(found) and silent < SILENT_SECONDS:
@@ -66,6 +66,19 @@ class StoreLock:
             f"{self._objects.describe(self._key)}: other processes keep taking this "
             "lock; try again later"
         )
+
+    def _silence(self) -> float | None:
+        """How many seconds older the lock is than an object just written there.
+
+        Both are dated by the clock of the store; that of this machine may be wrong.
+        """
+        probe = f"{self._key}-{self._owner}"
+        self._objects.put(probe, b"")
+        try:
+            now, stored = self._objects.age(probe), self._objects.age(self._key)
+        finally:
+            self._objects.delete([probe])
+        return None if now is None or stored is None else stored - now
 
     def release(self) -> None:
         """Give it back, if it is still ours."""

@@ -14,14 +14,14 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import MismatchError, OutputError, VerificationError
+from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
 from dare.output.journal import Found, Journal, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
 from dare.output.sealing import seal
@@ -146,6 +146,9 @@ class PartialOutput:
     `fingerprint` says which merge it is, and `stamps` by what its inputs are known here and now.
     """
 
+    _HOPELESS: tuple[type[Exception], ...] = (MismatchError, VerificationError, NotFiniteError)
+    """After these nothing is left behind."""
+
     def __init__(
         self,
         layout: Layout,
@@ -192,10 +195,13 @@ class PartialOutput:
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         self._files.close()
-        hopeless = kind is not None and issubclass(kind, MismatchError | VerificationError)
+        hopeless = kind is not None and issubclass(kind, self._HOPELESS)
         if self._journal is not None and (self._is_void or hopeless):
             # Nothing is in it, or this can never be finished as it was planned.
             shutil.rmtree(self.folder, ignore_errors=True)
+            for made in self._made:
+                with suppress(OSError):
+                    made.rmdir()
         if self._journal is not None:
             self._journal.close()
         self._journal = None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import InputError
+from dare.errors import NotFiniteError
 from dare.inputs.reading import read_chunks
 from dare.output.journal import Record
 from dare.planning.data import TensorPlan
@@ -45,7 +45,7 @@ def check_chunk(
     taking_part = [model for model in tuned if weights[model] or nans]
     values = {model: tuned[model] for model in taking_part}
     if any(_count(plan, tensor, base, values).values()):
-        raise InputError(_refusal(plan, tensor, taking_part))
+        raise NotFiniteError(_refusal(plan, tensor, taking_part))
 
 
 def check_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> None:
