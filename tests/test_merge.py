@@ -9,11 +9,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import deserialize
 from safetensors.numpy import load_file
 
 import dare
 from dare import MismatchError, ModelEntry, Recipe, TensorRule, keep_mask
-from helpers import save, save_shards, sha256, write_recipe
+from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
 BF16 = ml_dtypes.bfloat16
 
@@ -256,6 +257,50 @@ def test_integers_must_agree_unless_told(tmp_path):
     assert not given.output.exists()
     dare.merge(given.model_copy(update={"on_integer_mismatch": "base"}))
     assert load_file(given.output)["ids"].tolist() == [1, 2]
+
+
+SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8}
+
+
+def _write_sub_byte(path: Path, dtype: str, filled: int, *, weight: float, alone: bool) -> Path:
+    """A model with a weight, and tensors of more than a chunk that cannot be computed with."""
+    shape = [1100, 1024]
+    nbytes = 1100 * 1024 * SUB_BYTE[dtype] // 8
+    names = ["a.packed", "base.packed"] if alone else ["a.packed"]
+    data = bytes(range(256)) * (nbytes // 256)
+    data = data[:-1] + bytes([filled])
+    header = {
+        name: entry(dtype, shape, n * nbytes, (n + 1) * nbytes) for n, name in enumerate(names)
+    }
+    end = nbytes * len(names)
+    header["w"] = entry("F32", [2], end, end + 8)
+    content = data * len(names) + np.full(2, weight, np.float32).tobytes()
+    path.write_bytes(file_bytes(header, content))
+    return path
+
+
+@pytest.mark.parametrize("dtype", SUB_BYTE)
+def test_types_that_cannot_be_computed_with_are_copied_or_refused(tmp_path, dtype):
+    base = _write_sub_byte(tmp_path / "base.safetensors", dtype, 7, weight=0, alone=True)
+    same = _write_sub_byte(tmp_path / "same.safetensors", dtype, 7, weight=1, alone=False)
+    other = _write_sub_byte(tmp_path / "other.safetensors", dtype, 8, weight=1, alone=False)
+    given = dare.Recipe(
+        base=base, models=[same], method="sum", output=tmp_path / "o", verbose=False
+    )
+    dare.merge(given)
+    stored = dict(deserialize(base.read_bytes()))
+    merged = dict(deserialize((tmp_path / "o" / "model.safetensors").read_bytes()))
+    for name in ("a.packed", "base.packed"):
+        assert merged[name] == stored[name]
+    assert np.frombuffer(merged["w"]["data"], np.float32).tolist() == [1, 1]
+    assert dare.verify(tmp_path / "o").ok
+    with pytest.raises(dare.MismatchError, match=rf"a\.packed: the {dtype} values of other differ"):
+        dare.merge(base=base, models=[other], method="sum", output=tmp_path / "p", verbose=False)
+    assert not list(tmp_path.glob("p*"))
+    delta, again = tmp_path / "d.safetensors", tmp_path / "again.safetensors"
+    dare.compress(base, other, delta, lossless=True, verbose=False)
+    dare.apply_delta(base, delta, again, verbose=False)
+    assert again.read_bytes() == other.read_bytes()
 
 
 def test_a_missing_tensor_counts_as_unchanged_when_allowed(tmp_path):

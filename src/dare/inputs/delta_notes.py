@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
@@ -62,8 +61,8 @@ class StoredTensor(_Notes):
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
+        """How many elements it has; bytes, if elements share them."""
+        return self.kind.stored_elements(self.shape)
 
 
 class StoredFile(_Notes):

@@ -94,4 +94,4 @@ def lay_out(target: Path, tensors: Iterable[Described], shard_size: int | None) 
 
 
 def _nbytes(tensor: Described) -> int:
-    return math.prod(tensor[2]) * tensor[1].itemsize
+    return tensor[1].stored_elements(tensor[2]) * tensor[1].itemsize

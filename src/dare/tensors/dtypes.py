@@ -8,6 +8,8 @@ int16, and so on; the carrier says nothing about the values).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -34,11 +36,22 @@ class StorageType:
     """How many bits a weight's fraction has, the leading one not counted."""
     overflow_bits: int = 0x7F800000
     """Bit pattern of the smallest float32 magnitude that does not encode to a finite value."""
+    packed_bits: int = 0
+    """Of an element that shares bytes with others; such tensors are handled byte by byte."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element, as `stored_elements` counts them."""
         return self.carrier.itemsize
+
+    def stored_elements(self, shape: Iterable[int]) -> int:
+        """How many elements a tensor has, or how many bytes if elements share them.
+
+        >>> STORAGE_TYPES["F4"].stored_elements((3, 4)), STORAGE_TYPES["BF16"].stored_elements(())
+        (6, 1)
+        """
+        count = math.prod(shape)
+        return -(-count * self.packed_bits // 8) if self.packed_bits else count
 
     @property
     def torch_name(self) -> str:
@@ -53,9 +66,10 @@ def _weight(
     return StorageType(name, values, carried_as, True, mantissa_bits, overflow)
 
 
-def _copied(name: str, numpy_type: DTypeLike) -> StorageType:
+def _copied(name: str, numpy_type: DTypeLike, packed_bits: int = 0) -> StorageType:
     values: np.dtype[np.generic] = np.dtype(numpy_type)
-    return StorageType(name, values, np.dtype(f"u{values.itemsize}"))
+    carrier: np.dtype[np.generic] = np.dtype(f"u{values.itemsize}")
+    return StorageType(name, values, carrier, packed_bits=packed_bits)
 
 
 STORAGE_TYPES: dict[str, StorageType] = {
@@ -77,18 +91,20 @@ STORAGE_TYPES: dict[str, StorageType] = {
         _copied("U64", "uint64"),
         _copied("I64", "int64"),
         _copied("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+        _copied("F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
+        _copied("F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
+        _copied("F6_E2M3", ml_dtypes.float6_e2m3fn, 6),
+        _copied("F6_E3M2", ml_dtypes.float6_e3m2fn, 6),
+        _copied("F4", ml_dtypes.float4_e2m1fn, 4),
         _copied("C64", "complex64"),
     )
 }
 """Weights take part in merging; all other types are copied from the base."""
 
-UNSUPPORTED_TYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-"""The other types of the safetensors format: valid in a header, and not read here."""
-
 WEIGHT_TYPES = tuple(kind for kind in STORAGE_TYPES.values() if kind.is_weight)
 MODEL_TYPES = tuple(kind for kind in WEIGHT_TYPES if kind.itemsize > 1)
 """Types that a model can have as a whole; transformers cannot build one in float8."""
-BY_TORCH_NAME = {kind.torch_name: kind for kind in STORAGE_TYPES.values()}
+BY_TORCH_NAME = {kind.torch_name: kind for kind in STORAGE_TYPES.values() if not kind.packed_bits}
 
 _SPELLINGS = {kind.torch_name: kind.name for kind in WEIGHT_TYPES} | {
     "double": "F64",

@@ -16,8 +16,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dare.errors import HeaderError, InputError
-from dare.tensors.dtypes import STORAGE_TYPES, UNSUPPORTED_TYPES, WEIGHT_TYPES, StorageType
+from dare.errors import HeaderError
+from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
 from dare.tensors.files import InputFile
 
 MAX_HEADER_BYTES = 100_000_000
@@ -56,8 +56,8 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many elements the shape has; 1 for a scalar."""
-        return math.prod(self.shape)
+        """How many elements are stored; 1 for a scalar. Bytes, if elements share them."""
+        return self.dtype.stored_elements(self.shape)
 
     @property
     def form(self) -> str:
@@ -258,12 +258,6 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"{place}: needs exactly dtype, shape and data_offsets")
     dtype = STORAGE_TYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if entry["dtype"] in UNSUPPORTED_TYPES:
-        raise InputError(
-            f"{place}: {entry['dtype']} is a valid safetensors type that dare does not support; "
-            "convert the model to BF16 first, for example by loading and saving it with the "
-            "library that made it"
-        )
     if dtype is None:
         raise HeaderError(
             f"{place}: unknown dtype {entry['dtype']!r}; known: {', '.join(STORAGE_TYPES)}"
@@ -274,7 +268,9 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
     if not _are_counts(offsets) or len(offsets) != 2:
         raise HeaderError(f"{place}: data_offsets {_shown(offsets)} is not a pair of whole numbers")
     begin, end = offsets
-    expected = math.prod(shape) * dtype.itemsize
+    if math.prod(shape) * dtype.packed_bits % 8:
+        raise HeaderError(f"{place}: {dtype.name} of shape {shape} does not fill whole bytes")
+    expected = dtype.stored_elements(shape) * dtype.itemsize
     if end - begin != expected:
         raise HeaderError(
             f"{place}: {dtype.name} of shape {shape} takes {expected} bytes, "
