@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors import deserialize
+from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file
 
 import dare
@@ -198,6 +198,37 @@ def test_dtype_changes_weights_and_nothing_else(models, tmp_path):
     output = tmp_path / "out.safetensors"
     dare.merge(recipe(models, output, dtype="float32"))
     assert {str(array.dtype) for array in load_file(output).values()} == {"float32", "int64"}
+
+
+def test_float8_is_for_the_matrices_of_layers(tmp_path):
+    names = {
+        "model.embed_tokens.weight": (8, 4),
+        "model.layers.0.mlp.up_proj.weight": (8, 4),
+        "model.layers.0.mlp.up_proj.bias": (8,),
+        "model.layers.0.input_layernorm.weight": (4,),
+        "lm_head.weight": (8, 4),
+    }
+    base = {name: np.full(shape, 0.3, BF16) for name, shape in names.items()}
+    model = {name: (array * 1.5).astype(BF16) for name, array in base.items()}
+    given = write_recipe(tmp_path, base, [model], method="sum", dtype="F8_E4M3")
+    report = dare.merge(given)
+    with safe_open(given.output, "np") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in names}
+    assert kinds.pop("model.layers.0.mlp.up_proj.weight") == "F8_E4M3"
+    assert set(kinds.values()) == {"BF16"}
+    (notice,) = (n for n in report.warnings if n.about == "float8 without scales")
+    assert "1 matrix" in notice.text
+    assert "4 tensors" in notice.text
+    assert "BF16" in notice.text
+
+
+def test_a_base_in_float8_stays_as_it_is(tmp_path):
+    base = {"w": np.full(8, 0.25, ml_dtypes.float8_e4m3fn)}
+    given = write_recipe(tmp_path, base, [{"w": base["w"] + base["w"]}], method="sum")
+    report = dare.merge(given)
+    with safe_open(given.output, "np") as file:
+        assert file.get_slice("w").get_dtype() == "F8_E4M3"
+    assert [n.about for n in report.warnings if "float8" in n.about] == []
 
 
 def test_a_directory_of_shards_holds_the_same_model(models, tmp_path):

@@ -27,7 +27,7 @@ _NAMES = {
     "deltas.reports": "DeltaReport Restoration",
     "errors": (
         "ClusterError DareError DareWarning EvaluationError HeaderError InputError MismatchError "
-        "OutputError RecipeError VerificationError"
+        "NotFiniteError OutputError RecipeError VerificationError"
     ),
     "output.report": "Report",
     "output.slices": "SliceReport",

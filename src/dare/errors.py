@@ -167,6 +167,15 @@ class Concern(StrEnum):
     NOT_SMALLER = "not smaller"
     """A delta file is larger than the model that it was made from. Remedy: Keep the model instead.
     Or drop more, or take fewer bits."""
+    NO_CONFIGURATION = "no configuration"
+    """The base has no configuration beside its weights, so the output directory has none. Remedy:
+    Set `copy_from` to a model that has one."""
+    STOP_TOKENS = "stop tokens"
+    """Models end a text with other tokens than the output does. Remedy: Set `chat_template` to the
+    model whose template and stop tokens the output should have."""
+    PLAIN_FLOAT8 = "float8 without scales"
+    """Matrices are stored in float8 without scales, which loses small values. Remedy: Store BF16,
+    and quantise the output with a tool that adds scales."""
     MISSED_TARGET = "missed target"
     """A delta file exceeds `--target-size` or `--target-error`. Remedy: Ask for a smaller size or
     error, or set `--drop-rate` and `--bits` yourself."""

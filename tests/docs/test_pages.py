@@ -178,7 +178,7 @@ def test_every_error_is_drawn(generate: ModuleType) -> None:
     tree = generate.errors()
     drawn = re.findall(r"^[│├└─ ]*(\w+Error) +\S", tree, re.M)
     assert sorted(drawn) == sorted(kind.__name__ for kind in kinds)
-    assert "│   └── HeaderError  " in tree
+    assert "│   ├── HeaderError  " in tree
     in_source = sys.modules[DareError.__module__].__doc__
     assert in_source is not None
     assert all(f" {name} " in in_source.replace("\n", " ") for name in drawn)

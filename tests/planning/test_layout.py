@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dare.errors import RecipeError
+from dare.errors import OutputError, RecipeError
 from dare.inputs.sources import open_source
 from dare.planning.layout import lay_out
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.places import StorePath
 from helpers import save
 
 F32, F16, I64, U8 = (STORAGE_TYPES[name] for name in ("F32", "F16", "I64", "U8"))
@@ -19,6 +20,22 @@ FOLDER = Path("out")
 
 def names(layout) -> dict[str, list[str]]:
     return {file: [name for name, _, _ in tensors] for file, tensors in layout.files.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["out.gguf", "out.GGUF", "a.bin", "a.ckpt", "a.pt", "a.pth", "a.onnx", "a.SAFETENSORS"]
+)
+def test_a_name_of_another_format_is_refused(name):
+    with pytest.raises(OutputError, match=rf"{name}: .*\.safetensors") as caught:
+        lay_out(Path(name), [("a", F32, (1,))], None)
+    assert ("llama.cpp" in str(caught.value)) == (name.lower() == "out.gguf")
+    with pytest.raises(OutputError):
+        lay_out(StorePath(f"s3://bucket/{name}"), [("a", F32, (1,))], None)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "merged.v2", "bin", ".pt"])
+def test_a_dot_in_the_name_of_a_directory_means_nothing(name):
+    assert lay_out(Path(name), [("a", F32, (1,))], None).is_directory
 
 
 def test_wider_types_come_first_and_then_names_in_order():

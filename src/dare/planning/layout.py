@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dare.errors import RecipeError
+from dare.errors import OutputError, RecipeError
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.tensors.header import Described, TensorInfo, build_header
 from dare.tensors.places import StorePath
+
+OTHER_FORMATS = re.compile(
+    r"\.(safetensors|gguf|ggml|bin|pt|pth|ckpt|pkl|pickle|onnx|tflite|h5|hdf5|keras|msgpack|np[yz]"
+    r"|zip|tar|t?gz|json|toml|ya?ml|html|txt|md|csv)",
+    re.IGNORECASE,
+)
+"""How names of files end, so that nobody expects a directory of that name."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,20 @@ class Layout:
     target: Path
     """The name the finished output gets: a `.safetensors` file, or a directory."""
     files: Mapping[str, tuple[Described, ...]]
+
+    def __post_init__(self) -> None:
+        """Refuse a name that means a format which is not written."""
+        ending = self.target.suffix
+        if is_directory_target(self.target) and OTHER_FORMATS.fullmatch(ending):
+            how = (
+                ", and convert that with convert_hf_to_gguf.py of llama.cpp"
+                if ending.lower() == ".gguf"
+                else ""
+            )
+            raise OutputError(
+                f"{self.target}: outputs are written as safetensors, not as {ending}; name a "
+                f"directory (without {ending}) or a file that ends with .safetensors{how}"
+            )
 
     @property
     def is_directory(self) -> bool:

@@ -19,9 +19,10 @@ from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
 from dare.recipe.schema import DEFAULT_MEMORY, Recipe
 from dare.stages import Settings, Stage
-from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
-from dare.tensors.sizes import show_size
+from dare.tensors.names import is_layer_matrix
+from dare.tensors.sizes import show_size, times
 
 FINDINGS_SHOWN = 20
 
@@ -60,6 +61,7 @@ def make_plan(
             text = f"{rule}: {reason}, so the rule has no effect"
             warnings.append(Notice(Concern.UNUSED_RULE, text))
 
+    warnings += _type_warnings(recipe, tensors)
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     layout = None
     if recipe.output is not None:
@@ -105,9 +107,7 @@ def _plan_tensor(
     name = tied_to or base.name
     depth = depths[name]
     fate, takes_part = _fate(recipe, base, models, names, problems, warnings)
-    dtype = base.dtype
-    if base.dtype.is_weight and recipe.dtype is not None:
-        dtype = STORAGE_TYPES[recipe.dtype]
+    dtype = _output_type(recipe, base, name)
     settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
     drops: list[Drop | None] = []
     for index, own in zip(takes_part, settings, strict=True):
@@ -136,6 +136,16 @@ def _plan_tensor(
         tied_to,
         shared(tuple(drops)) if any(drops) else (),
     )
+
+
+def _output_type(recipe: Recipe, base: TensorInfo, name: str) -> StorageType:
+    """As what a tensor is stored; float8 is for the matrices of layers alone."""
+    if recipe.dtype is None or not base.dtype.is_weight:
+        return base.dtype
+    asked = STORAGE_TYPES[recipe.dtype]
+    if asked in MODEL_TYPES or is_layer_matrix(name, base.shape):
+        return asked
+    return base.dtype
 
 
 class _Shared:
@@ -271,6 +281,21 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
             "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
             "each change is applied (a tenth at p = 0.9); this is not DARE",
         )
+
+
+def _type_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:
+    """Say what float8 costs, unless the weights are stored so already."""
+    wide = [tensor for tensor in tensors if tensor.base.dtype in MODEL_TYPES]
+    if recipe.dtype is None or STORAGE_TYPES[recipe.dtype] in MODEL_TYPES or not wide:
+        return
+    narrowed = times(sum(t.dtype not in MODEL_TYPES for t in wide), "matrix", "matrices")
+    kept = times(sum(t.dtype in MODEL_TYPES for t in wide), "tensor")
+    yield Notice(
+        Concern.PLAIN_FLOAT8,
+        f"dtype = {recipe.dtype}: plain float8 has no scales, so the {narrowed} stored in it lose "
+        f"precision, and small values become zero; norms, biases, embeddings and heads ({kept}) "
+        "keep their type; to lose less, store BF16 and quantise the output with scales",
+    )
 
 
 def drop_rates(recipe: Recipe) -> set[float]:

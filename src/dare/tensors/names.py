@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Sequence
 
 INPUT_EMBEDDINGS = (
     *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "token_embd"),
@@ -56,6 +57,7 @@ ANY_HEAD = (
     r"^(classifier|score|cls|heads?|pre_classifier|classification_head)(\.|$)"
 )
 """Expressions that are looked for in a name, heads first: `embed_out` is a head."""
+_OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
 
 
 def without_projections(tensor: str) -> str:
@@ -67,6 +69,15 @@ def without_projections(tensor: str) -> str:
     '-.linear_1.weight'
     """
     return _PROJECTION.sub("-", tensor)
+
+
+def is_layer_matrix(tensor: str, shape: Sequence[int]) -> bool:
+    """Say whether a tensor is a matrix inside a model: no norm, bias, embedding or head.
+
+    >>> is_layer_matrix("model.layers.0.mlp.up_proj.weight", (8, 4)), is_layer_matrix("wte", (8, 4))
+    (True, False)
+    """
+    return len(shape) > 1 and _OF_NO_LAYER.search(without_projections(tensor)) is None
 
 
 def is_embedding(tensor: str) -> bool:
