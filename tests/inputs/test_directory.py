@@ -244,12 +244,6 @@ def test_token_ids_are_those_of_the_output(model: Path) -> None:
         collect(model, Changes(token_ids={3: 3, 4: None}))
 
 
-def test_a_directory_without_a_configuration_is_told_of(tmp_path: Path) -> None:
-    assert collect(tmp_path).notes == (
-        f"{tmp_path}: has no config.json, so transformers cannot load the output",
-    )
-
-
 def test_the_main_type_is_that_of_most_elements() -> None:
     kinds = [("a", F32, (4,)), ("b", BF16, (2, 3)), ("c", STORAGE_TYPES["I64"], (99,))]
     assert main_type(kinds) is BF16

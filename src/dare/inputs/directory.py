@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -36,13 +36,14 @@ from dare.tensors.places import StorePath, to_path
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MODULES = "modules.json"
 
 CONFIGURATION = (CONFIG, GENERATION_CONFIG, "*processor_config.json", "feature_extractor*.json")
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (
-    *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "bpe.codes"),
     *("*.model", "*.spm", "*.tiktoken", "tekken.json", "normalizer.json", *TEMPLATES),
 )
@@ -78,6 +79,26 @@ class Sidecars:
 
 
 @dataclass(frozen=True)
+class StopTokens:
+    """What ends a text and what fills one up, as the files of one model say it."""
+
+    special: Mapping[str, Any]
+    """As in tokenizer_config.json: `eos_token` and `pad_token`."""
+    config: Mapping[str, Any]
+    """As in config.json: `eos_token_id` and `pad_token_id`."""
+    generation: Mapping[str, Any] | None
+    """As in generation_config.json, with `stop_strings`; None if there is no such file."""
+
+    def texts(self, tokens: Mapping[str, int] | None) -> frozenset[str]:
+        """The tokens that end a text; `tokens` are those of the same model."""
+        names = {number: token for token, number in (tokens or {}).items()}
+        ids = (self.generation or self.config).get("eos_token_id")
+        found = {names.get(number) for number in (ids if isinstance(ids, list) else [ids])}
+        special = {_token_text(self.special.get("eos_token"))}
+        return frozenset(text for text in (special if None in found else found) if text)
+
+
+@dataclass(frozen=True)
 class Changes:
     """What must be different in an output's configuration; quantised weights never stay so."""
 
@@ -89,6 +110,10 @@ class Changes:
     """The output's id of each token id of the directory's model, where its tokenizer is another."""
     chat_template: str | None = None
     """The chat template, if not the directory's own."""
+    stop_tokens: StopTokens | None = None
+    """What ends a text, if files of several directories come together."""
+    tokens: Mapping[str, int] | None = None
+    """The ids of the output's tokens, if they are known: only those can end a text."""
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -134,6 +159,10 @@ def collect(
     if changes.chat_template is not None:
         gathered.set_chat_template(changes.chat_template)
     gathered.configure(changes)
+    if changes.stop_tokens is not None:
+        gathered.set_stop_tokens(changes.stop_tokens)
+    if changes.tokens is not None:
+        gathered.check_stop_tokens(changes.tokens)
     kept = {name.split("/")[0] for name in gathered.files}
     left = [name for name in top if name not in kept and not _LEFT_WITHOUT_A_WORD.fullmatch(name)]
     if left:
@@ -192,7 +221,8 @@ class _Gathered:
         """Put another content in place of a file, if anything was done to it."""
         if done := dict.fromkeys(done):
             self.files[name] = dump_json(document, Path(name))
-            self.changes[name] = ", ".join(done)
+            before = [self.changes[name]] if name in self.changes else []
+            self.changes[name] = ", ".join([*before, *done])
 
     def set_chat_template(self, template: str) -> None:
         """Put a template in place of all others."""
@@ -206,12 +236,47 @@ class _Gathered:
         self.files[CHAT_TEMPLATE] = template.encode()
         self.changes[CHAT_TEMPLATE] = "as the recipe says"
 
+    def set_stop_tokens(self, stop: StopTokens) -> None:
+        """Have tokenizer, configuration and generation end a text in the same way."""
+        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+            if name in self.files:
+                document = self.table(name)
+                differing = {
+                    key: value
+                    for key, value in stop.special.items()
+                    if _token_text(document.get(key)) != _token_text(value)
+                }
+                said = [f"{key} {_token_text(value)}" for key, value in differing.items()]
+                self.replace(name, {**document, **differing}, said)
+        if CONFIG in self.files:
+            document = self.table(CONFIG)
+            self.replace(CONFIG, document, _set_values(_text_tables(document), stop.config))
+        if GENERATION_CONFIG in self.files or stop.generation is not None:
+            document = self.table(GENERATION_CONFIG) if GENERATION_CONFIG in self.files else {}
+            wanted = stop.config if stop.generation is None else stop.generation
+            self.replace(GENERATION_CONFIG, document, _set_values([document], wanted))
+
+    def check_stop_tokens(self, tokens: Mapping[str, int]) -> None:
+        """Refuse an output that waits for a token which its tokenizer does not have."""
+        known = set(tokens.values())
+        missing: list[tuple[str, Any]] = []
+        for name in (CONFIG, GENERATION_CONFIG):
+            for table in _text_tables(self.table(name)) if name in self.files else ():
+                value = table.get("eos_token_id")
+                ids = value if isinstance(value, list) else [value]
+                missing += [(name, i) for i in ids if type(i) is int and i >= 0 and i not in known]
+        if TOKENIZER_CONFIG in self.files:
+            text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
+            missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
+        for name, token in missing:
+            raise RecipeError(
+                f"{name}: the output would end a text at the token {token!r}, which its tokenizer "
+                'does not have; set vocabulary = "union" to add it, set chat_template or copy_from '
+                f"to another model, or correct {self.directory / name}"
+            )
+
     def configure(self, changes: Changes) -> None:
         """Rewrite the configuration where the output differs from the directory's model."""
-        if CONFIG not in self.files:
-            self.notes.append(
-                f"{self.directory}: has no {CONFIG}, so transformers cannot load the output"
-            )
         if changes.dtype is not None and changes.dtype not in MODEL_TYPES and CONFIG in self.files:
             self.notes.append(
                 f"{CONFIG}: keeps its type, because transformers cannot build a model in "
@@ -376,6 +441,67 @@ def _renumbered(
                 table[key] = renumbered(key, value)
                 if table[key] != value:
                     yield f"{key} {table[key]}"
+
+
+# ---------------------------------------------------------------- stop tokens
+
+
+def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> StopTokens:
+    """Read what ends a text; `tokens` have the ids where only the tokenizer names them."""
+    special: dict[str, Any] = {}
+    for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):
+        special |= _values(read_json(directory, name), ("eos_token", "pad_token"))
+    ids = {
+        f"{key}_id": (tokens or {})[text]
+        for key, value in special.items()
+        if (text := _token_text(value)) in (tokens or {})
+    }
+    config, generation = read_json(directory, CONFIG), read_json(directory, GENERATION_CONFIG)
+    for table in reversed(_text_tables(config if isinstance(config, dict) else {})):
+        ids |= _values(table, ("eos_token_id", "pad_token_id"))
+    if generation is None:
+        return StopTokens(special, ids, None)
+    more = _values(generation, ("eos_token_id", "pad_token_id", "stop_strings"))
+    return StopTokens(special, ids, {**ids, **more})
+
+
+def renumber_stop_tokens(stop: StopTokens, ids: Mapping[int, int | None], whose: str) -> StopTokens:
+    """Give stop tokens the ids that they have in the output; padding that it lacks is left out."""
+    pad = stop.config.get("pad_token_id")
+    left_out = {"pad_token", "pad_token_id"} if ids.get(pad, 0) is None else set()
+    tables = [
+        {key: value for key, value in table.items() if key not in left_out}
+        for table in (stop.special, stop.config, stop.generation or {})
+    ]
+    for table in tables[1:]:
+        list(_renumbered(table, ids, Path(whose)))
+    return StopTokens(tables[0], tables[1], None if stop.generation is None else tables[2])
+
+
+def _values(document: Any, keys: Iterable[str]) -> dict[str, Any]:
+    table = document if isinstance(document, dict) else {}
+    return {key: table[key] for key in keys if table.get(key) is not None}
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token's text, which may stand in a table with its flags."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _text_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a configuration whose token ids are those of the tokenizer."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Set values where they stand, or else in the first table; say what was set."""
+    for key, value in wanted.items():
+        for table in [table for table in tables if key in table] or tables[:1]:
+            if table.get(key) != value:
+                table[key] = value
+                yield f"{key} {value}"
 
 
 # ---------------------------------------------------------------- chat templates

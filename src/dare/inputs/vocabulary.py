@@ -44,6 +44,8 @@ class Aligned:
     """Files of the base's tokenizer that have another content in the output."""
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
     """For each model the output's id of each of its own; none at all where nothing differs."""
+    tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
+    """The ids of tokens in the output with the base's tokenizer, in the base's and each model's."""
     notes: tuple[str, ...] = ()
 
     def resized(self, chosen: int = 0) -> tuple[int, int] | None:
@@ -87,9 +89,11 @@ def align(
     if pad_to_multiple_of is not None:
         rows = math.ceil(rows / pad_to_multiple_of) * pad_to_multiple_of
     notes = (*tokenizers.notes, *_notes(vocabulary, differing, new, rows))
+    own = [None if v is None or v.tokens is None else v.tokens.ids for v in (vocabulary, *others)]
+    tokens = (None if own[0] is None else {**own[0], **new}, *own)
     counts = (rows, vocabulary.rows, *(None if other is None else other.rows for other in others))
     if rows == vocabulary.rows and not differing:
-        return Aligned(base, tuple(models), counts, notes=notes)
+        return Aligned(base, tuple(models), counts, tokens=tokens, notes=notes)
 
     aligned, *presented = present(RowOrigins(vocabulary, others, base, models, weights, new, rows))
     return Aligned(
@@ -99,6 +103,7 @@ def align(
         keeps_base_tokenizer=bool(differing),
         tokenizer_files=_tokenizer_files(directories[0], vocabulary, known, new),
         token_ids=tuple(_token_ids(vocabulary, other, new) for other in others),
+        tokens=tokens,
         notes=notes,
     )
 
