@@ -4,8 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
 
 from dare import __version__
+from helpers import save
 
 
 def test_the_module_is_the_command():
@@ -46,3 +51,32 @@ def test_the_collector_is_left_as_it_was_and_blas_gets_one_thread_where_more_wou
     assert left_behind("gc.disable(); import numpy", "methods", "dare") == [False, 0, None]
     # what the user says, also where the call is refused
     assert left_behind("", "merge", "--no-such-flag", OMP_NUM_THREADS="2") == [True, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("place", "arguments"),
+    [
+        ("dare.run.execute:run_steps", "{0}/base.safetensors {0}/tuned.safetensors -o {0}/out"),
+        (
+            "dare.studies.searching:Study",
+            "sweep --base {0}/base.safetensors --merge {0}/tuned.safetensors "
+            "--over scale=1 --eval dare.demo.scoring:validation --study {0}/study.db",
+        ),
+    ],
+)
+def test_the_collector_is_on_while_a_command_works(tmp_path: Path, place: str, arguments: str):
+    for name, value in (("base", 0.0), ("tuned", 1.0)):
+        save(tmp_path / f"{name}.safetensors", {"w": np.full(4, value, np.float32)})
+    module, name = place.split(":")
+    code = f"""
+import gc, importlib, sys
+from dare.cli import main
+def work(*_given, **_more):
+    print("collects", gc.isenabled(), gc.get_freeze_count() > 10_000)
+    raise KeyboardInterrupt
+setattr(importlib.import_module({module!r}), {name!r}, work)
+sys.argv = ["dare", *{arguments.format(tmp_path)!r}.split()]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "collects True True" in done.stdout.splitlines(), done.stderr

@@ -21,7 +21,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,15 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif isinstance(found := getattr(sys, stream), io.TextIOWrapper):
             found.reconfigure(errors=ESCAPE)
     _hold_blas_to_one_thread(given)
-    # A merge makes no cycles worth collecting, and passes over all of Numba take 0.3 s.
-    collects = gc.isenabled()
-    gc.disable()
-    atexit.register(gc.freeze)  # nor at the end
-    try:
-        return _run(given)
-    finally:
-        if collects:
-            gc.enable()
+    return _run(given, owns_process=arguments is None)
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
@@ -99,19 +91,36 @@ def _hold_blas_to_one_thread(arguments: Sequence[str]) -> None:
         os.environ[BLAS_VARIABLES[0]] = "1"
 
 
-def _run(given: Sequence[str]) -> int:
+@contextlib.contextmanager
+def _uncollected_start(*, owns_process: bool) -> Iterator[None]:
+    """Keep the garbage collector off while modules are imported: nothing of them is garbage.
+
+    In a process of our own it never goes over them later either.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        if owns_process:
+            gc.freeze()
+            atexit.register(gc.freeze)  # the system takes back all memory at once
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _run(given: Sequence[str], *, owns_process: bool) -> int:
     try:
         from cyclopts import CycloptsError
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
-        _load_stages(given)
-        outcome = build_app()(
-            with_command(given),
-            exit_on_error=False,
-            print_error=False,
-            result_action="return_value",
-        )
+        with _uncollected_start(owns_process=owns_process):
+            _load_stages(given)
+            command, bound, _ = build_app().parse_args(
+                with_command(given), exit_on_error=False, print_error=False
+            )
+        outcome = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
     except CycloptsError as error:
         said = _without_far_guess(str(error))

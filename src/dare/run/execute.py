@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from dare import kernels
@@ -135,7 +134,6 @@ def _run(
 ) -> None:
     holds_matrices = plan.cost.matrix_bytes > 0
     with ExitStack() as stack:
-        stack.enter_context(collector_paused())
         if holds_matrices:
             stack.enter_context(one_blas_thread())
         for source in (plan.base, *plan.models):
@@ -151,18 +149,3 @@ def _run(
         )
         for source in (plan.base, *plan.models):
             source.check_unchanged()
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from going over all of Numba again and again.
-
-    Steps leave no cycles behind, and its passes took 0.1 s of a short merge.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -39,7 +39,7 @@ from dare.recipe.entries import distinct
 from dare.recipe.layers import mean_value
 from dare.recipe.schema import Recipe
 from dare.recipe.settings import with_settings
-from dare.run.execute import collector_paused, execute
+from dare.run.execute import execute
 from dare.run.worker import Progress
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.sizes import named, show_size, times
@@ -101,7 +101,6 @@ class Candidates:
         """The recipe with some settings changed; `dare.recipe.settings` has their names."""
         return with_settings(self.recipe, settings)
 
-    @collector_paused()
     def make(
         self,
         settings: Mapping[str, Any] | Recipe = AS_THEY_ARE,
@@ -121,7 +120,6 @@ class Candidates:
         homes = _find_homes(plan, arrays, {name: name for name in arrays})
         return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
 
-    @collector_paused()
     def write_into(self, model: Any, settings: Mapping[str, Any] | Recipe = AS_THEY_ARE) -> str:
         """Merge into a torch module, or a dict of tensors or arrays, in place; return the digest.
 

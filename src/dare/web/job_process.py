@@ -14,7 +14,6 @@ done in OUTPUT.partial, and the same merge goes on from there.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -181,7 +180,6 @@ def main() -> int:
     """Do what the first line of stdin asks for."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it is ignored
     line = Line(_own_stdout())
-    gc.disable()  # as the command does
     try:
         request = json.loads(sys.stdin.readline())
         threading.Thread(target=_watch, daemon=True).start()

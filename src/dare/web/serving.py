@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import socket
 import threading
 import webbrowser
@@ -38,7 +37,6 @@ def serve(
         announce(key.address)  # a browser that comes early waits for its answer
         if opens_browser:
             threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
-        gc.enable()  # which a command does without, and a server runs for long
         _run(key, roots, listening, ends)
     return any(ends)
 
