@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import dare
 from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
 from dare.studies.results import State
+from dare.studies.searching import read_result
 from helpers import save
 
 SIZE = 64
@@ -273,3 +276,25 @@ def test_an_evaluator_without_items_is_said_to_have_none(recipe, tmp_path):
     result = run(recipe, Evaluator(recipe, bare), tmp_path / "study.db")
     assert any("gives no items" in remark for remark in result.conclusion.remarks)
     assert result.conclusion.best is not None
+
+
+def test_two_searches_on_one_new_study_in_one_process_share_the_work(recipe, tmp_path):
+    evaluator, scored = Evaluator(recipe), []
+
+    def slowly(tensors):
+        scored.append(tensors["layers.0.w"].tobytes())
+        read_result(tmp_path / "study.db")  # opens the study and closes it again
+        return evaluator(tensors)
+
+    over = {"scale": (0.3, 0.5, 0.7, 0.9, 1.1)}
+    begin = threading.Barrier(2)
+
+    def start(_place: int) -> dare.SearchResult:
+        begin.wait()
+        return run(recipe, slowly, tmp_path / "study.db", over=over)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, range(2))
+    assert table(first) == table(second)
+    assert [trial.state for trial in first.data.trials] == [State.DONE] * 5
+    assert len(scored) == len(set(scored)) + 1  # the average is scored twice on purpose
