@@ -97,7 +97,7 @@ def test_an_objective_that_is_not_linear_is_taken_of_each_draw():
 
 
 def test_without_items_seeds_give_students_interval():
-    values = [0.5, 0.6, 0.9]
+    values = [1.5, 1.6, 1.9]
     seeds = Contender(tuple(Scored({"x": v}) for v in values))
     fixed = Contender((Scored({"x": 0.1}),), is_random=False)
     table = resample([seeds, fixed], MEAN)
@@ -158,19 +158,19 @@ def test_scores_without_items_are_held_as_they_are():
     table = resample(alone(with_other), Objective.parse("a - english"))
     plain = resample(alone(without), MEAN)
     assert table.without_items == ("english",)
-    assert table.estimate(0).low == pytest.approx(plain.estimate(0).low - 1.5)
+    np.testing.assert_allclose(table.draws, plain.draws - 1.5, rtol=0, atol=1e-12)
     only = resample(alone(with_other), Objective.parse("english"))
     assert (only.items, only.estimate(0)) == (0, Estimate(1.5))
 
 
 def test_other_items_each_time_are_compared_on_those_that_all_have():
     random = np.random.default_rng(5)
-    items = right_or_wrong(random, 60, groups="a")
-    less = {i: 1.0 - items[i] for i in list(items)[:40]}
+    items = {i: 2 * v for i, v in right_or_wrong(random, 60, groups="a").items()}
+    less = {i: 2.0 - items[i] for i in list(items)[:40]}
     table = resample(alone(of_items(items), of_items(less)), MEAN)
     assert (table.items, table.left_out) == (40, 20)
     common = scores_of({i: items[i] for i in less})["a"]
-    assert table.difference(0, 1).value == pytest.approx(common - (1 - common))
+    assert table.difference(0, 1).value == pytest.approx(common - (2 - common))
     of_common = resample(alone(of_items({i: items[i] for i in less})), MEAN).estimate(0)
     own = table.estimate(0)
     assert own.value == scores_of(items)["a"] != common
@@ -228,6 +228,75 @@ def test_a_large_study_takes_seconds():
     for other in range(1, 20):
         table.difference(0, other, range(100))
     assert time.process_time() - start < 12
+
+
+# ------------------------------------------------------------------------------------- shares
+
+
+def drawn_items(random, kind: str, count: int) -> tuple[Scored, float]:
+    """Items of a kind, and the mean of all that there might be."""
+    values, mean = {
+        "half right": lambda: (random.random(count) < 0.5, 0.5),
+        "nearly all right": lambda: (random.random(count) < 0.95, 0.95),
+        "even": lambda: (random.random(count), 0.5),
+        "high": lambda: (random.beta(5, 1, count), 5 / 6),
+    }[kind]()
+    return of_items({f"a/{n}": float(v) for n, v in enumerate(values)}), mean
+
+
+@pytest.mark.parametrize("count", [5, 20, 60])
+@pytest.mark.parametrize("kind", ["half right", "nearly all right", "even", "high"])
+def test_the_interval_of_a_share_holds_and_stays_within_0_and_1(kind: str, count: int):
+    held, runs = 0, 150
+    for run in range(runs):
+        scored, mean = drawn_items(np.random.default_rng([7, run]), kind, count)
+        found = resample(alone(scored), MEAN, resamples=300).estimate(0)
+        assert 0 <= found.low <= found.value <= found.high <= 1
+        held += found.low <= mean <= found.high
+    assert held >= 0.91 * runs  # 95 % less two standard errors
+
+
+def test_a_share_is_wilsons_or_for_all_or_nothing_clopper_and_pearsons():
+    for right in (3, 20, 39):
+        scored = of_items({f"a/{n}": float(n < right) for n in range(40)})
+        found = resample(alone(scored), MEAN, resamples=20_000).estimate(0)
+        wilson = stats.binomtest(right, 40).proportion_ci(method="wilson")
+        assert (found.low, found.high) == pytest.approx((wilson.low, wilson.high), abs=0.02)
+    for right in (0, 40):
+        scored = of_items({f"a/{n}": float(right > 0) for n in range(40)})
+        found = resample(alone(scored), MEAN, resamples=20_000).estimate(0)
+        exact = stats.binomtest(right, 40).proportion_ci(method="exact")
+        assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=0.01)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(2, False), (5, False), (6, True), (40, True)])
+def test_differences_of_shares_stay_within_1_and_few_items_show_none(count: int, shown: bool):
+    right, wrong = (of_items({f"a/{n}": value for n in range(count)}) for value in (1.0, 0.0))
+    table = resample(alone(right, wrong, right), MEAN, resamples=20_000)
+    found = table.difference(0, 1)
+    assert found.value == pytest.approx(1.0)
+    assert -1 <= found.low < found.value <= found.high <= 1
+    assert (verdict(found) == "better") == shown  # as a sign test has it
+    assert table.difference(0, 2) == Estimate(0.0, 0.0, 0.0)
+
+
+def test_the_interval_of_the_least_share_stays_within_0_and_1_too():
+    scored = of_items({f"{'ab'[n % 2]}/{n}": float(n < 39) for n in range(40)})
+    least = resample(alone(scored), Objective.parse("min"), resamples=400).estimate(0)
+    assert 0.7 < least.low < least.value == 0.95 < least.high <= 1
+    table = resample(alone(scored, scored), Objective.parse("2*a - b"), resamples=400)
+    assert table.bounds == (-1.0, 2.0)
+    assert -1 <= table.estimate(0).low <= table.estimate(0).high <= 2
+
+
+def test_what_is_no_share_has_no_bounds():
+    small = {f"loss/{n}": float(v) for n, v in enumerate((0.0, 0.0, 0.0, 1.0))}
+    found = resample(alone(of_items(small)), Objective.parse("-loss")).estimate(0)
+    assert found.high > 0
+    seeds = Contender(tuple(Scored({"right": v}) for v in (0.8, 0.9, 1.0)))
+    assert resample([seeds], MEAN).estimate(0).high <= 1
+    large = Contender(tuple(Scored({"right": v}) for v in (0.8, 0.9, 1.01)))
+    assert resample([large], MEAN).estimate(0).high > 1.01
 
 
 # ------------------------------------------------------------------------------------- simulations

@@ -69,6 +69,14 @@ class _Sum:
     def value(self, scores: Mapping[str, Any]) -> Any:
         return sum((factor * _value(atom, scores) for atom, factor in self.terms), self.constant)
 
+    def bounds(self, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+        """The least and the largest value, by those of the scores."""
+        low = high = self.constant
+        for atom, factor in self.terms:
+            ends = [factor * end for end in _bounds(atom, scores)] if factor else [0.0]
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
     def scores(self, all_names: Sequence[str], factor: float = 1.0) -> Iterator[tuple[str, float]]:
         """Each score that counts, with the sign of its effect in that place."""
         for atom, own in self.terms:
@@ -87,6 +95,16 @@ def _value(atom: _Score | _Fold, scores: Mapping[str, Any]) -> Any:
         return scores[atom.name]
     parts = [part.value(scores) for part in atom.parts] or list(scores.values())
     return _FOLDS[atom.kind](parts)
+
+
+def _bounds(
+    atom: _Score | _Fold, scores: Mapping[str, tuple[float, float]]
+) -> tuple[float, float]:
+    if isinstance(atom, _Score):
+        return scores[atom.name]
+    parts = [part.bounds(scores) for part in atom.parts] or list(scores.values())
+    low, high = (float(_FOLDS[atom.kind](ends)) for ends in zip(*parts, strict=True))
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,15 @@ class Objective:
         """The objective of many at once: the arrays must have one shape, which it has too."""
         self.check(scores)
         return np.asarray(self._formula.value(scores), dtype=np.float64)
+
+    def bounds(self, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+        """The least and the largest value that it can have, by those of all scores.
+
+        >>> Objective.parse("mean - 2*add").bounds({"add": (0, 1), "sort": (0, 1)})
+        (-2.0, 1.0)
+        """
+        self.check(scores)
+        return self._formula.bounds(scores)
 
     def directions(self, names: Iterable[str]) -> dict[str, int]:
         """1 for scores that should be large, -1 for small ones; others are left out.
@@ -266,11 +293,12 @@ def doubts(objective: Objective, names: Iterable[str], guards: Sequence[Guard] =
         + ("a guard sets its maximum" if name in bounded else "its name is that of an error")
         + f"; if smaller is better, write -{name if name.isidentifier() else repr(name)}."
         for name, sign in objective.directions(known).items()
-        if sign > 0 and (name in bounded or _sounds_like_an_error(name))
+        if sign > 0 and (name in bounded or sounds_like_an_error(name))
     ]
 
 
-def _sounds_like_an_error(name: str) -> bool:
+def sounds_like_an_error(name: str) -> bool:
+    """Whether a score is called like something that has no upper end, and should be small."""
     return not _SMALLER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 

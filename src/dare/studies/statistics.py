@@ -9,6 +9,12 @@ every draw, so that it need not be linear: as far as draws lie above what was se
 lie below it (the basic bootstrap; quantiles of the draws themselves would count the pull of `min`
 towards small values twice).
 
+A score is taken for a *share* if all its items (its values, where it has none) lie in 0 … 1 for all
+contenders, and its name is not that of an error. An objective of shares has bounds, and so have its
+intervals: the error of the mean is taken to shrink towards the bounds as that of a share does, which
+is Wilson's interval where items are right or wrong. Items that are all 0 or all 1 show no spread:
+the share of others that they may have missed is drawn as Clopper and Pearson have it.
+
 All numbers come from PCG64 with fixed seeds: the same study gives the same intervals.
 """
 
@@ -24,7 +30,7 @@ import numpy as np
 
 from dare.errors import InputError
 from dare.studies.items import groups_of, groups_of_scores
-from dare.studies.objective import Objective
+from dare.studies.objective import Objective, sounds_like_an_error
 from dare.studies.results import Estimate, Scored, Settings
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
@@ -32,6 +38,8 @@ _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000
 """How many numbers a step of the resampling may hold at once."""
 _ROUNDING = 1e-12
+_BOTH_SIDES = math.log(0.05) / math.log(0.025)
+"""Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one."""
 _FEW = 6
 """Up to so many distinct numbers are taken as kinds, not as a scale."""
 
@@ -63,14 +71,41 @@ class Resampled:
     """How many items some have and others lack."""
     without_items: tuple[str, ...]
     """Scores of the objective that are not made of items, and held as they are."""
+    bounds: tuple[float, float]
+    """The least and the largest value of the objective; infinite where there is none."""
+    freedom: int
+    """Degrees of freedom that the items leave."""
 
     def estimate(self, place: int) -> Estimate:
         """A contender's objective, with the interval that holds for it alone."""
         value = float(self.values[place])
         if not self.items and self.seeds[place] < 2:
             return Estimate(value)
-        low, high = np.quantile(self.draws[place] - self.paired[place], _TAILS)
-        return Estimate(value, value - float(high), value - float(low))
+        deviations = self.draws[place] - self.paired[place]
+        if all(map(math.isfinite, self.bounds)):
+            return self._within_bounds(value, deviations)
+        low, high = np.quantile(deviations, _TAILS)
+        return Estimate(value, *np.clip((value - high, value - low), *self.bounds).tolist())
+
+    def _within_bounds(self, value: float, deviations: np.ndarray) -> Estimate:
+        """Wilson's interval, for whatever spread the draws have."""
+        least, span = self.bounds[0], self.bounds[1] - self.bounds[0]
+        part = min(1.0, max(0.0, (value - least) / span))
+        shift = float(deviations.mean()) / span
+        half = float(np.quantile(np.abs(deviations / span - shift), _TAILS[1] - _TAILS[0]))
+        if min(part, 1 - part) <= _ROUNDING:
+            low, high = max(0.0, part - half), min(1.0, part + half)
+        else:
+            if self.freedom:
+                half *= _student_factor(self.freedom)
+            middle = min(1.0, max(0.0, part - shift))
+            ratio = half * half / (part * (1 - part))
+            root = math.sqrt(ratio * (ratio + 4 * middle * (1 - middle)))
+            low, high = (
+                (2 * middle + ratio + sign * root) / (2 * (1 + ratio)) for sign in (-1, 1)
+            )
+            low, high = max(0.0, min(low, part)), min(1.0, max(high, part))
+        return Estimate(value, least + low * span, least + high * span)
 
     def difference(self, place: int, other: int, among: Sequence[int] = ()) -> Estimate:
         """A contender's objective minus another's, on the same items.
@@ -78,7 +113,8 @@ class Resampled:
         If it was chosen as the best `among` some, the interval is wide enough to hold for the
         differences of all of them from the other at once; hence also for the one that was chosen.
         """
-        value = float(self.paired[place] - self.paired[other])
+        span = self.bounds[1] - self.bounds[0]
+        value = max(-span, min(span, float(self.paired[place] - self.paired[other])))
         if not self._tells_chance(place, other):
             return Estimate(value)
         rivals = [place, *(rival for rival in among if rival not in (place, other))]
@@ -94,7 +130,7 @@ class Resampled:
             largest = np.max(np.abs(deviations[moves]) / halves[moves, None], axis=0)
             high = float(halves[0] * max(1.0, np.quantile(largest, _TAILS[1] - _TAILS[0])))
             low = -high
-        ends = (value, value - high, value - low)
+        ends = (value, max(-span, value - high), min(span, value - low))
         return Estimate(*(0.0 if abs(end) <= rounding else end for end in ends))
 
     def _tells_chance(self, *places: int) -> bool:
@@ -130,11 +166,15 @@ def resample(
     used = [name for name in names if objective.names is None or name in objective.names]
     own = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
     groups, left_out = _common_groups(trials, used, weights)
-    columns = {name: _Group.of(trials, ids, weights) for name, ids in groups.items()}
+    columns = {name: _Group.of(trials, ids, weights, name) for name, ids in groups.items()}
     sizes = [len(contender.scored) for contender in contenders]
     starts = np.cumsum([0, *sizes[:-1]])
     of_trials = _drawn(objective, own, columns, resamples, seed)
     paired = objective.values(own | {name: group.means for name, group in columns.items()})
+    shares = {
+        name: columns[name].is_share if name in columns else _is_share(name, column)
+        for name, column in own.items()
+    }
     return Resampled(
         values=np.add.reduceat(objective.values(own), starts) / sizes,
         paired=np.add.reduceat(paired, starts) / sizes,
@@ -144,7 +184,16 @@ def resample(
         items=sum(len(group.values) for group in columns.values()),
         left_out=left_out,
         without_items=tuple(name for name in used if name not in columns),
+        bounds=objective.bounds(
+            {n: (0.0, 1.0) if known else (-math.inf, math.inf) for n, known in shares.items()}
+        ),
+        freedom=sum(len(group.values) - 1 for group in columns.values()),
     )
+
+
+def _is_share(name: str, values: np.ndarray) -> bool:
+    """Whether a score, or its items, may be taken for shares of something."""
+    return not sounds_like_an_error(name) and bool((values >= 0).all() and (values <= 1).all())
 
 
 def _common_groups(
@@ -180,18 +229,24 @@ class _Group:
     """By item; they add up to one."""
     means: np.ndarray
     """By trial."""
+    is_share: bool
 
     @classmethod
     def of(
-        cls, trials: Sequence[Scored], ids: Sequence[str], weights: Mapping[str, float] | None
+        cls,
+        trials: Sequence[Scored],
+        ids: Sequence[str],
+        weights: Mapping[str, float] | None,
+        name: str,
     ) -> _Group:
         values = np.array([[scored.items[i] for scored in trials] for i in ids])
         shares = np.array([1.0 if weights is None else weights[i] for i in ids])
         shares /= shares.sum()
-        return cls(values, shares, shares @ values)
+        return cls(values, shares, shares @ values, _is_share(name, values))
 
-    def drawn(self, random: np.random.Generator, resamples: int) -> np.ndarray:
+    def drawn(self, streams: Sequence[np.random.Generator], resamples: int) -> np.ndarray:
         """The means of trials on items drawn anew: trials × resamples."""
+        random, other = streams
         count = len(self.values)
         places = random.integers(count, size=(resamples, count))
         places += np.arange(resamples)[:, None] * count
@@ -200,7 +255,15 @@ class _Group:
         means = (shares @ self.values) / shares.sum(axis=1, keepdims=True)
         own = self.means[:, None]
         # Drawing from n items varies by n - 1 parts in n of what n new items would.
-        return np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
+        drawn = np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
+        extremes = [((self.values == end).all(axis=0), sign) for end, sign in ((0, 1), (1, -1))]
+        if self.is_share and any(trials.any() for trials, _ in extremes):
+            alike = 1 / float(np.square(self.weights).sum())
+            chance = other.uniform(-1, 1, resamples)
+            missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_BOTH_SIDES * alike)))
+            for trials, sign in extremes:
+                drawn[trials] = own[trials] + sign * missed
+        return drawn
 
 
 def _drawn(
@@ -211,8 +274,11 @@ def _drawn(
     seed: int,
 ) -> np.ndarray:
     """The objectives of the trials on items drawn anew: trials × resamples."""
-    # Each group has a stream of its own, which does not depend on how many draws make a step.
-    random = {name: _stream(seed, 0, place) for place, name in enumerate(columns)}
+    # Each group has streams of its own, which do not depend on how many draws make a step.
+    random = {
+        name: (_stream(seed, 0, place), _stream(seed, 3, place))
+        for place, name in enumerate(columns)
+    }
     trials = len(next(iter(own.values())))
     widest = max([len(own) * trials, *(len(group.values) for group in columns.values())])
     step = max(1, _MOST_NUMBERS // widest)
@@ -250,6 +316,14 @@ def _student(freedom: int, count: int) -> np.ndarray:
     draws = np.sort(_stream(2, freedom).standard_t(freedom, size=count * 100 + 50))
     quantiles = draws[50::100][:count]
     return np.asarray((quantiles - quantiles[::-1]) / 2)
+
+
+def _student_factor(freedom: int) -> float:
+    """How much farther Student's t reaches than normal draws (Cornish and Fisher's expansion)."""
+    z, n = 1.96, freedom
+    terms = ((z**2 + 1) / 4, (5 * z**4 + 16 * z**2 + 3) / 96)
+    third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
+    return 1 + terms[0] / n + terms[1] / n**2 + third / n**3
 
 
 def _stream(*key: int) -> np.random.Generator:
