@@ -10,7 +10,7 @@ import pytest
 from dare.errors import RecipeError
 from dare.studies.conclusions import conclude
 from dare.studies.items import choose_subset, estimate, scores_of
-from dare.studies.results import Estimate, Scored, State, StudyData, Trial
+from dare.studies.results import Estimate, Role, Scored, State, StudyData, Trial
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
 
@@ -390,15 +390,15 @@ def test_harder_data_is_not_taken_for_flattery():
 
 
 def test_a_second_winner_is_a_second_look():
-    first = trial(0, {"drop_rate": 0.2}, right(60), name="winner")
-    second = trial(1, {"drop_rate": 0.1}, right(55), name="winner 2")
+    first = trial(0, {"drop_rate": 0.2}, right(60), name="winner before")
+    second = trial(1, {"drop_rate": 0.1}, right(55), name="winner")
     found = conclude(held_out(first, second))
     assert (found.holdout.looks, found.holdout.objective.value) == (2, 0.55)
     assert any(remark.startswith("2 winners have been scored") for remark in found.remarks)
     stale = conclude(held_out(first))
     assert (stale.holdout.looks, stale.holdout.validation) == (1, 0.65)
     assert any("earlier winner" in remark for remark in stale.remarks)
-    seeds = [replace(first, seed=seed, settings={"drop_rate": 0.1}) for seed in range(3)]
+    seeds = [replace(second, seed=seed) for seed in range(3)]
     assert conclude(held_out(*seeds)).holdout.looks == 1
 
 
@@ -416,6 +416,20 @@ def test_a_holdout_that_failed_or_does_not_fit_is_said():
     )
     assert "On the holdout the winner breaks a guard: add is 0.05, below 0.2." in broken.remarks
     assert conclude(held_out()).holdout is None
+
+
+def test_models_that_are_called_like_roles_are_models():
+    names = ("winner", "runner-up", "average again", "sum", "base", "advice", "winner before")
+    singles = [baseline(f"{name} alone", right(40 + n)) for n, name in enumerate(names)]
+    winner = trial(0, {"drop_rate": 0.1}, right(60), name="winner")
+    data = held_out(winner, *singles, guards=("add:keep:0.9",))
+    found = conclude(replace(data, baselines=(*singles, *data.baselines)))
+    assert (found.holdout.looks, found.holdout.objective.value) == (1, 0.6)
+    assert {d.other for d in found.holdout.against} == {f"{name} alone" for name in names}
+    assert found.noise is None
+    assert {r.role for r in found.baselines} == {Role.SINGLE, Role.AVERAGE, Role.BASE}
+    assert found.best.broken == ()
+    assert not any("not checked" in remark for remark in found.remarks)
 
 
 # ------------------------------------------------------------------------------------- as a whole

@@ -13,7 +13,7 @@ import pytest
 import dare
 from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
-from dare.studies.results import State
+from dare.studies.results import Role, State
 from dare.studies.searching import read_result
 from helpers import save
 
@@ -298,3 +298,22 @@ def test_two_searches_on_one_new_study_in_one_process_share_the_work(recipe, tmp
     assert table(first) == table(second)
     assert [trial.state for trial in first.data.trials] == [State.DONE] * 5
     assert len(scored) == len(set(scored)) + 1  # the average is scored twice on purpose
+
+
+def test_models_called_like_roles_are_searched_like_others(recipe, tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    names = ("winner", "average")
+    files = [
+        entry.file.rename(folder / f"{n}.safetensors")
+        for n, entry in zip(names, recipe.models, strict=True)
+    ]
+    named = Recipe(base=recipe.base, models=files, method="sum", verbose=False)
+    holdout = Evaluator(named)
+    result = run(named, Evaluator(named), tmp_path / "study.db", holdout=holdout)
+    assert [t.name for t in result.data.baselines if t.role is Role.SINGLE] == [
+        "winner alone",
+        "average alone",
+    ]
+    assert result.conclusion.holdout.looks == 1
+    assert result.conclusion.holdout.validation == pytest.approx(1.0, abs=1e-4)

@@ -10,8 +10,8 @@ from dare.errors import DareError
 from dare.recipe.document import recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.schema import ModelEntry, Recipe
+from dare.studies.results import ALONE, Role
 
-AVERAGE, SUM, ADVICE, AGAIN = "average", "sum", "advice", "average again"
 PART = 0.4
 """Of task arithmetic: the factor that its authors recommend where none can be chosen."""
 
@@ -20,23 +20,18 @@ def baseline_recipes(recipe: Recipe, advised: Recipe | None) -> dict[str, Recipe
     """A recipe for each baseline, by name; the average comes twice, for the evaluator's noise."""
     names = distinct([entry.name for entry in recipe.models])
     alone = {
-        f"{name} alone": _plain(recipe, "sum", models=(entry,))
+        f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
         for name, entry in zip(names, recipe.models, strict=True)
     }
     return {
-        "base": _plain(recipe, "sum", scale=0.0),
+        str(Role.BASE): _plain(recipe, "sum", scale=0.0),
         **alone,
-        AVERAGE: _plain(recipe, "linear"),
-        SUM: _plain(recipe, "sum"),
-        f"{SUM} × {PART}": _plain(recipe, "sum", scale=PART),
-        **({} if advised is None else {ADVICE: advised}),
-        AGAIN: _plain(recipe, "linear"),
+        str(Role.AVERAGE): _plain(recipe, "linear"),
+        str(Role.SUM): _plain(recipe, "sum"),
+        str(Role.PART): _plain(recipe, "sum", scale=PART),
+        **({} if advised is None else {str(Role.ADVICE): advised}),
+        str(Role.AGAIN): _plain(recipe, "linear"),
     }
-
-
-def is_single(name: str) -> bool:
-    """Whether a baseline is one of the models."""
-    return name.endswith(" alone")
 
 
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:

@@ -25,6 +25,7 @@ from dare.studies.results import (
     Difference,
     Holdout,
     Ranked,
+    Role,
     StudyData,
     Subset,
     Trial,
@@ -140,10 +141,9 @@ def _front(ranking: Sequence[Ranked], judge: Judge) -> tuple[int, ...]:
 def _noise(baselines: Sequence[Trial], objective: Objective) -> float | None:
     """How far two scorings of the same weights are apart."""
     values = {t.name: objective.value(t.scored.scores) for t in baselines if t.is_done and t.scored}
-    for name, value in values.items():
-        if name.endswith(" again") and (first := name.removesuffix(" again")) in values:
-            return abs(values[first] - value)
-    return None
+    if Role.AVERAGE not in values or Role.AGAIN not in values:
+        return None
+    return abs(values[Role.AVERAGE] - values[Role.AGAIN])
 
 
 def _subset_error(subset: Subset | None, best: Entry, judge: Judge) -> float | None:
@@ -171,7 +171,7 @@ def _holdout(
     data: StudyData, judge: Judge, best: Ranked, resamples: int
 ) -> tuple[Holdout | None, tuple[str, ...]]:
     """The winner on the second evaluator, beside all else that was scored there."""
-    winners = [t for t in data.holdout if t.name.startswith("winner")]
+    winners = [t for t in data.holdout if t.role in (Role.WINNER, Role.EARLIER_WINNER)]
     done = [t for t in winners if t.is_done and t.scored is not None]
     if not done:
         return None, tuple(

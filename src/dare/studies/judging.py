@@ -12,10 +12,10 @@ from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.recipe.settings import with_settings
 from dare.studies.objective import Guard, Objective
-from dare.studies.results import Estimate, Ranked, Scored, Settings, StudyData, Trial, key_of
+from dare.studies.results import Estimate, Ranked, Role, Scored, Settings, StudyData, Trial, key_of
 from dare.studies.space import is_random
 
-_PLAIN = ("average", "sum")
+_PLAIN = (Role.AVERAGE, Role.SUM)
 """Baselines that are merges, and need no setting."""
 
 
@@ -96,10 +96,12 @@ def entries_of_names(trials: Iterable[Trial], judge: Judge) -> list[Entry]:
     """Baselines that are done, but for the one that is there to tell the noise."""
     together: dict[str, list[Trial]] = {}
     for trial in trials:
-        if trial.is_done and trial.scored is not None and not trial.name.endswith(" again"):
+        if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
             together.setdefault(trial.name, []).append(trial)
     return [
-        entry_of(members, name, name == "advice" or _is_set_and_random(members[0], judge))
+        entry_of(
+            members, name, members[0].role is Role.ADVICE or _is_set_and_random(members[0], judge)
+        )
         for name, members in together.items()
     ]
 
@@ -117,7 +119,7 @@ def entry_of(trials: Sequence[Trial], name: str, is_random: bool) -> Entry:
 
 def singles_of(entries: Iterable[Entry]) -> list[Scored]:
     """What single models have, for guards that ask for a share of it."""
-    return [s for entry in entries if entry.name.endswith(" alone") for s in entry.scored]
+    return [s for entry in entries if Role.of(entry.name) is Role.SINGLE for s in entry.scored]
 
 
 # ------------------------------------------------------------------------------------- simplicity
@@ -125,7 +127,7 @@ def singles_of(entries: Iterable[Entry]) -> list[Scored]:
 
 def simplest_of(best: Ranked, tied: Sequence[Ranked], judge: Judge) -> Ranked:
     """What needs least: a plain merge, then few stages, no randomness, few changes."""
-    merges = [best, *(r for r in tied if not r.baseline or r.baseline in _PLAIN)]
+    merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
     return min(merges, key=lambda ranked: (_complexity(ranked, judge), -ranked.objective.value))
 
 

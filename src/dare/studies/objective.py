@@ -97,9 +97,7 @@ def _value(atom: _Score | _Fold, scores: Mapping[str, Any]) -> Any:
     return _FOLDS[atom.kind](parts)
 
 
-def _bounds(
-    atom: _Score | _Fold, scores: Mapping[str, tuple[float, float]]
-) -> tuple[float, float]:
+def _bounds(atom: _Score | _Fold, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
     if isinstance(atom, _Score):
         return scores[atom.name]
     parts = [part.bounds(scores) for part in atom.parts] or list(scores.values())

@@ -11,12 +11,10 @@ from dare.recipe.schema import Recipe
 from dare.recipe.search import Search
 from dare.studies.baselines import baseline_recipes
 from dare.studies.conclusions import conclude
-from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial, key_of
+from dare.studies.results import Conclusion, Ranked, Role, State, StudyData, Trial, key_of
 from dare.studies.space import Space, seed_shifts
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Study
 from dare.tensors.sizes import times
-
-WINNER, RUNNER_UP = "winner", "runner-up"
 
 
 def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
@@ -90,7 +88,10 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
     """
     keys = {
         key_of(ranked.settings): role
-        for role, ranked in ((RUNNER_UP, runner_up(conclusion)), (WINNER, conclusion.best))
+        for role, ranked in (
+            (Role.RUNNER_UP, runner_up(conclusion)),
+            (Role.WINNER, conclusion.best),
+        )
         if ranked is not None
     }
     named = []
@@ -99,8 +100,8 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
             named.append(trial)  # a baseline
         elif (role := keys.get(key_of(trial.settings))) is not None:
             named.append(replace(trial, name=role))
-        elif trial.name.startswith(WINNER):
-            named.append(replace(trial, name=f"{WINNER} before"))
+        elif trial.name.partition(" ")[0] == Role.WINNER:  # its settings follow
+            named.append(replace(trial, name=Role.EARLIER_WINNER))
     return named
 
 

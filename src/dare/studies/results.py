@@ -35,6 +35,36 @@ def group_of(item_id: str) -> str:
     return group if slash and group else UNGROUPED
 
 
+ALONE = " alone"
+"""How the name of each single model ends, and no other."""
+
+
+class Role(StrEnum):
+    """What a trial is for; the values are the names of all but settings and single models."""
+
+    SETTING = ""
+    SINGLE = ALONE
+    BASE = "base"
+    AVERAGE = "average"
+    SUM = "sum"
+    PART = "sum × 0.4"
+    ADVICE = "advice"
+    AGAIN = "average again"
+    """Scored for the noise of the evaluator."""
+    WINNER = "winner"
+    RUNNER_UP = "runner-up"
+    EARLIER_WINNER = "winner before"
+
+    @classmethod
+    def of(cls, name: str) -> Role:
+        """The role of what has a name in a study; models may be called like roles.
+
+        >>> Role.of("winner alone") is Role.SINGLE, Role.of("winner") is Role.WINNER
+        (True, True)
+        """
+        return cls.SINGLE if name.endswith(ALONE) else cls(name)
+
+
 def key_of(settings: Settings) -> str:
     """A text that equal settings share, in whatever order."""
     return json.dumps(dict(settings), sort_keys=True, default=str)
@@ -98,6 +128,11 @@ class Trial:
     """Of a baseline: `base`, `math alone`, `average`, `sum`, `advice`, `average again`."""
 
     @property
+    def role(self) -> Role:
+        """What it is for."""
+        return Role.of(self.name)
+
+    @property
     def is_done(self) -> bool:
         """Whether it was scored on all that it should be scored on."""
         return self.state is State.DONE
@@ -138,7 +173,7 @@ class StudyData:
     subset: Subset | None = None
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
-    """The winner (named `winner`), the runner-up and the baselines, scored by that evaluator."""
+    """The winner, the runner-up and the baselines, scored by that evaluator."""
     remarks: tuple[str, ...] = ()
     """What a reader should know, such as why there is no advice."""
 
@@ -179,6 +214,11 @@ class Ranked:
     """Guards that it breaks, by its mean scores."""
     baseline: str = ""
     """Its name, if it is a baseline."""
+
+    @property
+    def role(self) -> Role:
+        """What it is for."""
+        return Role.of(self.baseline)
 
     @property
     def label(self) -> str:

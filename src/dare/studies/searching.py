@@ -24,18 +24,12 @@ from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range
 from dare.studies.asking import Asked, Evaluator, ask, told
-from dare.studies.baselines import AGAIN, AVERAGE, advised_recipe, baseline_recipes, is_single
+from dare.studies.baselines import advised_recipe, baseline_recipes
 from dare.studies.evaluators import Scorer, open_scorer
 from dare.studies.items import choose_subset, rungs
 from dare.studies.progress import Display, show_search
-from dare.studies.reading import (
-    RUNNER_UP,
-    WINNER,
-    read_study,
-    recipe_of,
-    runner_up,
-)
-from dare.studies.results import Conclusion, Settings, State, StudyData, Trial, key_of
+from dare.studies.reading import read_study, recipe_of, runner_up
+from dare.studies.results import Conclusion, Role, Settings, State, StudyData, Trial, key_of
 from dare.studies.scores import check_items
 from dare.studies.scoring import Interrupted, Terms, score_candidate
 from dare.studies.study import BASELINE, FINAL, HOLDOUT, Claim, Placed, Planned, Study
@@ -237,7 +231,7 @@ class _Story:
         document = self.study.note("advice")
         advised = None if document is None else recipe_from_document(document, "advice")
         recipes = baseline_recipes(self.asked.recipe, advised)
-        self._check_inputs(scorers[0], recipes[AVERAGE])
+        self._check_inputs(scorers[0], recipes[Role.AVERAGE])
 
         plain: dict[str, tuple[Recipe, Settings]] = {n: (r, {}) for n, r in recipes.items()}
         self._score_beside(scorers, BASELINE, plain, self.terms)
@@ -251,7 +245,7 @@ class _Story:
     def _check_inputs(self, scorer: Scorer, average: Recipe) -> None:
         """Refuse to go on with models that are no longer those of the study."""
         for done in self.study.beside(BASELINE):
-            if done.name == AVERAGE and done.digest not in (None, scorer.make(average)):
+            if done.role is Role.AVERAGE and done.digest not in (None, scorer.make(average)):
                 raise InputError(
                     f"{self.study.path}: the base or a model has changed since the study "
                     "began (their average has other weights); give another --study"
@@ -263,7 +257,7 @@ class _Story:
         self.known_baselines = _known(done)
         scores = [trial.scored for trial in done if trial.scored is not None]
         first = scores[0]
-        singles = [t.scored.scores for t in done if is_single(t.name) and t.scored is not None]
+        singles = [t.scored.scores for t in done if t.role is Role.SINGLE and t.scored is not None]
         remarks: list[str] = []
         differences = [d for d in (check_items(first, other) for other in scores[1:]) if d]
         if any(other.scores.keys() != first.scores.keys() for other in scores):
@@ -299,7 +293,9 @@ class _Story:
     def _choose_items(self, done: Sequence[Trial]) -> None:
         with self.study.turn():
             if self.study.subset is None:
-                by_name = {t.name: t.scored.items for t in done if t.scored and t.name != AGAIN}
+                by_name = {
+                    t.name: t.scored.items for t in done if t.scored and t.role is not Role.AGAIN
+                }
                 count = self.asked.table.items or 0
                 self.study.keep_subset(choose_subset(by_name, count, self.asked.seed))
         self.terms = replace(self.terms, subset=self.study.subset)
@@ -314,7 +310,7 @@ class _Story:
         share = 1.0
         if self.terms.subset is not None and self.terms.reference is not None:
             share = len(self.terms.subset.ids) / len(self.terms.reference.items)
-        cost = plan(baseline_recipes(self.asked.recipe, None)[AVERAGE]).cost
+        cost = plan(baseline_recipes(self.asked.recipe, None)[Role.AVERAGE]).cost
         size = show_size(cost.bytes_written)
         room = (
             f"{size} of disk for each job"
@@ -413,7 +409,7 @@ class _Story:
                     "used to choose too; keep the first one"
                 )
             self.study.keep("holdout", evaluator)
-        ranked = {WINNER: conclusion.best, RUNNER_UP: runner_up(conclusion)}
+        ranked = {Role.WINNER: conclusion.best, Role.RUNNER_UP: runner_up(conclusion)}
         recipes = {
             f"{role} {key_of(found.settings)}": (recipe_of(self.study, found), found.settings)
             for role, found in ranked.items()
@@ -440,7 +436,7 @@ class _Story:
                 return None
             self.display.say(f"{kind} {claim.name.partition(' {')[0]}")
             recipe, _ = recipes[claim.name]
-            known = {} if claim.name == AGAIN else _known(self.study.beside(kind))
+            known = {} if claim.name == Role.AGAIN else _known(self.study.beside(kind))
             return partial(score_candidate, claim=claim, recipe=recipe, terms=terms, known=known)
 
         self._work(scorers, take, lambda: self.study.is_busy(kind))

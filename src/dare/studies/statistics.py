@@ -11,7 +11,7 @@ towards small values twice).
 
 A score is taken for a *share* if all its items (its values, where it has none) lie in 0 … 1 for all
 contenders, and its name is not that of an error. An objective of shares has bounds, and so have its
-intervals: the error of the mean is taken to shrink towards the bounds as that of a share does, which
+intervals: the error of the mean is taken to shrink towards the bounds as that of a share, which
 is Wilson's interval where items are right or wrong. Items that are all 0 or all 1 show no spread:
 the share of others that they may have missed is drawn as Clopper and Pearson have it.
 
@@ -101,9 +101,7 @@ class Resampled:
             middle = min(1.0, max(0.0, part - shift))
             ratio = half * half / (part * (1 - part))
             root = math.sqrt(ratio * (ratio + 4 * middle * (1 - middle)))
-            low, high = (
-                (2 * middle + ratio + sign * root) / (2 * (1 + ratio)) for sign in (-1, 1)
-            )
+            low, high = ((2 * middle + ratio + sign * root) / (2 * (1 + ratio)) for sign in (-1, 1))
             low, high = max(0.0, min(low, part)), min(1.0, max(high, part))
         return Estimate(value, least + low * span, least + high * span)
 

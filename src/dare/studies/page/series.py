@@ -79,11 +79,6 @@ def smaller_is_better(data: StudyData, names: Iterable[str]) -> set[str]:
 # ---------------------------------------------------------------- ranking
 
 
-def shown_baselines(conclusion: Conclusion) -> list[Ranked]:
-    """Baselines that figures show: not those that were scored again, to see the noise."""
-    return [ranked for ranked in conclusion.baselines if not ranked.baseline.endswith(" again")]
-
-
 def ranking_rows(conclusion: Conclusion, most: int) -> tuple[list[Row], list[str]]:
     """The best settings and the baselines with their intervals, the best first.
 
@@ -91,7 +86,7 @@ def ranking_rows(conclusion: Conclusion, most: int) -> tuple[list[Row], list[str
     """
     tied = {ranked.label for ranked in conclusion.tied}
     settings = [_ranking_row(ranked, conclusion, tied) for ranked in conclusion.ranking[:most]]
-    others = [_ranking_row(ranked, conclusion, tied) for ranked in shown_baselines(conclusion)]
+    others = [_ranking_row(ranked, conclusion, tied) for ranked in conclusion.baselines]
     settings = [row for row in settings if row["objective"] is not None]
     others = [row for row in others if row["objective"] is not None]
     near = others
@@ -286,7 +281,7 @@ def score_rows(conclusion: Conclusion) -> list[Row]:
     """A row for each setting and baseline, with its scores by name."""
     front = set(conclusion.front)
     rows = []
-    for place, ranked in enumerate([*conclusion.ranking, *shown_baselines(conclusion)]):
+    for place, ranked in enumerate([*conclusion.ranking, *conclusion.baselines]):
         scores = {name: finite(value) for name, value in ranked.scores.items()}
         rows.append(
             {
@@ -337,7 +332,7 @@ def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Ro
     """
     near: list[Row] = []
     far: list[str] = []
-    for ranked in shown_baselines(conclusion):
+    for ranked in conclusion.baselines:
         value = finite(ranked.objective.value)
         if value is not None and _is_near(value, low, high):
             near.append({"label": ranked.baseline, "level": value})
