@@ -10,6 +10,8 @@ import pytest
 from dare.errors import RecipeError
 from dare.studies.conclusions import conclude
 from dare.studies.items import choose_subset, estimate, scores_of
+from dare.studies.page.assembly import _tiles
+from dare.studies.page.words import holdout_text
 from dare.studies.results import Estimate, Role, Scored, State, StudyData, Trial
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
@@ -362,7 +364,8 @@ def test_the_holdout_says_by_how_much_the_winner_was_flattered():
     assert found.objective.value == 0.6
     assert found.objective.low < 0.6 < found.objective.high
     assert found.validation == 0.7
-    assert found.loss == pytest.approx(0.1 - (0.02 - 0.02) / 2)
+    assert found.loss == pytest.approx(0.1)
+    assert found.usual_loss == pytest.approx((0.02 - 0.02) / 2)
     assert [(d.other, d.verdict) for d in found.against] == [
         ("runner-up", "no difference shown"),
         ("average", "no difference shown"),
@@ -376,7 +379,7 @@ def test_a_winner_is_held_against_the_same_seeds():
     winner = trial(0, {"scale": 1.0}, right(65), 2, name="winner")
     found = conclude(study(trials, seeds=(0, 1, 2), holdout=(winner,))).holdout
     assert found.validation == 0.8
-    assert found.loss == pytest.approx(0.15)
+    assert (found.loss, found.usual_loss) == (pytest.approx(0.15), None)
 
 
 def test_harder_data_is_not_taken_for_flattery():
@@ -385,8 +388,32 @@ def test_harder_data_is_not_taken_for_flattery():
             trial(0, {"drop_rate": 0.1}, right(50), name="winner"), baseline("average", right(40))
         )
     )
-    assert found.holdout.loss == pytest.approx(0.0)
+    assert found.holdout.loss == found.holdout.usual_loss == pytest.approx(0.2)
+    assert "no sign of a lucky choice" in holdout_text(found.holdout)
     assert not any("held out" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(
+    ("held", "average", "moved", "usual", "curse"),
+    [
+        (
+            72,
+            65,
+            "0.7 where the same weights were chosen: 0.02 higher",
+            "0.05 higher",
+            "by about 0.03",
+        ),
+        (69, 58, ": 0.01 lower", "0.02 lower", "no sign"),
+        (70, 60, ": no change", "no change", "no sign"),
+    ],
+)
+def test_the_change_of_the_winner_is_said_as_it_is(held, average, moved, usual, curse):
+    winner = trial(0, {"drop_rate": 0.1}, right(held), name="winner")
+    found = conclude(held_out(winner, baseline("average", right(average))))
+    said = holdout_text(found.holdout)
+    assert (moved in said, f"average: {usual}" in said, curse in said) == (True,) * 3
+    (_, value, remark), *_ = (tile for tile in _tiles(held_out(), found) if "held-out" in tile[0])
+    assert (float(value), remark.split()[0]) == (held / 100, "0.7")
 
 
 def test_a_second_winner_is_a_second_look():

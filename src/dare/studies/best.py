@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dare.errors import InputError, printable
 from dare.recipe.toml import write_toml
+from dare.studies.page.words import holdout_text
 from dare.studies.results import Conclusion
 from dare.tensors.sizes import times
 
@@ -52,12 +53,8 @@ def grounds(conclusion: Conclusion) -> Iterator[str]:
         assert conclusion.simplest is not None
         yield f"The simplest of these: {conclusion.simplest.label}."
     if conclusion.holdout is not None:
-        held = conclusion.holdout
-        yield (
-            f"On the holdout: {held.objective}, {abs(held.loss):.3g} "
-            f"{'lower' if held.loss >= 0 else 'higher'} than where it was chosen."
-        )
-        for difference in held.against:
+        yield f"The holdout: {holdout_text(conclusion.holdout)}"
+        for difference in conclusion.holdout.against:
             yield (
                 f"On the holdout against {difference.other}: {difference.estimate}, "
                 f"{difference.verdict}."

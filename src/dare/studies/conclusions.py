@@ -190,17 +190,17 @@ def _holdout(
     chosen = [t for t in data.trials if t.is_done and t.scored and t.settings == latest]
     chosen = [t for t in chosen if t.seed in seeds] or chosen
     validation = _mean_objective(chosen, judge.objective) if chosen else best.objective.value
-    flattery = [validation - float(table.values[0])]
+    usual = []
     for place, other in enumerate(others, start=1):
         if before := [t for t in data.baselines if t.name == other.name and t.is_done and t.scored]:
-            flattery.append(_mean_objective(before, judge.objective) - float(table.values[place]))
-    usual = math.fsum(flattery[1:]) / max(1, len(flattery) - 1)
+            usual.append(_mean_objective(before, judge.objective) - float(table.values[place]))
     looks = len({(t.name, key_of(t.settings)) for t in winners})
     holdout = Holdout(
         objective=standing.objective,
         against=tuple(_difference(table, 0, n, o.name, ()) for n, o in enumerate(others, start=1)),
         validation=validation,
-        loss=flattery[0] - usual,
+        loss=validation - standing.objective.value,
+        usual_loss=math.fsum(usual) / len(usual) if usual else None,
         looks=looks,
     )
     return holdout, tuple(remarks.of_holdout(standing, best, latest, looks))

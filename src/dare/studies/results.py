@@ -244,10 +244,11 @@ class Holdout:
     objective: Estimate
     against: tuple[Difference, ...]
     validation: float
-    """Its objective where it was chosen."""
+    """The objective of the same weights where they were chosen."""
     loss: float
-    """Validation minus holdout of the winner, less the same of the baselines: what choosing the
-    best of many has flattered it by."""
+    """Validation minus holdout."""
+    usual_loss: float | None
+    """The same of the baselines, on average, which were not chosen; None if none has both."""
     looks: int
     """How many winners have been scored on it; after the first, it is no longer held out."""
 

@@ -112,11 +112,8 @@ def _tiles(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, 
         yield "Best baseline", words.value_text(top.objective.value), top.baseline
     if holdout is not None:
         value = words.value_text(holdout.objective.value)
-        yield (
-            "On held-out data",
-            value,
-            f"{number(max(0.0, holdout.loss))} lower than where it was chosen",
-        )
+        chosen = words.value_text(holdout.validation)
+        yield "On held-out data", value, f"{chosen} for the same weights where they were chosen"
     done = sum(trial.is_done for trial in data.trials)
     others = words.counted(data).partition(" done")[2].lstrip(", ")
     yield "Trials done", f"{done} of {data.planned}", others or f"sampler: {data.sampler}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dare.output.page.words import NOTHING, number
+from dare.output.page.words import NOTHING
 from dare.studies.results import (
     Conclusion,
     Difference,
@@ -25,6 +25,7 @@ Tone = Literal["ready", "change", "stop", "note"]
 """How good the news is; the names are those of the page's colours."""
 MOST_NAMED = 3
 """Settings that are named in a sentence; more are counted."""
+ROUNDING = 1e-12
 VERDICTS: dict[str, Tone] = {
     "better": "ready",
     "worse": "stop",
@@ -95,19 +96,34 @@ def ranked_text(ranked: Ranked) -> str:
 
 
 def holdout_text(holdout: Holdout) -> str:
-    """The winner on held-out data, and by how much choosing has flattered it."""
-    where_chosen = f"{number(holdout.validation)} where it was chosen."
-    said = f"{holdout.objective} on held-out data, {where_chosen}"
-    if holdout.loss > 0:
+    """The winner on held-out data, beside the same weights where they were chosen."""
+    said = (
+        f"{holdout.objective} on held-out data, {value_text(holdout.validation)} where the same "
+        f"weights were chosen: {_change(holdout.loss)}."
+    )
+    if holdout.usual_loss is not None:
+        said += f" The baselines, on average: {_change(holdout.usual_loss)}."
+        excess = holdout.loss - holdout.usual_loss
         said += (
-            f" That is {number(holdout.loss)} lower: the choice favoured settings "
-            "that were lucky on the data (winner's curse)."
+            " So the choice may have favoured settings that were lucky on the data, by about "
+            f"{value_text(excess)} (winner's curse)."
+            if excess > ROUNDING
+            else " So there is no sign of a lucky choice (winner's curse)."
         )
-    else:
-        said += " That is not lower, so there is no sign of a lucky choice (winner's curse)."
     if holdout.looks > 1:
         said += f" {holdout.looks} winners were scored on it, so it is no longer held out."
     return said
+
+
+def _change(loss: float) -> str:
+    """How a score has changed.
+
+    >>> _change(0.25), _change(-0.25), _change(1e-17)
+    ('0.25 lower', '0.25 higher', 'no change')
+    """
+    if abs(loss) <= ROUNDING:
+        return "no change"
+    return f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
 
 
 def difference_text(difference: Difference) -> str:
