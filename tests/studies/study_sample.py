@@ -177,6 +177,7 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             else (),
             "tied": tuple(tied),
             "better": (),
+            "chosen": best,
             "simplest": tied[-1] if tied else best,
             "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},
             "front": (0, 1) if len(ranking) > 1 else (),

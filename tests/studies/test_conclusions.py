@@ -12,7 +12,7 @@ from dare.studies.conclusions import conclude
 from dare.studies.items import choose_subset, estimate, scores_of
 from dare.studies.page.assembly import _tiles
 from dare.studies.page.words import holdout_text
-from dare.studies.results import Estimate, Role, Scored, State, StudyData, Trial
+from dare.studies.results import Conclusion, Estimate, Role, Scored, State, StudyData, Trial
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
 
@@ -443,6 +443,79 @@ def test_a_holdout_that_failed_or_does_not_fit_is_said():
     )
     assert "On the holdout the winner breaks a guard: add is 0.05, below 0.2." in broken.remarks
     assert conclude(held_out()).holdout is None
+
+
+def test_a_baseline_that_is_better_where_the_best_was_chosen_is_taken():
+    both = [baseline("sum", right(90)), baseline("average", right(95))]
+    found = conclude(study(rates(70, 69), both))
+    assert [r.baseline for r in found.better] == ["average", "sum"]
+    assert found.chosen == found.simplest == found.better[0]
+    assert found.no_recipe == ""
+    broken = conclude(study(rates(70, 69), both, guards=("add:max:0.8",)))
+    assert (broken.better, broken.chosen) == ((), broken.best)
+    alone = conclude(study(rates(70), [baseline("math alone", right(90)), *both[:1]]))
+    assert alone.chosen.baseline == "math alone"  # the first of those that nothing beats
+    assert alone.no_recipe.startswith("do not merge: math is better")
+    base = conclude(study(rates(70), [baseline("base", right(90))]))
+    assert base.no_recipe.startswith("do not merge: the base is better")
+
+
+def on_holdout(winner: int, plain: int, **more) -> Conclusion:
+    """The sum is tied with the best where it was chosen."""
+    held = (
+        trial(0, {"drop_rate": 0.1}, right(winner), name="winner"),
+        trial(1, {"drop_rate": 0.2}, right(winner), name="runner-up"),
+        baseline("sum", right(plain)),
+        baseline("average", right(1)),
+    )
+    baselines = [baseline("sum", right(more.pop("sum", 69))), baseline("average", right(1))]
+    return conclude(study(rates(70, 65), baselines, holdout=held, **more))
+
+
+def test_a_baseline_that_is_better_on_the_holdout_is_taken():
+    found = on_holdout(60, 80)
+    assert [d.verdict for d in found.against if d.other == "sum"] == ["no difference shown"]
+    assert [d.verdict for d in found.holdout.against if d.other == "sum"] == ["worse"]
+    assert found.best.settings == {"drop_rate": 0.1}
+    assert [r.baseline for r in found.better] == ["sum"]
+    assert found.chosen == found.simplest == found.better[0]
+    as_good = on_holdout(78, 80)
+    assert (as_good.better, as_good.chosen) == ((), as_good.best)
+    kept = on_holdout(60, 80, guards=("add:max:0.75",))  # which the sum breaks there
+    assert (kept.better, kept.chosen) == ((), kept.best)
+
+
+def test_nothing_is_taken_where_the_holdout_contradicts_what_is_better():
+    found = on_holdout(80, 60, sum=90)  # better where the best was chosen, worse on the holdout
+    assert found.chosen.baseline == "sum"  # no baseline beats it
+    two = (
+        trial(0, {"drop_rate": 0.1}, right(70), name="winner"),
+        baseline("sum", right(60)),
+        baseline("math alone", right(90)),
+    )
+    baselines = [baseline("sum", right(95)), baseline("math alone", right(80))]
+    found = conclude(study(rates(70), baselines, holdout=two))
+    assert [r.baseline for r in found.better] == ["sum", "math alone"]
+    assert (found.chosen, found.simplest) == (None, None)
+    assert "contradicts" in found.no_recipe
+
+
+def test_the_simplest_is_none_that_a_baseline_beats():
+    right_ones = {"a": range(60), "b": range(50, 100), "sum": range(62)}
+    best, simpler, plain = (
+        of_items({f"add/{n:03}": float(n in right_ones[name]) for n in range(100)})
+        for name in ("a", "b", "sum")
+    )
+    trials = [trial(0, {"method": "dare+ties"}, best), trial(1, {"method": "linear"}, simpler)]
+    found = conclude(study(trials, [baseline("advice", plain)]))
+    assert found.simplest.settings == {"method": "linear"}
+    held = (
+        trial(0, {"method": "dare+ties"}, right(60), name="winner"),
+        trial(1, {"method": "linear"}, right(30), name="runner-up"),
+        baseline("advice", right(61)),
+    )
+    found = conclude(study(trials, [baseline("advice", plain)], holdout=held))
+    assert found.simplest == found.chosen == found.best
 
 
 def test_models_that_are_called_like_roles_are_models():

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import html
 import json
+import re
 import threading
+import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +14,10 @@ import numpy as np
 import pytest
 
 import dare
+from dare.cli import main
 from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
+from dare.studies.page.assembly import assemble_study_page
 from dare.studies.results import Role, State
 from dare.studies.searching import read_result
 from helpers import save
@@ -317,3 +322,61 @@ def test_models_called_like_roles_are_searched_like_others(recipe, tmp_path):
     ]
     assert result.conclusion.holdout.looks == 1
     assert result.conclusion.holdout.validation == pytest.approx(1.0, abs=1e-4)
+
+
+RIGHT = {0.9: (58, 30), 1.0: (57, 55)}
+"""By scale: right items of 60 where the best is chosen, and on the holdout; others have ten."""
+
+
+def test_what_the_holdout_calls_worse_is_never_the_recipe(recipe, tmp_path, capsys):
+    base = dare.Candidates(recipe).make({"scale": 0.0}).arrays["layers.0.w"].copy()
+
+    def score(tensors, place: int):
+        scale = round(float((tensors["layers.0.w"] - base).mean() / 0.01), 2)
+        right = RIGHT.get(scale, (10, 10))[place]
+        return {"items": {f"add/{n}": float(n < right) for n in range(60)}}
+
+    study = tmp_path / "study.db"
+    result = run(
+        recipe,
+        lambda tensors: score(tensors, 0),
+        study,
+        over={"scale": (0.9, 1.5)},
+        holdout=lambda tensors: score(tensors, 1),
+    )
+    found = result.conclusion
+    assert found.best.settings == {"scale": 0.9}
+    assert {d.other: d.verdict for d in found.holdout.against}["sum"] == "worse"
+    assert (found.chosen.baseline, result.best.scale) == ("sum", 1.0)
+    assert result.best == result.simplest
+    assert result.to_dict()["recipes"]["best"] == result.best.to_document()
+    assert str(result).startswith("sum: 0.95")
+    for more in ([], ["--simplest"]):
+        capsys.readouterr()
+        assert main(["search", "best", str(study), *more]) == 0
+        written = tomllib.loads(capsys.readouterr().out)
+        assert (written["method"], "scale" in written) == ("sum", False)
+    text = assemble_study_page(result.data, found, [], "")
+    (shown,) = re.findall(r'<code id="best-recipe">(.*?)</code>', text, re.DOTALL)
+    assert "scale" not in tomllib.loads(html.unescape(re.sub("<[^>]+>", "", shown)))
+
+
+def test_where_a_single_model_is_better_nothing_is_merged(recipe, tmp_path, capsys):
+    base = dare.Candidates(recipe).make({"scale": 0.0}).arrays["layers.0.w"].copy()
+
+    def score(tensors):
+        moved = tensors["layers.0.w"] - base
+        right = 59 if moved[0] > 0.005 and moved[-1] == 0 else 20  # math alone
+        return {"items": {f"add/{n}": float(n < right) for n in range(60)}}
+
+    result = run(recipe, score, tmp_path / "study.db")
+    assert (result.best, result.simplest) == (None, None)
+    assert result.conclusion.chosen.baseline == "math alone"
+    assert str(result).startswith("do not merge: math is better")
+    for more in ([], ["--simplest"]):
+        assert main(["search", "best", str(tmp_path / "study.db"), *more]) == 1
+        assert "do not merge: math" in capsys.readouterr().err
+    assert result.to_dict()["recipes"] == {"best": None, "simplest": None}
+    text = assemble_study_page(result.data, result.conclusion, [], "")
+    assert "Do not merge" in text
+    assert "best-recipe" not in text

@@ -161,7 +161,6 @@ def test_the_recipe_of_the_best_can_be_used(text):
     (best,) = re.findall(r'<code id="best-recipe">(.*?)</code>', text, re.DOTALL)
     assert tomllib.loads(unescape(best)) == {
         "method": "sum",
-        "seed": 0,
         "base": "base",
         "models": ["add", "sort"],
     }  # a scale of 1 is the default

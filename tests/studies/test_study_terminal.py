@@ -130,9 +130,14 @@ def test_when_all_settings_break_guards_that_is_the_headline():
 
 def test_a_better_baseline_is_the_headline():
     data = sample.make_sweep()
-    worse = (Difference("sum", Estimate(-0.1, -0.2, -0.05), "worse"),)
-    text = shown(data, replace(sample.make_conclusion(data), against=worse))
-    assert text.startswith("A baseline is better than every setting")
+    found = sample.make_conclusion(data)
+    better = found.baselines[-1:]
+    text = shown(data, replace(found, better=better, chosen=better[0], simplest=better[0]))
+    assert text.startswith("A baseline is better than the best setting")
+    single = found.baselines[1]
+    text = shown(data, replace(found, better=(single,), chosen=single, simplest=single))
+    assert text.startswith("Do not merge: a baseline is better than the best setting")
+    assert "do not merge: add is better" in " ".join(text.split())
 
 
 def test_the_live_line_says_what_is_known():

@@ -231,7 +231,7 @@ def _search(
         verbose=not quiet,
     )
     show_study(console, result.data, result.conclusion)
-    if str(options.write) != "-" and result.best is not None:
+    if str(options.write) != "-":
         console.print(_written(result, options.write, overwrite=overwrite))
     if options.html is not None:
         _write_page(options.html, result, overwrite=overwrite)
@@ -303,6 +303,9 @@ def best_command(
 
 def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
     """Write the best recipe, and say what was done."""
+    if result.best is None:
+        earlier = f"; {path} is of an earlier search" if path.exists() else ""
+        return f"No recipe is written: {result}{earlier}"
     try:
         _write_recipe(path, best_toml(result), overwrite=overwrite)
     except OutputError as error:

@@ -25,7 +25,7 @@ def best_toml(result: SearchResult, *, simplest: bool = False, output: Path | No
     """The best recipe, or the simplest that cannot be told apart from it, as TOML."""
     recipe = result.simplest if simplest else result.best
     if recipe is None:
-        raise InputError(f"{result.study}: {result}, so there is no best")
+        raise InputError(f"{result.study}: {result}; so there is no recipe to write")
     which = "simplest within noise" if simplest else "best"
     tables = {**recipe.to_tables(), "output": str(output or recipe.output or OUTPUT)}
     lines = [f"# The {which} of {result.study.name}{SIGNED}"]
@@ -39,8 +39,9 @@ def grounds(conclusion: Conclusion) -> Iterator[str]:
     """What speaks for the best, and what does not, a sentence each."""
     best = conclusion.best
     assert best is not None
-    for ranked in conclusion.better[:1]:
-        yield f"The baseline {ranked.label} is better than every setting: {ranked.objective}."
+    if conclusion.chosen is not None and conclusion.better:
+        chosen = conclusion.chosen
+        yield f"The baseline {chosen.label}, objective {chosen.objective}, beats the settings."
     count = times(len(conclusion.ranking), "setting")
     yield f"The best of {count}: {best.label}, objective {best.objective}."
     for difference in conclusion.against:
@@ -49,7 +50,7 @@ def grounds(conclusion: Conclusion) -> Iterator[str]:
     if others:
         shown = "; ".join(others[:5]) + ("; …" if len(others) > 5 else "")
         yield f"Within noise of {times(len(others), 'other setting')}: {shown}."
-    if conclusion.simplest not in (None, best, *conclusion.better):
+    if conclusion.simplest not in (None, best, conclusion.chosen):
         assert conclusion.simplest is not None
         yield f"The simplest of these: {conclusion.simplest.label}."
     if conclusion.holdout is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from dare.studies.judging import (
     entries_of_names,
     entries_of_settings,
     entry_of,
-    simplest_of,
+    simplest_first,
     singles_of,
 )
 from dare.studies.objective import Objective, directions_of
@@ -49,7 +50,7 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     entries = [*entries_of_settings(data.trials, judge), *entries_of_names(data.baselines, judge)]
     if not entries:
         limits = ("Nothing is scored yet.", *remarks.of_failures(data))
-        return Conclusion((), (), None, (), (), (), None, {}, (), None, None, None, limits)
+        return Conclusion((), (), None, (), (), (), None, None, {}, (), None, None, None, limits)
     table = _resampled(entries, judge, data.subset, resamples)
     singles = singles_of(entries)
     standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
@@ -69,17 +70,17 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         for n, difference in differences.items()
         if difference.verdict == NO_DIFFERENCE and not standing[n].broken
     )
-    better = sorted(
-        (
-            standing[n]
-            for n, difference in differences.items()
-            if difference.verdict == WORSE and not standing[n].broken
-        ),
-        key=lambda ranked: -ranked.objective.value,
-    )
     best = standing[feasible[0]] if feasible else None
     ranking = tuple(standing[n] for n in order)
-    holdout, on_holdout = _holdout(data, judge, best, resamples) if best else (None, ())
+    holdout, held, on_holdout = _holdout(data, judge, best, resamples) if best else (None, None, ())
+    names = {_key(r): n for n, r in enumerate(standing) if not (r.baseline and r.broken)}
+    contests = [_Contest(table, names, feasible), *([held] if held else ())]
+    rivals = [standing[n] for n in rest if not standing[n].broken]
+    better, chosen = _choose(best, rivals, contests) if best else ([], None)
+    simplest = chosen
+    if best is not None and chosen is best:
+        ways = simplest_first(best, tied, judge)
+        simplest = next(way for way in ways if way is best or not _beating(way, rivals, contests))
     noise = _noise(data.baselines, judge.objective)
     shown = [*feasible[1:2], *(rest if feasible else ())]
     return Conclusion(
@@ -89,7 +90,8 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         against=tuple(differences[n] for n in shown),
         tied=tied,
         better=tuple(better),
-        simplest=better[0] if better else simplest_of(best, tied, judge) if best else None,
+        chosen=chosen,
+        simplest=simplest,
         importance=_importance(data.trials, judge.objective),
         front=_front(ranking, judge),
         noise=noise,
@@ -104,6 +106,48 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
             *on_holdout,
         ),
     )
+
+
+def _key(ranked: Ranked) -> str:
+    return ranked.baseline or key_of(ranked.settings)
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """Settings and baselines that one evaluator has scored."""
+
+    table: Resampled
+    places: Mapping[str, int]
+    """By the name of a baseline that keeps to the guards, or by settings as text."""
+    among: Sequence[int] = ()
+    """Places of the settings of which the best was chosen here."""
+
+    def is_worse(self, one: Ranked, other: Ranked) -> bool:
+        """Whether one is worse than a baseline, beyond chance."""
+        place, rival = self.places.get(_key(one)), self.places.get(_key(other))
+        if place is None or rival is None or place == rival:
+            return False
+        among = () if one.baseline else self.among
+        return verdict(self.table.difference(place, rival, among)) == WORSE
+
+
+def _beating(one: Ranked, rivals: Sequence[Ranked], contests: Sequence[_Contest]) -> list[Ranked]:
+    """The baselines that are better, beyond chance, in any contest."""
+    return [r for r in rivals if any(contest.is_worse(one, r) for contest in contests)]
+
+
+def _choose(
+    best: Ranked, rivals: Sequence[Ranked], contests: Sequence[_Contest]
+) -> tuple[list[Ranked], Ranked | None]:
+    """The baselines that beat the best setting, and what to take."""
+    better = _beating(best, rivals, contests)
+    if not better:
+        return [], best
+    beaten = {r.baseline for r in rivals if _beating(r, rivals, contests)}
+    better.sort(key=lambda ranked: (ranked.baseline in beaten, -ranked.objective.value))
+    left = [r for r in rivals if r.baseline not in beaten]
+    first = max(left, key=lambda r: (r in better, r.objective.value), default=None)
+    return better, first
 
 
 def _resampled(
@@ -169,13 +213,18 @@ def _subset_error(subset: Subset | None, best: Entry, judge: Judge) -> float | N
 
 def _holdout(
     data: StudyData, judge: Judge, best: Ranked, resamples: int
-) -> tuple[Holdout | None, tuple[str, ...]]:
+) -> tuple[Holdout | None, _Contest | None, tuple[str, ...]]:
     """The winner on the second evaluator, beside all else that was scored there."""
     winners = [t for t in data.holdout if t.role in (Role.WINNER, Role.EARLIER_WINNER)]
     done = [t for t in winners if t.is_done and t.scored is not None]
     if not done:
-        return None, tuple(
-            f"The winner has no score on the holdout: {winner.message}." for winner in winners[-1:]
+        return (
+            None,
+            None,
+            tuple(
+                f"The winner has no score on the holdout: {winner.message}."
+                for winner in winners[-1:]
+            ),
         )
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
     trials = [t for t in done if t.settings == latest]
@@ -183,9 +232,19 @@ def _holdout(
     others = entries_of_names((t for t in data.holdout if t not in winners), judge)
     try:
         table = _resampled([winner, *others], judge, None, resamples)
-        standing = judge.ranked(winner, table.estimate(0), singles_of(others))
+        singles = singles_of(others)
+        all_standing = [
+            judge.ranked(entry, table.estimate(n), singles)
+            for n, entry in enumerate([winner, *others])
+        ]
     except RecipeError as error:
-        return None, (f"The holdout cannot be compared: {error}.",)
+        return None, None, (f"The holdout cannot be compared: {error}.",)
+    standing = all_standing[0]
+    places = {
+        key_of(entry.trials[0].settings) if entry.trials[0].settings else entry.name: n
+        for n, entry in enumerate([winner, *others])
+        if entry.trials[0].settings or not all_standing[n].broken
+    }
     seeds = {trial.seed for trial in trials}
     chosen = [t for t in data.trials if t.is_done and t.scored and t.settings == latest]
     chosen = [t for t in chosen if t.seed in seeds] or chosen
@@ -203,7 +262,8 @@ def _holdout(
         usual_loss=math.fsum(usual) / len(usual) if usual else None,
         looks=looks,
     )
-    return holdout, tuple(remarks.of_holdout(standing, best, latest, looks))
+    contest = _Contest(table, places)
+    return holdout, contest, tuple(remarks.of_holdout(standing, best, latest, looks))
 
 
 def _mean_objective(trials: Sequence[Trial], objective: Objective) -> float:

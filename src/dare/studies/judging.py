@@ -125,10 +125,10 @@ def singles_of(entries: Iterable[Entry]) -> list[Scored]:
 # ------------------------------------------------------------------------------------- simplicity
 
 
-def simplest_of(best: Ranked, tied: Sequence[Ranked], judge: Judge) -> Ranked:
-    """What needs least: a plain merge, then few stages, no randomness, few changes."""
+def simplest_first(best: Ranked, tied: Sequence[Ranked], judge: Judge) -> list[Ranked]:
+    """By what they need: a plain merge, then few stages, no randomness, few changes."""
     merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
-    return min(merges, key=lambda ranked: (_complexity(ranked, judge), -ranked.objective.value))
+    return sorted(merges, key=lambda ranked: (_complexity(ranked, judge), -ranked.objective.value))
 
 
 def _complexity(ranked: Ranked, judge: Judge) -> tuple[int, int, bool, int]:

@@ -34,7 +34,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
 def study_data(study: Study) -> StudyData:
     """All that a study holds, but for the holdout."""
     charter = study.charter
-    space = study_space(study)
+    recipe = recipe_from_document(charter.recipe, str(study.path))
     remarks = study.note("remarks") or []
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
     trials = sorted(latest.values(), key=lambda trial: trial.number)
@@ -46,7 +46,7 @@ def study_data(study: Study) -> StudyData:
         space=charter.space,
         sampler=charter.sampler,
         planned=study.note("planned") or len(trials),
-        seeds=tuple(space.recipe.seed + shift for shift in seed_shifts(charter.seeds)),
+        seeds=tuple(recipe.seed + shift for shift in seed_shifts(charter.seeds)),
         evaluator=charter.evaluator,
         objective=charter.objective,
         guards=charter.guards,
@@ -54,25 +54,24 @@ def study_data(study: Study) -> StudyData:
         trials=tuple(trials),
         subset=subset,
         holdout_evaluator=study.note("holdout"),
+        advice=study.note("advice"),
+        output=study.note("output"),
         remarks=tuple(remarks),
     )
 
 
-def study_space(study: Study) -> Space:
-    """The space of a study, around its recipe."""
-    recipe = recipe_from_document(study.charter.recipe, str(study.path))
-    return Space(recipe, Search(over=study.charter.space).over)
+def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
+    """The recipe of a setting with its first seed, or of a baseline; with the study's output.
 
-
-def recipe_of(study: Study, ranked: Ranked) -> Recipe:
-    """The recipe of a setting with its first seed, or of a baseline; with the study's output."""
-    space = study_space(study)
-    output = {"output": study.note("output")}
+    Of several seeds it has the first: to take the best of them would be another choice by chance.
+    """
+    recipe = recipe_from_document(data.recipe, "the recipe of the study")
     if not ranked.baseline:
-        return space.candidate(ranked.settings).model_copy(update=output)
-    advised = study.note("advice")
-    advice = None if advised is None else recipe_from_document(advised, "advice")
-    return baseline_recipes(space.recipe, advice)[ranked.baseline].model_copy(update=output)
+        made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
+    else:
+        advice = None if data.advice is None else recipe_from_document(data.advice, "advice")
+        made = baseline_recipes(recipe, advice)[ranked.baseline]
+    return made.model_copy(update={"output": data.output})
 
 
 def runner_up(conclusion: Conclusion) -> Ranked | None:

@@ -176,6 +176,10 @@ class StudyData:
     """The winner, the runner-up and the baselines, scored by that evaluator."""
     remarks: tuple[str, ...] = ()
     """What a reader should know, such as why there is no advice."""
+    advice: dict[str, Any] | None = None
+    """The document of the advised recipe."""
+    output: str | None = None
+    """Where the merge of the best goes."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON."""
@@ -253,6 +257,10 @@ class Holdout:
     """How many winners have been scored on it; after the first, it is no longer held out."""
 
 
+NOT_MERGED = (Role.BASE, Role.SINGLE)
+"""Baselines that are there already: who finds one of them best need not merge."""
+
+
 @dataclass(frozen=True)
 class Conclusion:
     """What a study shows, and what it does not."""
@@ -266,10 +274,14 @@ class Conclusion:
     tied: tuple[Ranked, ...]
     """Settings and baselines that the best cannot be told apart from."""
     better: tuple[Ranked, ...]
-    """Baselines that are better than the best setting, beyond chance, the best of them first."""
+    """Baselines that are better than the best setting, beyond chance, where it was chosen or on
+    the holdout; those first that no other baseline beats."""
+    chosen: Ranked | None
+    """What to take: the best setting, or a baseline that is better and that no other beats. None if
+    there is neither."""
     simplest: Ranked | None
-    """What to take: the simplest of the best and those that it cannot be told apart from, or a
-    baseline that is better."""
+    """The simplest of the best and those that it cannot be told apart from, if no baseline beats
+    it; otherwise what is chosen."""
     importance: dict[str, float]
     """By setting: the share of the spread between trials that goes with it alone."""
     front: tuple[int, ...]
@@ -281,6 +293,19 @@ class Conclusion:
     holdout: Holdout | None
     remarks: tuple[str, ...]
     """What limits all this, a sentence each."""
+
+    @property
+    def no_recipe(self) -> str:
+        """Why there is no recipe to take; empty if there is one."""
+        if self.chosen is not None and self.chosen.role not in NOT_MERGED:
+            return ""
+        if self.chosen is not None:
+            what = self.chosen.baseline.removesuffix(ALONE)
+            what = "the base" if self.chosen.role is Role.BASE else what
+            return f"do not merge: {what} is better than the best setting ({self.chosen.objective})"
+        if self.best is not None:
+            return "the holdout contradicts the scores by which baselines beat the best setting"
+        return "every setting breaks a guard" if self.ranking else "no setting is scored"
 
     def to_dict(self) -> dict[str, Any]:
         """The conclusion as plain values, ready for JSON."""

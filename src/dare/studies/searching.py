@@ -50,10 +50,10 @@ class SearchResult:
     data: StudyData
     conclusion: Conclusion
     best: Recipe | None
-    """The recipe of the best setting, or of a baseline that is shown to be better; None if no
-    candidate could be scored."""
+    """The recipe of the best setting, or of a baseline that beats it; None if there is nothing to
+    merge, for which `conclusion.no_recipe` has the reason."""
     simplest: Recipe | None
-    """The simplest recipe that cannot be told apart from the best."""
+    """The simplest recipe that cannot be told apart from the best and that no baseline beats."""
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, ready for JSON; the items stay in the study."""
@@ -63,7 +63,8 @@ class SearchResult:
                 scored = trial.pop("scored") or {}
                 trial["scores"] = scored.get("scores")
                 trial["items"] = len(scored.get("items", ()))
-        document.pop("subset")
+        for name in ("subset", "advice", "output"):
+            document.pop(name)
         recipes = {
             name: None if recipe is None else recipe.to_document()
             for name, recipe in (("best", self.best), ("simplest", self.simplest))
@@ -75,13 +76,11 @@ class SearchResult:
         return f"<SearchResult of {self.study}: {self}>"
 
     def __str__(self) -> str:
-        """The best setting, with its interval."""
-        best = self.conclusion.best
-        if best is not None:
-            return f"{best.label}: {best.objective}"
-        if self.conclusion.ranking:
-            return "every setting breaks a guard"
-        return "no setting could be scored" if self.data.trials else "no setting is scored yet"
+        """What to take, with its interval."""
+        chosen = self.conclusion.chosen
+        if chosen is not None and not self.conclusion.no_recipe:
+            return f"{chosen.label}: {chosen.objective}"
+        return self.conclusion.no_recipe
 
 
 def search(
@@ -135,15 +134,11 @@ def read_result(path: Path) -> SearchResult:
 def result_of(study: Study) -> SearchResult:
     """What an open study shows by now."""
     data, conclusion = read_study(study)
-    best = next(iter(conclusion.better), conclusion.best)
-    simplest = conclusion.simplest
-    return SearchResult(
-        study.path,
-        data,
-        conclusion,
-        None if best is None else recipe_of(study, best),
-        None if simplest is None else recipe_of(study, simplest),
+    best, simplest = (
+        None if conclusion.no_recipe or ranked is None else recipe_of(data, ranked)
+        for ranked in (conclusion.chosen, conclusion.simplest)
     )
+    return SearchResult(study.path, data, conclusion, best, simplest)
 
 
 def study_place(recipe: AnyRecipe, study: str | PathLike[str] | None) -> Path:
@@ -397,7 +392,7 @@ class _Story:
 
     def _score_holdout(self, scorers: Sequence[Scorer]) -> None:
         """Score the winner, the runner-up and the baselines on data that has chosen nothing."""
-        _, conclusion = read_study(self.study)
+        data, conclusion = read_study(self.study)
         if conclusion.best is None:
             return
         evaluator = told(self.asked.holdout or "")
@@ -411,12 +406,12 @@ class _Story:
             self.study.keep("holdout", evaluator)
         ranked = {Role.WINNER: conclusion.best, Role.RUNNER_UP: runner_up(conclusion)}
         recipes = {
-            f"{role} {key_of(found.settings)}": (recipe_of(self.study, found), found.settings)
+            f"{role} {key_of(found.settings)}": (recipe_of(data, found), found.settings)
             for role, found in ranked.items()
             if found is not None
         }
         for baseline in conclusion.baselines:
-            recipes[baseline.baseline] = recipe_of(self.study, baseline), {}
+            recipes[baseline.baseline] = recipe_of(data, baseline), {}
         terms = Terms(self.asked, self.terms.stop)
         self._score_beside(scorers, HOLDOUT, recipes, terms)
 

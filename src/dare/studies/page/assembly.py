@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tomli_w
-
 from dare.errors import RecipeError
 from dare.output.page.figures import Figure
 from dare.output.page.shell import Section, render_page
 from dare.output.page.tables import Columns, listing
 from dare.output.page.words import NOTHING, number
-from dare.recipe.document import recipe_from_document
-from dare.recipe.settings import with_settings
+from dare.recipe.toml import write_toml
 from dare.studies.page import series, words
 from dare.studies.page.series import TrialTable
+from dare.studies.reading import recipe_of
 from dare.studies.results import Conclusion, Ranked, StudyData, Trial
 from dare.tensors.sizes import times
 
@@ -154,28 +152,19 @@ def _for_script(table: TrialTable) -> dict[str, Any]:
 
 
 def _recipes(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, str]]:
-    """Title, name and TOML of the best setting and of the simplest."""
-    best, simplest = conclusion.best, conclusion.simplest
-    better = f" setting (but {conclusion.better[0].label} is better)" if conclusion.better else ""
-    if best is not None and (text := recipe_text(data, best)):
-        yield f"The best{better}", "best-recipe", text
-    if simplest is not None and simplest != best and (text := recipe_text(data, simplest)):
+    """Title, name and TOML of what to take and of the simplest."""
+    chosen, simplest = conclusion.chosen, conclusion.simplest
+    if chosen is None or conclusion.no_recipe:
+        return
+    if text := recipe_text(data, chosen):
+        yield f"The {'baseline to take' if chosen.baseline else 'best'}", "best-recipe", text
+    if simplest is not None and simplest != chosen and (text := recipe_text(data, simplest)):
         yield "The simplest within noise", "simplest-recipe", text
 
 
 def recipe_text(data: StudyData, ranked: Ranked) -> str:
-    """The recipe with a setting, as TOML; empty for a baseline, or if the recipe is gone.
-
-    Of several seeds it has the first: to take the best of them would be another choice by chance.
-    """
-    if ranked.baseline:
-        return ""
-    seeds = [trial.seed for trial in data.trials if trial.number in ranked.trials]
+    """The recipe of a setting or a baseline as TOML; empty if it cannot be read here."""
     try:
-        recipe = recipe_from_document(data.recipe, "the recipe of the study")
-        changed = with_settings(
-            recipe, {**({"seed": seeds[0]} if seeds else {}), **ranked.settings}
-        )
+        return write_toml(recipe_of(data, ranked).to_tables())
     except RecipeError:
         return ""
-    return tomli_w.dumps(changed.to_tables())

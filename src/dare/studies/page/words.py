@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dare.output.page.words import NOTHING
 from dare.studies.results import (
+    NOT_MERGED,
     Conclusion,
     Difference,
     Estimate,
@@ -51,16 +52,16 @@ def summarize(data: StudyData, conclusion: Conclusion) -> Summary:
 
 
 def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
-    baselines = {ranked.baseline for ranked in conclusion.baselines}
-    of_baselines = {item.verdict for item in conclusion.against if item.other in baselines}
     verdicts = {item.verdict for item in conclusion.against}
     if not data.trials:
         return "No trials yet", "note"
     if conclusion.best is None:
         broken = bool(conclusion.ranking)
         return ("Every setting breaks a guard" if broken else "No setting is scored yet"), "stop"
-    if "worse" in of_baselines:
-        return "A baseline is better than every setting", "stop"
+    if conclusion.better:
+        is_there = conclusion.chosen is not None and conclusion.chosen.role in NOT_MERGED
+        advice = "Do not merge: a" if is_there else "A"
+        return f"{advice} baseline is better than the best setting", "stop"
     if conclusion.tied:
         return f"The best is within noise of {times(len(conclusion.tied), 'other')}", "change"
     if verdicts == {"better"}:
@@ -76,7 +77,8 @@ def _facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     if conclusion.tied:
         yield "Within noise of it", _named(conclusion.tied)
     if conclusion.better:
-        yield "Better than all settings", ranked_text(conclusion.better[0])
+        chosen, reason = conclusion.chosen, conclusion.no_recipe
+        yield "Take instead", reason if reason or chosen is None else ranked_text(chosen)
     elif simplest is not None:
         same = simplest == best
         yield "Simplest within noise", "the best itself" if same else ranked_text(simplest)
