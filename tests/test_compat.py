@@ -135,7 +135,7 @@ def test_keys_shapes_and_types_are_preserved():
 def test_what_is_no_array_is_refused():
     with pytest.raises(InputError, match="expected a NumPy array or a torch tensor"):
         dare_drop({"w": [1.0, 2.0]})
-    with pytest.raises(InputError, match="arrays of complex128 cannot be merged"):
+    with pytest.raises(InputError, match=r"w.*complex128"):
         dare_drop({"w": np.ones(1, np.complex128)})
 
 

@@ -28,7 +28,7 @@ from dare.errors import (
     VerificationError,
     warn_caller,
 )
-from dare.inputs.arrays import array_source, like_original
+from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
 from dare.output.destinations import (
@@ -527,8 +527,8 @@ def apply_delta(
 
 
 def merge_arrays(
-    base: Mapping[str, Any],
-    models: Sequence[Mapping[str, Any]],
+    base: Arrays,
+    models: Sequence[Arrays],
     *,
     weights: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
@@ -537,6 +537,9 @@ def merge_arrays(
     **settings: Any,
 ) -> tuple[dict[str, Any], Report]:
     """Merge dicts of NumPy arrays or torch tensors; the result is of the base's kind.
+
+    A torch module stands for its `state_dict()`; the result is a dict all the same. Other byte
+    orders are converted; arrays that are not dense, such as sparse tensors, are refused.
 
     Settings are as in `merge`. Weights, seeds and parameters of delta stages (`model_settings`) can
     also be given as lists, one for each model. Rules call the models "model 0", "model 1", ….
@@ -550,16 +553,17 @@ def merge_arrays(
     array([0., 0., 0., 8.], dtype=float32)
     """
     started = time.perf_counter()
-    if isinstance(models, Mapping):
+    if isinstance(models, Mapping) or is_module(models):
         raise RecipeError("models must be a list of dicts, also if there is one: [model]")
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
     names = [f"model {index}" for index in range(len(models))]
+    originals = named_arrays(base, "base")
     recipe = _array_recipe(names, {"weights": weights, "seeds": seeds}, model_settings, settings)
     if any(model is base for model in models):
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
-    tied = tie(array_source(base, "base"), sources, names)
+    tied = tie(array_source(originals, "base"), sources, names)
     planned = make_plan(recipe, tied.base, tied.models, names, tied.notes, backend=backend)
     seen = _look(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
@@ -577,9 +581,10 @@ def merge_arrays(
     shown = {*planned.warnings, *seen.notices}
     _warn(recipe, [notice for notice in report.warnings if notice not in shown])
     merged = {
-        info.name: like_original(base[info.name], info, sink.arrays[info.name]) for info in written
+        info.name: like_original(originals[info.name], info, sink.arrays[info.name])
+        for info in written
     }
-    return {name: merged[name] for name in base}, report
+    return {name: merged[name] for name in originals}, report
 
 
 def _array_recipe(

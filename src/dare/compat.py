@@ -1,8 +1,8 @@
 """The functions and classes that the published descriptions of DARE use, by their names.
 
 They are thin: each turns its arguments into a recipe and hands it to `merge` or `merge_arrays`.
-Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind. Those that
-analyze are in `dare.analysis.sparsity`.
+Dicts may hold NumPy arrays or torch tensors, and what comes back is of the same kind; a torch
+module stands for its `state_dict()`. Those that analyze are in `dare.analysis.sparsity`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, get_overloads, overload
@@ -35,7 +35,7 @@ from dare.errors import (
     did_you_mean,
     warn_caller,
 )
-from dare.inputs.arrays import like_original, stored
+from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
 from dare.inputs.reading import decoded
 from dare.output.report import Report
 from dare.recipe.schema import Recipe
@@ -64,7 +64,6 @@ __all__ = [
 
 logger = logging.getLogger("dare")
 
-Arrays = Mapping[str, Any]
 AnyPath = str | PathLike[str]
 BESIDE_A_BASE = (Concern.LARGE_DELTAS, Concern.NOT_HOMOLOGOUS, Concern.EQUALS_BASE)
 """What can only be said of a model that has a base."""
@@ -141,10 +140,11 @@ def dare_drop(
     array([0., 2., 2., 2., 2., 2., 0., 2.], dtype=float32)
     """
     settings = {"drop_rate": drop_rate, "rescale": rescale}
-    zeros = {name: _as_original(delta, name, None) for name, delta in task_vector.items()}
+    deltas = named_arrays(task_vector, "task_vector")
+    zeros = {name: _as_original(delta, name, None) for name, delta in deltas.items()}
     dropped, report = merge_arrays(
         zeros,
-        [task_vector],
+        [deltas],
         method="dare+sum",
         stages=_checked({"dare": settings}),
         seed=_seed(seed),
@@ -191,7 +191,8 @@ def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
             values[ties[kept - np.count_nonzero(sizes > cut) :]] = 0
         return _as_original(delta, name, values)
 
-    return {name: trimmed(name, delta) for name, delta in task_vector.items()}
+    deltas = named_arrays(task_vector, "task_vector")
+    return {name: trimmed(name, delta) for name, delta in deltas.items()}
 
 
 def ties_elect_sign(task_vectors: Sequence[Arrays]) -> dict[str, Any]:
@@ -208,8 +209,9 @@ def ties_elect_sign(task_vectors: Sequence[Arrays]) -> dict[str, Any]:
 def ties_disjoint_merge(task_vectors: Sequence[Arrays], elected: Arrays) -> dict[str, Any]:
     """Average, element by element, the deltas that are not zero and have the elected sign."""
     merged = {}
-    for name, (*deltas, last) in _by_name([*task_vectors, elected]):
-        if name not in elected:
+    signs = named_arrays(elected, "elected")
+    for name, (*deltas, last) in _by_name([*task_vectors, signs]):
+        if name not in signs:
             raise InputError(f"{name}: no sign was elected for it")
         if not deltas:
             continue
@@ -232,7 +234,8 @@ def detect_delta_sparsity(task_vector: Arrays) -> float:
     mean for the drop rate go to the log. NaN and infinite elements are warned of and not counted.
     """
     largest, total, squares, count, elements = 0.0, 0.0, 0.0, 0, 0
-    for name, delta in task_vector.items():
+    deltas = named_arrays(task_vector, "task_vector")
+    for name, delta in deltas.items():
         magnitudes = np.abs(_as_floats(delta, name))
         elements += magnitudes.size
         magnitudes = magnitudes[np.isfinite(magnitudes)]
@@ -251,8 +254,7 @@ def detect_delta_sparsity(task_vector: Arrays) -> float:
         )
     threshold = np.float32(0.01 * largest)
     below = sum(
-        int((np.abs(_as_floats(delta, name)) < threshold).sum())
-        for name, delta in task_vector.items()
+        int((np.abs(_as_floats(delta, name)) < threshold).sum()) for name, delta in deltas.items()
     )
     mean = total / count
     deviation = max(0.0, (squares - count * mean**2) / max(count - 1, 1)) ** 0.5
@@ -381,9 +383,10 @@ def _merge_files(
 
 def _by_name(task_vectors: Sequence[Arrays]) -> Iterator[tuple[str, list[Any]]]:
     """Every name, in the order in which they first occur, and its arrays, all of one shape."""
-    for name in dict.fromkeys(name for vector in task_vectors for name in vector):
-        arrays = [vector[name] for vector in task_vectors if name in vector]
-        shapes = sorted({tuple(array.shape) for array in arrays})
+    vectors = [named_arrays(vector, "task_vectors") for vector in task_vectors]
+    for name in dict.fromkeys(name for vector in vectors for name in vector):
+        arrays = [vector[name] for vector in vectors if name in vector]
+        shapes = sorted({tuple(plain_array(array, name)[1].shape) for array in arrays})
         if len(shapes) > 1:
             raise MismatchError(f"{name}: has different shapes: {', '.join(map(str, shapes))}")
         yield name, arrays

@@ -142,7 +142,7 @@ def find_q_by_outputs(
     """
     if not seeds:
         raise RecipeError("seeds = []: give at least one")
-    wanted = as_float64(expected)
+    wanted = as_float64(expected, "expected")
     shape = wanted.shape
     if top is not None:
         top = min(top, wanted.shape[-1])
@@ -150,7 +150,7 @@ def find_q_by_outputs(
         wanted = np.take_along_axis(wanted, places, axis=-1)
 
     def distance(q: float, seed: int) -> float:
-        values = as_float64(outputs(q, seed))
+        values = as_float64(outputs(q, seed), f"outputs at q = {q}")
         if values.shape != shape:
             raise InputError(f"outputs at q = {q} have the shape {values.shape}, expected {shape}")
         if top is not None:
@@ -241,8 +241,8 @@ def analytic_q(delta: Any, mean_inputs: Any, drop_rate: float, *, eta: float = 0
         raise RecipeError("drop_rate = 0: nothing is dropped, and q is 1")
     if not eta > 0:
         raise RecipeError(f"eta = {eta}: must be above 0")
-    changes = as_float64(delta)
-    inputs = as_float64(mean_inputs)
+    changes = as_float64(delta, "delta")
+    inputs = as_float64(mean_inputs, "mean_inputs")
     if changes.ndim != 2 or inputs.shape != changes.shape[1:]:
         raise InputError(
             f"expected a delta of outputs × inputs and a mean for each input, found "

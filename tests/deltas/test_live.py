@@ -450,8 +450,8 @@ def test_a_tensor_that_the_base_lacks_cannot_be_put_into_it(tmp_path):
 @pytest.mark.parametrize(
     ("array", "match"),
     [
-        (torch.empty(129, device="meta"), "device meta"),
-        (np.zeros(129, "U3"), "no base is stored in this type"),
+        (torch.empty(129, device="meta"), "b.weight.*meta"),
+        (np.zeros(129, "U3"), "b.weight.*<U3"),
     ],
 )
 def test_memory_that_cannot_be_used(tmp_path, array, match):

@@ -28,7 +28,7 @@ import fnmatch
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import reduce
@@ -55,14 +55,14 @@ from dare.analysis.measure.measuring import Measured, Subject
 from dare.analysis.measure.tallies import Magnitudes, Sums, share_below
 from dare.analysis.results import Analysis, TensorAnalysis
 from dare.errors import InputError, RecipeError
-from dare.inputs.arrays import array_source
+from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, Source, open_source
 from dare.inputs.views import SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import times
 
-Given = Mapping[str, Any] | str | PathLike[str]
+Given = Arrays | str | PathLike[str]
 """Arrays by name (or lists of numbers), or a file or directory."""
 
 SIGNIFICANT = 0.9
@@ -412,20 +412,21 @@ class _Delta(SourceView):
 def _opened(first: Given, second: Given | None) -> tuple[Source | None, Source]:
     """Base and tuned model, or no base and a delta."""
     if second is None:
-        if isinstance(first, Mapping):
-            return None, array_source(_arrays(first), "delta")
-        return None, open_source(first)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return array_source(_arrays(first), "base"), array_source(_arrays(second), "tuned")
-    if isinstance(first, Mapping) or isinstance(second, Mapping):
+        if isinstance(first, str | PathLike):
+            return None, open_source(first)
+        return None, array_source(_arrays(first, "delta"), "delta")
+    if isinstance(first, str | PathLike) and isinstance(second, str | PathLike):
+        _, inputs = open_to_compare(first, [second], verbose=False)
+        return inputs.base, inputs.models[0]
+    if isinstance(first, str | PathLike) or isinstance(second, str | PathLike):
         raise InputError("base and tuned: give two dicts of arrays, or two paths")
-    _, inputs = open_to_compare(first, [second], verbose=False)
-    return inputs.base, inputs.models[0]
+    base = array_source(_arrays(first, "base"), "base")
+    return base, array_source(_arrays(second, "tuned"), "tuned")
 
 
-def _arrays(given: Mapping[str, Any]) -> dict[str, Any]:
+def _arrays(given: Arrays, label: str) -> dict[str, Any]:
     """Lists of numbers become arrays."""
     return {
         name: np.asarray(value, np.float32) if isinstance(value, list | tuple) else value
-        for name, value in given.items()
+        for name, value in named_arrays(given, label).items()
     }

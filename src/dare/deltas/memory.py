@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.arrays import is_torch
+from dare.inputs.arrays import is_torch, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, Source
 from dare.inputs.views import RenamedSource
-from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
+from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
 
@@ -96,23 +96,19 @@ class OnDevice:
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
     """Storage type, shape and elements of an array, which can be written to."""
-    kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
-    if kind is None:
-        raise InputError(f"{name}: is {array.dtype} in the model; no base is stored in this type")
-    shape = tuple(array.shape)
-    if not is_torch(array):
-        if not array.flags.writeable:
+    kind, plain = plain_array(array, name, in_place=True)
+    shape = tuple(plain.shape)
+    if not is_torch(plain):
+        if not plain.flags.writeable:
             raise InputError(f"{name}: the array is read-only; give a copy that can be written")
-        elements = array.view(kind.carrier)
+        elements = plain.view(kind.carrier)
     else:
-        if array.device.type == "meta":
-            raise InputError(f"{name}: has no data (device meta); load the whole model first")
         torch = sys.modules["torch"]
-        tensor = array.detach().view(getattr(torch, f"int{8 * kind.itemsize}"))
-        if array.device.type != "cpu":
+        tensor = plain.view(getattr(torch, f"int{8 * kind.itemsize}"))
+        if plain.device.type != "cpu":
             if not tensor.is_contiguous():
                 raise InputError(
-                    f"{name}: is not contiguous on {array.device}; call .contiguous() first"
+                    f"{name}: is not contiguous on {plain.device}; call .contiguous() first"
                 )
             return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
         elements = tensor.numpy().view(kind.carrier)

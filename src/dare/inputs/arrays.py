@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,38 +18,105 @@ from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
 from dare.tensors.header import TensorInfo
 
 
-def array_source(arrays: Mapping[str, Any], label: str) -> ArraySource:
-    """Present a dict of arrays as a source."""
+class Module(Protocol):
+    """A torch module, as far as it is needed here."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its tensors by name."""
+
+
+Arrays = Mapping[str, Any] | Module
+"""Arrays by name, or a module that has them."""
+
+
+def array_source(arrays: Arrays, label: str) -> ArraySource:
+    """Present a dict of arrays, or a torch module, as a source."""
+    plain = {
+        name: plain_array(array, f"{label}: {name}")
+        for name, array in named_arrays(arrays, label).items()
+    }  # held until all places are known: a copy that is freed gives its place to the next
     return ArraySource(
-        {name: stored(array, f"{label}: {name}") for name, array in arrays.items()},
+        {name: (kind, tuple(array.shape), _bytes(array)) for name, (kind, array) in plain.items()},
         label=label,
-        places={name: _place(array) for name, array in arrays.items()},
+        places={name: place_of(array) for name, (_, array) in plain.items()},
     )
 
 
-def _place(array: Any) -> tuple[Any, ...] | None:
-    """Where an array lies in memory, and how; None for a single number, which has no place."""
-    if isinstance(array, np.generic):
-        return None
+def named_arrays(given: Arrays, label: str) -> Mapping[str, Any]:
+    """Return a dict of arrays as it is, and a torch module as its `state_dict()`."""
+    if is_module(given):
+        return given.state_dict()
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{label}: expected a dict of arrays or a torch module, found {type(given)}"
+        )
+    return given
+
+
+def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[StorageType, Any]:
+    """Return the storage type of an array, and the array with its values as they lie in memory.
+
+    This decides for every function which arrays are taken: dense ones of NumPy and torch, of a type
+    that models are stored in. Another byte order and conjugate or negative views are converted,
+    exactly; but refused if the array is to be changed `in_place`, because a copy would be.
+    """
     if is_torch(array):
-        return str(array.device), array.data_ptr(), tuple(array.stride())
-    return array.__array_interface__["data"][0], array.strides
+        kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
+        is_view = array.is_conj() or array.is_neg()
+    elif isinstance(array, np.ndarray | np.generic):
+        kind, is_view = BY_TORCH_NAME.get(array.dtype.name), not array.dtype.isnative
+    else:
+        raise InputError(f"{where}: expected a NumPy array or a torch tensor, found {type(array)}")
+    if reason := _why_not_plain(array):
+        raise InputError(f"{where}: {reason}")
+    if kind is None:
+        raise InputError(f"{where}: arrays of {array.dtype} are not taken; convert it to float32")
+    if is_view and in_place:
+        raise InputError(
+            f"{where}: has another byte order, or is a conjugate or negative view, and cannot be "
+            "changed in place; give a plain copy"
+        )
+    if is_torch(array):
+        return kind, array.detach().resolve_conj().resolve_neg()
+    array = np.asarray(array)
+    return kind, array.byteswap().view(kind.numpy_type) if is_view else array
+
+
+def _why_not_plain(array: Any) -> str:
+    """Say why the values of an array do not lie in memory, each once, and what to do."""
+    if not is_torch(array):
+        is_masked = isinstance(array, np.ma.MaskedArray)
+        return "is a masked array, which lacks values; call .filled(…)" if is_masked else ""
+    if array.device.type == "meta" or hasattr(array, "fake_mode"):
+        return "has no data (a meta or fake tensor); load the weights first"
+    if array.is_nested or str(array.layout) != "torch.strided":
+        return f"is nested or sparse ({array.layout}); give a dense tensor, such as .to_dense()"
+    if hasattr(array, "__tensor_flatten__"):
+        return (
+            f"is a {type(array).__name__}, which is made of other tensors; give a plain one, such "
+            "as .full_tensor() or .dequantize()"
+        )
+    return ""
+
+
+def place_of(array: Any) -> tuple[Any, ...]:
+    """Where and how a plain array lies in memory; two names of one tensor have it in common."""
+    if is_torch(array):
+        return str(array.device), array.data_ptr(), array.dtype, array.shape, array.stride()
+    return "cpu", array.ctypes.data, array.dtype, array.shape, array.strides
 
 
 def stored(array: Any, where: str) -> tuple[StorageType, tuple[int, ...], NDArray[np.uint8]]:
     """Storage type, shape and bytes of an array, without a copy where it is contiguous."""
-    if is_torch(array):
-        torch = sys.modules["torch"]
-        kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
-        flat = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    elif isinstance(array, np.ndarray | np.generic):
-        kind = BY_TORCH_NAME.get(array.dtype.name)
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    else:
-        raise InputError(f"{where}: expected a NumPy array or a torch tensor, found {type(array)}")
-    if kind is None:
-        raise InputError(f"{where}: arrays of {array.dtype} cannot be merged")
-    return kind, tuple(array.shape), flat
+    kind, plain = plain_array(array, where)
+    return kind, tuple(plain.shape), _bytes(plain)
+
+
+def _bytes(plain: Any) -> NDArray[np.uint8]:
+    if is_torch(plain):
+        plain = plain.cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    flat: NDArray[np.uint8] = np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
+    return flat
 
 
 def like_original(original: Any, info: TensorInfo, raw: NDArray[np.uint8]) -> Any:
@@ -63,14 +130,27 @@ def like_original(original: Any, info: TensorInfo, raw: NDArray[np.uint8]) -> An
     return raw.view(info.dtype.numpy_type).reshape(info.shape)
 
 
-def as_float64(array: Any) -> NDArray[np.float64]:
+def as_float64(array: Any, where: str) -> NDArray[np.float64]:
     """The values of a NumPy array or a torch tensor of any type, or of nested lists."""
-    if is_torch(array):
-        array = array.detach().to("cpu", sys.modules["torch"].float64).numpy()
-    return np.asarray(array, np.float64)
+    if isinstance(array, list | tuple):
+        try:
+            array = np.asarray(array)
+        except ValueError as error:
+            raise InputError(f"{where}: {error}") from None
+    kind, plain = plain_array(array, where)
+    if kind.numpy_type.kind == "c":
+        raise InputError(f"{where}: arrays of {plain.dtype} are not taken; give real numbers")
+    values = _bytes(plain).view(kind.numpy_type).astype(np.float64)
+    return values.reshape(tuple(plain.shape))
 
 
 def is_torch(array: Any) -> bool:
     """Say whether this is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
+
+
+def is_module(given: Any) -> TypeGuard[Module]:
+    """Say whether this is a torch module."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(given, torch.nn.Module)

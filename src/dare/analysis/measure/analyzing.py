@@ -43,7 +43,7 @@ from dare.analysis.results import (
     TensorAnalysis,
 )
 from dare.errors import InputError, RecipeError
-from dare.inputs.arrays import array_source
+from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.formats import read_config
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
@@ -117,8 +117,8 @@ def open_to_compare(base: AnyPath, models: Any, **settings: Any) -> tuple[Recipe
 
 
 def analyze_arrays(
-    base: Mapping[str, Any],
-    models: Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]],
+    base: Arrays,
+    models: Sequence[Arrays] | Mapping[str, Arrays],
     *,
     spectra: Spectra = "auto",
     max_memory: int | str | None = None,
