@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -467,6 +469,123 @@ def test_arrays_that_cannot_be_written(tmp_path):
     model = copies(base)
     model["a.weight"].flags.writeable = False
     refused(delta, model, r"a\.weight: the array is read-only")
+
+
+SHARED = {
+    "transposed": lambda: (w := torch.ones(6, 6), w.t()),
+    "another shape": lambda: (w := torch.ones(6, 6), w.view(4, 9)),
+    "another type": lambda: (w := torch.ones(6, 6), w.view(torch.int32)),
+    "overlapping rows": lambda: ((w := torch.ones(9, 6))[:6], w[3:]),
+    "part": lambda: (w := torch.ones(6, 6), w[2]),
+    "a column": lambda: (w := np.ones((6, 6), np.float32), w[:, 5]),
+    "backwards": lambda: (w := np.ones((6, 6), np.float32), w[::-1, ::-1]),
+    "both libraries": lambda: (w := np.ones((6, 6), np.float32), torch.from_numpy(w.T)),
+    "expanded": lambda: (torch.ones(6).expand(6, 6), torch.ones(2)),
+    "sliding": lambda: (torch.ones(12).as_strided((6, 6), (1, 1)), torch.ones(2)),
+    "broadcast": lambda: (
+        np.ndarray((6, 6), np.float32, np.ones(6, np.float32), 0, (0, 4)),
+        np.ones(2),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("how", SHARED)
+def test_memory_shared_in_part_is_refused_before_the_first_write(tmp_path, how, is_stored):
+    base = {"w": np.ones((6, 6), np.float32)}
+    model = dict(zip(("w", "v"), SHARED[how](), strict=True))
+    if is_stored:
+        second = np.asarray(model["v"])
+        base["v"] = np.ascontiguousarray(second)
+    tuned = {n: numbers(a.shape, 1, a.dtype, a) if n == "w" else a for n, a in base.items()}
+    for scheme in ({"drop_rate": 0.5}, {"lossless": True}):
+        delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+        refused(delta, model, "w")
+        assert contents(model)["w"] == contents(base)["w"]
+
+
+def test_memory_side_by_side_or_of_one_tensor_is_not_shared(tmp_path):
+    base = {name: np.ones((6, 6), np.float32) for name in ("w", "v", "u")}
+    tuned = {name: numbers((6, 6), 1, np.float32) for name in base}
+    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    wide = torch.ones(6, 12)
+    model = {"w": wide[:, ::2], "v": wide[:, 1::2], "u": torch.ones(6, 6), "none": wide[:0]}
+    model["alias"] = model["u"]
+    delta.apply_(model)
+    assert {n: stored_bytes(model[n]) for n in tuned} == contents(tuned)
+    assert model["alias"] is model["u"]
+    delta.remove_(model)
+    assert wide.unique().tolist() == model["u"].unique().tolist() == [1]
+
+
+def test_memory_that_is_shared_in_between_is_not_written_to(tmp_path):
+    base = {name: np.ones((6, 6), np.float32) for name in ("w", "v")}
+    tuned = {name: np.full((6, 6), 2, np.float32) for name in base}
+    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    model = copies(base)
+    delta.apply_(model)
+    own, model["v"] = model["v"], model["w"].T
+    with pytest.raises(InputError, match="w and v"):
+        delta.remove_(model)
+    assert contents(model) == contents(tuned)
+    model["v"] = own
+    delta.remove_(model)
+    assert contents(model) == contents(base)
+
+
+def test_threads_wait_for_each_other(tmp_path):
+    base = {"w": numbers(2 * CHUNK, 1, np.float32)}
+    deltas, results = [], []
+    for seed, scheme in enumerate(({"lossless": True}, {"drop_rate": 0.5}), start=2):
+        (folder := tmp_path / str(seed)).mkdir()
+        path = write(folder, base, {"w": numbers(2 * CHUNK, seed, np.float32)}, **scheme)
+        deltas += [dare.load_delta(path)] * 2
+        results += [written_model(folder)] * 2
+    for _ in range(4):
+        model, barrier = copies(base), threading.Barrier(4)
+
+        def apply(number, model=model, barrier=barrier):
+            barrier.wait()
+            try:
+                deltas[number].apply_(model)
+            except InputError:
+                return None
+            return number
+
+        with ThreadPoolExecutor(4) as pool:
+            (first,) = (n for n in pool.map(apply, range(4)) if n is not None)
+        assert contents(model) == results[first]
+        deltas[first].remove_(model)
+        assert contents(model) == contents(base)
+
+
+def test_a_result_that_is_not_the_fine_tune_is_put_back(tmp_path):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    wrong = delta.notes.tensors["a.weight"].model_copy(update={"model": "0" * 32})
+    tensors = {**delta.notes.tensors, "a.weight": wrong}
+    delta.notes = delta.notes.model_copy(update={"tensors": tensors})
+    refused(delta, model := copies(base), r"a\.weight")
+    with pytest.raises(InputError, match="not applied"):
+        delta.remove_(model)
+
+
+@EVERY_SCHEME
+def test_what_others_write_meanwhile_is_noticed(tmp_path, scheme, monkeypatch):
+    base, tuned = small_model()
+    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    model, whole = copies(base), delta._put
+
+    def disturbed(place):
+        saved = whole(place)
+        if place.home.name == "b.weight":
+            model["b.weight"][:] = 7
+        return saved
+
+    monkeypatch.setattr(delta, "_put", disturbed)
+    with pytest.raises(InputError, match=r"b\.weight"):
+        delta.apply_(model)
+    assert stored_bytes(model["a.weight"]) == stored_bytes(base["a.weight"])
 
 
 def test_what_is_no_model(tmp_path):

@@ -551,6 +551,17 @@ def test_a_module_that_ties_what_the_base_does_not(tmp_path):
         candidates.write_into(module)
 
 
+def test_a_module_whose_tensors_share_memory_in_part_is_refused(tmp_path):
+    base = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 4), np.float32)}
+    tuned = {name: array + np.float32(1) for name, array in base.items()}
+    candidates = under_test.Candidates(write_recipe(tmp_path, base, [tuned], method="sum"))
+    shared = torch.ones(4, 4)
+    model = {"a": shared, "b": shared.t()}
+    with pytest.raises(InputError, match="a and b"):
+        candidates.write_into(model)
+    assert shared.unique().tolist() == [1]
+
+
 def test_no_model_at_all(held):
     with pytest.raises(InputError, match="expected a torch module or a dict of arrays"):
         held.write_into([1, 2])

@@ -13,6 +13,8 @@ take the memory of one.
 
 Digests say whether a model is the base before anything is changed, and whether it is still what
 `apply_` made of it before anything is put back. So no change that others made is lost in silence.
+Nothing is begun that could not be undone: names that share memory are refused, unless they are one
+and the same tensor; and what was written is read again and held against what it should be.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dare import kernels
-from dare.deltas.memory import Memory, arrays_of, memory_of, names_in
+from dare.deltas.memory import WRITING, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.deltas.restoring import open_delta
 from dare.errors import InputError
+from dare.inputs.arrays import place_of
 from dare.inputs.delta_files import DeltaFile
 from dare.inputs.delta_notes import AS_IN_BASE, StoredTensor
 from dare.inputs.small_files import some_of
@@ -56,7 +59,8 @@ class LiveDelta:
 
     A model is a torch module, or a dict of torch tensors or NumPy arrays. Its tensors must have the
     types that the base has in its files. They are changed in place: not between a forward and its
-    backward pass, and not while another thread computes with them. The file stays open.
+    backward pass, and not while another thread computes with them. Only one thread at a time
+    applies or removes a delta; the others wait. The file stays open.
     """
 
     def __init__(self, file: DeltaFile) -> None:
@@ -79,6 +83,10 @@ class LiveDelta:
 
         A model that is not the base is refused. If anything fails, the base is put back.
         """
+        with WRITING:
+            self._apply(model)
+
+    def _apply(self, model: Any) -> None:
         self._forget_the_dead()
         if id(model) in self._applied:
             raise InputError(f"{self.path}: is already applied to this model; call remove_ first")
@@ -100,6 +108,7 @@ class LiveDelta:
 
         try:
             _on_all_cores(put, touched)
+            self._check_is_tuned(homes, written)
             self._applied[id(model)] = _reference(model), written
         except BaseException:
             _on_all_cores(put_back, [place for place in touched if place.key in written])
@@ -111,6 +120,10 @@ class LiveDelta:
         Refused if its weights are no longer what `apply_` made of them. It may have been moved to
         another device.
         """
+        with WRITING:
+            self._remove(model)
+
+    def _remove(self, model: Any) -> None:
         self._forget_the_dead()
         if id(model) not in self._applied:
             raise InputError(
@@ -161,7 +174,7 @@ class LiveDelta:
                 continue
             seen.add(owner)
             home = Home(found, owner, *memory_of(arrays[found], found))
-            other = homes.setdefault(home.memory.where, home)
+            other = homes.setdefault(place_of(arrays[found]), home)
             if other.tensor != owner and not self._are_one(other.tensor, owner):
                 raise InputError(
                     f"{self.path}: {other.tensor} and {owner} are one tensor in the model and "
@@ -179,6 +192,8 @@ class LiveDelta:
                 f"{self.path}: the model has no {some_of(missing)}; give the base that "
                 f"the delta was made for (digest {self.notes.base})"
             )
+        changed = {home.name for home in homes.values() if self._is_touched(home.tensor)}
+        check_apart(arrays, changed)
         return list(homes.values())
 
     def _is_touched(self, name: str) -> bool:
@@ -194,12 +209,7 @@ class LiveDelta:
 
     def _check_is_base(self, homes: list[Home]) -> None:
         """Refuse a model that is not the base, bit for bit."""
-        places = [
-            Place(home, chunk) for home in homes for chunk in range(chunk_count(home.elements))
-        ]
-        digests = defaultdict(list)
-        for place, digest in zip(places, _on_all_cores(_digest, places), strict=True):
-            digests[place.home.name].append(digest)
+        digests = _digests(homes)
         wrong = []
         for home in homes:
             tensor = self.notes.tensors[home.tensor]
@@ -213,6 +223,25 @@ class LiveDelta:
                 f"(digest {self.notes.base}), or another delta is applied to it: "
                 f"{len(wrong)} of {len(homes)} tensors differ, such as {wrong[0]}. "
                 "Nothing was changed"
+            )
+
+    def _check_is_tuned(self, homes: list[Home], written: _Written) -> None:
+        """Refuse a model that is not what was written into it, or not the fine-tune if lossless."""
+        touched = [home for home in homes if self._is_touched(home.tensor)]
+        digests = _digests(touched)
+        wrong = {name for (name, chunk), w in written.items() if digests[name][chunk] != w.digest}
+        if self.notes.scheme == "lossless":
+            tensors = self.notes.tensors
+            wrong |= {
+                home.name
+                for home in touched
+                if tensor_digest(digests[home.name]) != tensors[home.tensor].model
+            }
+        if wrong:
+            raise InputError(
+                f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the "
+                "file is damaged, or others write to the model at the same time. The base was "
+                "put back"
             )
 
     def _check_is_unchanged(self, homes: Mapping[str, Home], written: _Written) -> None:
@@ -365,6 +394,15 @@ class Place(NamedTuple):
     def write(self, raw: Raw) -> None:
         """Put elements there, if they were copied."""
         self.home.memory.write(chunk_span(self.chunk, self.home.elements)[0], raw)
+
+
+def _digests(homes: Iterable[Home]) -> dict[str, list[str]]:
+    """The digests of all chunks of some tensors, by the model's names."""
+    places = [Place(home, chunk) for home in homes for chunk in range(chunk_count(home.elements))]
+    digests = defaultdict(list)
+    for place, digest in zip(places, _on_all_cores(_digest, places), strict=True):
+        digests[place.home.name].append(digest)
+    return digests
 
 
 def _digest(place: Place) -> str:

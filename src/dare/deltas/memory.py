@@ -7,14 +7,16 @@ whoever has a tensor has imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.arrays import is_torch, plain_array
+from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, Source
@@ -22,13 +24,14 @@ from dare.inputs.views import RenamedSource
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
+WRITING = threading.Lock()
+"""Held while a live model is changed. One for all: two models may share memory."""
+MOST_WORK = 10_000
+"""How many steps the search for a shared element of two arrays may take."""
+
 
 class Memory(Protocol):
     """The elements of a tensor, as carriers of their type."""
-
-    @property
-    def where(self) -> Any:
-        """By which two names of one tensor are known."""
 
     def read(self, start: int, count: int) -> Raw:
         """So many elements from one on, or a copy of them."""
@@ -42,10 +45,6 @@ class Flat:
     """Elements that follow each other in memory: they are changed where they are."""
 
     array: Raw
-
-    @property
-    def where(self) -> Any:
-        return self.array.ctypes.data, self.array.strides
 
     def read(self, start: int, count: int) -> Raw:
         return self.array[start : start + count]
@@ -62,10 +61,6 @@ class Strided:
 
     array: Raw
 
-    @property
-    def where(self) -> Any:
-        return self.array.ctypes.data, self.array.strides
-
     def read(self, start: int, count: int) -> Raw:
         return self.array.flat[start : start + count]
 
@@ -79,10 +74,6 @@ class OnDevice:
 
     tensor: Any
     carrier: np.dtype[np.generic]
-
-    @property
-    def where(self) -> Any:
-        return str(self.tensor.device), self.tensor.data_ptr()
 
     def read(self, start: int, count: int) -> Raw:
         found: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
@@ -114,6 +105,92 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
         elements = tensor.numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous
     return kind, shape, Flat(elements.reshape(-1)) if is_flat else Strided(elements)
+
+
+def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
+    """Refuse arrays of which one that is to be changed shares memory with another, or with itself.
+
+    Several names of exactly one and the same array may be there: it is changed once.
+    """
+    extents = sorted(_extents(arrays), key=attrgetter("device", "first"))
+    for number, one in enumerate(extents):
+        if one.name in changed and one.overlaps_itself:
+            raise InputError(
+                f"{one.name}: some of its elements lie in the same memory (as of an expanded "
+                "tensor); give a copy (.clone()). Nothing was changed"
+            )
+        for other in extents[number + 1 :]:
+            if (other.device, other.first) >= (one.device, one.end):
+                break
+            if {one.name, other.name}.isdisjoint(changed) or one.place == other.place:
+                continue
+            if one.shares_memory(other):
+                raise InputError(
+                    f"{one.name} and {other.name} share memory and are not one and the same tensor "
+                    "(such as a view and its transpose): changing one would change the other; give "
+                    "one of them memory of its own (.clone()). Nothing was changed"
+                )
+
+
+class _Extent(NamedTuple):
+    """Where an array that has elements lies."""
+
+    name: str
+    device: str
+    first: int
+    end: int
+    place: tuple[Any, ...]
+    addresses: Raw
+    """An array of the same addresses, never read: they may be a device's."""
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether elements may share bytes; some rare interleaved views are suspected wrongly."""
+        reach = self.addresses.itemsize
+        steps = zip(map(abs, self.addresses.strides), self.addresses.shape, strict=True)
+        for step, count in sorted(pair for pair in steps if pair[1] > 1):
+            if step < reach:
+                return True
+            reach += (count - 1) * step
+        return False
+
+    def shares_memory(self, other: _Extent) -> bool:
+        """Whether an element of both may lie in the same bytes."""
+        try:
+            return np.shares_memory(self.addresses, other.addresses, max_work=MOST_WORK)
+        except np.exceptions.TooHardError:
+            return True
+
+
+class _Addresses:
+    """An array as NumPy is told of one: where it begins, and its steps in bytes."""
+
+    def __init__(self, start: int, shape: Any, steps: Any, itemsize: int) -> None:
+        self.__array_interface__ = {
+            "data": (start, False),
+            "shape": tuple(shape),
+            "strides": tuple(steps),
+            "typestr": f"|V{itemsize}",
+            "version": 3,
+        }
+
+
+def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
+    """Where arrays lie; those without elements, or without memory of their own, lie nowhere."""
+    for name, array in arrays.items():
+        try:
+            device, start, _, shape, steps = place = place_of(array)
+        except (RuntimeError, NotImplementedError):  # sparse tensors and other wrappers
+            continue
+        if 0 in shape or not start:
+            continue
+        if is_torch(array):
+            steps = [step * array.element_size() for step in steps]
+        reaches = [(count - 1) * step for count, step in zip(shape, steps, strict=True)]
+        first = start + sum(min(reach, 0) for reach in reaches)
+        end = start + sum(max(reach, 0) for reach in reaches) + array.itemsize
+        addresses = np.asarray(_Addresses(start, shape, steps, array.itemsize))
+        yield _Extent(name, device, first, end, place, addresses)
 
 
 def arrays_of(model: Any) -> dict[str, Any]:

@@ -22,8 +22,17 @@ from numpy.typing import NDArray
 
 from dare import kernels
 from dare.api import AnyRecipe, check_digests, make_recipe
-from dare.deltas.memory import Flat, Memory, arrays_of, memory_of, names_in
+from dare.deltas.memory import (
+    WRITING,
+    Flat,
+    Memory,
+    arrays_of,
+    check_apart,
+    memory_of,
+    names_in,
+)
 from dare.errors import InputError
+from dare.inputs.arrays import place_of
 from dare.inputs.held import Held, HeldSource, hold
 from dare.inputs.opening import open_inputs
 from dare.inputs.small_files import some_of
@@ -130,7 +139,8 @@ class Candidates:
         plan = self._plan(self._recipe(settings))
         arrays = arrays_of(model)
         names = names_in(arrays, [tensor.name for tensor in plan.tensors])
-        return _carry_out(plan, _find_homes(plan, arrays, names))
+        with WRITING:
+            return _carry_out(plan, _find_homes(plan, arrays, names))
 
     def _recipe(self, settings: Mapping[str, Any] | Recipe) -> Recipe:
         return settings if isinstance(settings, Recipe) else self.recipe_for(settings)
@@ -315,7 +325,7 @@ def _find_homes(
                 "in that type or a wider one, such as float32"
             )
         if tensor.elements:
-            owner = owners.setdefault(memory.where, tensor)
+            owner = owners.setdefault(place_of(arrays[name]), tensor)
             if owner.key != tensor.key:
                 raise InputError(
                     f"{owner.name} and {tensor.name} are one tensor in the model and two in "
@@ -323,6 +333,7 @@ def _find_homes(
                 )
             if owner is tensor:
                 homes[tensor.name] = _Home(memory, kind, tensor.dtype)
+    check_apart(arrays, {names[tensor.name] for tensor in plan.tensors})
     return homes
 
 
