@@ -353,6 +353,7 @@ def test_empty_arrays_go_through_every_function(library, shape):
 # ---------------------------------------------------------------- torch
 
 
+@pytest.mark.filterwarnings("ignore:.*float64")
 @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 )

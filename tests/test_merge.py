@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 
 import dare
 from dare import MismatchError, ModelEntry, Recipe, TensorRule, keep_mask
+from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
 from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
 BF16 = ml_dtypes.bfloat16
@@ -194,6 +196,133 @@ def test_where_everything_is_dropped_the_base_is_there_bit_for_bit(dtype, patter
     assert (merged["w"].view(width) == base.view(width)).all()
 
 
+# ---------------------------------------------------------------- nothing dropped
+
+UNCHANGING = {
+    "dare+linear": {"drop_rate": 0.0},
+    "dare+sum": {"drop_rate": 0.0, "rescale": "l1"},
+    "dare+ties": {"drop_rate": 0.0},
+    "darex+sum": {"drop_rate": 0.0},
+    "della+linear": {"drop_rate": 0.0},
+    "trim+linear": {"keep_ratio": 1.0},
+    "dare+trim+ties": {"drop_rate": 0.0, "keep_ratio": 1.0},
+    "sum": {},
+    "linear": {},
+    "ties": {},
+}
+
+
+def any_bits(kind, seed):
+    """Values of any magnitude, and those at which changes overflow."""
+    bits = np.random.default_rng(seed).integers(0, 256, 4000 * kind.itemsize, np.uint8)
+    values = bits.view(kind.numpy_type)
+    largest = ml_dtypes.finfo(kind.numpy_type).max
+    some = np.array([-largest, largest, 0.0, -0.0], kind.numpy_type)
+    values = np.concatenate([some if seed else -some, values])
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        is_finite = np.isfinite(values.astype(np.float64))
+    return np.where(is_finite, values, some[2])
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
+def test_with_nothing_dropped_one_model_is_there_bit_for_bit(kind, backend):
+    base, model = {"w": any_bits(kind, 0)}, {"w": any_bits(kind, 1)}
+    for method, settings in UNCHANGING.items():
+        how = {"method": method, "backend": backend, "verbose": False, **settings}
+        merged, report = dare.merge_arrays(base, [model], **how)
+        assert merged["w"].tobytes() == model["w"].tobytes(), method
+        assert report.digests.output == report.digests.models[0]
+        assert (report.overflowed, report.nans) == (0, 0)
+        assert report.models[0].drop_rate_realised in (0, None)
+        assert len(report.tensors) == 1
+
+
+def test_nan_and_its_payload_are_the_models_too():
+    bits = np.array([0x7F800001, 0xFFC00123, 0xFF800000, 0x3F800001], np.uint32)
+    merged, report = dare.merge_arrays(
+        {"w": np.ones(4, np.float32)},
+        [{"w": bits.view(np.float32)}],
+        drop_rate=0.0,
+        allow_not_finite=True,
+        verbose=False,
+    )
+    assert merged["w"].view(np.uint32).tolist() == bits.tolist()
+    assert report.nans == 2
+
+
+def test_a_rule_makes_one_tensor_the_models(tmp_path):
+    generator = np.random.default_rng(3)
+    base = {name: generator.standard_normal(999).astype(np.float32) for name in ("a", "b")}
+    model = {name: generator.standard_normal(999).astype(np.float32) for name in base}
+    rule = TensorRule(match="a", settings={"drop_rate": 0.0})
+    given = write_recipe(tmp_path, base, [model], tensors=[rule])
+    dare.merge(given)
+    merged = load_file(given.output)
+    assert merged["a"].tobytes() == model["a"].tobytes()
+    changed = np.flatnonzero(merged["b"] != base["b"])
+    assert changed.tolist() == np.flatnonzero(keep_mask("b", 999, 0.9, 42)).tolist()
+
+
+def test_where_only_one_model_has_a_tensor_the_sum_is_its_own():
+    base = {name: np.full(3, 0.1, np.float32) for name in ("a", "b")}
+    models = [{"a": np.full(3, 0.7, np.float32)}, {"b": np.full(3, 0.7, np.float32)}]
+    merged, _ = dare.merge_arrays(base, models, method="sum", on_missing="base", verbose=False)
+    assert {name: set(array.tolist()) for name, array in merged.items()} == {
+        name: {float(np.float32(0.7))} for name in base
+    }
+
+
+@pytest.mark.parametrize("given", [{"scale": 0.5}, {"weight": 0.5}, {"q": 0.5}])
+def test_another_weight_scale_or_factor_changes_the_model(given):
+    found, _ = dare.merge_arrays(
+        {"w": np.zeros(3, np.float32)},
+        [{"w": np.ones(3, np.float32)}],
+        method="darex+linear",
+        verbose=False,
+        **{"drop_rate": 0.5 if "q" in given else 0.0, **given},
+    )
+    assert set(found["w"].tolist()) <= {0.0, 0.5, 2.0}
+    assert found["w"].tolist() != [1, 1, 1]
+
+
+def test_a_model_in_another_type_is_rounded_once(tmp_path):
+    generator = np.random.default_rng(4)
+    base = {"w": generator.standard_normal(CHUNK + 9).astype(np.float32)}
+    model = {"w": generator.standard_normal(CHUNK + 9).astype(np.float32)}
+    given = write_recipe(tmp_path, base, [model], stages={"dare": {"drop_rate": 0.0}}, dtype="F16")
+    dare.merge(given)
+    assert load_file(given.output)["w"].tobytes() == model["w"].astype(np.float16).tobytes()
+    narrow = {"w": model["w"].astype(BF16)}
+    given = write_recipe(tmp_path / "wide", base, [narrow], method="sum")
+    dare.merge(given)
+    assert load_file(given.output)["w"].tobytes() == narrow["w"].astype(np.float32).tobytes()
+
+
+def test_slices_copy_a_model_too(tmp_path):
+    base, model = ({"w": any_bits(STORAGE_TYPES["F64"], seed)} for seed in (0, 1))
+    given = write_recipe(tmp_path, base, [model], stages={"dare": {"drop_rate": 0.0}})
+    dare.merge_slice(given, "2/2")
+    dare.merge_slice(given, "1/2")
+    assert load_file(given.output)["w"].tobytes() == model["w"].tobytes()
+    assert dare.verify(given.output).ok
+
+
+def test_float64_is_noted_once_where_it_is_computed_with(tmp_path):
+    base = {name: np.ones(3) for name in "ab"}
+    model = {name: np.full(3, 1.001) for name in "ab"}
+    given = write_recipe(tmp_path, base, [model], stages={"dare": {"drop_rate": 0.5}})
+    (notice,) = dare.plan(given).warnings
+    assert (notice.about, notice.strength) == ("float64 inputs", "note")
+    assert "2 tensors" in notice.text
+    assert notice in dare.merge(given).warnings
+    mixed = write_recipe(tmp_path / "mixed", base, [model | {"b": model["b"].astype(np.float32)}])
+    assert [notice.about for notice in dare.plan(mixed).warnings] == ["float64 inputs"]
+    copied = write_recipe(tmp_path / "copied", base, [model], stages={"dare": {"drop_rate": 0.0}})
+    assert dare.plan(copied).warnings == ()
+
+
 def test_dtype_changes_weights_and_nothing_else(models, tmp_path):
     output = tmp_path / "out.safetensors"
     dare.merge(recipe(models, output, dtype="float32"))
@@ -352,7 +481,7 @@ def test_a_missing_tensor_counts_as_unchanged_when_allowed(tmp_path):
 def test_nan_and_infinity_in_weights_are_reported_if_they_are_allowed(tmp_path):
     base = {"w": np.zeros(4, np.float32)}
     model = {"w": np.array([np.nan, np.inf, -np.inf, 1], np.float32)}
-    given = write_recipe(tmp_path, base, [model], method="sum", allow_not_finite=True)
+    given = write_recipe(tmp_path, base, [model], method="sum", scale=0.5, allow_not_finite=True)
     report = dare.merge(given)
     assert (report.nans, report.overflowed) == (1, 2)
     assert any("1 merged value is NaN" in str(warning) for warning in report.warnings)

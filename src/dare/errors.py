@@ -161,6 +161,9 @@ class Concern(StrEnum):
     NOT_A_NUMBER = "not a number"
     """Merged values are NaN, because an input has NaN or infinite elements. Remedy: Take a sound
     copy of that model; `dare analyze` names the tensors."""
+    FLOAT64 = "float64 inputs"
+    """Weights are stored in float64, and computed with in float32. Remedy: Nothing: 7 digits are
+    more than fine-tunes need. To have all 16 digits, compute with other software."""
     LEFTOVERS = "leftovers"
     """An earlier run left a folder `OUT.partial` that cannot be used, or that could not be removed.
     Remedy: Nothing: the output is not affected. Delete the folder if it stays."""

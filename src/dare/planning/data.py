@@ -180,6 +180,22 @@ class PlanData:
         source = self.models[model]
         return source if tensor.name in source.tensors else self.base
 
+    def is_model(self, tensor: TensorPlan) -> bool:
+        """Whether a tensor is, by the method's definition, that of the one model that takes part.
+
+        Nothing is dropped, and weight, factor and scale are 1. It is copied then: base + (tuned -
+        base) in float32 would be rounded twice.
+        """
+        if not tensor.is_merged or tensor.weights != (1.0,) or self.recipe.scale != 1:
+            return False
+        (model,), (settings,) = tensor.models, tensor.settings
+        chain = zip(self.stages, (*settings, tensor.combine), strict=True)
+        return (
+            not tensor.drops
+            and all(stage.is_identity(own) for stage, own in chain)
+            and not self.source_of(tensor, model).holds_delta(tensor.name)
+        )
+
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
         """The models that take part in a tensor, and what is said of their copies."""
         return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]

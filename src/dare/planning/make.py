@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from dare.errors import Concern, MismatchError, Notice, RecipeError
+from dare.errors import Concern, MismatchError, Notice, RecipeError, Strength
 from dare.inputs.small_files import some_of
 from dare.inputs.sources import Drop, Source
 from dare.kernels import check_backend
@@ -61,7 +61,7 @@ def make_plan(
             text = f"{rule}: {reason}, so the rule has no effect"
             warnings.append(Notice(Concern.UNUSED_RULE, text))
 
-    warnings += _type_warnings(recipe, tensors)
+    warnings += _float8_warnings(recipe, tensors)
     described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     layout = None
     if recipe.output is not None:
@@ -83,6 +83,7 @@ def make_plan(
         tuple(notes),
         backend=check_backend(backend),
     )
+    plan = replace(plan, warnings=(*warnings, *_float64_notices(plan)))
     cost = plan.cost
     check_memory(recipe.max_memory, cost.least_memory, cost.largest_matrix)
     if cost.takes_more:
@@ -283,7 +284,7 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
         )
 
 
-def _type_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:
+def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:
     """Say what float8 costs, unless the weights are stored so already."""
     wide = [tensor for tensor in tensors if tensor.base.dtype in MODEL_TYPES]
     if recipe.dtype is None or STORAGE_TYPES[recipe.dtype] in MODEL_TYPES or not wide:
@@ -296,6 +297,21 @@ def _type_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[No
         f"precision, and small values become zero; norms, biases, embeddings and heads ({kept}) "
         "keep their type; to lose less, store BF16 and quantise the output with scales",
     )
+
+
+def _float64_notices(plan: Plan) -> Iterator[Notice]:
+    """Say that float64 weights are computed with in float32, unless they are only copied."""
+    count = 0
+    for tensor in plan.merged():
+        kinds = {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
+        count += STORAGE_TYPES["F64"] in kinds and not plan.is_model(tensor)
+    if count:
+        yield Notice(
+            Concern.FLOAT64,
+            f"{times(count, 'tensor')} with float64 weights: merging computes in float32, so that "
+            "their results have about 7 digits",
+            Strength.NOTE,
+        )
 
 
 def drop_rates(recipe: Recipe) -> set[float]:

@@ -91,7 +91,12 @@ class Backend:
         """Take chunks through all stages, add what comes of it to the base, and store it there."""
         deltas = self.deltas(chunk, summaries, summary)
         merged = self._plan.combine.apply(deltas, **chunk.tensor.combine)
-        exceptions = self._add_to_base(chunk, merged, into)
+        if self._plan.is_model(chunk.tensor):  # the stages were run for their figures
+            merged.fill(0)
+            ((model, info),) = self._plan.copies_of(chunk.tensor)
+            exceptions = self._add(chunk.tuned[model], info.dtype, merged, chunk.tensor.dtype, into)
+        else:
+            exceptions = self._add_to_base(chunk, merged, into)
         figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
         return [
             Figures(tuple(map(tuple, models)), counts)
@@ -168,11 +173,19 @@ class Backend:
     def _add_to_base(
         self, chunk: Chunk, merged: NDArray[np.float32], into: Bytes
     ) -> list[tuple[int, int]]:
+        return self._add(chunk.base, chunk.tensor.base.dtype, merged, chunk.tensor.dtype, into)
+
+    def _add(
+        self,
+        base: Raw,
+        kind: StorageType,
+        merged: NDArray[np.float32],
+        dtype: StorageType,
+        into: Bytes,
+    ) -> list[tuple[int, int]]:
         """Encode base + scale·merged; count for each chunk results that overflow or are NaN."""
-        dtype, base = chunk.tensor.dtype, chunk.base
         scale = np.float32(self._plan.recipe.scale)
-        is_same = dtype == chunk.tensor.base.dtype
-        add = self._kernels.add_to_base if is_same else self._kernels.add_to_base_as
+        add = self._kernels.add_to_base if dtype == kind else self._kernels.add_to_base_as
         if add(base, merged, scale, into.view(dtype.carrier)) < dtype.overflow_bits:
             return [(0, 0)] * chunk_count(base.size)
         parts = (slice(first, first + size) for first, size in chunk_spans(base.size))

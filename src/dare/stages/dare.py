@@ -47,6 +47,7 @@ def survey_l1(walk: Walk, *, drop_rate: float, rescale: Rescale) -> float:  # no
     surveys_when=lambda settings: settings["rescale"] == "l1" and settings["drop_rate"] > 0,
     is_lazy=lambda _settings: True,
     is_random=drops,
+    is_identity=lambda settings: not drops(settings),
     redrops=lambda settings: settings["rescale"] != "l1",
 )
 def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) -> None:

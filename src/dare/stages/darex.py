@@ -40,6 +40,7 @@ def _check_divisor(settings: Settings) -> None:
     check=_check_divisor,
     is_lazy=lambda _settings: True,
     is_random=drops,
+    is_identity=lambda settings: not drops(settings),  # q is between 1 - p and 1
     redrops=lambda _settings: True,
 )
 def darex(

@@ -71,6 +71,7 @@ def _survey_bytes(shape: tuple[int, ...], models: int) -> int:
     survey_bytes=_survey_bytes,
     check=_check_window,
     is_random=drops,
+    is_identity=lambda settings: not drops(settings),
 )
 def della(
     block: Block, *, drop_rate: DropRate = 0.9, window: Window = 0.14, rescale: Rescale = True

@@ -173,7 +173,8 @@ class Census:
 Predicate = Callable[[Settings], bool]
 
 
-def _always(_settings: Settings) -> bool:
+def always(_settings: Settings) -> bool:
+    """Hold for all parameters."""
     return True
 
 
@@ -192,7 +193,7 @@ class Stage:
     paper: str = ""
     sees: Literal["element", "tensor", "matrix"] = "element"
     survey: Callable[..., Any] | None = None
-    surveys_when: Predicate = _always
+    surveys_when: Predicate = always
     survey_bytes: SurveyBytes = lambda _shape, _models: 0
     """What a survey takes and leaves behind, if more than it may remember in its spare bytes."""
     kept_bytes: SurveyBytes | None = None
@@ -205,6 +206,9 @@ class Stage:
     redrops: Predicate = _never
     """Whether it only drops by its own mask at `drop_rate` and multiplies the rest, for these
     parameters; so that it may come upon a delta from which that was dropped already."""
+    is_identity: Predicate = _never
+    """Whether it leaves every delta as it is, for these parameters; a combine stage, one delta of
+    weight 1."""
     is_lazy: Predicate = _never
     """Whether it leaves values to the backend, for these parameters; else it computes on arrays."""
     default_weight: Callable[[int], float] | None = lambda _models: 1.0

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from dare.stages.blocks import Deltas, Floats
-from dare.stages.registry import combine_stage
+from dare.stages.registry import always, combine_stage
 from dare.stages.trim import KeepRatio
 
 TrimFirst = Annotated[
@@ -30,6 +30,7 @@ Weighted = Annotated[bool, Field(description="Whether a model's vote counts by i
 
 @combine_stage(
     paper="arXiv:2306.01708",
+    is_identity=always,
     is_lazy=lambda settings: settings["vote"] == "sum" and settings["weighted"],
 )
 def ties(
