@@ -12,6 +12,7 @@ from dare import api
 from dare.cli import main
 from dare.demo.broken import write_models
 from dare.recipe.document import recipe_from_document
+from helpers import save
 from helpers import write_recipe as quiet_recipe
 
 BASE = {"w": np.zeros(1000, np.float32)}
@@ -214,13 +215,75 @@ def test_the_share_of_large_deltas_grades_the_warning(share, expected):
     assert [strength for strength, _ in found] == expected
 
 
-def test_whoever_sets_the_threshold_is_warned_by_it_alone():
+def test_whoever_gives_a_threshold_is_warned_by_it_alone():
     base, tuned = matrices(0.01)
     settings = {"method": "dare+sum", "stages": rate(0.5)}
     assert large_deltas(base, tuned, **settings) == []
     ((strength, text),) = large_deltas(base, tuned, **settings, delta_threshold=0.001)
     assert (strength, "predicted" in text) == ("warning", False)
     assert large_deltas(base, tuned, **settings, delta_threshold=0.1) == []
+
+
+ONE_LARGE = {
+    "a": np.full(5000, 1e-4, np.float32),
+    "b": np.r_[np.full(4990, 1e-4, np.float32), np.full(10, 0.25, np.float32)],
+    "c": np.r_[np.full(4999, 1e-4, np.float32), np.float32(0.5)],
+}
+UNMOVED = {name: np.zeros_like(array) for name, array in ONE_LARGE.items()}
+
+
+@pytest.mark.parametrize("method", ["dare+linear", "linear", "trim+ties", "sum"])
+@pytest.mark.parametrize("threshold", [0.001, 0.002])
+def test_a_few_elements_above_a_given_threshold_are_counted_and_placed(method, threshold):
+    assert large_deltas(UNMOVED, ONE_LARGE, method=method) == []
+    ((strength, text),) = large_deltas(UNMOVED, ONE_LARGE, method=method, delta_threshold=threshold)
+    assert strength == "warning"
+    for figure in (f"exceeds {threshold:g} in 11 of 15,000", "2 tensors", "10, in b", "0.5 in c"):
+        assert figure in text
+    assert ("drop_rate" in text) == ("dare" in method)
+    assert large_deltas(UNMOVED, ONE_LARGE, method=method, delta_threshold=0.5) == []
+
+
+def test_every_door_takes_a_threshold(tmp_path, capfd):
+    files = [
+        save(tmp_path / f"{name}.safetensors", arrays)
+        for name, arrays in {"base": UNMOVED, "tuned": ONE_LARGE}.items()
+    ]
+    (tmp_path / "r.toml").write_text(
+        f"""
+        [models]
+        base_file = "{files[0]}"
+        merge_files = ["{files[1]}"]
+        output_file = "{tmp_path / "toml.safetensors"}"
+        [dare]
+        delta_threshold = 0.002
+        """
+    )
+    with pytest.warns(dare.DareWarning, match="in 11 of 15,000"):
+        dare.merge(tmp_path / "r.toml")
+    with pytest.warns(dare.DareWarning, match="in 11 of 15,000"):
+        merger = dare.DareMerger(files[0], files[1:], dare.DareConfig(delta_threshold=0.001))
+        merger.merge(tmp_path / "merger.safetensors")
+    flags = [
+        "--base",
+        str(files[0]),
+        "--merge",
+        str(files[1]),
+        "-o",
+        str(tmp_path / "flag.safetensors"),
+    ]
+    assert main(["merge", *flags, "--delta-threshold", "0.002"]) == 0
+    assert "11 of" in "".join(capfd.readouterr())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dare.DareMerger(files[0], files[1:]).merge(tmp_path / "default.safetensors")
+
+
+@pytest.mark.parametrize("p", [0.9, 0.995])
+def test_the_rate_in_the_warning_is_the_one_that_was_asked_for(p):
+    base, tuned = matrices(0.5)
+    ((_, text),) = large_deltas(base, tuned, method="dare+sum", stages=rate(p))
+    assert f"too large to drop {100 * p:g}% of them" in text
 
 
 def test_only_tensors_that_are_dropped_from_count():

@@ -104,6 +104,7 @@ class DareMerger:
     def merge(self, output_file: AnyPath, *, overwrite: bool = False) -> Report:
         """Write the merged model."""
         config = self.config
+        given = {"delta_threshold": config.delta_threshold}
         recipe = Recipe(
             base=self.base_file,
             models=self.merge_files,
@@ -111,8 +112,8 @@ class DareMerger:
             method=config.method,
             stages=_checked({"dare": {"drop_rate": config.drop_rate}}),
             seed=config.seed,
-            delta_threshold=config.delta_threshold,
             verbose=config.verbose,
+            **(given if config.delta_threshold != DareConfig.delta_threshold else {}),
         )
         report = merge(recipe, overwrite=overwrite)
         if config.verbose:

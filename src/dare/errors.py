@@ -119,9 +119,9 @@ class Concern(StrEnum):
     """What a notice is about; each with what was seen, and what to do (docs/messages.md)."""
 
     LARGE_DELTAS = "large deltas"
-    """Many changes of a model exceed `delta_threshold`, and random dropping will add much noise.
-    Remedy: Lower `drop_rate`; `dare advise` finds one that fits. Or leave `dare` out of the
-    method."""
+    """Many changes of a model exceed `delta_threshold`, and random dropping will add much noise; or
+    any change exceeds one that you gave. Remedy: Lower `drop_rate`; `dare advise` finds one that
+    fits. Or leave `dare` out of the method."""
     NOT_HOMOLOGOUS = "not homologous"
     """A model differs from the base far more than a fine-tune does. Remedy: Check which base the
     model was fine-tuned from, and give that one."""

@@ -269,7 +269,7 @@ class Recipe(Strict, Resolving):
         One that gives other weights no longer demands those of a manifest.
         """
         del deep  # nothing in a recipe can be changed
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
         if set(update or ()) - SAME_WEIGHTS:
             fields["output_digest"] = None
         return type(self)(**(fields | dict(update or {})))
@@ -295,9 +295,9 @@ class Recipe(Strict, Resolving):
         return bool(self.seed == type(self).model_fields["seed"].default)
 
     @property
-    def has_default_threshold(self) -> bool:
-        """Whether large deltas are counted from where they are if nothing is said."""
-        return bool(self.delta_threshold == type(self).model_fields["delta_threshold"].default)
+    def has_given_threshold(self) -> bool:
+        """Whether the user has given `delta_threshold`, even if it is the default's value."""
+        return "delta_threshold" in self.model_fields_set
 
     @property
     def paths(self) -> tuple[Path, ...]:
