@@ -23,6 +23,8 @@ import dare
 from dare.errors import DareError, InputError
 from dare.output.targets import MARK
 from dare.output.verification import verify
+from dare.web import jobs as web_jobs
+from dare.web.guard import MOST_DEPTH, MOST_ITEMS
 from dare.web.jobs import Job, Jobs
 from dare.web.own import OwnModels
 from dare.web.roots import OutsideError, Roots
@@ -142,6 +144,33 @@ def test_a_server_that_stops_interrupts_its_job(models, output, undisturbed, tmp
     report = dare.merge(tmp_path / "recipe.toml")  # as the command does
     assert report.resumed_chunks > 0
     assert output.read_bytes() == undisturbed
+
+
+SHORT = "import sys; sys.stdin.readline(); print('{\"result\": {}}')"
+
+
+def test_jobs_that_wait_or_have_ended_are_bounded(jobs, models, output, monkeypatch):
+    monkeypatch.setattr(web_jobs, "MOST_WAITING", 2)
+    monkeypatch.setattr(web_jobs, "MOST_FINISHED", 3)
+    first = jobs.add(merge_of(models, output))
+    pid = run_a_little(first.to_dict)
+    monkeypatch.setattr(web_jobs, "COMMAND", [sys.executable, "-I", "-S", "-c", SHORT])
+    waiting = [jobs.add({"kind": "verify"}) for _ in range(2)]
+    with pytest.raises(InputError, match="2 jobs are waiting"):
+        jobs.add({"kind": "verify"})
+    assert jobs.all() == [first, *waiting]
+    jobs.cancel(waiting.pop())
+    assert jobs._queue.qsize() == 1
+    jobs.cancel(first)
+    os.kill(pid, signal.SIGCONT)
+    later = [ended(job) for job in (first, *waiting)]
+    for _ in range(4):
+        later.append(ended(jobs.add({"kind": "verify"})))
+    assert [job.number for job in jobs.all()] == [4, 5, 6, 7]
+    assert [job.folder.exists() for job in later] == 2 * [False] + 4 * [True]
+    assert jobs.find("7") is later[-1]
+    with pytest.raises(InputError, match="no job '1'"):
+        jobs.find("1")
 
 
 SERVER = """
@@ -373,17 +402,61 @@ def test_settings_that_leave_the_folders_are_refused(client, models, settings):
     assert client.get("/api/own/jobs").json() == []
 
 
-@pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"recipe": 1}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"no JSON", b"[]", b"{}", b'{"recipe": 1}', b"[" * 100_000, b"\xff", b"NaN"),
+        *(b'{"kind": NaN}', b'{"kind": 1e999}', b'{"kind": ' + b"9" * 5000 + b"}"),
+        *(b'{"kind": "\\ud800"}', b'{"kind": "verify", "path": "\\ud800"}'),
+    ],
+)
 def test_odd_requests_are_answered(client, body):
     answers = [client.post(f"/api/own/{name}", content=body) for name in ("jobs", "plan")]
     assert answers[0].status_code == 400
     assert all(answer.json()["error"] for answer in answers)
 
 
-def test_there_are_no_other_jobs(client):
+@pytest.mark.parametrize("number", ["7", "-1", "9" * 40, "9" * 5000, "٣", "0x1", "1_0", "1.0", "x"])
+def test_there_are_no_other_jobs(client, number):
     assert client.post("/api/own/jobs", json={"kind": "draw"}).status_code == 400
-    assert client.post("/api/own/jobs/7/cancel", json={}).status_code == 400
-    assert client.get("/api/own/jobs/7/report").status_code == 400
+    for name in ("cancel", "again"):
+        answer = client.post(f"/api/own/jobs/{number}/{name}", json={})
+        assert (answer.status_code, len(answer.text) < 200) == (400, True)
+    for name in ("report", "analysis"):
+        assert client.get(f"/api/own/jobs/{number}/{name}").status_code == 400
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"x": nested(depth - 1)} if depth > 1 else {}
+
+
+def test_what_a_request_holds_is_bounded(client, models, output):
+    recipe = small(models, output)
+    recipe["models"]["merge_files"] = [str(models / "add")] * (MOST_ITEMS + 1)
+    for address in ("plan", "estimate", "jobs"):
+        answer = client.post(f"/api/own/{address}", json={"kind": "merge", "recipe": recipe})
+        assert answer.status_code == 400
+        assert f"at most {MOST_ITEMS} entries" in answer.json()["error"]
+    as_deep_as_may_be, deeper = ({"kind": "x", "y": nested(MOST_DEPTH - 1 + n)} for n in (0, 1))
+    assert "no such job" in client.post("/api/own/jobs", json=as_deep_as_may_be).json()["error"]
+    assert f"depth of {MOST_DEPTH}" in client.post("/api/own/jobs", json=deeper).json()["error"]
+
+
+def test_a_folder_with_a_name_that_is_no_text_is_shown(client, models):
+    name = os.fsdecode(b"\xff.safetensors")
+    try:
+        (models / name).write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    answer = client.get("/api/own/folders", params={"path": str(models)})
+    assert name in {entry["name"] for entry in answer.json()["entries"]}
+    (models / name).unlink()
+
+
+def test_a_name_that_is_too_long_is_refused(client, models):
+    answer = client.get("/api/own/folders", params={"path": f"{models}/{'x' * 300}"})
+    assert answer.status_code == 400
+    assert "too long" in answer.json()["error"]
 
 
 def test_a_recipe_is_read(client, models, output):

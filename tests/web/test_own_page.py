@@ -106,6 +106,9 @@ def test_from_models_to_a_merge(page, models):
     page.click("#own-start:enabled")
     card = job(page, "merges", "done")
     page.wait_for_selector("#own-merges .own-sha")
+    regions = page.eval_on_selector_all("[role=region]", "all => all.map(e => e.ariaLabel)")
+    assert "Models" in regions
+    assert len(set(regions)) == len(regions)
     digest = card.locator(".own-sha code").inner_text()
     assert digest == verify(models / "merged").sha256
     elsewhere = models / "by-the-recipe"

@@ -7,23 +7,36 @@ the user's browser, can reach it there all the same. So every request is checked
 - It comes from our page or from the address bar, as Origin and Sec-Fetch-Site say.
 - It has the token: in the address, which is exchanged for a cookie, as that cookie, or as a header.
 - A body is small, and JSON by its type, which other sites cannot send without asking first.
+
+What a body holds is bounded, too, before anything is made of it: `read_object`.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
+import math
 import secrets
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 from urllib.parse import urlencode
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dare.errors import InputError
+
 LOOPBACK = "127.0.0.1"
 MOST_BODY_BYTES = 1 << 20
+MOST_ITEMS = 200
+"""In each list and table of a body: models, rules, settings."""
+MOST_DEPTH = 16
+"""Of the lists and tables in a body."""
+MOST_DIGITS = 20
+"""Of a whole number, which are enough for any seed."""
 HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'self'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -108,7 +121,10 @@ class Guard:
         request = Request(scope, receive)
         answer = self._stranger(request) or self._entrance(request)
         if answer is None and request.method not in ("GET", "HEAD"):
-            body = await _read_body(request)
+            try:
+                body = await _read_body(request)
+            except ClientDisconnect:
+                return  # nobody waits for an answer
             answer = body if isinstance(body, Response) else None
             receive = receive if isinstance(body, Response) else _again(body, receive)
         await (answer or self._app)(scope, receive, send_with_headers)
@@ -158,7 +174,7 @@ def refuse(request: Request, status: int, text: str) -> Response:
     """Say no, in the form that the asker reads."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     if request.scope["path"].startswith("/api/"):
-        return JSONResponse({"error": text}, status, headers)
+        return Json({"error": text}, status, headers)
     title = "No token" if status == 401 else "Not allowed"
     page = REFUSAL.format(title=title, text=escape(text))
     return HTMLResponse(page, status, headers)
@@ -175,6 +191,55 @@ async def _read_body(request: Request) -> bytes | Response:
         if len(body) > MOST_BODY_BYTES:
             return refuse(request, 413, f"The body is larger than {MOST_BODY_BYTES} bytes.")
     return bytes(body)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """Return the JSON object in a body, or an empty one for no body.
+
+    Refused is what JSON lacks and what no recipe has: NaN, infinities, unpaired surrogates, numbers
+    with more digits than a seed, long lists, deep nesting.
+    """
+    try:
+        text = (await request.body() or b"{}").decode()
+        document = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        json.dumps(document, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the request is not JSON that can be read: {error!s:.200}") from None
+    if not isinstance(document, dict):
+        raise InputError("the request must be an object")
+    _check_size(document)
+    return document
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; at most {MOST_DIGITS} are allowed")
+    return int(digits)
+
+
+def _finite(written: str) -> float:
+    if not math.isfinite(value := float(written)):
+        raise ValueError(f"{written[:MOST_DIGITS]} is not a finite number")
+    return value
+
+
+def _check_size(value: Any, depth: int = 1) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if len(value) > MOST_ITEMS or depth > MOST_DEPTH:
+        raise InputError(
+            f"the request has {len(value)} entries in a list or table, {depth} deep; "
+            f"at most {MOST_ITEMS} entries and a depth of {MOST_DEPTH} are allowed"
+        )
+    for item in value.values() if isinstance(value, dict) else value:
+        _check_size(item, depth + 1)
+
+
+class Json(JSONResponse):
+    """An answer in ASCII: names of files may hold bytes that are no text, and UTF-8 has none."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

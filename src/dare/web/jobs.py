@@ -7,9 +7,11 @@ process watches the pipe through which it got its request.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,12 @@ GRACE_SECONDS = 20.0
 at any moment."""
 LAST_BYTES = 2000
 """Of what a process that crashed has printed."""
+MOST_WAITING = 20
+MOST_FINISHED = 100
+"""Those that ended first are forgotten first, with what they wrote for the page."""
+MOST_AT_ONCE = 4
+"""Short things that are done beside the queue."""
+COMMAND = [sys.executable, "-P", "-m", "dare.web.job_process"]
 
 
 @dataclass
@@ -66,7 +74,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dare-playground-")
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[str, Job] = {}  # by their numbers
+        self._numbers = itertools.count(1)
         self._queue: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()
         self._running: Worker | None = None
@@ -80,29 +89,43 @@ class Jobs:
         with self._lock:
             if self._closed:
                 raise InputError("the server is stopping")
-            number = len(self._jobs) + 1
+            if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
+                raise InputError(f"{MOST_WAITING} jobs are waiting; cancel some, or wait for one")
+            number = next(self._numbers)
             folder = Path(self._folder.name, str(number))
             folder.mkdir()
             job = Job(number, {**request, "folder": str(folder)}, folder)
-            self._jobs[number] = job
-        self._queue.put(job)
+            self._jobs[str(number)] = job
+            self._forget_the_oldest()
+            self._queue.put(job)
         return job
 
+    def _forget_the_oldest(self) -> None:
+        ended = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
+        for job in ended[: max(0, len(ended) - MOST_FINISHED)]:
+            del self._jobs[str(job.number)]
+            shutil.rmtree(job.folder, ignore_errors=True)
+
     def all(self) -> list[Job]:
-        """All jobs, the latest last."""
+        """All jobs that are kept, the latest last."""
         return list(self._jobs.values())
 
-    def find(self, number: int) -> Job:
-        """A job by its number."""
-        if number not in self._jobs:
-            raise InputError(f"there is no job {number}; it belonged to a server that has stopped")
-        return self._jobs[number]
+    def find(self, number: str) -> Job:
+        """A job by its number as text, which may be any text."""
+        job = self._jobs.get(number)
+        if job is None:
+            raise InputError(
+                f"there is no job {number[:20]!a}; it ended long ago or was never added"
+            )
+        return job
 
     def cancel(self, job: Job) -> None:
         """Take a job that waits out of the queue, or interrupt it if it runs."""
         with self._lock:
             if job.state == "waiting":
                 job.state = "stopped"
+                with self._queue.mutex, contextlib.suppress(ValueError):  # just taken out
+                    self._queue.queue.remove(job)
             elif job.state == "running" and self._running is not None:
                 job.note = "stopping …"
                 self._running.interrupt()
@@ -211,8 +234,20 @@ class Worker:
         return f"the process {describe_status(status)}{f': {said}' if said else ''}"
 
 
+_AT_ONCE = threading.BoundedSemaphore(MOST_AT_ONCE)
+
+
 def do_now(request: Request) -> dict[str, Any]:
     """Do something short in a process of its own, beside the queue; return its result."""
+    if not _AT_ONCE.acquire(timeout=GRACE_SECONDS):
+        raise InputError("the server is busy; try again when it has answered other requests")
+    try:
+        return _do_now(request)
+    finally:
+        _AT_ONCE.release()
+
+
+def _do_now(request: Request) -> dict[str, Any]:
     with tempfile.TemporaryFile() as log:
         process = start_process(request, log)
         with process:
@@ -230,8 +265,8 @@ def do_now(request: Request) -> dict[str, Any]:
 
 def start_process(request: Request, log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a process that does what is asked for as long as its stdin is open."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dare.web.job_process"],
+    process = subprocess.Popen(  # noqa: S603 (ours, and the request goes through its stdin)
+        COMMAND,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

@@ -14,7 +14,6 @@ A recipe is the tables of its TOML form. An answer that is no success is `{"erro
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from dare import api
@@ -37,6 +36,7 @@ from dare.recipe.schema import Recipe
 from dare.run.rates import estimate
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import show_size, times
+from dare.web.guard import Json, read_object
 from dare.web.job_process import ANALYSIS
 from dare.web.jobs import Job, Jobs, do_now
 from dare.web.roots import OutsideError, Roots
@@ -71,10 +71,10 @@ class OwnModels:
             "plan": {"POST": self._plan},
             "estimate": {"POST": self._estimate},
             "jobs": {"GET": self._list_jobs, "POST": self._add_job},
-            "jobs/{number:int}/cancel": {"POST": self._cancel},
-            "jobs/{number:int}/again": {"POST": self._repeat},
-            "jobs/{number:int}/analysis": {"GET": self._send_analysis},
-            "jobs/{number:int}/report": {"GET": self._send_report},
+            "jobs/{number}/cancel": {"POST": self._cancel},
+            "jobs/{number}/again": {"POST": self._repeat},
+            "jobs/{number}/analysis": {"GET": self._send_analysis},
+            "jobs/{number}/report": {"GET": self._send_report},
         }
         return [
             Route(f"/api/own/{name}", _endpoint(answer), methods=[method])
@@ -150,7 +150,7 @@ class OwnModels:
         return self._add_job(self._find(asked).request)
 
     def _find(self, asked: Asked) -> Job:
-        return self._jobs.find(int(asked["number"]))
+        return self._jobs.find(asked["number"])
 
     # ------------------------------------------------------------ analyses
 
@@ -254,25 +254,14 @@ def _endpoint(answer: Callable[[Asked], Any]) -> Callable[[Request], Any]:
 
     async def respond(request: Request) -> Response:
         try:
-            asked = {**request.query_params, **await _body(request), **request.path_params}
+            body = await read_object(request) if request.method == "POST" else {}
+            asked = {**request.query_params, **body, **request.path_params}
             answered = await run_in_threadpool(answer, asked)
-        except DareError as error:
+        except (DareError, OSError) as error:  # as of a name that is longer than names can be
             status = 403 if isinstance(error, OutsideError) else 400
-            return JSONResponse({"error": str(error)}, status)
+            return Json({"error": str(error)}, status)
         if isinstance(answered, Response):
             return answered
-        return JSONResponse(json_ready(answered))
+        return Json(json_ready(answered))
 
     return respond
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON of a request; the server's guard has seen to its size."""
-    content = await request.body()
-    try:
-        document = json.loads(content or b"{}")
-    except (ValueError, RecursionError):
-        raise InputError("the request is not JSON") from None
-    if not isinstance(document, dict):
-        raise InputError("the request must be a table")
-    return document

@@ -7,21 +7,20 @@ import hashlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from json import JSONDecodeError
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from dare.errors import DareError, RecipeError, printable
+from dare.errors import DareError, printable
 from dare.web.assets import Assets, page_assets
 from dare.web.engine import Engine
-from dare.web.guard import Guard, Key, refuse
+from dare.web.guard import Guard, Json, Key, read_object, refuse
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -127,7 +126,7 @@ def answering(work: Work) -> Handler:
     """A handler that does some work in a thread, and has it end when the asker goes away."""
 
     async def handle(request: Request) -> Response:
-        asked = await _read_json(request)
+        asked = await read_object(request)
         gone = threading.Event()
 
         def check() -> None:
@@ -140,7 +139,7 @@ def answering(work: Work) -> Handler:
             await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
                 gone.set()
-            return JSONResponse(await doing)
+            return Json(await doing)
         except Cancelled:
             return Response(status_code=204)  # which nobody sees
         finally:
@@ -150,16 +149,6 @@ def answering(work: Work) -> Handler:
     return handle
 
 
-async def _read_json(request: Request) -> dict[str, Any]:
-    try:
-        asked = await request.json()
-    except (JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise RecipeError("the body is not JSON") from None
-    if not isinstance(asked, dict):
-        raise RecipeError("the body must be an object")
-    return asked
-
-
 async def _until_gone(request: Request) -> None:
     """Wait until the asker has gone away."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -167,10 +156,10 @@ async def _until_gone(request: Request) -> None:
 
 
 async def _explain(_request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 400)
+    return Json({"error": str(error)}, 400)
 
 
 async def _apologise(_request: Request, error: Exception) -> Response:
     reason = printable(f"{type(error).__name__}: {error}")
     message = f"{reason} (this is a mistake in dare; the terminal shows where)"
-    return JSONResponse({"error": message}, 500)
+    return Json({"error": message}, 500)

@@ -8,6 +8,7 @@ const BUSY_PAUSE = 400;  // milliseconds between two looks while a job is under 
 const AWAY_PAUSE = 3000;
 const AWAY = "Start it again: `dare playground`. An interrupted merge resumes.";
 
+const keyOf = ({ number, made_at: madeAt }) => `${number} ${madeAt}`;
 const isBusy = ({ state }) => state === "waiting" || state === "running";
 
 /** What can be done with a job in its state: buttons and links. */
@@ -84,7 +85,7 @@ function openCard(act) {
 /** Shows all jobs and looks after them; `onEnd` is called with each that ends while we look. */
 export function mountJobs(section, { onEnd, showAnalysis, takeRecipe, tell }) {
   const cards = new Map();
-  const busy = new Set();  // numbers of those that were so when we last looked
+  const busy = new Set();  // keys of those that were so when we last looked
   let timer = 0;
   let isFirst = true;
 
@@ -99,33 +100,39 @@ export function mountJobs(section, { onEnd, showAnalysis, takeRecipe, tell }) {
   }
 
   function show(job) {
-    if (!cards.has(job.number)) {
+    const key = keyOf(job);
+    if (!cards.has(key)) {
       const card = openCard({ post, showAnalysis, takeRecipe });
-      cards.set(job.number, card);
+      cards.set(key, card);
       const list = job.kind === "analyze" ? "#own-analyses" : "#own-merges";
       section.querySelector(list).prepend(card.element);
-      if (!isFirst) busy.add(job.number);  // it may have ended since it was asked for
+      if (!isFirst) busy.add(key);  // it may have ended since it was asked for
     }
-    cards.get(job.number).show(job);
+    cards.get(key).show(job);
     if (isBusy(job)) {
-      busy.add(job.number);
-    } else if (busy.delete(job.number)) {
+      busy.add(key);
+    } else if (busy.delete(key)) {
       darePage.say(`${titleOf(job)}: ${stateOf(job)}.`);
       onEnd(job);
     }
   }
 
-  function forgetAll() {
-    for (const { element } of cards.values()) element.remove();
-    cards.clear();
-    busy.clear();
+  /** Remove the cards of jobs that the server does not keep, or that were another server's. */
+  function forgetOthers(jobs) {
+    const kept = new Set(jobs.map(keyOf));
+    for (const [key, { element }] of cards) {
+      if (kept.has(key)) continue;
+      element.remove();
+      cards.delete(key);
+      busy.delete(key);
+    }
   }
 
   async function look() {
     clearTimeout(timer);
     try {
       const jobs = await ask("jobs");
-      if (jobs.length < cards.size) forgetAll();  // they were another server's
+      forgetOthers(jobs);
       jobs.forEach(show);
       const last = jobs.findLast(({ kind, state }) => kind === "analyze" && state === "done");
       if (isFirst && last) showAnalysis(last);

@@ -38,7 +38,7 @@ const sha = (code) =>
   code ? [paragraph("own-sha", "SHA-256 of the weights ", make("code", {}, code))] : [];
 const warnings = (texts) => texts.map((text) => paragraph("own-warning", text));
 
-function reportOf(result) {
+function reportOf({ number: merge, result }) {
   const rows = result.models.map((model) => {
     const drops = model.drop_rate_asked !== null;
     const [realised, asked] = [model.drop_rate_realised, model.drop_rate_asked]
@@ -46,19 +46,20 @@ function reportOf(result) {
     return [model.name, realised, asked, number(model.largest_delta)];
   });
   const columns = ["model", "dropped", "drop rate", "largest |δ|"];
+  const ariaLabel = `Models of merge ${merge}, to ${shortName(result.output)}`;  // like no other
   const resumed = result.resumed_chunks
     ? `; ${times(result.resumed_chunks, "piece")} taken over from the interrupted run` : "";
   return [
     paragraph("", `${times(result.tensors, "tensor")}, ${bytes(result.bytes_written)} written to `,
       make("code", {}, result.output), ` in ${duration(result.seconds)}${resumed}.`),
-    make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Models" },
+    make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel },
       tableOf(columns, rows)),
     ...warnings(result.warnings),
     ...sha(result.sha256),
   ];
 }
 
-function checkOf({ ok, tensors, bytes_checked: size, problems, changed, sha256 }) {
+function checkOf({ result: { ok, tensors, bytes_checked: size, problems, changed, sha256 } }) {
   const intact = `${times(tensors, "tensor")}, ${bytes(size)}: as they were written.`;
   return [
     paragraph("", ok ? intact : "This is not what was written:"),
@@ -71,7 +72,7 @@ const RESULTS = { merge: reportOf, verify: checkOf, analyze: () => [] };
 
 /** What came of a job, or what can be done about it. */
 export function outcomeOf(job) {
-  const parts = job.result ? RESULTS[job.kind](job.result) : [];
+  const parts = job.result ? RESULTS[job.kind](job) : [];
   if (job.problem) parts.push(paragraph("own-problem", job.problem));
   if (job.kind === "merge" && job.state === "stopped") {
     parts.push(paragraph("", "What is done is kept. To continue, press “Resume” or run ",
