@@ -107,8 +107,9 @@ test-attack: $(VENV)/dev-ready
 		--attack-size $(ATTACK_SIZE) --attack-seed $(ATTACK_SEED)
 
 test-browser: $(VENV)/tools-ready
-	$(BIN)/python -m pytest --quiet tests/analysis/page/test_browser.py \
-		tests/studies/test_study_browser.py tests/web
+	@command -v chromium || command -v chromium-browser || { echo "chromium is missing"; exit 1; }
+	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal -m browser \
+		tests/analysis/page/test_browser.py tests/studies/test_study_browser.py tests/web
 
 test-real: $(VENV)/dev-ready
 	$(BIN)/python -m pytest --quiet tests/real
