@@ -261,8 +261,8 @@ def test_every_door_takes_a_threshold(tmp_path, capfd):
     )
     with pytest.warns(dare.DareWarning, match="in 11 of 15,000"):
         dare.merge(tmp_path / "r.toml")
+    merger = dare.DareMerger(files[0], files[1:], dare.DareConfig(delta_threshold=0.001))
     with pytest.warns(dare.DareWarning, match="in 11 of 15,000"):
-        merger = dare.DareMerger(files[0], files[1:], dare.DareConfig(delta_threshold=0.001))
         merger.merge(tmp_path / "merger.safetensors")
     flags = [
         "--base",

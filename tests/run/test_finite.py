@@ -119,7 +119,7 @@ def test_the_setting_changes_no_byte_of_what_would_be_merged_without_it(tmp_path
 def test_infinities_that_are_shared_and_overflow_on_the_way_are_not_refused():
     base = {"v": np.array([-np.inf, -3e38, 1.0], np.float32)}
     tuned = {"v": np.array([-np.inf, 3e38, 1.0], np.float32)}  # the change is above float32
-    merged, report = dare.merge_arrays(base, [tuned], method="sum", verbose=False)
+    merged, report = dare.merge_arrays(base, [tuned], method="sum", scale=0.5, verbose=False)
     assert merged["v"][0] == -np.inf
     assert (report.overflowed, [n.about for n in report.warnings]) == (1, ["overflow"])
 

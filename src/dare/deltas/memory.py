@@ -157,7 +157,11 @@ class _Extent(NamedTuple):
     def shares_memory(self, other: _Extent) -> bool:
         """Whether an element of both may lie in the same bytes."""
         try:
-            return np.shares_memory(self.addresses, other.addresses, max_work=MOST_WORK)
+            return np.shares_memory(
+                self.addresses,
+                other.addresses,
+                max_work=MOST_WORK,  # type: ignore[arg-type]
+            )
         except np.exceptions.TooHardError:
             return True
 

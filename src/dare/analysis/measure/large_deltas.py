@@ -3,8 +3,8 @@
 Dropping replaces a change by a gamble that is right on average, whose noise is in proportion to the
 change. How much that is to a layer depends on the size of the change relative to the base and on
 the drop rate, not on |δ| alone. So a model is warned of if many of its elements exceed the recipe's
-`delta_threshold` and, where matrices were looked at, the predicted error is above its bound. Whoever
-gives a threshold is warned of every element that exceeds it, by whatever method.
+`delta_threshold` and, where matrices were looked at, the predicted error is above its bound. A
+threshold that the user gives warns of every element that exceeds it, by whatever method.
 """
 
 from __future__ import annotations
