@@ -20,7 +20,6 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
 from dare.kernels import LANES_MULTIPLE
-from dare.kernels.kept import jit
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
@@ -29,7 +28,7 @@ from dare.kernels.reference import (
     PARTS,
     SCALE_GROUP,
 )
-from dare.kernels.xxh3 import digest_pieces  # noqa: F401 (a kernel like those below)
+from dare.kernels.xxh3 import digest_pieces, jit  # noqa: F401 (a kernel like those below)
 from dare.tensors.chunks import CHUNK
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 

@@ -201,29 +201,17 @@ def _temporary_folder() -> Path:
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"dare-{user}"  # noqa: S108 (if it is safe)
 
 
-def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make Numba's decorator; its cache of pickles lies among the kernels, or there is none."""
-    from numba import config, njit
+def numba_folder() -> str:
+    """Find or make the folder for Numba's own cache of pickles; empty if there is no safe one.
 
-    settings: Any = config
-    place = ""
+    Nobody else may even enter it: Numba makes folders in it by the umask.
+    """
     with suppress(OSError):
-        inside = folder() / "numba"
-        make_private(inside)  # nobody else may enter: Numba makes folders in it by the umask
-        if not HAS_OWNERS or stat.S_IMODE(inside.stat().st_mode) == 0o700:
-            place = str(inside)
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        dispatcher = njit(**options)(function)
-        if place:
-            before, settings.CACHE_DIR = settings.CACHE_DIR, place
-            try:
-                dispatcher.enable_caching()
-            finally:
-                settings.CACHE_DIR = before
-        return dispatcher
-
-    return compiled
+        place = folder() / "numba"
+        make_private(place)
+        if not HAS_OWNERS or stat.S_IMODE(place.stat().st_mode) == 0o700:
+            return str(place)
+    return ""
 
 
 @cache

@@ -8,12 +8,30 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import config, njit, types
 from numba.extending import intrinsic
 
-from dare.kernels.kept import jit
+from dare.kernels.kept import numba_folder
 
 u32, u64 = np.uint32, np.uint64
+
+
+def jit(**options):
+    """Make Numba's decorator, with a cache where only this user can write, or none."""
+    place = numba_folder()
+
+    def compiled(function):
+        dispatcher = njit(**options)(function)
+        if place:
+            before, config.CACHE_DIR = config.CACHE_DIR, place
+            try:
+                dispatcher.enable_caching()
+            finally:
+                config.CACHE_DIR = before
+        return dispatcher
+
+    return compiled
+
 
 kernel = jit(nogil=True, error_model="numpy")
 helper = jit(nogil=True, inline="always")
