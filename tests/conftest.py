@@ -1,9 +1,11 @@
 """What all tests share; its presence also lets them `import helpers`."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -29,6 +31,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How long and from where on the attacks in tests/attack go."""
     parser.addoption("--attack-size", type=int, default=1, help="times the short run's attacks")
     parser.addoption("--attack-seed", type=int, default=0, help="which attacks they are")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a browser, so that `make test-browser` runs that and nothing else."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
+@pytest.fixture(scope="module")  # another module may have a playwright of its own
+def browser() -> Iterator[Any]:
+    """Chromium, where there is one."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

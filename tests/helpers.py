@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -16,6 +17,21 @@ from dare.inputs.sources import INDEX_NAME, Source
 from dare.recipe.schema import Recipe
 
 Arrays = Mapping[str, np.ndarray]
+Value = TypeVar("Value")
+PATIENCE_SECONDS = 300
+"""More than anything takes that is waited for, on a machine that does ten other things."""
+
+
+def eventually(check: Callable[[], Value]) -> Value:
+    """Check again and again until it holds, as a page follows when the machine lets it."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def file_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:

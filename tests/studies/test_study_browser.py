@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import study_sample as sample
 
 from dare.studies.page import write_study_page
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+from helpers import PATIENCE_SECONDS
 
 DESKTOP = {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +29,9 @@ def said() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tab(browser, path, said) -> sync_api.Page:
+def tab(browser, path, said) -> Any:
     context = browser.new_context(viewport=DESKTOP, color_scheme="light", offline=True)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(PATIENCE_SECONDS * 1000)
     page = context.new_page()
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -143,8 +132,9 @@ def test_two_rows_are_compared_with_their_items(tab):
 def test_other_scores_can_be_plotted(tab):
     before = tab.inner_html("#chart-pareto svg")
     tab.select_option("#chart-pareto select >> nth=1", "english")
-    tab.wait_for_timeout(300)
-    assert tab.inner_html("#chart-pareto svg") != before
+    tab.wait_for_function(
+        "before => document.querySelector('#chart-pareto svg').innerHTML !== before", arg=before
+    )
     tab.select_option("#theme", "dark")
     tab.wait_for_selector("html[data-drawn=dark]")
     assert tab.locator("#chart-pareto select").nth(1).input_value() == "english"
@@ -163,7 +153,7 @@ def test_hovering_shows_a_trial(tab):
 def test_no_width_needs_sideways_scrolling(tab, width):
     tab.set_viewport_size({"width": width, "height": 900})
     tab.wait_for_timeout(400)
-    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    tab.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
     tab.set_viewport_size(DESKTOP)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,11 +9,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from sites import SECONDS, Site, Tab, serving
+from sites import Site, Tab, serving
 
 from dare.web.assets import write_folder
+from helpers import PATIENCE_SECONDS
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HEIGHTS = {390: 844, 1280: 900}
 
 OpenTab = Callable[..., Tab]
@@ -52,18 +51,6 @@ def local_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
-@pytest.fixture(scope="module")  # another module may have a playwright of its own
-def browser() -> Iterator[Any]:
-    """Chromium, where there is one."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def open_tab(browser: Any) -> Iterator[OpenTab]:
     """Opens an address as a new user would, and returns its tab when the page is ready."""
@@ -72,7 +59,7 @@ def open_tab(browser: Any) -> Iterator[OpenTab]:
     def open_one(address: str, width: int = 1280, theme: str = "light", **settings: Any) -> Tab:
         size = {"width": width, "height": HEIGHTS.get(width, 900)}
         context = browser.new_context(viewport=size, color_scheme=theme, **settings)
-        context.set_default_timeout(SECONDS * 1000)
+        context.set_default_timeout(PATIENCE_SECONDS * 1000)
         contexts.append(context)
         tab = Tab(context.new_page())
         tab.page.on("console", lambda message: tab.said.append(message.text))

@@ -16,16 +16,13 @@ import numpy as np
 from dare.demo.merges import BASE, TUNED
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
-from helpers import save
-
-SECONDS = 60.0
-"""What nothing here takes, even on a busy machine."""
+from helpers import PATIENCE_SECONDS, save
 
 
 def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
-        assert time.monotonic() < deadline, f"{what} did not happen in {SECONDS:g} s"
+        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE_SECONDS} s"
         time.sleep(0.005)
 
 
@@ -111,7 +108,7 @@ def own_alone(browser: Any, address: str, **settings: Any) -> Iterator[tuple[Any
     The other parts compute for seconds, and are tested elsewhere.
     """
     context = browser.new_context(**settings)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(PATIENCE_SECONDS * 1000)
     context.route(
         "**/main.js", lambda route: route.fulfill(body=MAIN, content_type="text/javascript")
     )

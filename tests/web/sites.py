@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 60
-"""What nothing here takes, even on a busy machine."""
+from helpers import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -78,4 +77,4 @@ def serving(folder: Path, **environment: str) -> Iterator[tuple[Site, subprocess
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-                process.communicate(timeout=SECONDS)
+                process.communicate(timeout=PATIENCE_SECONDS)

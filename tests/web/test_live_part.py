@@ -13,12 +13,12 @@ from merged import Arrays, digest, merge, score
 from dare.demo.llama import Llama
 from dare.demo.merges import CONFIG
 from dare.web.assets import PAGE
+from helpers import PATIENCE_SECONDS, eventually
 
 TASKS = ("add", "sort", "say")
 MEASURED = json.loads((PAGE / "measured.json").read_text("utf-8"))
 AMOUNTS = {25: 1024, 100: 4096}
 """Bytes of English by prompts of each task."""
-SECONDS = 60
 
 
 READ = """part => {
@@ -34,7 +34,7 @@ def shown_scores(page: Any, part: str = "live", prompts: str = "") -> dict[str, 
     """The scores of now as the page shows them: the first that come, or those from all prompts."""
     asked = f"[data-prompts='{prompts}']" if prompts else ""
     ready = f"#{part}-scores:not([data-stale]) .asked{asked}"
-    page.wait_for_selector(ready, timeout=SECONDS * 1000)
+    page.wait_for_selector(ready, timeout=PATIENCE_SECONDS * 1000)
     shown = page.evaluate(READ, part)
     assert shown["stale"] is None
     return shown
@@ -48,7 +48,7 @@ def assert_scores(shown: dict[str, Any], arrays: Arrays) -> None:
 
 
 def shown_digest(page: Any) -> str:
-    page.wait_for_selector("#live-code:not([data-stale])", timeout=SECONDS * 1000)
+    page.wait_for_selector("#live-code:not([data-stale])", timeout=PATIENCE_SECONDS * 1000)
     return page.inner_text("#live-digest")
 
 
@@ -216,13 +216,18 @@ def test_a_guess_is_drawn_and_compared_with_what_was_measured(static_site, open_
     page.wait_for_selector("html[data-drawn=light]")  # nothing moves any more
     plot = page.locator("#chart-predict .role-frame .background").first
     plot.scroll_into_view_if_needed()
-    box = steady_box(page, plot)
-    page.mouse.move(box["x"] + 1, box["y"] + 0.25 * box["height"])
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"], box["y"] + 0.25 * box["height"], steps=20)
-    page.mouse.up()
-    drawn = [int(page.input_value(f"#control-predict-y-{index}")) for index in range(8)]
-    assert drawn == pytest.approx([75] * 8, abs=1)
+
+    def draw() -> list[int]:
+        box = steady_box(page, plot)
+        page.mouse.move(box["x"] + 1, box["y"] + 0.25 * box["height"])
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"], box["y"] + 0.25 * box["height"], steps=20)
+        page.mouse.up()
+        drawn = [int(page.input_value(f"#control-predict-y-{index}")) for index in range(8)]
+        assert drawn == pytest.approx([75] * 8, abs=1)
+        return drawn
+
+    drawn = eventually(draw)  # a part above it may have filled itself in between
     page.wait_for_function(
         "text => location.search.includes(text)", arg=f"predict.on={'-'.join(map(str, drawn))}"
     )

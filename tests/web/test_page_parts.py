@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import time
-from collections.abc import Callable
 from functools import cache, partial
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,6 +14,7 @@ import dare
 from dare.demo.llama import Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, TUNED, Merge
 from dare.demo.tasks import TASKS
+from helpers import eventually
 
 ATTENTION = "model.layers.4.self_attn.o_proj.weight"
 VALUES = "model.layers.0.self_attn.v_proj.weight"
@@ -54,18 +53,6 @@ def pixels_of(tab, name: str) -> np.ndarray:
 
 def number(text: str) -> float:
     return float(re.search(r"-?[\d.]+", text.replace("−", "-").replace(",", "")).group())
-
-
-def eventually(check: Callable[[], None]) -> None:
-    """The page follows within a frame or two, unless the machine is busy."""
-    until = time.monotonic() + 5
-    while True:
-        try:
-            return check()
-        except AssertionError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
 
 
 def expect_laws(tab, name, rate, seed, model="add", *, rescale=True) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from sites import SECONDS, Site, serving
+from own_helpers import wait_until
+from sites import Site, serving
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -32,6 +33,7 @@ from dare.web.engine import Engine
 from dare.web.guard import MOST_BODY_BYTES, Guard, Key
 from dare.web.own import OwnModels
 from dare.web.server import make_app
+from helpers import PATIENCE_SECONDS
 
 JSON = {"Content-Type": "application/json"}
 
@@ -61,7 +63,7 @@ class Client:
     def ask(
         self, method: str, path: str, body: bytes | None = None, *, cookie: bool = True, **headers
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         given = {"Cookie": self.cookie} if cookie else {}
         connection.request(method, path, body, {**given, **named})
@@ -251,7 +253,9 @@ def test_a_large_body_without_a_length_is_refused(client):
         "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", client.port), timeout=PATIENCE_SECONDS
+    ) as connection:
         connection.sendall(head.encode())
         try:
             for _ in range(64):  # 4 MB, and no end
@@ -283,7 +287,9 @@ TRAVERSALS = [
 @pytest.mark.parametrize("path", TRAVERSALS)
 def test_there_is_nothing_but_the_files_of_the_page(client, path):
     request = f"GET {path} HTTP/1.1\r\nHost: {client.host}\r\nCookie: {client.cookie}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", client.port), timeout=SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", client.port), timeout=PATIENCE_SECONDS
+    ) as connection:
         connection.sendall(request.encode())
         assert connection.recv(4096).split()[1] == b"404"
 
@@ -385,7 +391,7 @@ def test_ctrl_c_ends_it_and_is_no_failure(tmp_path):
     with serving(tmp_path) as (site, process):
         assert Client(site).get("/").status == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, out, err) == (0, "", "")
 
 
@@ -438,10 +444,7 @@ def test_the_browser_gets_an_address_of_its_own(tmp_path):
         assert process.stdout is not None
         said = "".join(process.stdout.readline() for _ in range(3))
         (printed,) = re.findall(r"http://127\.0\.0\.1:\d+/\?token=\S+", said)
-        for _ in range(100):
-            if opened.exists():
-                break
-            time.sleep(0.1)
+        wait_until(opened.exists)
         address = opened.read_text().strip()
         client = Client(Site(printed, "local", tmp_path))
         assert urlsplit(address).netloc == urlsplit(printed).netloc
@@ -451,7 +454,7 @@ def test_the_browser_gets_an_address_of_its_own(tmp_path):
         assert client.get(path, cookie=False).status == 403
         assert "Ctrl-C" in said
         process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_port_that_is_taken_is_said_or_avoided(monkeypatch):
@@ -530,5 +533,5 @@ def test_nothing_goes_out_and_the_first_start_is_as_quick(tmp_path):
             assert client.get(f"/{name}").status == 200
         assert list(tmp_path.glob("cache/dare/vega-*.js"))
         process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     assert set(watched.read_text().splitlines()) == {"socket.bind ('127.0.0.1', 0)"}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,7 @@ import dare
 from dare.analysis.judge.advice import judge
 from dare.analysis.page import Side, write_comparison, write_page
 from dare.cli import main
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+from helpers import PATIENCE_SECONDS, eventually
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 WIDTHS = (390, 820, 1280)
@@ -30,7 +27,7 @@ HOSTILE = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>",
 class Tab:
     """A page in the browser, and everything that it said and asked for."""
 
-    page: sync_api.Page
+    page: Any
     said: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -45,17 +42,9 @@ class Tab:
         )
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
-
-
 def open_tab(browser, path: Path, size=DESKTOP, theme="light", **settings) -> Tab:
     context = browser.new_context(viewport=size, color_scheme=theme, offline=True, **settings)
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(PATIENCE_SECONDS * 1000)
     tab = Tab(context.new_page())
     tab.page.on("console", lambda message: tab.said.append(message.text))
     tab.page.on("pageerror", lambda error: tab.said.append(str(error)))
@@ -138,8 +127,7 @@ def test_picking_a_model_brings_it_out_everywhere(desktop):
 def test_tensors_of_one_kind_can_be_looked_at(desktop):
     before = desktop.chart("magnitudes")
     desktop.page.select_option("#chart-magnitudes select", "norm")
-    desktop.page.wait_for_timeout(200)
-    assert desktop.chart("magnitudes") != before
+    wait_for_change(desktop, "magnitudes", before)
     desktop.page.select_option("#chart-magnitudes select", "all")
 
 
@@ -161,13 +149,23 @@ def test_shift_and_wheel_zoom_and_a_button_undoes_it(desktop):
     page.keyboard.down("Shift")
     page.mouse.wheel(0, -300)
     page.keyboard.up("Shift")
-    page.wait_for_timeout(300)
+    wait_for_change(desktop, "predicted-error", before)
     zoomed = desktop.chart("predicted-error")
-    assert zoomed != before
     page.mouse.move(0, 0)
     page.click("#figure-predicted-error [data-resets]")
-    page.wait_for_timeout(500)
-    assert axis_labels(page, "predicted-error") == ["0.0", "0.1", "0.2"]
+    wait_for_change(desktop, "predicted-error", zoomed)
+
+    def is_undone() -> None:
+        assert axis_labels(page, "predicted-error") == ["0.0", "0.1", "0.2"]
+
+    eventually(is_undone)
+
+
+def wait_for_change(tab: Tab, name: str, before: str) -> None:
+    tab.page.wait_for_function(
+        "([name, before]) => document.querySelector(`#chart-${name} svg`).innerHTML !== before",
+        arg=[name, before],
+    )
 
 
 def axis_labels(page, name) -> list[str]:
@@ -236,12 +234,16 @@ def test_the_keyboard_reaches_everything(desktop):
 def test_no_width_needs_sideways_scrolling(desktop, width):
     desktop.page.set_viewport_size({"width": width, "height": 900})
     desktop.page.wait_for_timeout(400)
-    inner, whole = desktop.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
-    assert whole == inner == width
-    for chart in desktop.page.query_selector_all(".chart"):
-        box = chart.query_selector("svg").bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width
+
+    def fits() -> None:
+        inner, whole = desktop.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+        assert whole == inner == width
+        for chart in desktop.page.query_selector_all(".chart"):
+            box = chart.query_selector("svg").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width
+
+    eventually(fits)
     desktop.page.set_viewport_size(DESKTOP)
 
 
@@ -416,9 +418,13 @@ OVERLAPS = """() => {
 def test_no_labels_of_twelve_models_overlap(crowded, width):
     crowded.page.set_viewport_size({"width": width, "height": 900})
     crowded.page.wait_for_timeout(1200)
-    assert crowded.page.evaluate(OVERLAPS) == []
-    inner, whole = crowded.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
-    assert whole == inner == width
+
+    def fits() -> None:
+        assert crowded.page.evaluate(OVERLAPS) == []
+        inner, whole = crowded.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+        assert whole == inner == width
+
+    eventually(fits)
 
 
 def test_two_sides_are_drawn_together(browser, subject, tmp_path):
