@@ -43,6 +43,7 @@ from dare.errors import (
     HeaderError as HeaderError,
     InputError as InputError,
     MismatchError as MismatchError,
+    NotFiniteError as NotFiniteError,
     OutputError as OutputError,
     RecipeError as RecipeError,
     VerificationError as VerificationError,

@@ -117,8 +117,8 @@ def analyze(
     """Say what the weights show."""
     check_free(output, "analysis", overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
-    for name in TABLES if csv is not None else ():
-        check_free(csv / f"{name}.csv", "table", overwrite=overwrite)
+    for table in () if csv is None else [csv / f"{name}.csv" for name in TABLES]:
+        check_free(table, "table", overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
     if headers:
         if output is not None or csv is not None or html is not None:

@@ -92,10 +92,10 @@ class StopTokens:
     def texts(self, tokens: Mapping[str, int] | None) -> frozenset[str]:
         """The tokens that end a text; `tokens` are those of the same model."""
         names = {number: token for token, number in (tokens or {}).items()}
-        ids = (self.generation or self.config).get("eos_token_id")
-        found = {names.get(number) for number in (ids if isinstance(ids, list) else [ids])}
+        ids = _whole_numbers((self.generation or self.config).get("eos_token_id"))
+        found = {names.get(number) for number in ids}
         special = {_token_text(self.special.get("eos_token"))}
-        return frozenset(text for text in (special if None in found else found) if text)
+        return frozenset(text for text in (special if found <= {None} else found) if text)
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,8 @@ class _Gathered:
         missing: list[tuple[str, Any]] = []
         for name in (CONFIG, GENERATION_CONFIG):
             for table in _text_tables(self.table(name)) if name in self.files else ():
-                value = table.get("eos_token_id")
-                ids = value if isinstance(value, list) else [value]
-                missing += [(name, i) for i in ids if type(i) is int and i >= 0 and i not in known]
+                ids = _whole_numbers(table.get("eos_token_id"))
+                missing += [(name, number) for number in ids if number >= 0 and number not in known]
         if TOKENIZER_CONFIG in self.files:
             text = _token_text(self.table(TOKENIZER_CONFIG).get("eos_token"))
             missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
@@ -451,11 +450,9 @@ def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> 
     special: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):
         special |= _values(read_json(directory, name), ("eos_token", "pad_token"))
-    ids = {
-        f"{key}_id": (tokens or {})[text]
-        for key, value in special.items()
-        if (text := _token_text(value)) in (tokens or {})
-    }
+    texts = {key: _token_text(value) or "" for key, value in special.items()}
+    known = tokens or {}
+    ids: dict[str, Any] = {f"{k}_id": known[text] for k, text in texts.items() if text in known}
     config, generation = read_json(directory, CONFIG), read_json(directory, GENERATION_CONFIG)
     for table in reversed(_text_tables(config if isinstance(config, dict) else {})):
         ids |= _values(table, ("eos_token_id", "pad_token_id"))
@@ -467,8 +464,8 @@ def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> 
 
 def renumber_stop_tokens(stop: StopTokens, ids: Mapping[int, int | None], whose: str) -> StopTokens:
     """Give stop tokens the ids that they have in the output; padding that it lacks is left out."""
-    pad = stop.config.get("pad_token_id")
-    left_out = {"pad_token", "pad_token_id"} if ids.get(pad, 0) is None else set()
+    is_lost = any(ids.get(n, n) is None for n in _whole_numbers(stop.config.get("pad_token_id")))
+    left_out = {"pad_token", "pad_token_id"} if is_lost else set()
     tables = [
         {key: value for key, value in table.items() if key not in left_out}
         for table in (stop.special, stop.config, stop.generation or {})
@@ -481,6 +478,11 @@ def renumber_stop_tokens(stop: StopTokens, ids: Mapping[int, int | None], whose:
 def _values(document: Any, keys: Iterable[str]) -> dict[str, Any]:
     table = document if isinstance(document, dict) else {}
     return {key: table[key] for key in keys if table.get(key) is not None}
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    """Token ids, which are one or a list."""
+    return [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
 
 
 def _token_text(token: Any) -> str | None:

@@ -32,7 +32,8 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     """Add to a plan what goes beside the weights, if the output is a directory."""
     recipe, aligned = planned.recipe, inputs.aligned
     chosen = _chosen(recipe, inputs.names)
-    if planned.layout is None or not planned.layout.is_directory:
+    layout = planned.layout
+    if layout is None or not layout.is_directory:
         return planned
     planned = _with_missing_configuration(planned, inputs, chosen)
     home = inputs.folders[chosen]
@@ -44,7 +45,7 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     tokens = aligned.tokens[0 if keeps_base else 1 + chosen] if aligned.tokens else None
     stop, notices = _stop_tokens(inputs, giver)
     changes = Changes(
-        dtype=main_type(t for tensors in planned.layout.files.values() for t in tensors),
+        dtype=main_type(t for tensors in layout.files.values() for t in tensors),
         vocab_size=aligned.resized(chosen),
         token_ids=aligned.token_ids[chosen - 1] if chosen and aligned.token_ids else None,
         chat_template=template,
