@@ -12,6 +12,7 @@ from dare.analysis.results import (
     Analysis,
     Cell,
     Histogram,
+    Inliers,
     Interference,
     Kind,
     ModelAnalysis,
@@ -41,7 +42,11 @@ def layer(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdigit()), OUTSIDE)
 
 
-def statistics(delta: np.ndarray, base: np.ndarray) -> Statistics:
+def statistics(
+    delta: np.ndarray,
+    base: np.ndarray,
+    parts: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
+) -> Statistics:
     every = np.asarray(delta, np.float64).ravel()
     values = every[np.isfinite(every)]
     sizes = np.abs(values)
@@ -68,6 +73,40 @@ def statistics(delta: np.ndarray, base: np.ndarray) -> Statistics:
         base_norm=float(np.sqrt((np.asarray(base, np.float64) ** 2).sum())),
         excess_kurtosis=fourth / deviation**4 - 3 if deviation else 0.0,
         histogram=Histogram(lowest, tuple(np.bincount(octaves - lowest).tolist())),
+        inliers=inliers([(np.asarray(delta, np.float64), base)] if parts is None else parts),
+    )
+
+
+def is_inlier(values: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """The rule of outliers, on the sorted magnitudes of a tensor."""
+    sizes = np.abs(values)
+    changed = np.sort(sizes[sizes > 0])
+    bound = np.inf
+    if changed.size >= 32:
+        few = int(0.002 * changed.size)
+        bound = (1.75 if few else 16) * changed[-max(few, 1) - 1]
+    elif changed.size <= 0.002 * values.size:
+        bound = float(np.sqrt(np.square(np.asarray(base, np.float64)).mean()))
+    matters = (sizes[sizes > bound] ** 4).sum() >= 0.05 * (sizes**4).sum()
+    return (sizes <= bound) | (not matters)
+
+
+def inliers(tensors: Sequence[tuple[np.ndarray, np.ndarray]]) -> Inliers:
+    """Of deltas, each with its base."""
+    finite = [np.where(np.isfinite(delta), delta, 0.0) for delta, _ in tensors]
+    kept = [is_inlier(delta, base) for delta, (_, base) in zip(finite, tensors, strict=True)]
+    count = sum(int(np.isfinite(delta).sum()) for delta, _ in tensors)
+    left = np.abs(joined([delta[kept] for delta, kept in zip(finite, kept, strict=True)]))
+    outliers = sum(int((~each).sum()) for each in kept)
+    squares, largest = float((left**2).sum()), float(left.max(initial=0.0))
+    small = np.abs(joined(finite)) < 0.01 * largest
+    return Inliers(
+        outliers=outliers,
+        norm=math.sqrt(squares),
+        mean_magnitude=float(left.sum()) / (count - outliers) if count > outliers else 0.0,
+        largest=largest,
+        negligible=float(small.mean()) if largest else float(bool(count)),
+        concentration=(count - outliers) * float((left**4).sum()) / squares**2 if squares else 0.0,
     )
 
 
@@ -81,7 +120,8 @@ def model(name: str, base: Arrays, tuned: Arrays, **changes: object) -> ModelAna
 
     def over(wanted) -> Statistics:
         chosen = [tensor for tensor in names if wanted(tensor)]
-        return statistics(joined([deltas[t] for t in chosen]), joined([base[t] for t in chosen]))
+        parts = [(deltas[t], base[t]) for t in chosen]
+        return statistics(joined([d for d, _ in parts]), joined([b for _, b in parts]), parts)
 
     cells = sorted({(layer(tensor), kind(tensor)) for tensor in names})
     total = over(lambda _tensor: True)

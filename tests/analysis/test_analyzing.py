@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
@@ -560,15 +561,44 @@ def test_an_adapter_changes_what_it_names(tmp_path):
     assert (adapter.origin, adapter.likely_rank, adapter.is_adapter) == (Origin.LORA, 4, True)
     assert adapter.missing == ("model.norm.weight",)
     delta = 2.0 * (b.astype(np.float64) @ a)
-    assert adapter.total.elements == delta.size
+    assert adapter.total.elements == delta.size + 48
+    assert adapter.total.zeros == 48
     assert adapter.total.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
-    norm = np.linalg.norm(base[name].astype(np.float64))
+    norm = np.linalg.norm(np.concatenate([base[each].reshape(-1) for each in shapes]))
     assert adapter.total.base_norm == pytest.approx(norm, rel=1e-5)
     other = deltas({name: base[name]}, full)
     dot = delta.reshape(-1) @ other
     lengths = np.linalg.norm(delta) * np.linalg.norm(deltas(base, full))
     assert found.pairs[0].total.cosine == pytest.approx(dot / lengths, abs=1e-6)
     assert found.model("full").is_adapter is False
+
+
+def test_an_adapter_and_its_merged_model_are_judged_alike(tmp_path):
+    stem = "model.layers.{}.self_attn.{}_proj"
+    shapes = {f"{stem.format(n, each)}.weight": (96, 64) for n in range(3) for each in "qkv"}
+    base = weights(0, shapes | {"model.embed_tokens.weight": (300, 64), "model.norm.weight": (64,)})
+    generator, tensors, merged = np.random.default_rng(1), {}, dict(base)
+    for name in [stem.format(number, each) for number in range(2) for each in "qv"]:
+        a, b = (0.02 * generator.standard_normal(s, np.float32) for s in ((4, 64), (96, 4)))
+        tensors |= {f"base_model.model.{name}.lora_{k}.weight": v for k, v in (("A", a), ("B", b))}
+        merged[f"{name}.weight"] = base[f"{name}.weight"] + b @ a
+    save(tmp_path / "adapter" / "adapter_model.safetensors", tensors)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    files = [save(tmp_path / f"{n}.safetensors", m) for n, m in (("b", base), ("m", merged))]
+    models = [tmp_path / "adapter", files[1]]
+    adapter, whole = analyze(files[0], models, verbose=False).models
+    alone = analyze(files[0], models[:1], verbose=False).models[0]
+    for found in (adapter, alone):
+        assert found.total.relative_norm == pytest.approx(whole.total.relative_norm, rel=1e-5)
+        assert found.total.elements == whole.total.elements
+        assert found.total.mean_magnitude == pytest.approx(whole.total.mean_magnitude, rel=1e-4)
+        for layer, statistics in whole.by_layer.items():
+            assert found.by_layer[layer].relative_norm == pytest.approx(
+                statistics.relative_norm, rel=1e-5
+            )
+        assert tolerated_drop_rate(exposures_of(found)) == tolerated_drop_rate(exposures_of(whole))
+        assert (found.origin, found.likely_rank) == (whole.origin, whole.likely_rank)
 
 
 @pytest.mark.parametrize(("config", "tied"), [(True, ("model.embed_tokens.weight",)), (False, ())])

@@ -13,7 +13,6 @@ from dare.analysis.judge.prediction import (
     Prediction,
     balanced_q,
     bounded_error,
-    concentration,
     exposure_of,
     make_exposure,
     mean_bounded_error,
@@ -118,37 +117,6 @@ def test_the_variance_of_a_few_merges_of_a_real_model(demo):
 
 
 # ---------------------------------------------------------------- how few elements carry a change
-
-
-@pytest.mark.parametrize(
-    ("delta", "expected"),
-    [
-        ([2.0, -2.0, 2.0, -2.0], 1.0),  # all alike
-        ([1.0, 1.0, 1.0, 1.0], 1.0),  # no deviation, only a mean
-        ([5.0, -5.0, 0.0, 0.0], 2.0),  # half of them
-        ([0.0, 0.0, 0.0, 0.0], 1.0),
-    ],
-)
-def test_concentration_by_hand(delta, expected):
-    assert concentration(statistics(np.array(delta), np.ones(4))) == pytest.approx(expected)
-
-
-def test_concentration_of_known_distributions():
-    generator = np.random.default_rng(0)
-    size = 400_000
-    for values, expected in (
-        (generator.uniform(-1, 1, size), 1.8),
-        (generator.standard_normal(size), 3.0),
-        (generator.laplace(size=size), 6.0),
-    ):
-        assert concentration(statistics(values, values)) == pytest.approx(expected, rel=0.03)
-
-
-def test_one_element_that_is_all():
-    delta = np.zeros(1000)
-    delta[7] = 5.0
-    # 4·mean·cube is left out: n for a single element, up to a hundredth.
-    assert concentration(statistics(delta, np.ones(1000))) == pytest.approx(1000, rel=0.01)
 
 
 @pytest.mark.parametrize(

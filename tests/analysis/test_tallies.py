@@ -18,6 +18,7 @@ from dare.analysis.measure.tallies import (
     bin_edge,
     statistics_of,
     top_bin,
+    with_inside,
 )
 from dare.analysis.results import Histogram, Quantiles
 
@@ -41,7 +42,8 @@ def tally(values, base_squares=0.0):
         base_squares,
     )
     first = int(bits.min(initial=BINS - 1))
-    return sums, Magnitudes(first, np.bincount(bits - first)) if bits.size else NONE
+    magnitudes = Magnitudes(first, np.bincount(bits - first)) if bits.size else NONE
+    return with_inside(sums, magnitudes), magnitudes
 
 
 def quantiles(values):
@@ -187,3 +189,99 @@ def test_sets_with_nothing_in_common():
     assert (both.first, both.counts.tolist()) == (3, [1, 2, 0, 0, 0, 0, 0, 4])
     assert (low + NONE) is low
     assert (NONE + high) is high
+
+
+# ---------------------------------------------------------------- without outliers
+
+
+def inliers(values, base_squares=0.0):
+    return statistics_of(*tally(values, base_squares)).inliers
+
+
+@pytest.mark.parametrize(
+    ("delta", "expected"),
+    [
+        ([2.0, -2.0, 2.0, -2.0], 1.0),  # all alike
+        ([1.0, 1.0, 1.0, 1.0], 1.0),
+        ([5.0, -5.0, 0.0, 0.0], 2.0),  # half of them
+        ([5.0] + 15 * [0.0], 16.0),  # one is all
+        ([0.0, 0.0, 0.0, 0.0], 0.0),
+    ],
+)
+def test_concentration_by_hand(delta, expected):
+    assert inliers(delta).concentration == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "concentration"), [("uniform", 1.8), ("standard_normal", 3.0), ("laplace", 6.0)]
+)
+def test_usual_distributions_have_no_outliers(kind, concentration):
+    values = getattr(np.random.default_rng(0), kind)(size=400_000).astype(np.float32)
+    found, wide = inliers(values), values.astype(np.float64)
+    assert found.outliers == 0
+    assert found.norm == pytest.approx(np.linalg.norm(wide))
+    assert found.mean_magnitude == pytest.approx(np.abs(wide).mean())
+    assert found.largest == np.abs(values).max()
+    own = values.size * (wide**4).sum() / (wide**2).sum() ** 2
+    assert found.concentration == pytest.approx(own)
+    if kind != "uniform":
+        assert own == pytest.approx(concentration, rel=0.03)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+@pytest.mark.parametrize("size", [1.0, 5.0, 1e4, 3e38])
+@pytest.mark.parametrize("count", [1, 262])
+def test_what_is_left_without_outliers_is_what_was_there_before(count, size, density):
+    generator = np.random.default_rng(0)
+    values = generator.normal(0, 1e-3, 512 * 512) * (generator.random(512 * 512) < density)
+    plain = inliers(values)
+    values[generator.choice(values.size, count, replace=False)] = size
+    found = inliers(values)
+    assert found.outliers == count
+    assert found.norm == pytest.approx(plain.norm, rel=2e-3)
+    assert found.mean_magnitude == pytest.approx(plain.mean_magnitude, rel=2e-3)
+    assert found.concentration == pytest.approx(plain.concentration, rel=5e-3)
+    assert found.largest == pytest.approx(plain.largest, rel=5e-3)
+    assert found.negligible == pytest.approx(plain.negligible, abs=2e-3)
+
+
+def test_one_large_element_of_a_tensor_that_is_unchanged_is_an_outlier():
+    values = np.zeros(1000)
+    values[7] = 5.0
+    beside_small_weights = inliers(values, base_squares=1000 * 0.02**2)
+    assert (beside_small_weights.outliers, beside_small_weights.norm) == (1, 0)
+    assert inliers(values, base_squares=1000 * 10.0**2).norm == 5
+
+
+def test_few_changed_elements_are_no_outliers_of_each_other():
+    assert inliers([1.0, 1.0, 1.0, 100.0]).outliers == 0
+    assert inliers([1.0] * 40 + [10.0]).outliers == 0
+    assert inliers([1.0] * 40 + [17.0]).outliers == 1
+
+
+def test_a_hundredth_of_the_elements_is_no_outlier():
+    values = np.ones(10_000)
+    values[:100] = 50.0
+    assert inliers(values).outliers == 0
+    values[11:100] = 1.0
+    assert inliers(values).outliers == 11
+
+
+def test_parts_are_added_up_without_the_outliers_of_each():
+    generator = np.random.default_rng(0)
+    small, large = (generator.normal(0, size, 4096) for size in (1e-3, 1.0))
+    small[5] = 1.0  # an outlier there, and none among the others
+    (first, one), (second, other) = tally(small), tally(large)
+    found = statistics_of(first + second, one + other).inliers
+    assert found.outliers == 1
+    expected = np.linalg.norm(np.concatenate([np.delete(small, 5), large]))
+    assert found.norm == pytest.approx(expected)
+
+
+@given(arrays(np.float32, st.integers(0, 80), elements=st.floats(width=32)))
+def test_arrays_are_counted_as_chunks_are(values):
+    values[np.abs(values) < 2.0**-100] = 0
+    counted, expected = Magnitudes.of(values), tally(values)[1]
+    if expected.counts.size:
+        assert counted.first == expected.first
+    assert counted.counts.tolist() == expected.counts.tolist()

@@ -70,7 +70,7 @@ def test_what_reads_the_models_again_gets_the_same_options(folder):
 
 def test_the_json_document_has_analysis_readiness_and_advice(folder):
     found = dare_succeeds("analyze", *INPUTS, "--json").json
-    assert found["schema"] == "dare-analysis/1"
+    assert found["schema"] == "dare-analysis/2"
     assert [model["name"] for model in found["models"]] == ["math", "code"]
     assert found["readiness"]["verdict"] == "ready"
     (half,) = (

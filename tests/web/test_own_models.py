@@ -479,7 +479,7 @@ def test_an_analysis_and_its_report(client, models):
     wait_until(is_finished)
     assert (found["state"], found["result"]["verdict"]) == ("done", "ready")
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
-    assert document["schema"] == "dare-analysis/1"
+    assert document["schema"] == "dare-analysis/2"
     assert [model["name"] for model in document["models"]] == ["add", "say"]
     page = client.get(f"/api/own/jobs/{number}/report")
     assert page.headers["content-type"].startswith("text/html")

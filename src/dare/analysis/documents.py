@@ -111,8 +111,9 @@ def _parts(model: ModelAnalysis) -> dict[str, Iterable[Row]]:
 def _statistics(statistics: Statistics) -> Row:
     plain = asdict(statistics)
     del plain["histogram"]
+    inliers = {f"inlier_{name}": value for name, value in plain.pop("inliers").items()}
     shares = {"relative_norm": statistics.relative_norm, "sparsity": statistics.sparsity}
-    return {**plain.pop("quantiles"), **plain, **shares}
+    return {**plain.pop("quantiles"), **plain, **shares, **inliers}
 
 
 def _model(model: ModelAnalysis) -> Row:

@@ -28,7 +28,7 @@ from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import named, times
 
-SCHEMA = "dare-analysis/1"
+SCHEMA = "dare-analysis/2"
 """Of the JSON document; a change that old readers cannot take changes the number."""
 MAX_BYTES = 1 << 30
 """Of such a document; one tensor of one model takes some 2,000."""
@@ -80,6 +80,25 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class Inliers:
+    """The same set without outliers.
+
+    These are the few elements of a tensor, up to 0.2 % of those that are changed, that are far
+    above all others and hold much of its change.
+    """
+
+    outliers: int
+    """Elements that are left out."""
+    norm: float
+    mean_magnitude: float
+    largest: float
+    negligible: float
+    """Share of elements whose magnitude is under 1 % of the largest that is no outlier."""
+    concentration: float
+    """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Of the deltas of a set of tensors: one tensor, a layer, a kind, a whole model."""
 
@@ -101,13 +120,14 @@ class Statistics:
     excess_kurtosis: float
     """0 for a Gaussian, 3 for a Laplace distribution, -1.2 for a uniform one."""
     histogram: Histogram
+    inliers: Inliers
 
     @property
     def relative_norm(self) -> float:
-        """‖δ‖ / ‖base‖; infinite for a change of a base that is zero."""
+        """The change: ‖δ‖ / ‖base‖ without outliers; infinite where a base of zeros is changed."""
         if self.base_norm:
-            return self.norm / self.base_norm
-        return float("inf") if self.norm else 0.0
+            return self.inliers.norm / self.base_norm
+        return float("inf") if self.inliers.norm else 0.0
 
     @property
     def sparsity(self) -> float:
@@ -186,7 +206,8 @@ class ModelAnalysis:
     missing: tuple[str, ...]
     """Weights of the base that the model lacks.
 
-    Between models its delta counts as zero there; its own figures leave them out.
+    Its delta counts as zero there between models, and of an adapter in its own figures too; those
+    of other models leave them out.
     """
     dtypes: dict[str, int]
     """Elements by the storage type of the model's copy."""

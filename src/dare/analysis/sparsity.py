@@ -9,7 +9,7 @@ that takes a percentile of the magnitudes for its threshold finds every delta sp
 shape.) What the figures mean:
 
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude of all,
-  outliers left out (`dare.analysis.judge.outliers`);
+  outliers left out (`dare.analysis.measure.tallies`);
 - *relative norm*: ‖δ‖/‖base‖, outliers left out;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴), outliers left out: 0.56
   for a uniform distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, a tenth of that
@@ -31,8 +31,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import reduce
-from operator import add
 from os import PathLike
 from typing import Any
 
@@ -40,7 +38,6 @@ import numpy as np
 
 from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.limits import limit
-from dare.analysis.judge.outliers import Inliers, without_outliers
 from dare.analysis.judge.prediction import (
     Exposure,
     exposure_of,
@@ -52,8 +49,8 @@ from dare.analysis.judge.prediction import (
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
 from dare.analysis.measure.measuring import Measured, Subject
-from dare.analysis.measure.tallies import Magnitudes, Sums, share_below
-from dare.analysis.results import Analysis, TensorAnalysis
+from dare.analysis.measure.tallies import NONE, Sums, share_below
+from dare.analysis.results import Analysis, Statistics, TensorAnalysis
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, Source, open_source
@@ -246,13 +243,10 @@ class DARESparsityAnalyzer:
     def _summarise(self, study: Study, analysis: Analysis, *, has_base: bool) -> SparsityAnalysis:
         (model,), settings = analysis.models, self.configuration
         statistics, quantiles = model.total, model.total.quantiles
-        inliers = [without_outliers(tensor.statistics, tensor.shape) for tensor in model.tensors]
-        parts = [
-            Part.of(study.measured[tensor.name], part)
-            for tensor, part in zip(model.tensors, inliers, strict=True)
-        ]
-        total = reduce(add, parts)
-        threshold = settings.sparsity_threshold * max(part.largest for part in inliers)
+        parts = [study.measured[tensor.name] for tensor in model.tensors]
+        sums = sum((part.sums[0] for part in parts), Sums())
+        magnitudes = sum((part.magnitudes[0] for part in parts), NONE)
+        threshold = settings.sparsity_threshold * statistics.inliers.largest
         exposures = exposures_of(model)
         rate = self._rate(exposures)
         variance = mean_square(statistics) - statistics.mean_magnitude**2
@@ -260,9 +254,9 @@ class DARESparsityAnalyzer:
             total_parameters=statistics.elements,
             non_zero_parameters=statistics.elements - statistics.zeros - statistics.not_finite,
             not_finite=statistics.not_finite,
-            outliers=sum(part.outliers for part in inliers),
-            effective_sparsity=share_below(threshold, total.sums, total.magnitudes),
-            essential_fraction=total.essential_fraction,
+            outliers=statistics.inliers.outliers,
+            effective_sparsity=share_below(threshold, sums, magnitudes),
+            essential_fraction=_essential_fraction(statistics),
             per_layer_sparsity={
                 tensor.name: self._metrics(tensor, part, threshold)
                 for tensor, part in zip(model.tensors, parts, strict=True)
@@ -279,7 +273,7 @@ class DARESparsityAnalyzer:
                 percentile95=quantiles.p95,
                 percentile99=quantiles.p99,
             ),
-            relative_norm=total.relative_norm,
+            relative_norm=statistics.relative_norm,
             recommended_drop_rate=rate,
             output_error=_output_error(exposures, rate),
             has_base=has_base,
@@ -290,18 +284,18 @@ class DARESparsityAnalyzer:
         )
 
     def _metrics(
-        self, tensor: TensorAnalysis, part: Part, threshold: float
+        self, tensor: TensorAnalysis, part: Measured, threshold: float
     ) -> LayerSparsityMetrics:
-        sparsity = share_below(threshold, part.sums, part.magnitudes)
+        sparsity = share_below(threshold, part.sums[0], part.magnitudes[0])
         return LayerSparsityMetrics(
             layer_name=tensor.name,
             parameter_count=tensor.statistics.elements,
             sparsity=sparsity,
             mean_magnitude=tensor.statistics.mean_magnitude,
             max_magnitude=tensor.statistics.largest,
-            essential_fraction=part.essential_fraction,
+            essential_fraction=_essential_fraction(tensor.statistics),
             has_significant_updates=sparsity < SIGNIFICANT,
-            relative_norm=part.relative_norm,
+            relative_norm=tensor.statistics.relative_norm,
             recommended_drop_rate=self._rate([exposure_of(tensor)]),
         )
 
@@ -361,37 +355,10 @@ def _promise(analysis: SparsityAnalysis, layers: str) -> str:
 # ---------------------------------------------------------------- pieces
 
 
-@dataclass(frozen=True)
-class Part:
-    """What was counted of one tensor, or of all."""
-
-    sums: Sums
-    magnitudes: Magnitudes
-    squares: float
-    """Σδ² without outliers."""
-    fourths: float
-    """Σδ⁴ without outliers."""
-
-    @classmethod
-    def of(cls, measured: Measured, inliers: Inliers) -> Part:
-        sums, (_, squares, _, fourths) = measured.sums[0], measured.sums[0].powers
-        left = squares * inliers.squares, fourths * inliers.fourths
-        return cls(sums, measured.magnitudes[0], *left)
-
-    def __add__(self, other: Part) -> Part:
-        return Part(*map(add, vars(self).values(), vars(other).values()))
-
-    @property
-    def essential_fraction(self) -> float:
-        """The share of finite elements that carries the change, (Σδ²)²/(n·Σδ⁴)."""
-        return self.squares**2 / (self.sums.finite * self.fourths) if self.fourths else 0.0
-
-    @property
-    def relative_norm(self) -> float:
-        """‖δ‖ / ‖base‖; infinite for a change of a base that is zero."""
-        if self.sums.base_squares:
-            return math.sqrt(self.squares / self.sums.base_squares)
-        return math.inf if self.squares else 0.0
+def _essential_fraction(statistics: Statistics) -> float:
+    """The share of the elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
+    concentration = statistics.inliers.concentration
+    return 1 / concentration if concentration else 0.0
 
 
 def _output_error(exposures: Sequence[Exposure], rate: float) -> float:

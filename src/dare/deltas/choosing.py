@@ -349,7 +349,7 @@ class Look:
 
 def look_at_all(base: Source, model: Source) -> Iterator[Look]:
     """Look at the tensors that both have."""
-    subjects, _ = find_subjects(base, {"the model": model})
+    subjects = [s for s in find_subjects(base, {"the model": model})[0] if s.models]
     most = min(max(ALTOGETHER // len(subjects), LEAST), MOST)
     with base, model:
         for subject in subjects:

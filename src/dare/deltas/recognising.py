@@ -28,6 +28,7 @@ from dare.analysis.measure.spectra import (
     spectrum_of,
     spread,
     window_of,
+    without_spikes,
 )
 from dare.deltas.choosing import read_places
 from dare.inputs.lora import CONFIG_NAME
@@ -85,7 +86,7 @@ def recognise_lora(base: Source, model: Source) -> LowRank | None:
     """What an adapter would be, if the change of nearly every matrix has a low rank."""
     subjects, _ = find_subjects(base, {"the model": model})
     with base, model, one_blas_thread():
-        changed = [s.base for s in subjects if _is_changed(base, model, s.name)]
+        changed = [s.base for s in subjects if s.models and _is_changed(base, model, s.name)]
         layers = [t for t in changed if len(t.shape) == 2 and not is_embedding(t.name)]
         telling = [tensor for tensor in layers if min(tensor.shape) >= SMALLEST]
         chosen = [telling[place] for place in spread(len(telling), MATRICES)] if telling else []
@@ -130,27 +131,31 @@ def low_rank_of(base: Source, model: Source, tensor: TensorInfo) -> int | None:
     spectrum = spectrum_of(delta, 0.0 if is_delta else rounding_energy(weights[0], stored.name))
     if spectrum is None or spectrum.low_rank is None:
         return None
-    return spectrum.low_rank if explains(spectrum.low_rank, delta, tuned, stored) else None
+    clean, _ = without_spikes(delta)
+    is_explained = explains(spectrum.low_rank, clean, tuned, stored, clean == delta)
+    return spectrum.low_rank if is_explained else None
 
 
-def explains(rank: int, delta: Floats, tuned: Floats, stored: StorageType) -> bool:
+def explains(
+    rank: int, delta: Floats, tuned: Floats, stored: StorageType, known: NDArray[np.bool_]
+) -> bool:
     """Whether nearly all weights that changed are what rounding makes of a change of this rank.
 
     The strongest directions of what is stored are those of the change with noise. What is farther
     off than half a step is moved there, the strongest directions are taken again, and so on, until
-    they explain enough.
+    they explain enough. What is not known of the delta is what these directions make of it.
     """
     if delta.shape[0] > delta.shape[1]:
-        delta, tuned = delta.T, tuned.T
+        delta, tuned, known = delta.T, tuned.T, known.T
     _, exponents = np.frexp(tuned)
     half_steps = np.ldexp(np.float32(1), exponents - 2 - stored.mantissa_bits)
     wide = delta.astype(np.float64)
     directions = np.linalg.eigh(wide @ wide.T)[1][:, -rank:].astype(np.float32)
     low = directions @ (directions.T @ delta)
-    if _squares(delta - low) <= NEGLIGIBLE * _squares(delta):
-        return True
     for _ in range(ROUNDS):
-        gap = delta - low
+        gap = np.where(known, delta - low, np.float32(0))
+        if _squares(gap) <= NEGLIGIBLE * _squares(delta):
+            return True
         is_changed = (delta != 0) | (np.abs(low) > SLACK * half_steps)
         if (np.abs(gap) <= SLACK * half_steps)[is_changed].mean() >= NEARLY_ALL:
             return True

@@ -24,6 +24,7 @@ from dare.analysis.results import (
     Analysis,
     Cell,
     Histogram,
+    Inliers,
     Interference,
     Kind,
     ModelAnalysis,
@@ -107,6 +108,14 @@ def statistics(deltas: list[np.ndarray], bases: list[np.ndarray]) -> Statistics:
         excess_kurtosis=float(((delta - delta.mean()) ** 4).mean() / std**4 - 3) if std else 0.0,
         histogram=Histogram(
             lowest, tuple(octaves[lowest + i] for i in range(max(octaves, default=-1) - lowest + 1))
+        ),
+        inliers=Inliers(
+            outliers=0,
+            norm=float(np.linalg.norm(delta)),
+            mean_magnitude=float(magnitudes.mean()),
+            largest=float(magnitudes.max()),
+            negligible=0.0,
+            concentration=3.0,
         ),
     )
 

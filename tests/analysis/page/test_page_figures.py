@@ -69,7 +69,14 @@ def test_without_spectra_there_is_no_figure_of_them(subject):
 
 def test_a_model_that_is_the_base_has_only_an_empty_map(subject):
     model = sample.make_analysis(("alone",)).models[0]
-    nothing = replace(model.total, zeros=model.total.elements, norm=0.0, histogram=Histogram(0, ()))
+    unchanged = replace(model.total.inliers, norm=0.0)
+    nothing = replace(
+        model.total,
+        zeros=model.total.elements,
+        norm=0.0,
+        histogram=Histogram(0, ()),
+        inliers=unchanged,
+    )
     model = replace(
         model,
         total=nothing,
@@ -317,9 +324,10 @@ def str_of(figure):
 def test_a_wide_range_of_changes_is_coloured_by_its_logarithm(subject):
     model = subject.analysis.models[0]
     low = model.cells[0].statistics
-    cells = (
-        replace(model.cells[0], statistics=replace(low, norm=0.001 * low.base_norm)),
-        replace(model.cells[1], statistics=replace(low, norm=0.1 * low.base_norm)),
+    sizes = (0.001 * low.base_norm, 0.1 * low.base_norm)
+    cells = tuple(
+        replace(cell, statistics=replace(low, inliers=replace(low.inliers, norm=size)))
+        for cell, size in zip(model.cells[:2], sizes, strict=True)
     )
     analysis = replace(subject.analysis, models=(replace(model, cells=cells),))
     spec = figures.relative_change(analysis, analysis.models[0]).spec

@@ -195,7 +195,7 @@ class Draft:
     @property
     def norms(self) -> dict[str, float]:
         """How large each member's delta is, by name."""
-        return {member.model.name: member.model.total.norm for member in self.members}
+        return {member.model.name: member.model.total.inliers.norm for member in self.members}
 
     @property
     def is_average(self) -> bool:
@@ -399,7 +399,7 @@ def _balance_votes(draft: Draft) -> None:
     if draft.combine != "ties" or not least or most < limit("outweighed") * least:
         return
     for member in draft.members:
-        member.weight = round(most / member.model.total.norm, 2)
+        member.weight = round(most / draft.norms[member.model.name], 2)
         draft.suggest("weight", member.weight or 1.0, "weight", member.model.name)
 
 

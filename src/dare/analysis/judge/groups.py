@@ -184,7 +184,7 @@ def _common_step(analysis: Analysis, links: Sequence[Link]) -> Iterator[tuple[st
     cosines = [link.cosine for link in links]
     if not links or min(cosines) < limit("shared_cosine") or min(cosines) >= limit("alike_cosine"):
         return
-    norms = {model.name: model.total.norm for model in analysis.models}
+    norms = {model.name: model.total.inliers.norm for model in analysis.models}
     products = [link.cosine * norms[link.pair.first] * norms[link.pair.second] for link in links]
     if max(products) > limit("shared_spread") * min(products):
         return

@@ -23,7 +23,7 @@ inequality the squared error is with probability 0.95 no more than
 whatever the distribution. `tolerated_drop_rate` looks for the largest p at which this, for the
 inputs of one output (a row of the matrix) and averaged over tensors, is within a bound. It
 averages squares, because errors of different layers are independent and their variances add up.
-Outputs that an outlier belongs to are left out (`dare.analysis.judge.outliers`).
+Outliers are left out (`dare.analysis.measure.tallies`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.analysis.judge.limits import limit
-from dare.analysis.judge.outliers import without_outliers
 from dare.analysis.results import Kind, ModelAnalysis, Statistics, TensorAnalysis
 from dare.errors import RecipeError
 from dare.tensors.mask import check_drop_rate
@@ -138,13 +137,9 @@ def make_exposure(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
 
     Outliers are left out, and what is left counts as spread evenly over the rows.
     """
-    width = row_width(statistics.elements, shape)
-    if not statistics.norm:
-        return Exposure(statistics.elements, statistics.relative_norm, 0.0)
-    left = without_outliers(statistics, shape)
-    concentrated = max(concentration(statistics) * left.fourths / left.squares**2, 1.0)
-    size = statistics.relative_norm * math.sqrt(left.squares)
-    return Exposure(statistics.elements, size, width / concentrated)
+    inliers, elements = statistics.inliers, statistics.elements
+    carriers = row_width(elements, shape) / max(inliers.concentration, 1.0) if inliers.norm else 0.0
+    return Exposure(elements, statistics.relative_norm, carriers)
 
 
 def row_width(elements: int, shape: tuple[int, ...]) -> int:
@@ -154,21 +149,6 @@ def row_width(elements: int, shape: tuple[int, ...]) -> int:
     (12, 24)
     """
     return elements // shape[0] if len(shape) > 1 and shape[0] else elements
-
-
-def concentration(statistics: Statistics) -> float:
-    """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian, n if one element is all.
-
-    The third moment is not among the statistics and taken for zero; it comes in with the mean,
-    which is far below the standard deviation in all deltas that we have seen.
-    """
-    deviation, mean = statistics.std**2, statistics.mean**2
-    square = deviation + mean
-    if not square:
-        return 1.0
-    peaked = (statistics.excess_kurtosis + 3) * deviation**2 if deviation else 0.0
-    fourth = peaked + 6 * deviation * mean + mean**2
-    return min(max(fourth / square**2, 1.0), float(max(statistics.elements, 1)))
 
 
 def bounded_error(exposure: Exposure, drop_rate: float, q: float | None = None) -> float:

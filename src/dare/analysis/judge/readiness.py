@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 from dare.analysis.judge.groups import Link, Span, Values, connect, find_groups, listed
 from dare.analysis.judge.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.limits import RULES_FILE, VALUES, limit
-from dare.analysis.judge.outliers import share_under, without_outliers
 from dare.analysis.judge.prediction import (
     OUTER,
     exposure_of,
@@ -249,7 +248,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         "where": listed(t.name for t in model.tensors if t.statistics.not_finite),
         "norm": total.norm,
         "zeros": f"{total.sparsity:.0%}",
-        "negligible": _negligible(model),
+        "negligible": total.inliers.negligible,
         "mean_magnitude": body.mean_magnitude,
         "ratio": body.ratio,
         "left_out": body.left_out,
@@ -276,14 +275,6 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
     }
 
 
-def _negligible(model: ModelAnalysis) -> float:
-    """The share of elements under 1 % of the largest that is no outlier."""
-    left = [without_outliers(t.statistics, t.shape) for t in model.tensors]
-    if not any(inliers.outliers for inliers in left):
-        return model.total.negligible
-    return share_under(model.total, 0.01 * max(inliers.largest for inliers in left))
-
-
 def _storage(analysis: Analysis, model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
     """A model that is stored more coarsely than the base."""
     ratio = model.total.relative_norm
@@ -302,16 +293,17 @@ def _storage(analysis: Analysis, model: ModelAnalysis) -> Iterator[tuple[str, Va
 
 
 def _outliers(model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
-    left = {t.name: without_outliers(t.statistics, t.shape) for t in model.tensors}
-    named = {k: v for k, v in left.items() if 1 - v.squares >= LIMIT.outlier_share}
+    parts = {t.name: t.statistics for t in model.tensors if t.statistics.inliers.outliers}
+    shares = {name: 1 - (part.inliers.norm / part.norm) ** 2 for name, part in parts.items()}
+    named = [name for name, held in shares.items() if held >= LIMIT.outlier_share]
     if named:
-        count = sum(inliers.outliers for inliers in named.values())
+        count = sum(parts[name].inliers.outliers for name in named)
         yield (
             "outliers",
             {
                 "concerns": (model.name,),
                 "outliers": count,
-                "share": max(1 - inliers.squares for inliers in named.values()),
+                "share": max(shares.values()),
                 "count": times(count, "outlier"),
                 "names": listed(named),
             },
@@ -320,7 +312,8 @@ def _outliers(model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
 
 def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[tuple[str, Values]]:
     """Fine-tunes whose change is small beside that of another."""
-    norms = {model.name: model.total.norm for model in models if model.total.norm}
+    sizes = {model.name: model.total.inliers.norm for model in models}
+    norms = {name: norm for name, norm in sizes.items() if norm}
     largest = max(norms, key=lambda name: norms[name], default="")
     ratios = {name: norms[largest] / norm for name, norm in norms.items()}
     small = {name: ratio for name, ratio in ratios.items() if ratio >= LIMIT.outweighed}
@@ -425,19 +418,15 @@ def body_of(model: ModelAnalysis) -> Body:
     parts = [model.by_kind[kind] for kind in kinds if kind in model.by_kind]
     parts = [part for part in parts if part.base_norm] or [model.total]
     finite = [part.elements - part.not_finite for part in parts]
-    norm = math.hypot(*(part.norm for part in parts))
+    norm = math.hypot(*(part.inliers.norm for part in parts))
     base_norm = math.hypot(*(part.base_norm for part in parts))
-    magnitude = sum(p.mean_magnitude * count for p, count in zip(parts, finite, strict=True))
-    tensors = [t for t in model.tensors if t.kind in kinds] or list(model.tensors)
-    left = [without_outliers(t.statistics, t.shape) for t in tensors]
-    squares = [t.statistics.norm**2 for t in tensors]
-    if any(squares):
-        inside = sum(s * part.squares for s, part in zip(squares, left, strict=True))
-        norm *= math.sqrt(inside / sum(squares))
+    magnitude = sum(
+        part.inliers.mean_magnitude * count for part, count in zip(parts, finite, strict=True)
+    )
     return Body(
         magnitude / sum(finite) if any(finite) else 0.0,
         norm / base_norm if base_norm else 0.0,
-        sum(part.outliers for part in left),
+        sum(part.inliers.outliers for part in parts),
     )
 
 
@@ -447,7 +436,7 @@ def chance_cancelled(analysis: Analysis) -> float:
     It is what `analysis.together.cancelled` is to be held against: of two models of one size 29 %,
     of three 42 %.
     """
-    return lost_by_chance([model.total.mean_magnitude for model in analysis.models])
+    return lost_by_chance([model.total.inliers.mean_magnitude for model in analysis.models])
 
 
 def lost_by_chance(sizes: Sequence[float]) -> float:

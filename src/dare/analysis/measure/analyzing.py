@@ -318,13 +318,18 @@ def find_subjects(base: Source, models: Mapping[str, Source]) -> tuple[list[Subj
             elif other is not None:
                 model = f"{labels[number]} is {other.described}"
                 left_out.append(f"{name}: base is {info.described}, {model}")
-        if fitting:
-            subjects.append(Subject(info, kind_of(name), layers[name], tuple(fitting)))
+        unchanged = tuple(
+            number
+            for number, (source, other) in enumerate(zip(models.values(), held, strict=True))
+            if source.is_partial and other is None
+        )
+        if fitting or unchanged:
+            subjects.append(Subject(info, kind_of(name), layers[name], tuple(fitting), unchanged))
     for name in sorted({name for source in models.values() for name in source.tensors}):
         if name not in base.tensors:
             owners = [label for label, source in models.items() if name in source.tensors]
             left_out.append(f"{name}: in {', '.join(owners)}, not in the base")
-    if not subjects:
+    if not any(subject.models for subject in subjects):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
     return subjects, left_out
@@ -342,7 +347,9 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if len(subject.base.shape) == 2 and min(subject.base.shape) >= costs.SMALLEST
+        if subject.models
+        and len(subject.base.shape) == 2
+        and min(subject.base.shape) >= costs.SMALLEST
     ]
     fits = {s.name: costs.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
@@ -365,9 +372,9 @@ def choose_matrices(
 
 def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
     source = study.models[name]
-    changed = [subject for subject in study.subjects if number in subject.models]
+    compared = [s for s in study.subjects if number in (*s.models, *s.unchanged)]
     cells: dict[tuple[int, Kind], Sums] = {}
-    for subject in changed:
+    for subject in compared:
         cell = subject.layer, subject.kind
         cells[cell] = cells.get(cell, Sums()) + study.measured[subject.name].sums[number]
 
@@ -384,11 +391,11 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
             subject.kind,
             subject.layer,
             subject.base.shape,
-            source.tensors[subject.name].dtype.name,
+            source.tensors.get(subject.name, subject.base).dtype.name,
             study.statistics[subject.name, number],
             study.spectra.get((subject.name, number)),
         )
-        for subject in changed
+        for subject in compared
     )
     origin, rank = find_origin(analyzed)
     return ModelAnalysis(
@@ -406,7 +413,7 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
             for name, info in sorted(study.base.tensors.items())
             if info.dtype.is_weight and name not in source.tensors
         ),
-        dtypes=_count_types(source.tensors[tensor.name] for tensor in analyzed),
+        dtypes=_count_types(source.tensors[t.name] for t in analyzed if t.name in source.tensors),
         is_adapter=source.is_partial,
         was_dropped=source.was_dropped,
     )
@@ -432,8 +439,8 @@ def _pair(tensors: Sequence[Measured], pair: tuple[int, int], names: Sequence[st
         total, first, second = PairSums(), 0.0, 0.0
         for measured in chosen:
             total += measured.pairs.get(pair, PairSums())
-            first += measured.sums.get(pair[0], Sums()).powers[1]
-            second += measured.sums.get(pair[1], Sums()).powers[1]
+            first += measured.sums.get(pair[0], Sums()).inside.squares
+            second += measured.sums.get(pair[1], Sums()).inside.squares
         length = math.sqrt(first) * math.sqrt(second)
         found = Overlap(
             cosine=min(1.0, max(-1.0, total.dot / length)) if length else 0.0,
@@ -451,7 +458,7 @@ def _pair(tensors: Sequence[Measured], pair: tuple[int, int], names: Sequence[st
 
 def _together(tensors: Sequence[Measured]) -> Interference:
     def cancelled(chosen: Sequence[Measured]) -> float:
-        apart = sum(sum(s.magnitude for s in measured.sums.values()) for measured in chosen)
+        apart = sum(sum(s.inside.magnitude for s in measured.sums.values()) for measured in chosen)
         together = sum(measured.summed_magnitude for measured in chosen)
         return max(0.0, 1 - together / apart) if apart else 0.0
 

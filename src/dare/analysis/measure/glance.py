@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.judge.limits import limit
-from dare.analysis.measure.spectra import SMALLEST, spread
+from dare.analysis.measure.spectra import SMALLEST, spread, without_spikes
+from dare.analysis.measure.tallies import Magnitudes, bin_edge, outlier_bin
 from dare.errors import Concern, Notice, Strength
 from dare.inputs.reading import decoded
 from dare.inputs.sources import Source
@@ -44,7 +45,7 @@ class Change:
 
     tensor: TensorPlan
     relative_norm: float
-    """‖δ‖ / ‖base‖; infinite if the base is zero."""
+    """‖δ‖ / ‖base‖ without outliers; infinite if the base is zero."""
     concentration: float
     """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
 
@@ -112,7 +113,14 @@ def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
     return decoded(raw)
 
 
+def _without_outliers(base: Floats, delta: Floats) -> Floats:
+    usual = math.sqrt(float(np.square(base, dtype=np.float64).mean()))
+    bound = bin_edge(outlier_bin(Magnitudes.of(delta), delta.size, usual))
+    return np.where(np.abs(delta) < bound, delta, np.float32(0)) if np.isfinite(usual) else delta
+
+
 def _change(tensor: TensorPlan, base: Floats, delta: Floats) -> Change:
+    delta = _without_outliers(base, delta)
     squares = np.square(delta, dtype=np.float64)
     total, of_base = float(squares.sum()), float(np.square(base, dtype=np.float64).sum())
     size = math.sqrt(total / of_base) if of_base else math.inf
@@ -136,7 +144,7 @@ def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Noti
     if not samples:
         return
     bases = np.concatenate([base.ravel() for _, base, _ in samples])
-    deltas = np.concatenate([delta.ravel() for _, _, delta in samples])
+    deltas = np.concatenate([_without_outliers(*pair).ravel() for _, *pair in samples])
     mean = float(np.abs(deltas).mean(dtype=np.float64))
     # Not np.linalg.norm: the threads of BLAS take longer to start than this.
     norm, base_norm = (
@@ -163,7 +171,7 @@ def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Not
         for settings in tensor.settings_of(model)
         if "drop_rate" in settings
     ]
-    changed = [delta for _, _, delta in samples if delta.any()]
+    changed = [clean for _, _, delta in samples if (clean := without_spikes(delta)[0]).any()]
     if not changed or max(rates, default=0) <= limit("low_rank_rate"):
         return
     ranks = []

@@ -7,7 +7,8 @@ Which elements are in the top 1 % of a tensor is only known when all of it has b
 overlap is counted in a sample: all of a tensor of up to 524,288 elements; of a larger one so
 many runs of 64 elements, one in every 2, 4, 8, …, that about as many are taken. Where the runs lie
 depends on their position alone. A share s that is counted on k elements of a sample is right to
-√(s(1-s)/k): at an overlap of 0.01 and a layer of 7 large tensors to 0.0007.
+√(s(1-s)/k): at an overlap of 0.01 and a layer of 7 large tensors to 0.0007. Where a tensor has
+outliers, the cosines of its deltas and how far they cancel each other are those of the sample too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.measure import spectra
-from dare.analysis.measure.tallies import BIN_SHIFT, BINS, NONE, Magnitudes, Sums, top_bin
+from dare.analysis.measure.tallies import (
+    BIN_SHIFT,
+    BINS,
+    NONE,
+    Magnitudes,
+    Sums,
+    top_bin,
+    with_inside,
+)
 from dare.analysis.results import Kind, Spectrum
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
@@ -52,6 +61,8 @@ class Subject:
     kind: Kind
     layer: int
     models: tuple[int, ...]
+    unchanged: tuple[int, ...] = ()
+    """Adapters that do not change it."""
 
     @property
     def name(self) -> str:
@@ -240,7 +251,7 @@ class Worker:
             read_stored(source, name, start, count, buffer)
             for source, buffer in zip(sources, self._bytes, strict=False)
         )
-        given = np.array([source.holds_delta(name) for source in sources[1:]])
+        given = np.array([source.holds_delta(name) for source in sources[1:]], np.bool_)
         base, tuned = self._alike(base, tuned, given)
         sums = np.zeros((len(models), kernels.SUMS))
         counts = np.zeros((len(models), kernels.COUNTS), np.int64)
@@ -250,7 +261,7 @@ class Worker:
         counters = self._counters[: len(models)]
         addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
         kernels.measure(
-            *(base, tuned[0][:0], addresses, given),
+            *(base, (tuned or [base])[0][:0], addresses, given),
             *(sums, counts, dots, pair_counts, shared_sums, shared_counts, counters),
         )
         base_squares, summed_magnitude = shared_sums.tolist()
@@ -259,17 +270,19 @@ class Worker:
             _sums(count, *figures, base_squares)
             for figures in zip(sums.tolist(), counts.tolist(), strict=True)
         ]
+        untouched = Sums(count, zeros=count, base_squares=base_squares)
         return Measured(
             subject,
-            dict(zip(models, all_sums, strict=True)),
-            dict(zip(models, map(_take_magnitudes, counters, all_sums), strict=True)),
+            dict.fromkeys(subject.unchanged, untouched) | dict(zip(models, all_sums, strict=True)),
+            dict.fromkeys(subject.unchanged, NONE)
+            | dict(zip(models, map(_take_magnitudes, counters, all_sums), strict=True)),
             {
                 pair: PairSums(dot, both, agreeing)
                 for pair, dot, (both, agreeing) in zip(
                     pairs, dots.tolist(), pair_counts.tolist(), strict=True
                 )
             },
-            summed_magnitude if pairs else all_sums[0].magnitude,
+            summed_magnitude,
             shared,
             conflicted,
             (self._sample(subject, start, base, tuned, given),) if pairs else (),
@@ -316,15 +329,20 @@ class Worker:
 
     def _add_up(self, step: AddUp, parts: Iterable[Measured]) -> Measured:
         subject = step.subject
+        everyone = (*subject.models, *subject.unchanged)
         nothing = Measured(
             subject,
-            dict.fromkeys(subject.models, Sums()),
-            dict.fromkeys(subject.models, NONE),
+            dict.fromkeys(everyone, Sums()),
+            dict.fromkeys(everyone, NONE),
             dict.fromkeys(subject.pairs, PairSums()),
         )
         total = sum(parts, start=nothing)
-        if not step.is_last or not total.samples:
+        if not step.is_last:
             return total
+        whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
+        total = replace(total, sums=whole)
+        if not total.samples:
+            return replace(total, summed_magnitude=_apart(total))
         tops = {model: self._top(subject, total, model) for model in subject.models}
         sizes = {model: self._kernels.count_changed(signs) for model, signs in tops.items()}
         pairs = {}
@@ -336,7 +354,10 @@ class Worker:
                 shared_top=shared,
                 opposed_top=shared - agreeing,
             )
-        return replace(total, pairs=pairs, samples=())
+        total = replace(total, pairs=pairs)
+        if any(each.inside.outliers for each in whole.values()):
+            total = _without_outliers(total)
+        return replace(total, samples=())
 
     def _top(self, subject: Subject, total: Measured, model: int) -> NDArray[np.uint64]:
         """The packed signs of a model's largest elements in the sample."""
@@ -369,6 +390,37 @@ class Worker:
         return (
             runs[0] if window.is_whole else np.concatenate([run[:, window.columns] for run in runs])
         )
+
+
+def _apart(measured: Measured) -> float:
+    """ΣΣ|δ| without outliers."""
+    return sum(each.inside.magnitude for each in measured.sums.values())
+
+
+def _without_outliers(total: Measured) -> Measured:
+    """The products and the sum of a tensor's deltas as its sample has them without outliers.
+
+    Overwrites the outliers in the sample.
+    """
+    models, inside = total.subject.models, {m: each.inside for m, each in total.sums.items()}
+    products, apart, together = np.zeros((len(models), len(models))), 0.0, 0.0
+    for part in total.samples:
+        for row, model in zip(part, models, strict=True):
+            row[~(np.abs(row) <= np.float32(inside[model].largest))] = 0
+        wide = part.astype(np.float64)
+        products += wide @ wide.T
+        apart += float(np.abs(wide).sum())
+        together += float(np.abs(wide.sum(axis=0)).sum())
+    lengths = np.sqrt(np.diagonal(products))
+    pairs = {}
+    for (one, other), sums in total.pairs.items():
+        left, right = models.index(one), models.index(other)
+        both = lengths[left] * lengths[right]
+        cosine = float(products[left, right] / both) if both else 0.0
+        length = math.sqrt(inside[one].squares) * math.sqrt(inside[other].squares)
+        pairs[one, other] = replace(sums, dot=cosine * length)
+    summed = together / apart * _apart(total) if apart else 0.0
+    return replace(total, pairs=pairs, summed_magnitude=summed)
 
 
 def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:

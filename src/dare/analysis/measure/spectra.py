@@ -11,6 +11,9 @@ the median of the singular values, which a few strong directions hardly move; th
 the noise is estimated again, until their number stays the same. The edge includes two standard
 units of the largest one's own fluctuation (Tracy-Widom), which one noise matrix in a hundred
 exceeds.
+
+A single element that is large enough makes a direction of its own. It says nothing about how the
+others were made, so it is left out (`without_spikes`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.analysis.measure.tallies import Magnitudes, bin_edge, outlier_bin
 from dare.kernels.linalg import NOISE, squared_values
 from dare.tensors.dtypes import STORAGE_TYPES
 
@@ -52,6 +56,8 @@ CLIFF = 1.5
 """How many times as strong the last direction of a low rank is as the next, at least …"""
 FEW = 16
 """… unless all that stand out are fewer than this part of the directions."""
+SPIKE = 5.0
+"""How many times what its row and column let expect a single element is that is left out."""
 NEGLIGIBLE_TAIL = 0.01
 """Share of the energy outside a low rank that needs no explanation by rounding."""
 
@@ -111,7 +117,7 @@ def cost_of(shape: Sequence[int], *, whole: bool) -> float:
 def bytes_of(shape: Sequence[int]) -> int:
     """About what it takes in memory to look at a whole matrix."""
     short, long = sorted(shape)
-    return 8 * short * long + 4 * 8 * short * short
+    return 20 * short * long + 4 * 8 * short * short
 
 
 def rounding_energy(weights: Floats, dtype: str) -> float:
@@ -135,13 +141,14 @@ def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
     >>> example.values, round(example.stable_rank, 6), example.rank_99
     ((4.0, 2.0, 2.0, 0.0), 1.5, 3)
     """
+    delta, missed = without_spikes(delta)
     values = singular_values(delta)
     energies = np.square(values)
     total = float(energies.sum())
     if total == 0:
         return None
     short = values.size
-    edge, outliers = find_outliers(values, max(delta.shape))
+    edge, outliers = find_outliers(values, max(delta.shape), missed)
     shares = values[values > 0] / values.sum()
     held = np.cumsum(energies) / total
     ranks = np.linspace(0, short - 1, min(short, KEPT)).round().astype(np.intp)
@@ -170,14 +177,39 @@ def singular_values(matrix: Floats) -> Doubles:
     return values
 
 
-def find_outliers(values: Doubles, long: int) -> tuple[float, int]:
-    """The edge of the noise, and how many singular values lie above it."""
+def without_spikes(delta: Floats) -> tuple[Floats, float]:
+    """The matrix without single elements that stand out, and how large their absence may be.
+
+    That is the largest singular value that it may add. A matrix of low rank may have heavy rows and
+    columns, so an outlier is held against what its row and its column let expect.
+    """
+    sizes, magnitudes = np.abs(delta), Magnitudes.of(delta)
+    bound = float(bin_edge(outlier_bin(magnitudes, delta.size)))
+    is_outlier = sizes >= bound
+    rows, columns = np.nonzero(is_outlier)
+    if not rows.size or not magnitudes.counts.size:
+        return delta, 0.0
+    squares = np.square(np.where(is_outlier, 0, sizes / np.float32(bound)))
+    by_row, by_column = (squares.mean(axis=axis, dtype=np.float64) for axis in (1, 0))
+    expected = bound * np.sqrt(by_row[rows] * by_column[columns] / (float(by_row.mean()) or 1.0))
+    is_spike = sizes[rows, columns] > SPIKE * expected
+    rows, columns, expected = rows[is_spike], columns[is_spike], expected[is_spike]
+    if not rows.size:
+        return delta, 0.0
+    clean = delta.copy()
+    clean[rows, columns] = 0
+    together = max(int(np.bincount(line).max()) for line in (rows, columns))
+    return clean, SPIKE * float(expected.max()) * math.sqrt(together)
+
+
+def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float, int]:
+    """The edge of the noise, `least` or more, and how many singular values lie above it."""
     short = values.size
     outliers = 0
     while True:
         bulk = values[outliers:]
         edge = _edge(float(np.median(bulk)), short - outliers, max(long - outliers, 1))
-        edge = max(edge, NOISE * float(values[0]))
+        edge = max(edge, NOISE * float(values[0]), least)
         count = int(np.count_nonzero(values > edge))
         if count <= outliers or count > short // 2:
             return edge, count

@@ -4,17 +4,25 @@ A tally holds everything that `Statistics` need: counts, power sums in float64, 
 many elements have which magnitude, in bins of the upper 16 bits of a float32's 31 bits without the
 sign: a bin is 2⁻⁸ of its magnitude wide. A quantile is given as the middle of the bin that it
 falls in, so it is off by 0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse).
+
+One element of a million can hold half of a delta's squares, and says nothing about the others. So
+what is judged is judged without outliers: the few elements of a tensor, a thousandth or so, that
+are far above all others and hold much of its fourth powers. Gaussian, Laplace and sparse deltas
+have none. What outliers leave of a sum is counted in the bins, to 0.4 %; where there are none it
+is the sum itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.results import Histogram, Quantiles, Statistics
+if TYPE_CHECKING:
+    from dare.analysis.results import Statistics
 
 BIN_SHIFT = 15
 """Bits of a magnitude that its bin does not tell.
@@ -29,6 +37,21 @@ NEGLIGIBLE = 0.01
 ROUNDING = 1e-6
 """Relative error of power sums; a variance below this share of the mean square is none."""
 
+PANEL = 1 << 18
+"""Elements of an array that are counted at once."""
+OUTLIERS = 0.002
+"""Share of a tensor's changed elements that may be outliers; one may be, where that is less …"""
+OUTLIERS_OF_ALL, MOST_OUTLIERS = 0.0012, 0.02
+"""… and where few are changed this share of all elements, but no more than that of the changed."""
+BEYOND = 1.75
+"""How many times the largest magnitude that cannot be one an outlier exceeds …"""
+BEYOND_FEW = 16.0
+"""… where the share comes to less than one element, and chance plays a larger part."""
+FEW_CHANGED = 32
+"""Fewer changed elements are not compared with each other but with the base's weights."""
+OUTLIER_FOURTHS = 0.05
+"""Share of Σδ⁴ from which outliers matter."""
+
 Counts = NDArray[np.int64]
 
 
@@ -40,6 +63,24 @@ class Magnitudes:
     """The bin of the first count."""
     counts: Counts
     """Neither the first nor the last is zero."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.float32]) -> Magnitudes:
+        """Count an array; what is below 2⁻¹³⁴ counts as zero."""
+        counts = np.zeros(BINS, np.int64)
+        bits = np.abs(values).reshape(-1).view(np.uint32)
+        for start in range(0, bits.size, PANEL):
+            bins = bits[start : start + PANEL] >> np.uint32(BIN_SHIFT)
+            counts += np.bincount(bins, minlength=BINS)
+        counts[0] = counts[255 * OCTAVE :] = 0
+        (used,) = np.nonzero(counts)
+        return cls(int(used[0]), counts[used[0] : used[-1] + 1]) if used.size else NONE
+
+    @property
+    def middles(self) -> NDArray[np.float64]:
+        """The magnitude in the middle of each bin."""
+        edges = bin_edge(self.first + np.arange(self.counts.size + 1))
+        return (edges[:-1] + edges[1:]) / 2
 
     def __add__(self, other: Magnitudes) -> Magnitudes:
         """Of both sets together."""
@@ -58,6 +99,29 @@ NONE = Magnitudes(0, np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)
+class Inside:
+    """Of the elements of a set that are no outliers of their tensors."""
+
+    outliers: int = 0
+    """How many are left out."""
+    magnitude: float = 0.0
+    squares: float = 0.0
+    fourths: float = 0.0
+    largest: float = 0.0
+    """What no magnitude exceeds."""
+
+    def __add__(self, other: Inside) -> Inside:
+        """Of both sets together."""
+        return Inside(
+            self.outliers + other.outliers,
+            self.magnitude + other.magnitude,
+            self.squares + other.squares,
+            self.fourths + other.fourths,
+            max(self.largest, other.largest),
+        )
+
+
+@dataclass(frozen=True)
 class Sums:
     """Of a set of elements."""
 
@@ -72,6 +136,8 @@ class Sums:
     """Of the magnitudes that are not zero."""
     largest: float = 0.0
     base_squares: float = 0.0
+    inside: Inside = Inside()
+    """Known when all of a tensor has been counted."""
 
     @property
     def finite(self) -> int:
@@ -90,12 +156,59 @@ class Sums:
             min(self.smallest, other.smallest),
             max(self.largest, other.largest),
             self.base_squares + other.base_squares,
+            self.inside + other.inside,
         )
+
+
+def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
+    """The first bin whose elements are outliers; the bin after the last if there are none.
+
+    Where next to nothing is changed, that is what exceeds `usual`, the size of the base's weights.
+
+    >>> even = np.full(1000, 10)
+    >>> outlier_bin(Magnitudes(32000, even), 10_000) - 32000
+    1000
+    >>> outlier_bin(Magnitudes(32000, np.append(even, [0] * 1000 + [1])), 10_001) - 32000
+    1204
+    """
+    counts = magnitudes.counts
+    end, changed = magnitudes.first + counts.size, int(counts.sum())
+    if changed >= FEW_CHANGED:
+        of_all = min(OUTLIERS_OF_ALL * elements, MOST_OUTLIERS * changed)
+        allowed = int(max(OUTLIERS * changed, of_all))
+        usual = float(bin_edge(top_bin(magnitudes, max(allowed, 1) + 1) + 1))
+        usual *= BEYOND if allowed else BEYOND_FEW
+    elif changed > OUTLIERS * elements:
+        return end
+    with np.errstate(over="ignore"):
+        first = (int(np.float32(usual).view(np.uint32)) >> BIN_SHIFT) + 1
+    place = max(first - magnitudes.first, 0)
+    fourths = counts * magnitudes.middles**4
+    if place >= counts.size or fourths[place:].sum() < OUTLIER_FOURTHS * fourths.sum():
+        return end
+    return magnitudes.first + place
+
+
+def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
+    """The sums of a whole tensor, with those of its elements that are no outliers."""
+    usual = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
+    counts, middles = magnitudes.counts, magnitudes.middles
+    place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first
+    outliers = int(counts[place:].sum())
+    left, largest = (sums.magnitude, sums.powers[1], sums.powers[3]), sums.largest
+    if outliers:
+        one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
+        left, (used,) = (one, two, four), np.nonzero(counts[:place])
+        largest = float(bin_edge(magnitudes.first + used[-1] + 1)) if used.size else 0.0
+    return replace(sums, inside=Inside(outliers, *left, largest))
 
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """What the sums of a set say about it."""
+    from dare.analysis.results import Histogram, Inliers, Quantiles, Statistics  # not for merges
+
     mean, deviation, kurtosis = _moments(sums.powers, sums.finite)
+    inside, left = sums.inside, sums.finite - sums.inside.outliers
     return Statistics(
         elements=sums.elements,
         zeros=sums.zeros,
@@ -105,12 +218,20 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
         mean_magnitude=sums.magnitude / sums.finite if sums.finite else 0.0,
         smallest=sums.smallest if sums.largest else 0.0,
         largest=sums.largest,
-        quantiles=_quantiles(sums, magnitudes),
+        quantiles=Quantiles(*_quantiles(sums, magnitudes)),
         negligible=share_below(NEGLIGIBLE * sums.largest, sums, magnitudes),
         norm=math.sqrt(sums.powers[1]),
         base_norm=math.sqrt(sums.base_squares),
         excess_kurtosis=kurtosis,
-        histogram=_octaves(magnitudes),
+        histogram=Histogram(*_octaves(magnitudes)),
+        inliers=Inliers(
+            outliers=inside.outliers,
+            norm=math.sqrt(inside.squares),
+            mean_magnitude=inside.magnitude / left if left else 0.0,
+            largest=inside.largest,
+            negligible=share_below(NEGLIGIBLE * inside.largest, sums, magnitudes),
+            concentration=left * inside.fourths / inside.squares**2 if inside.squares else 0.0,
+        ),
     )
 
 
@@ -165,7 +286,7 @@ def _moments(powers: tuple[float, float, float, float], count: int) -> tuple[flo
     return mean, math.sqrt(variance), central / variance / variance - 3
 
 
-def _quantiles(sums: Sums, magnitudes: Magnitudes) -> Quantiles:
+def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
     """Of the magnitudes of all finite elements: of n the ⌈share·n⌉-th, counted from the least."""
     reached = sums.zeros + np.cumsum(magnitudes.counts)
 
@@ -177,14 +298,14 @@ def _quantiles(sums: Sums, magnitudes: Magnitudes) -> Quantiles:
         middle = float(bin_edge(place) + bin_edge(place + 1)) / 2
         return min(max(middle, sums.smallest), sums.largest)
 
-    return Quantiles(*map(at, (0.01, 0.05, 0.5, 0.95, 0.99)))
+    return [at(share) for share in (0.01, 0.05, 0.5, 0.95, 0.99)]
 
 
-def _octaves(magnitudes: Magnitudes) -> Histogram:
+def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
     """Counts by octave; what is below 2⁻¹²⁶ counts as of the octave under that."""
     if not magnitudes.counts.size:
-        return Histogram(0, ())
+        return 0, ()
     octaves = (magnitudes.first + np.arange(magnitudes.counts.size)) // OCTAVE
     lowest = int(octaves[0])
     counts = np.bincount(octaves - lowest, magnitudes.counts).astype(np.int64)
-    return Histogram(lowest - 127, tuple(counts.tolist()))
+    return lowest - 127, tuple(counts.tolist())

@@ -123,15 +123,15 @@ export const CHANGE = {
 /** A name that Vega can group by: in its tables of groups `constructor` would be there already. */
 const shownName = (name) => `\u2060${name}`;  // a character without width
 
-/** ‖δ‖ / ‖base‖; infinite for a change of a base that is zero. */
-export function relativeNorm(statistics) {
-  if (statistics.base_norm) return statistics.norm / statistics.base_norm;
-  return statistics.norm ? Infinity : 0;
+/** ‖δ‖ / ‖base‖ without outliers; infinite for a change of a base that is zero. */
+export function relativeNorm({ inliers, base_norm }) {
+  if (base_norm) return inliers.norm / base_norm;
+  return inliers.norm ? Infinity : 0;
 }
 
 /** What independent changes of the models' sizes would lose when they are added up. */
 export function chanceCancelled(models) {
-  const sizes = models.map(({ total }) => total.mean_magnitude);
+  const sizes = models.map(({ total }) => total.inliers.mean_magnitude);
   const sum = sizes.reduce((one, other) => one + other, 0);
   return sum ? 1 - Math.hypot(...sizes) / sum : 0;
 }

@@ -1,7 +1,7 @@
 // Reads an analysis file (docs/analysis-schema.md): what the view shows of it, checked.
 import { KINDS } from "./figures.js";
 
-const SCHEMA = "dare-analysis/1";
+const SCHEMA = "dare-analysis/2";
 const MOST_BYTES = 256e6;
 const NOT_FINITE = { inf: Infinity, "-inf": -Infinity, nan: NaN };
 
@@ -66,6 +66,7 @@ const statistics = table({
   norm: real,
   base_norm: real,
   excess_kurtosis: real,
+  inliers: table({ norm: real, mean_magnitude: real }),
 });
 
 const verdict = oneOf("ready", "ready with changes", "not ready");

@@ -1,0 +1,199 @@
+"""A single element, or a thousandth of them, moves no judgement."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dare import analyze_arrays, plan
+from dare.analysis.judge.advice import judge
+from dare.analysis.measure.glance import glance
+from dare.analysis.results import Origin
+from dare.deltas.recognising import recognise_lora
+from dare.errors import Concern
+from dare.inputs.arrays import array_source
+from helpers import write_recipe
+
+NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
+PLANTED = {
+    "one of 5": (1, 5.0),
+    "one of 10,000": (1, 1e4),
+    "a thousandth of 5": (0.001, 5.0),
+    "a thousandth of 10,000": (0.001, 1e4),
+    "a thousandth of ten deviations": (0.001, 0.01),
+}
+
+
+def full(generator, side):
+    return generator.standard_normal((side, side), np.float32)
+
+
+def low_rank(rank):
+    def make(generator, side):
+        left, right = (generator.standard_normal((side, rank), np.float32) for _ in range(2))
+        return left @ right.T
+
+    return make
+
+
+def make(side, change, models=1, shared=0.0, names=NAMES):
+    """A base, and models that change it by 4.6 %, and by a common part."""
+    generator = np.random.default_rng(0)
+    base = {n: 0.02 * generator.standard_normal((side, side), np.float32) for n in names}
+    common = {name: full(generator, side) for name in names}
+    made = []
+    for _ in range(models):
+        deltas = {name: change(generator, side) for name in names}
+        deltas = {
+            name: delta / delta.std() + shared * common[name] for name, delta in deltas.items()
+        }
+        made.append({n: base[n] + 0.046 * 0.02 * d / d.std() for n, d in deltas.items()})
+    return base, made
+
+
+def plant(values, planted):
+    """Outliers at random places, of either sign, in a copy."""
+    share, size = PLANTED[planted]
+    generator = np.random.default_rng(1)
+    count = share if share == 1 else int(share * values.size)
+    values = values.copy()
+    places = generator.choice(values.size, count, replace=False)
+    values.reshape(-1)[places] += size * generator.choice([-1, 1], count)
+    return values
+
+
+def rounded(arrays, dtype):
+    return {name: values.astype(dtype) for name, values in arrays.items()}
+
+
+def judged(analysis):
+    """All that is decided."""
+    readiness, advice = judge(analysis)
+    return (
+        readiness.verdict,
+        {f.rule for f in readiness.findings} - {"outliers"},
+        advice.recipe,
+        [(model.origin, model.likely_rank) for model in analysis.models],
+    )
+
+
+def changes(analysis):
+    return [model.total.relative_norm for model in analysis.models]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(
+    ("side", "change", "dtype"),
+    [
+        (512, full, np.float32),
+        (512, full, ml_dtypes.bfloat16),
+        (512, low_rank(2), np.float32),
+        (512, low_rank(16), ml_dtypes.bfloat16),
+        (512, low_rank(64), np.float32),
+    ],
+    ids=["full", "full-bf16", "rank-2", "rank-16-bf16", "rank-64"],
+)
+def test_outliers_move_no_judgement_of_one_model(side, change, dtype, planted):
+    base, (tuned,) = make(side, change)
+    spoilt = tuned | {NAMES[0]: plant(tuned[NAMES[0]], planted)}
+    base = rounded(base, dtype)
+    plain, found = (analyze_arrays(base, {"m": rounded(m, dtype)}) for m in (tuned, spoilt))
+    assert judged(found) == judged(plain)
+    assert changes(found) == pytest.approx(changes(plain), rel=0.01)
+    is_full = change is full
+    assert found.models[0].origin is (Origin.FULL if is_full else Origin.LORA)
+    if PLANTED[planted][1] >= 5:
+        (finding,) = [f for f in judge(found)[0].findings if f.rule == "outliers"]
+        assert NAMES[0] in finding.seen
+        assert found.models[0].total.largest == pytest.approx(PLANTED[planted][1], rel=0.01)
+
+
+@pytest.mark.parametrize("planted", ["one of 5", "one of 10,000", "a thousandth of 5"])
+def test_outliers_move_no_judgement_of_a_large_matrix(planted):
+    base, (tuned,) = make(4096, full, names=NAMES[:1])
+    plain = analyze_arrays(base, {"m": tuned})
+    found = analyze_arrays(base, {"m": {NAMES[0]: plant(tuned[NAMES[0]], planted)}})
+    assert judged(found) == judged(plain)
+    assert changes(found) == pytest.approx(changes(plain), rel=0.01)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("shared", [0.0, 1.2, 30.0], ids=["apart", "alike", "same"])
+@pytest.mark.parametrize("spoils", ["one", "both"])
+def test_outliers_move_no_judgement_of_two_models(planted, shared, spoils):
+    base, models = make(512, full, 2, shared)
+    models = {"a": models[0], "b": models[1]}
+    spoilt = dict(models, a=models["a"] | {NAMES[0]: plant(models["a"][NAMES[0]], planted)})
+    if spoils == "both":  # in the same places
+        spoilt["b"] = models["b"] | {NAMES[0]: plant(models["b"][NAMES[0]], planted)}
+    plain, found = (analyze_arrays(base, each) for each in (models, spoilt))
+    assert judged(found) == judged(plain)
+    assert changes(found) == pytest.approx(changes(plain), rel=0.01)
+    cosines = [analysis.pairs[0].total.cosine for analysis in (found, plain)]
+    assert cosines[0] == pytest.approx(cosines[1], abs=0.003)
+    assert found.together.cancelled == pytest.approx(plain.together.cancelled, abs=0.003)
+
+
+def test_a_tensor_that_is_sampled_keeps_its_cosine():
+    """Tensors above 524,288 elements: what two models have in common is told by a sample."""
+    base, models = make(1024, full, 2, shared=1.2)
+    plain = analyze_arrays(base, models, spectra="none")
+    models[0][NAMES[0]] = plant(models[0][NAMES[0]], "a thousandth of 5")
+    found = analyze_arrays(base, models, spectra="none")
+    cosine = plain.pairs[0].total.cosine
+    assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=0.004)
+    assert found.pairs[0].ratio == pytest.approx(plain.pairs[0].ratio, abs=0.004)
+
+
+def test_an_element_in_a_tensor_that_nobody_changed_moves_nothing():
+    base, (tuned,) = make(512, low_rank(8))
+    base["model.embed_tokens.weight"] = 0.02 * np.random.default_rng(3).standard_normal(
+        (2000, 64), np.float32
+    )
+    tuned["model.embed_tokens.weight"] = base["model.embed_tokens.weight"].copy()
+    plain = analyze_arrays(base, {"m": tuned})
+    tuned["model.embed_tokens.weight"][700, 3] = 1e4
+    found = analyze_arrays(base, {"m": tuned})
+    assert changes(found) == pytest.approx(changes(plain), rel=1e-6)
+    assert judged(found) == judged(plain)
+
+
+def test_a_matrix_with_one_changed_element_is_no_lora():
+    base, _ = make(512, full)
+    norm = {"model.norm.weight": np.ones(512, np.float32)}
+    tuned = base | {"model.norm.weight": norm["model.norm.weight"] * np.float32(1.01)}
+    tuned[NAMES[0]] = base[NAMES[0]].copy()
+    tuned[NAMES[0]][5, 9] += 5.0
+    assert analyze_arrays(base | norm, {"m": tuned}).models[0].origin is Origin.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("rank", "planted"),
+    [
+        *((None, planted) for planted in PLANTED),
+        *((rank, planted) for rank in (1, 16) for planted in list(PLANTED)[:4]),
+    ],
+)
+def test_compress_takes_no_outlier_for_a_lora_and_finds_one_beside_them(planted, rank):
+    base, (tuned,) = make(512, full if rank is None else low_rank(rank))
+    tuned = {name: plant(values, planted) for name, values in tuned.items()}
+    found = recognise_lora(array_source(base, "base"), array_source(tuned, "tuned"))
+    assert rank == (None if found is None else found.rank)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_merge_warns_of_nothing_that_only_outliers_show(tmp_path, planted):
+    base, (tuned,) = make(512, full)
+    tuned = {name: plant(values, planted) for name, values in tuned.items()}
+    seen = glance(plan(write_recipe(tmp_path, base, [tuned])))
+    assert [notice.about for notice in seen.notices] == []
+    for change in seen.changes[0]:
+        assert change.relative_norm == pytest.approx(0.046, rel=0.03)
+        assert change.concentration == pytest.approx(3, rel=0.1)
+
+
+def test_a_merge_still_finds_a_lora_beside_outliers(tmp_path):
+    base, (tuned,) = make(512, low_rank(8))
+    tuned = {name: plant(values, "a thousandth of 5") for name, values in tuned.items()}
+    (notice,) = glance(plan(write_recipe(tmp_path, base, [tuned]))).notices
+    assert notice.about is Concern.LOW_RANK
+    assert "rank of about 8," in notice.text
