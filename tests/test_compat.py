@@ -1,6 +1,5 @@
 """The interface of the published descriptions, on NumPy arrays, torch tensors and files."""
 
-import logging
 import math
 
 import ml_dtypes
@@ -114,11 +113,14 @@ def test_without_a_seed_the_mask_is_different_every_time():
     assert dare_drop(ones)["w"].tobytes() != dare_drop(ones)["w"].tobytes()
 
 
-def test_the_realised_fraction_is_logged_beside_the_target(caplog):
-    with caplog.at_level(logging.INFO, "dare"):
-        dropped = dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=1)["w"]
+def test_the_realised_fraction_is_printed_beside_the_target(capsys):
+    dropped = dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=1)["w"]
     share = 100 * np.count_nonzero(dropped == 0) / SIZE
-    assert caplog.messages == [f"DARE: dropped {share:.2f}% (target: 90.00%)"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"{share:.2f}%" in line
+    assert "90.00%" in line
+    dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=1, verbose=False)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_keys_shapes_and_types_are_preserved():
@@ -213,19 +215,32 @@ def test_dare_slerp_of_dicts_ends_at_the_models():
 # ---------------------------------------------------------------- sparsity of a delta
 
 
-def test_sparsity_is_the_share_under_a_hundredth_of_the_largest(caplog):
+def test_sparsity_is_the_share_under_a_hundredth_of_the_largest(capsys):
     delta = {"a": np.array([100, 0.5, -0.5], np.float32), "b": np.array([-2, 0.99], np.float32)}
-    with caplog.at_level(logging.INFO, "dare"):
-        assert detect_delta_sparsity(delta) == 3 / 5
-    assert caplog.messages == [
-        "natural sparsity 60.0%, max 100.000000, mean 20.798000, std 44.279499"
-    ]
+    assert detect_delta_sparsity(delta) == 3 / 5
+    printed = capsys.readouterr().out
+    assert all(figure in printed for figure in ("60.0%", "100.000000", "20.798000", "44.279499"))
+    assert "outlier" not in printed
+    assert detect_delta_sparsity(delta, verbose=False) == 3 / 5
+    assert capsys.readouterr() == ("", "")
 
 
-def test_a_sparse_delta_is_advised_on(caplog):
-    with caplog.at_level(logging.INFO, "dare"):
-        assert detect_delta_sparsity(vector(1, 0, 0, 0)) == 0.75
-    assert "lower drop rate" in caplog.messages[-1]
+def test_a_sparse_delta_is_advised_on(capsys):
+    assert detect_delta_sparsity(vector(1, 0, 0, 0)) == 0.75
+    assert "lower drop rate" in capsys.readouterr().out
+
+
+def test_one_outlier_decides_the_sparsity_and_not_the_advice(capsys):
+    delta = np.random.default_rng(0).normal(0, 1e-3, 100_000).astype(np.float32)
+    largest = np.abs(delta).max()
+    plain = detect_delta_sparsity({"w": delta}, verbose=False)
+    delta[7] = 1e4
+    assert detect_delta_sparsity({"w": delta}) == 99_999 / 100_000  # as it is defined
+    printed = capsys.readouterr().out
+    assert "1 outlier decides" in printed
+    assert f"{plain:.1%}" in printed
+    assert f"{largest:.4f}" in printed
+    assert "lower drop rate" not in printed
 
 
 def test_no_elements_have_no_sparsity():
@@ -282,10 +297,20 @@ def test_an_unknown_method_lists_the_known_ones_and_the_nearest(files, tmp_path)
         dare_merge(files[0], files[1:], tmp_path / "o.safetensors", merge_method="liner")
 
 
-def test_dare_ties_merge_of_files(files, tmp_path):
+def test_dare_ties_merge_of_files_prints_what_it_did(files, tmp_path, capsys):
     output = tmp_path / "out.safetensors"
     with pytest.warns(DareWarning):
         report = dare_ties_merge(files[0], files[1:], output, dare_drop_rate=0.9)
+    printed = capsys.readouterr().out
+    for model in report.models:
+        assert printed.count(f"dropped {model.drop_rate_realised:.4%} (asked for 90.0000%)") == 1
+    assert printed.count(str(output)) == 1
+    dare_ties_merge(files[0], files[1:], output, overwrite=True, verbose=False)
+    dare_merge(files[0], files[1:], output, overwrite=True, verbose=False)
+    assert capsys.readouterr() == ("", "")
+    with pytest.warns(DareWarning):
+        dare_merge(files[0], files[1:], output, overwrite=True)
+    assert capsys.readouterr().out.count("dropped") == 2
     assert report.method == "dare+trim+ties"
     assert dare.verify(output).ok
 

@@ -8,7 +8,6 @@ module stands for its `state_dict()`. Those that analyze are in `dare.analysis.s
 from __future__ import annotations
 
 import inspect
-import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
+from dare.analysis.measure.tallies import (
+    NONE,
+    Magnitudes,
+    Sums,
+    share_below,
+    with_inside,
+)
 from dare.analysis.sparsity import (
     Configuration,
     DARESparsityAnalyzer,
@@ -42,6 +48,7 @@ from dare.recipe.schema import Recipe
 from dare.stages import STAGES
 from dare.stages.dare import Rescale
 from dare.tensors.header import TensorInfo
+from dare.tensors.sizes import times
 
 __all__ = [
     "Configuration",
@@ -61,8 +68,6 @@ __all__ = [
     "ties_elect_sign",
     "ties_trim",
 ]
-
-logger = logging.getLogger("dare")
 
 AnyPath = str | PathLike[str]
 BESIDE_A_BASE = (Concern.LARGE_DELTAS, Concern.NOT_HOMOLOGOUS, Concern.EQUALS_BASE)
@@ -115,10 +120,7 @@ class DareMerger:
             verbose=config.verbose,
             **(given if config.delta_threshold != DareConfig.delta_threshold else {}),
         )
-        report = merge(recipe, overwrite=overwrite)
-        if config.verbose:
-            print(replace(report, warnings=()))  # these have been issued
-        return report
+        return _merge_and_print(recipe, overwrite=overwrite)
 
 
 # ---------------------------------------------------------------- dicts of arrays
@@ -132,12 +134,20 @@ def dare_sparsify(
 
 
 def dare_drop(
-    task_vector: Arrays, drop_rate: float = 0.9, seed: int | None = None, rescale: Rescale = True
+    task_vector: Arrays,
+    drop_rate: float = 0.9,
+    seed: int | None = None,
+    rescale: Rescale = True,
+    *,
+    verbose: bool = True,
 ) -> dict[str, Any]:
-    """Apply DARE to deltas; without a seed, a different one every time.
+    """Apply DARE to deltas, and print which share was dropped.
+
+    Without a seed, there is a different one every time.
 
     >>> import numpy as np
     >>> dare_drop({"w": np.ones(8, np.float32)}, drop_rate=0.5, seed=1)["w"]
+    DARE: dropped 25.00% (target: 50.00%)
     array([0., 2., 2., 2., 2., 2., 0., 2.], dtype=float32)
     """
     settings = {"drop_rate": drop_rate, "rescale": rescale}
@@ -155,8 +165,8 @@ def dare_drop(
         if notice.about not in BESIDE_A_BASE:
             warn_caller(notice.text)
     realised = report.models[0].drop_rate_realised
-    if realised is not None:
-        logger.info("DARE: dropped %.2f%% (target: %.2f%%)", 100 * realised, 100 * drop_rate)
+    if verbose and realised is not None:
+        print(f"DARE: dropped {realised:.2%} (target: {drop_rate:.2%})")
     return dropped
 
 
@@ -228,19 +238,26 @@ def ties_disjoint_merge(task_vectors: Sequence[Arrays], elected: Arrays) -> dict
     return merged
 
 
-def detect_delta_sparsity(task_vector: Arrays) -> float:
+def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float:
     """Return the share of delta elements under 1 % of the largest magnitude.
 
-    Goes over the tensors twice instead of joining them. The figures and, above 70 %, what they
-    mean for the drop rate go to the log. NaN and infinite elements are warned of and not counted.
+    Goes over the tensors twice instead of joining them. Prints the figures and, above 70 %, what
+    they mean for the drop rate. These figures are defined by the largest element and the mean, so
+    that a few outliers decide them; where there are any, what holds without them is printed too,
+    and the advice goes by that. NaN and infinite elements are warned of and not counted.
     """
     largest, total, squares, count, elements = 0.0, 0.0, 0.0, 0, 0
+    sums, bins = Sums(), NONE
     deltas = named_arrays(task_vector, "task_vector")
     for name, delta in deltas.items():
         magnitudes = np.abs(_as_floats(delta, name))
         elements += magnitudes.size
         magnitudes = magnitudes[np.isfinite(magnitudes)]
-        largest = max(largest, float(magnitudes.max(initial=0.0)))
+        peak, counted = float(magnitudes.max(initial=0.0)), Magnitudes.of(magnitudes)
+        zeros = magnitudes.size - int(counted.counts.sum())
+        sums += with_inside(Sums(magnitudes.size, zeros, largest=peak), counted)
+        bins += counted
+        largest = max(largest, peak)
         total += float(magnitudes.sum(dtype=np.float64))
         squares += float(np.square(magnitudes, dtype=np.float64).sum())
         count += magnitudes.size
@@ -259,15 +276,19 @@ def detect_delta_sparsity(task_vector: Arrays) -> float:
     )
     mean = total / count
     deviation = max(0.0, (squares - count * mean**2) / max(count - 1, 1)) ** 0.5
-    logger.info(
-        "natural sparsity %.1f%%, max %.6f, mean %.6f, std %.6f",
-        100 * below / count,
-        largest,
-        mean,
-        deviation,
-    )
-    if below > 0.7 * count:
-        logger.info("most of this delta is nearly zero already; a lower drop rate may serve better")
+    left = sums.inside
+    typical = share_below(0.01 * left.largest, sums, bins) if left.outliers else below / count
+    if verbose:
+        print(f"natural sparsity: {below / count:.1%} of the elements are under 1 % of the largest")
+        print(f"max |δ| {largest:.6f}, mean {mean:.6f}, std {deviation:.6f}")
+        if left.outliers:
+            decide = times(left.outliers, "outlier decides", "outliers decide")
+            print(
+                f"{decide} these figures: of the other elements {typical:.1%} are under 1 % of the "
+                f"largest of them, {left.largest:.6f}"
+            )
+        if typical > 0.7:
+            print("most of this delta is nearly zero already; a lower drop rate may serve better")
     return below / count
 
 
@@ -285,8 +306,9 @@ def dare_merge(
     seed: int | None = 42,
     *,
     overwrite: bool = False,
+    verbose: bool = True,
 ) -> Report:
-    """Apply DARE to safetensors models and merge them by `merge_method`.
+    """Apply DARE to safetensors models, merge them by `merge_method` and print what was done.
 
     `merge_method="ties"` trims nothing; `dare_ties_merge` does. A tensor that a model lacks counts
     as unchanged there, and one that only a model has is left out; either is warned of.
@@ -302,6 +324,7 @@ def dare_merge(
         output_path,
         lambda_coeff,
         overwrite=overwrite,
+        verbose=verbose,
         method=f"dare+{merge_method}",
         stages=_checked({"dare": {"drop_rate": drop_rate}}),
         dtype=dtype,
@@ -332,6 +355,7 @@ def dare_ties_merge(
     *,
     seed: int = 42,
     overwrite: bool = False,
+    verbose: bool = True,
 ) -> Report: ...
 
 
@@ -364,6 +388,7 @@ def _merge_files(
     lambda_coeff: float,
     *,
     overwrite: bool,
+    verbose: bool,
     **settings: Any,
 ) -> Report:
     """Merge as the published listings do: what a model lacks is unchanged, what it adds is left."""
@@ -374,9 +399,17 @@ def _merge_files(
         scale=lambda_coeff,
         on_missing="base",
         on_extra="drop",
+        verbose=verbose,
         **settings,
     )
-    return merge(recipe, overwrite=overwrite)
+    return _merge_and_print(recipe, overwrite=overwrite)
+
+
+def _merge_and_print(recipe: Recipe, *, overwrite: bool) -> Report:
+    report = merge(recipe, overwrite=overwrite)
+    if recipe.verbose:
+        print(replace(report, warnings=()))  # these have been issued
+    return report
 
 
 # ---------------------------------------------------------------- pieces
