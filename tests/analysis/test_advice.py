@@ -428,6 +428,16 @@ def test_a_guideline_stands_beside_a_rate_that_is_wanted():
     assert reason.endswith("The guideline is 0.9 to 0.95 for 70B or more")
 
 
+def test_the_article_has_a_row_for_very_large_models():
+    assert METHODS[-1].applies_to == "70B or more"
+    (large,) = (e for e in advise(analysis(ROOT, many(3)), parameters=70e9).suggestions[:1])
+    (small,) = (e for e in advise(analysis(ROOT, many(3)), parameters=7e9).suggestions[:1])
+    assert (large.setting, large.value) == (small.setting, small.value)
+    assert "81.7 to 80.1" in large.reason  # what the paper measured
+    assert "3 to 5 models of mixed domains" in large.reason
+    assert "70B" not in small.reason
+
+
 def test_steps_must_be_a_number_of_steps():
     with pytest.raises(RecipeError, match="steps = 0: must be at least 1"):
         advise(analysis(ROOT, many(1)), steps=0)

@@ -117,7 +117,7 @@ class Habit:
     models: tuple[int, float]
     """How many models it is for, from and to."""
     relation: str = "diverse"
-    """Of the models: diverse, alike or lora."""
+    """Of the models: diverse, alike or lora; or large, whatever else they are."""
 
 
 METHODS: tuple[Habit, ...] = (
@@ -127,8 +127,11 @@ METHODS: tuple[Habit, ...] = (
     Habit("3 to 5 models of mixed domains", "dare+ties", (3, 5)),
     Habit("more than 5 models", "dare+ties", (6, math.inf)),
     Habit("LoRAs", "dare+linear", (2, math.inf), "lora"),
+    Habit("70B or more", "dare", (1, math.inf), "large"),
 )
-"""Of the same article."""
+"""Of the same article; the last names no way to combine."""
+LARGE = GUIDELINES[3].parameters[0]
+"""Parameters from which a model counts as one of 70B or more."""
 
 POLICIES = {
     "missing_tensors": ("on_missing", "base"),
@@ -285,7 +288,7 @@ def advise(
     elif drop_rate is not None:
         raise RecipeError("changes were dropped from a delta file already; leave drop_rate out")
     _choose_policies(draft, readiness)
-    _name_method(draft)
+    _name_method(draft, size)
     if any(finding.rule in ("contained", "other_base") for finding in readiness.findings):
         draft.doubt("base")
     _doubt(draft)
@@ -330,7 +333,7 @@ def _choose_combine(draft: Draft) -> None:
         draft.combine = "sum"
 
 
-def _name_method(draft: Draft) -> None:
+def _name_method(draft: Draft, parameters: float) -> None:
     """Suggest the method, now that it is known whether anything is dropped."""
     relation = "diverse"
     if draft.count == 2 and draft.is_average:
@@ -343,6 +346,8 @@ def _name_method(draft: Draft) -> None:
         if habit.relation == relation and habit.models[0] <= draft.count <= habit.models[1]
     )
     usual = f". For {habit.applies_to} {habit.method} is usually recommended"
+    if parameters >= LARGE:
+        usual += TEXTS["large"]["usual"]
     undropped = ". Nothing is dropped, because "
     if draft.drops:
         undropped = ""
