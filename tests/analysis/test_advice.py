@@ -337,6 +337,16 @@ def test_a_high_rate_that_is_wanted_gets_a_q():
     assert recipe_of(advice).stages == {"darex": {"drop_rate": 0.9, "q": 0.127}}
 
 
+def test_what_a_wanted_rate_costs_is_said():
+    seen = analysis(ROOT, {"m": tune(ROOT, 0.02)})
+    advice = advise(seen, drop_rate=0.99)
+    assert advice.recipe["darex"] == {"drop_rate": 0.99, "q": 0.0199}
+    (rate,) = (each for each in advice.suggestions if each.setting == "drop_rate")
+    error = mean_bounded_error(exposures_of(seen.models[0]), 0.99, 0.0199)
+    assert f"Dropping 99% with q = 0.0199 is predicted to bring up to {share(error)}" in rate.reason
+    assert advice.predicted_error == pytest.approx(error)
+
+
 def test_a_low_rate_that_is_wanted_needs_none():
     advice = advise(analysis(ROOT, many(2)), drop_rate=0.5)
     assert advice.recipe["method"] == "dare+sum"

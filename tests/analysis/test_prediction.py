@@ -11,7 +11,6 @@ from dare.analysis.judge.limits import TABLE, limit
 from dare.analysis.judge.prediction import (
     Exposure,
     Prediction,
-    balanced_q,
     bounded_error,
     exposure_of,
     make_exposure,
@@ -23,6 +22,7 @@ from dare.analysis.judge.prediction import (
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
+from dare.stages.darex import balanced_q
 
 DELTA = np.array([[3.0, 0.0], [0.0, -4.0]])
 WEIGHTS = np.full((2, 2), 25.0)  # of norm 50, ten times the delta's

@@ -100,6 +100,18 @@ def test_what_is_written_is_read_back(folder, analysis):
     assert advised[0] == advised[1]
 
 
+def test_advice_for_a_rate_that_is_wanted_has_it_with_its_q_and_runs(folder, analysis):
+    advised = dare_succeeds("advise", "analysis.json", "--drop-rate", "0.98", "--quiet").out
+    document = tomllib.loads(advised)
+    assert document["darex"]["drop_rate"] == 0.98
+    models = len(document["models"])
+    assert document["darex"]["q"] == pytest.approx(0.02 + models * 0.98 / 100)
+    assert "is predicted to bring up to" in advised.replace("\n#   ", " ")
+    Path("few.toml").write_text(advised)
+    assert "drop_rate = 0.98: above" not in dare_succeeds("few.toml").err
+    assert "drop_rate = 1 " in dare("advise", "analysis.json", "--drop-rate", "1").err
+
+
 def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
     document = json.loads(analysis.read_text())
     document["base_dtypes"] = {"BF16": 7_000_000_000}

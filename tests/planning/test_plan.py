@@ -382,7 +382,17 @@ def test_a_drop_rate_above_095_is_warned_of():
     assert warning.about is Concern.HIGH_DROP_RATE
     start = "drop_rate = 0.99: above 0.95 the variance of what is kept, 99·δ²"
     assert warning.text.startswith(start)
+    assert "--method darex+linear --q 0.0199" in warning.text  # 0.01 + 0.99/100
+    assert "50% of each change" in warning.text
     assert plan_of(BASE, BASE, stages={"dare": {"drop_rate": 0.95}}).warnings == ()
+
+
+def test_the_q_of_the_warning_can_be_used_as_it_is_given():
+    (warning,) = plan_of(BASE, BASE, BASE, stages={"dare": {"drop_rate": 0.98}}).warnings
+    method, _, q = re.search(r"--method (\S+) (--q) ([0-9.]+),", warning.text).groups()
+    assert (method, float(q)) == ("darex+linear", 0.0396)  # 0.02 + 2·0.98/100
+    tables = {"darex": {"drop_rate": 0.98, "q": float(q)}}
+    assert plan_of(BASE, BASE, BASE, method=method, stages=tables).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -396,6 +406,7 @@ def test_a_drop_rate_above_095_is_warned_of():
 def test_a_drop_rate_above_095_is_warned_of_wherever_it_stands(settings):
     (warning,) = plan_of(BASE, BASE, **settings).warnings
     assert "drop_rate = 0.99" in warning.text
+    assert "q = 0.0199 beside this rate" in warning.text
 
 
 def test_rescale_false_is_warned_of():

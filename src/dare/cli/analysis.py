@@ -228,6 +228,10 @@ def advise(
         Parameter(help="What a search has found out about the models, in place of rules."),
     ] = None,
     steps: Steps = None,
+    drop_rate: Annotated[
+        float | None,
+        Parameter(help="A drop rate that is wanted; the recipe has it, with the q that suits it."),
+    ] = None,
     options: Options | None = None,
     quiet: Quiet = False,
     json: Json = False,
@@ -237,13 +241,15 @@ def advise(
     if study is not None:
         if inputs:
             raise UsageError("models and --study given; a study knows its models: leave one out")
+        if drop_rate is not None:
+            raise UsageError("--drop-rate and --study given; a study has its rates: leave one out")
         return _advise_by_study(study, output, json=json)
     if output.suffix in (".toml", ".json", ".yaml", ".yml"):
         raise UsageError(
             f"--output {output}: is where the merged model will go; to write the recipe to a file, "
             f"end the command with > {output}"
         )
-    _, _, advice = judge(inputs, options, steps, verbose=not quiet)
+    _, _, advice = judge(inputs, options, steps, drop_rate, verbose=not quiet)
     if not advice.recipe and not json:
         raise nothing_advised(advice, _repeated(inputs, options, steps))
     if json:
@@ -333,7 +339,12 @@ def is_analysis(path: Path) -> bool:
 
 
 def judge(
-    inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
+    inputs: Sequence[Path],
+    options: Options | None,
+    steps: int | None,
+    drop_rate: float | None = None,
+    *,
+    verbose: bool,
 ) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
     inputs = [to_path(path) for path in inputs]
@@ -342,7 +353,7 @@ def judge(
     else:
         base, models = _named(inputs)
         analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
-    return analysis, *judge_analysis(analysis, steps=steps)
+    return analysis, *judge_analysis(analysis, steps=steps, drop_rate=drop_rate)
 
 
 def _named(inputs: Sequence[Path]) -> tuple[Path, list[Path]]:

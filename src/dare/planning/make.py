@@ -19,6 +19,7 @@ from dare.planning.plan import Plan
 from dare.recipe.layers import find_depths
 from dare.recipe.schema import DEFAULT_MEMORY, Recipe
 from dare.stages import Settings, Stage
+from dare.stages.darex import balanced_q
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_layer_matrix
@@ -273,8 +274,8 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
             yield Notice(
                 Concern.HIGH_DROP_RATE,
                 f"drop_rate = {rate}: above 0.95 the variance of what is kept, "
-                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains; the stage "
-                "darex divides by a larger q, or bounds the variance",
+                f"{rate / (1 - rate):.0f}·δ², usually costs more than dropping gains; "
+                f"{_suggest_q(recipe, rate)}",
             )
     if drops and False in _values(recipe, "rescale"):
         yield Notice(
@@ -282,6 +283,27 @@ def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:
             "rescale = false: dropped deltas are not made up for, so on average only 1 - p of "
             "each change is applied (a tenth at p = 0.9); this is not DARE",
         )
+
+
+def _suggest_q(recipe: Recipe, rate: float) -> str:
+    """The q of DAREx to use at a drop rate, and how to set it."""
+    names = [stage.name for stage, _ in recipe.chain]
+    if not {"dare", "darex"} & set(names):
+        return "the stage darex divides by a larger q, or bounds the variance"
+    method = "+".join("darex" if name == "dare" else name for name in names)
+    q = balanced_q(rate, len(recipe.models))
+    left = (1 - rate) / q
+    way = f'set method = "{method}", and q = {q:g} beside this rate'
+    if any(settings.get("drop_rate") == rate for _, settings in recipe.chain):
+        way = (
+            f"use --method {method} --q {q:g}, or in a recipe "
+            f'method = "{method}" and q = {q:g} in [darex]'
+        )
+    return (
+        f"{way}: that keeps {left:.0%} of each change and {left**2:.0%} of its variance "
+        "(a rule of thumb, 1 - p + p·models/100, from the demonstration's models; "
+        "docs/guides/darex.md says how to find a better q)"
+    )
 
 
 def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:

@@ -46,7 +46,6 @@ from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import (
     OUTER,
     Exposure,
-    balanced_q,
     exposure_of,
     exposures_of,
     mean_bounded_error,
@@ -59,6 +58,7 @@ from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAna
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config
 from dare.output.page.words import share
+from dare.stages.darex import balanced_q
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.places import to_path
 
@@ -232,7 +232,11 @@ class Draft:
 
 
 def judge(
-    analysis: Analysis, *, steps: int | None = None, method: str = ""
+    analysis: Analysis,
+    *,
+    steps: int | None = None,
+    method: str = "",
+    drop_rate: float | None = None,
 ) -> tuple[Readiness, Advice]:
     """The advice for models, and the verdict on merging them by a method: by default as advised.
 
@@ -241,7 +245,7 @@ def judge(
     inputs = {BASE: analysis.base} | {model.name: model.file for model in analysis.models}
     configs = {name: read_config(to_path(file)) or {} for name, file in inputs.items()}
     readiness = assess(analysis, configs)
-    advice = advise(analysis, readiness, steps=steps)
+    advice = advise(analysis, readiness, steps=steps, drop_rate=drop_rate)
     if method:
         return readiness_for(readiness, method), advice
     if advice.recipe:
@@ -437,8 +441,9 @@ def _cost(draft: Draft, exposures: Sequence[Exposure], rate: float) -> str:
     """What dropping at a rate costs a model, for sentences; at the least useful rate if it is 0."""
     if not any(math.isfinite(each.relative_norm) for each in exposures if each.carriers):
         return "Its base is zero, so that there is no relative error; the survivors decide"
-    dropped = f"Dropping {rate:.0%}" if rate else f"Dropping only {limit('useful_rate'):.0%}"
-    error = share(mean_bounded_error(exposures, rate or limit("useful_rate")))
+    dropped = f"Dropping {100 * rate:.4g}%" if rate else f"Dropping only {limit('useful_rate'):.0%}"
+    dropped += "" if draft.q is None else f" with q = {draft.q:g}"
+    error = share(mean_bounded_error(exposures, rate or limit("useful_rate"), draft.q))
     bound = f"{limit('output_error'):.0%} is the bound"
     if draft.count > 1:
         models = f"{every(draft.count)} models"
@@ -478,11 +483,13 @@ def _choose_q(draft: Draft, drop_rate: float, guidelines: dict[str, str]) -> Non
     """Keep to a drop rate that is wanted, and bound its noise by q where that is needed."""
     q = balanced_q(drop_rate, draft.count)
     lost = 1 - (1 - drop_rate) / q
+    draft.q = q if lost >= WORTH_A_Q else None
     for member in draft.members:
         member.drop_rate, name = drop_rate, member.model.name
-        draft.suggest("drop_rate", drop_rate, "wanted", name, guidelines=guidelines[name])
-    if lost >= WORTH_A_Q:
-        draft.q = q
+        cost = f". {_cost(draft, exposures_of(member.model), drop_rate)}" if drop_rate else ""
+        known = {"cost": cost, "guidelines": guidelines[name]}
+        draft.suggest("drop_rate", drop_rate, "wanted", name, **known)
+    if draft.q is not None:
         models = "one model" if draft.count == 1 else f"{draft.count} models"
         draft.suggest("q", q, "q", rate=drop_rate, models=models, lost=lost)
 

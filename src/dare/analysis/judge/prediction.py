@@ -230,19 +230,3 @@ def mean_bounded_error(
         exposure.elements * bounded_error(exposure, drop_rate, q) ** 2 for exposure in exposures
     )
     return math.sqrt(squares / total) if total else 0.0
-
-
-def balanced_q(drop_rate: float, models: int = 1) -> float:
-    """The q of DAREx that balances what is lost against the noise, when n models are added up.
-
-    Of each delta a share a = (1 - p)/q stays, and each adds noise a²·p/(1 - p) to what all are to
-    do. A change that was learnt moves outputs in one direction and noise in all, so that losing
-    some of it costs k² times as much as noise of the same size: (1 - a)²·k² + n·a²·p/(1 - p) is
-    least at q = (1 - p) + n·p/k². k² = 100 is what the best scales of the demonstration's merges
-    come to (0.8 at p = 0.9 and 0.6 at p = 0.95, n = 3).
-
-    >>> balanced_q(0.9, models=3), balanced_q(0.99)
-    (0.127, 0.0199)
-    """
-    p = check_drop_rate(drop_rate)
-    return min(round(1 - p + models * p / limit("coherence"), 6), 1.0)
