@@ -399,7 +399,7 @@ def test_a_delta_file_may_lie_beside_its_model(inputs, given, kind, tmp_path):
 
 
 def test_a_delta_file_is_one_file(given, kind, tmp_path):
-    for name in ("delta", "delta.gguf"):
+    for name in ("delta", "delta.gguf", "delta.safetensors.index.json"):
         with pytest.raises(OutputError, match="a delta file is one file"):
             compress_quietly(given.base, given.model, tmp_path / name, kind)
     assert listing(tmp_path) == []

@@ -180,13 +180,6 @@ def test_pieces_that_do_not_make_up_a_tensor_are_a_mistake(target):
             put_together(output, records[:-2] + records[-1:])
 
 
-@pytest.mark.parametrize("name", ["out", "out.gguf", "out.safetensors.index.json"])
-def test_it_is_one_safetensors_file(tmp_path, name):
-    with pytest.raises(OutputError, match=f"{name}: a delta file is one file"):
-        begin(tmp_path / name)
-    assert listing(tmp_path) == []
-
-
 @pytest.mark.parametrize("step", ["a piece", "the whole"])
 def test_a_full_disk_is_named_and_what_was_done_is_kept(target, monkeypatch, step):
     def fail(*_: object) -> int:

@@ -23,6 +23,7 @@ from dare.errors import (
     Concern,
     MismatchError,
     Notice,
+    OutputError,
     RecipeError,
     Strength,
     warn_caller,
@@ -77,6 +78,11 @@ def compress(
     that say how inputs are read: `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
     """
     started = time.perf_counter()
+    target = to_path(output)
+    if target.suffix != ".safetensors":
+        raise OutputError(
+            f"{target}: a delta file is one file; give a name that ends in .delta.safetensors"
+        )
     given = {"base": base, "models": [model], "verbose": verbose, **settings}
     if lossless:
         job = lossless_job(given)
@@ -92,7 +98,7 @@ def compress(
             target_error,
         )
         job = lossy_job(given, asked)
-    target, plan = to_path(output), job.plan
+    plan = job.plan
     layout = Layout(target, {target.name: ()})
     settle(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]

@@ -31,7 +31,7 @@ from dare.output.places import without_folders
 from dare.output.publishing import claim, disclaim, settle
 from dare.output.targets import check_target, partial_folder
 from dare.output.writer import PartialOutput, explaining
-from dare.planning.layout import Layout
+from dare.planning.layout import OTHER_FORMATS, Layout
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described
@@ -54,10 +54,10 @@ class AdapterOutput:
     def __init__(
         self, target: Path, dtype: StorageType, inputs: Sequence[Path], *, overwrite: bool
     ) -> None:
-        if target.suffix == ".safetensors":
+        if OTHER_FORMATS.fullmatch(target.suffix):
             raise OutputError(
                 f"{target}: an adapter is a directory with {CONFIG_NAME} and {WEIGHTS_NAME}; "
-                "give a name without .safetensors"
+                f"give a name without {target.suffix}"
             )
         layout = Layout(target, {WEIGHTS_NAME: ()})
         settle(layout)

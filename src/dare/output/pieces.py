@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import OutputError
 from dare.output.journal import Record
 from dare.output.publishing import sync_folder
 from dare.output.writer import OutputFiles, PartialOutput
@@ -39,10 +38,6 @@ class PieceOutput(PartialOutput):
         *,
         resume: bool,
     ) -> None:
-        if target.suffix != ".safetensors":
-            raise OutputError(
-                f"{target}: a delta file is one file; give a name that ends in .delta.safetensors"
-            )
         super().__init__(Layout(target, {}), {}, fingerprint, stamps, resume=resume)
         self._chunks = chunks
         """How many each tensor has."""
