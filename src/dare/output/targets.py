@@ -40,7 +40,7 @@ LONGEST_NAME = 255
 KINDS = {
     "page": rb'\A<!doctype html>[\s\S]*<p class="brand">dare <span>',
     "analysis": rb'\A\s*\{\s*"schema":\s*"dare-',
-    "recipe": rb"(?m)\A[^\0]*?^\s*(\[\[?models\]|(base|models|method)\s*=)",
+    "recipe": rb"(?m)\A[^\0]*?^[ \t]*(\[\[?models\]|(base|models|method)\s*=)",
     "table": rb"\A\w+(,\w+)*\r\n",
     "svg": rb'\A<svg[^>]* role="img"><title>',
     "png": rb"\A\x89PNG\r\n",
