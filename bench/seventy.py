@@ -23,11 +23,11 @@ HIDDEN, INNER, LAYERS, VOCABULARY, KEYS = 8192, 28672, 80, 128256, 1024
 MODELS = ("math", "code", "chat")
 MEASURED_ELEMENTS = 0.95e9
 MEASURED_SECONDS = {
-    2: {"dare+linear": (4.0, 6.5), "dare+ties": (4.2, 6.7), "trim+ties": (25.0, 42.0)},
-    16: {"dare+linear": (0.77, 2.3), "dare+ties": (0.80, 1.2), "trim+ties": (2.9, 7.9)},
+    2: {"dare+linear": (2.85, 6.5), "dare+ties": (3.28, 6.7), "trim+ties": (13.5, 42.0)},
+    16: {"dare+linear": (1.58, 2.4), "dare+ties": (1.54, 2.19), "trim+ties": (6.79, 8.96)},
 }
-"""For three models on so many cores: the fastest and the slowest run on x86 machines, from the page
-cache. Whole processes, less 1 s for starting; the fastest of sixteen cores is the merge alone."""
+"""For three models on so many cores: the fastest and the slowest run on x86 machines, with inputs
+in memory. Whole processes, less 1 s for starting."""
 MAX_MEMORY = {("trim+ties", 2): "40GB", ("trim+ties", 16): "34GB"}
 """So that a survey remembers the magnitudes of a feed-forward matrix; others take the default."""
 DISKS = {"NVMe": (3.0e9, 1.5e9), "network": (0.3e9, 0.3e9)}

@@ -161,7 +161,7 @@ WRONG = {
     "a list": (lambda _: "[]", "but not an analysis"),
     "null": (lambda _: "null", "but not an analysis"),
     "another schema": (lambda _: '{"schema": "dare-study/1"}', "but not an analysis"),
-    "another version": (lambda _: '{"schema": "dare-analysis/2"}', "dare-analysis/2"),
+    "another version": (lambda _: '{"schema": "dare-analysis/3"}', "dare-analysis/3"),
     "only measured": (lambda d: without(d, "readiness"), "readiness is missing"),
     "a hole": (
         lambda d: without(d, "models", 1, "total", "norm"),
