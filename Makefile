@@ -111,8 +111,9 @@ test-browser: $(VENV)/tools-ready
 	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal -m browser \
 		tests/analysis/page/test_browser.py tests/studies/test_study_browser.py tests/web
 
+# One thread for each process: more of them spin while they wait for each other.
 test-real: $(VENV)/dev-ready
-	$(BIN)/python -m pytest --quiet tests/real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile tests/real
 
 test-cluster: $(VENV)/dev-ready
 	$(BIN)/python tests/cluster/inside.py
