@@ -204,9 +204,9 @@ async def read_object(request: Request) -> dict[str, Any]:
         document = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
         json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the request is not JSON that can be read: {error!s:.200}") from None
+        raise InputError(f"the body is not JSON that can be read: {error!s:.200}") from None
     if not isinstance(document, dict):
-        raise InputError("the request must be an object")
+        raise InputError("the body must be an object")
     _check_size(document)
     return document
 
@@ -228,7 +228,7 @@ def _check_size(value: Any, depth: int = 1) -> None:
         return
     if len(value) > MOST_ITEMS or depth > MOST_DEPTH:
         raise InputError(
-            f"the request has {len(value)} entries in a list or table, {depth} deep; "
+            f"the body has {len(value)} entries in a list or table, {depth} deep; "
             f"at most {MOST_ITEMS} entries and a depth of {MOST_DEPTH} are allowed"
         )
     for item in value.values() if isinstance(value, dict) else value:
