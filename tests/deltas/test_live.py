@@ -22,7 +22,7 @@ from dare.errors import InputError
 from dare.inputs.delta_files import part_names
 from dare.inputs.sources import open_source
 from dare.tensors.chunks import CHUNK
-from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES
+from dare.tensors.dtypes import BY_TORCH_NAME, STORAGE_TYPES, WEIGHT_TYPES
 from helpers import flip_bit, read_tensor, save
 
 SCHEMES = [
@@ -295,7 +295,7 @@ def test_tensors_that_only_the_model_ties_are_refused(tmp_path):
     assert contents(model) == contents(base)
 
 
-@pytest.mark.parametrize("kind", STORAGE_TYPES.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", BY_TORCH_NAME.values(), ids=lambda kind: kind.name)
 def test_torch_tensors_of_every_type(tmp_path, kind):
     rng = np.random.default_rng(3)
     raw = rng.integers(0, 2, (2, 50)).astype(f"u{kind.itemsize}")

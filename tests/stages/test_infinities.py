@@ -68,7 +68,7 @@ def test_types_may_differ(merged, kind):
 def test_an_infinity_that_changes_is_reported_if_it_is_allowed(merged):
     base = np.array([np.inf, np.inf, -np.inf, 1, np.nan], np.float32)
     tuned = np.array([np.inf, 2, np.inf, np.inf, np.nan], np.float32)
-    result, report = merged(base, [tuned], "sum", allow_not_finite=True)
+    result, report = merged(base, [tuned], "sum", allow_not_finite=True, scale=2)
     assert result[0] == np.inf
     assert np.isnan(result[[1, 2, 4]]).all()
     assert result[3] == np.inf
@@ -83,7 +83,7 @@ def test_where_one_model_has_it_and_another_not_the_first_changes_nothing(merged
 
 def test_numbers_beyond_float32_that_differ_are_not_taken_for_equal(merged):
     base, tuned = np.array([1e300, 1e299]), np.array([1e300, 1e300])
-    result, report = merged(base, [tuned], "sum")
+    result, report = merged(base, [tuned], "sum", scale=2)
     assert result[0] == 1e300
     assert np.isnan(result[1])
     assert report.nans == 1

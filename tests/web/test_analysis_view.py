@@ -138,6 +138,7 @@ def test_a_file_can_be_chosen_by_keyboard(page, document, tmp_path):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.id") == "own-file":
             break
+    assert page.evaluate("document.activeElement.id") == "own-file"
     with page.expect_file_chooser() as chooser:
         page.keyboard.press("Space")
     chooser.value.set_files(path)

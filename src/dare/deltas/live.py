@@ -292,6 +292,8 @@ class LiveDelta:
         run = kernels.load("cpu")
         if self.notes.bits == "native" and tensor.kind == place.home.kind:
             run.apply_values(raw, parts[0], lanes, factor, raw, saved)
+            if factor == 1:  # these are the fine-tune's own elements
+                run.expand(parts[0], lanes, raw)
         else:
             change = self._file.kept_changes(kept, parts, raw, lanes)
             run.apply_deltas(raw, change, lanes, factor, raw, saved)

@@ -183,17 +183,19 @@ class PlanData:
     def is_model(self, tensor: TensorPlan) -> bool:
         """Whether a tensor is, by the method's definition, that of the one model that takes part.
 
-        Nothing is dropped, and weight, factor and scale are 1. It is copied then: base + (tuned -
-        base) in float32 would be rounded twice.
+        Nothing is dropped, weight, factor and scale are 1, and it is stored in the base's type. It
+        is copied then: base + (tuned - base) in float32 would be rounded twice.
         """
         if not tensor.is_merged or tensor.weights != (1.0,) or self.recipe.scale != 1:
             return False
         (model,), (settings,) = tensor.models, tensor.settings
+        source = self.source_of(tensor, model)
         chain = zip(self.stages, (*settings, tensor.combine), strict=True)
         return (
             not tensor.drops
             and all(stage.is_identity(own) for stage, own in chain)
-            and not self.source_of(tensor, model).holds_delta(tensor.name)
+            and not source.holds_delta(tensor.name)
+            and source.tensors[tensor.name].dtype == tensor.base.dtype
         )
 
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:

@@ -25,13 +25,24 @@ export function mergeModels(setting, models) {
   if (!setting.models.length) return new Map(base);
   const recipe = readSetting(setting);
   for (const { name } of recipe.models) checkFit(base, tensorsOf(models, name), name);
+  const alone = isModel(recipe) ? models.get(recipe.models[0].name) : base;
   const byModel = recipe.models.map((model) => prepare(base, models.get(model.name), model));
   const merged = new Map();
   for (const [name, tensor] of base) {
     const deltas = byModel.map((deltasOfModel) => deltasOfModel.get(name));
-    merged.set(name, isMerged(tensor) ? mergeTensor(tensor, deltas, recipe) : tensor);
+    const isCopied = alone !== base && alone.get(name).dtype === tensor.dtype;
+    if (!isMerged(tensor) || isCopied) merged.set(name, alone.get(name));
+    else merged.set(name, mergeTensor(tensor, deltas, recipe));
   }
   return merged;
+}
+
+/** Whether the result is, by the method's definition, the one model that is given. */
+function isModel({ combine, models, scale }) {
+  const [{ stages, weight }, ...others] = models;
+  const dropsNothing = stages.every(([, { drop_rate: rate = 0, keep_ratio: ratio = 1 }]) =>
+    rate === 0 && ratio === 1);
+  return !others.length && combine !== "slerp" && weight === 1 && scale === 1 && dropsNothing;
 }
 
 function tensorsOf(models, name) {

@@ -204,7 +204,8 @@ function checkModels(models, combine, chain) {
     });
   }
   if (count && count !== models.length) {
-    throw new Error(`${combine} merges ${count} models, and ${models.length} are given`);
+    const are = models.length === 1 ? "is" : "are";
+    throw new Error(`${combine} merges ${count} models, and ${models.length} ${are} given`);
   }
 }
 
