@@ -132,6 +132,7 @@ def test_another_model_can_be_looked_at(page, document):
 def test_a_file_can_be_chosen_by_keyboard(page, document, tmp_path):
     path = tmp_path / "analysis.json"
     path.write_text(json.dumps(document))
+    page.on("filechooser", lambda _chooser: None)  # so that choosers are caught from now on
     page.evaluate("document.getElementById('own-analysis').hidden = true")
     page.focus("#own-commands >> xpath=..")
     for _ in range(4):
