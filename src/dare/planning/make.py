@@ -90,7 +90,10 @@ def make_plan(
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.least_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
-        text = f"buffers take {needed} of memory, where {usual} is the default{reason}"
+        text = (
+            f"buffers take {needed} of memory, where {usual} is the default{reason}; that is for "
+            "one thread, and a larger max_memory lets more of them work"
+        )
         return replace(plan, notes=(*plan.notes, text))
     return plan
 
