@@ -133,7 +133,8 @@ def test_other_scores_can_be_plotted(tab):
     before = tab.inner_html("#chart-pareto svg")
     tab.select_option("#chart-pareto select >> nth=1", "english")
     tab.wait_for_function(
-        "before => ![undefined, before].includes(document.querySelector('#chart-pareto svg')?.innerHTML)",
+        "before => ![undefined, before].includes("
+        "document.querySelector('#chart-pareto svg')?.innerHTML)",
         arg=before,
     )
     tab.select_option("#theme", "dark")

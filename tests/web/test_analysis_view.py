@@ -124,7 +124,8 @@ def test_another_model_can_be_looked_at(page, document):
     before = page.inner_html("#chart-analysis-change svg")
     page.select_option("#analysis-model", label="say")
     page.wait_for_function(
-        "before => ![undefined, before].includes(document.querySelector('#chart-analysis-change svg')?.innerHTML)",
+        "before => ![undefined, before].includes("
+        "document.querySelector('#chart-analysis-change svg')?.innerHTML)",
         arg=before,
     )
 

@@ -163,7 +163,8 @@ def test_shift_and_wheel_zoom_and_a_button_undoes_it(desktop):
 
 def wait_for_change(tab: Tab, name: str, before: str) -> None:
     tab.page.wait_for_function(
-        "([name, before]) => ![undefined, before].includes(document.querySelector(`#chart-${name} svg`)?.innerHTML)",
+        "([name, before]) => ![undefined, before].includes("
+        "document.querySelector(`#chart-${name} svg`)?.innerHTML)",
         arg=[name, before],
     )
 
