@@ -125,7 +125,7 @@ test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
 
 test-stores: $(VENV)/dev-ready $(STORES)/ready
-	$(BIN)/python -m pytest --quiet tests/stores
+	$(BIN)/python -m pytest --quiet tests/stores/server
 
 bench: $(BENCH)/ready $(PEERS)/ready
 	$(BENCH)/bin/python bench/compare.py --peers-python $(PEERS)/bin/python

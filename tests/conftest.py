@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from dare.tensors import stores
+from dare.stores import reading
 from fake_hub import Hub, serve
 from file_server import Files, serving
 
@@ -74,7 +74,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def web() -> Iterator[Files]:
     """A running web server of files."""
-    stores.forget()
+    reading.forget()
     with serving() as files:
         yield files
 
@@ -82,6 +82,6 @@ def web() -> Iterator[Files]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores are given up soon."""
-    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(stores, "RETRIES", 1)
-    stores.forget()
+    monkeypatch.setattr(reading, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(reading, "RETRIES", 1)
+    reading.forget()

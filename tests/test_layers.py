@@ -30,6 +30,7 @@ LAYERS = (
     ("stages",),
     ("kernels",),
     ("tensors",),
+    ("stores",),
     ("errors",),
 )
 """From the top down. A module may import from its own layer and from those below."""

@@ -72,9 +72,9 @@ from dare.run.finite import check_records, check_tensors
 from dare.run.merge_job import check_for_cluster, execute_on_cluster
 from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.slices import Feedback, SharedCensuses
+from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.header import TensorInfo
-from dare.tensors.places import to_path
 from dare.tensors.sizes import times
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from dare.inputs.formats import open_model
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import open_source
 from dare.recipe.schema import Recipe
-from dare.tensors import stores
+from dare.stores import reading
+from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import build_header
-from dare.tensors.places import StorePath, to_path
 from file_server import Files, Hollow
 from helpers import read_tensor, save, save_shards, sha256
 
@@ -127,7 +127,7 @@ def test_an_output_on_the_web_can_be_verified_and_repeated(web, models, tmp_path
     weights = bytearray(web.content["out/model.safetensors"])
     weights[-1] ^= 1
     web.content["out/model.safetensors"] = bytes(weights)
-    stores.forget()
+    reading.forget()
     assert not dare.verify(url).ok
 
 
@@ -280,7 +280,7 @@ def test_a_plan_of_many_shards_takes_few_requests(web):
     assert len(planned.tensors) == 240
     heads = [line for line in web.asked if line.startswith("GET") and ".safetensors" in line]
     assert len([line for line in heads if line.endswith("bytes=0-131071")]) == 150
-    assert len(web.asked) < 5 * (30 + len(stores.USUAL_NAMES) + 3)
+    assert len(web.asked) < 5 * (30 + len(reading.USUAL_NAMES) + 3)
     assert sum(web.sent_bytes.values()) < 40e6
 
 
@@ -303,7 +303,7 @@ def test_headers_are_compared_without_weights(web, models, tmp_path):
     ]
     assert json.loads(json.dumps(found.to_dict()))["models"][0]["fits"] is True
     weights = sum(n for name, n in web.sent_bytes.items() if name.endswith(".safetensors"))
-    assert weights <= 5 * stores.FIRST_BYTES
+    assert weights <= 5 * reading.FIRST_BYTES
 
 
 # ---------------------------------------------------------------- the hub
@@ -312,7 +312,7 @@ def test_headers_are_compared_without_weights(web, models, tmp_path):
 @pytest.fixture
 def on_hub(hub, models, tmp_path):
     """The three models on a hub, and an empty cache."""
-    stores.forget()
+    reading.forget()
     for name in ("base", "code"):
         folder = models / name
         hub.add(f"org/{name}", {path.name: path.read_bytes() for path in folder.iterdir()})
@@ -332,7 +332,7 @@ def test_models_on_the_hub_are_merged_where_they_lie(on_hub, models, tmp_path):
     commit = on_hub.refs["org/base", "main"]
     assert told["base_file"] == f"hf://org/base@{commit}"
     on_hub.add("org/base", {"config.json": b"{}"})  # the branch moves on
-    stores.forget()
+    reading.forget()
     again = dare.load_recipe(tmp_path / "there").model_copy(update={"output": tmp_path / "again"})
     merge(again)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "here")
@@ -402,7 +402,7 @@ def test_the_command_line_takes_addresses_and_shows_no_secret(
     status, shown, _ = run("analyze", "--headers", base, math)
     assert "All models fit the base" in shown
     web.key = "sig=other"
-    stores.forget()
+    reading.forget()
     status, _, shown = run("merge", "--base", base, "--merge", math, "--output", "out", "--debug")
     assert status == 1
     assert "denies access (403)" in shown

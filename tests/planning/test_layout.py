@@ -9,8 +9,8 @@ import pytest
 from dare.errors import OutputError, RecipeError
 from dare.inputs.sources import open_source
 from dare.planning.layout import lay_out
+from dare.stores.locations import StorePath
 from dare.tensors.dtypes import STORAGE_TYPES
-from dare.tensors.places import StorePath
 from helpers import save
 
 F32, F16, I64, U8 = (STORAGE_TYPES[name] for name in ("F32", "F16", "I64", "U8"))

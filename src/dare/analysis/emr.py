@@ -31,10 +31,10 @@ from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
+from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import OutputFile
 from dare.tensors.header import TensorInfo, build_header
-from dare.tensors.places import to_path
 
 Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]

@@ -29,8 +29,8 @@ from dare.output.manifest import find_manifest, read_manifest
 from dare.output.places import short_name
 from dare.output.targets import check_free
 from dare.recipe.schema import Recipe
+from dare.stores.locations import to_path
 from dare.tensors.files import read_beginning
-from dare.tensors.places import to_path
 
 if TYPE_CHECKING:
     from dare.analysis.page import Side

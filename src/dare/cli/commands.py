@@ -42,7 +42,7 @@ from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES, parse_method
 from dare.stages.catalogue import catalogue
-from dare.tensors.places import to_path
+from dare.stores.locations import to_path
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice

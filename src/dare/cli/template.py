@@ -16,7 +16,7 @@ from dare.recipe.naming import in_our_form
 from dare.recipe.schema import Recipe
 from dare.recipe.toml import write_toml, write_value
 from dare.stages import parse_method
-from dare.tensors.places import StorePath
+from dare.stores.locations import StorePath
 
 if TYPE_CHECKING:
     from dare.analysis.judge.judgement import Advice

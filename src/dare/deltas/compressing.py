@@ -38,11 +38,11 @@ from dare.output.targets import check_target
 from dare.planning.layout import Layout, lay_out
 from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import COMPILING, show_progress
+from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import MAX_METADATA, Described
-from dare.tensors.places import to_path
 from dare.tensors.sizes import parse_size, show_size
 
 AnyPath = str | PathLike[str]

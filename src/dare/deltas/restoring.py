@@ -29,9 +29,9 @@ from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 from dare.run.execute import execute, with_same_inputs
 from dare.run.progress import show_progress
+from dare.stores.locations import to_path
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header
-from dare.tensors.places import to_path
 
 AnyPath = str | PathLike[str]
 

@@ -29,9 +29,9 @@ from dare.inputs.small_files import (
     read_limited,
     some_of,
 )
+from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.header import Described
-from dare.tensors.places import StorePath, to_path
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -31,9 +31,9 @@ from dare.inputs.hub_guard import (
 )
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
 from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_address, parse_name
-from dare.tensors.addresses import Access, grant_access
-from dare.tensors.places import StorePath, to_path, without_credentials
-from dare.tensors.stores import can_read
+from dare.stores.addresses import Access, grant_access
+from dare.stores.locations import StorePath, to_path, without_credentials
+from dare.stores.reading import can_read
 
 INSTALL = "pip install 'dare-merge[hf]'"
 

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from dare.errors import InputError
-from dare.tensors.places import without_credentials
+from dare.stores.locations import without_credentials
 
 PATIENCE_SECONDS = 60.0
 """How long a hub may send less than `LEAST_BYTES` before it is given up."""

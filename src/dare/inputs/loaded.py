@@ -32,9 +32,9 @@ from dare.inputs.quantised import tables_of
 from dare.inputs.small_files import MAX_CONFIG_BYTES, read_limited
 from dare.inputs.sources import Source
 from dare.inputs.views import RenamedSource
+from dare.stores.locations import StorePath
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
-from dare.tensors.places import StorePath
 
 Kind = Literal["linear", "conv1d", "embedding", "other", "fused", "absent"]
 """What holds a tensor: a layer, one that stores inputs × outputs, an embedding, any other module;

@@ -6,7 +6,7 @@ from os import PathLike
 
 from dare.inputs.formats import open_model
 from dare.recipe.mergekit import Conversion, convert
-from dare.tensors.places import to_path
+from dare.stores.locations import to_path
 
 
 def convert_yaml(path: str | PathLike[str]) -> Conversion:

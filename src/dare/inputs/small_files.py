@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError
+from dare.stores.locations import StorePath
 from dare.tensors.files import read_limited
-from dare.tensors.places import StorePath
 
 __all__ = [
     "MAX_CONFIG_BYTES",

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
 from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
+from dare.stores.locations import StorePath, to_path
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import InputFile, Stamp, look_soon, open_input, share_ahead
 from dare.tensors.header import Header, TensorInfo, admit, read_header
-from dare.tensors.places import StorePath, to_path
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -155,7 +155,7 @@ class InputFiles(Source):
             self._stamps[file] = opened.stamp
             self.files = tuple(self._stamps)
             if isinstance(file, StorePath):
-                from dare.tensors.ahead import AHEAD_BYTES, LONE_BYTES
+                from dare.stores.ahead import AHEAD_BYTES, LONE_BYTES
 
                 self.ahead_bytes, self.reading_bytes = AHEAD_BYTES, LONE_BYTES
         except OSError as error:

@@ -27,10 +27,10 @@ from dare.errors import HeaderError, InputError
 from dare.inputs.pickles import MOST_VALUES, count_values
 from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
+from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.files import LocalFile
 from dare.tensors.header import TensorInfo, admit
-from dare.tensors.places import StorePath, to_path
 
 SINGLE_NAME = "pytorch_model.bin"
 INDEX_NAME = "pytorch_model.bin.index.json"

@@ -39,9 +39,9 @@ from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, truncate_matrix
 from dare.lora.writing import AdapterOutput, peft_config
 from dare.output.places import short_name, told
+from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
 from dare.tensors.names import is_embedding
-from dare.tensors.places import to_path
 from dare.tensors.sizes import times
 
 Floats = NDArray[np.float32]

@@ -34,9 +34,9 @@ from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe, TensorRule
 from dare.run.execute import draw_conclusions, execute
+from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
-from dare.tensors.places import to_path
 from dare.tensors.sizes import show_size, times
 
 Floats = NDArray[np.float32]

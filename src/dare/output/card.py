@@ -19,8 +19,8 @@ from dare.output.places import short_name, without_folders
 from dare.output.report import Report
 from dare.planning.plan import Plan
 from dare.recipe.entries import distinct
+from dare.stores.locations import to_path
 from dare.tensors.mask import MASK_VERSION
-from dare.tensors.places import to_path
 
 NAME = "README.md"
 TAGS = ("merge", "dare-merge")

@@ -10,7 +10,7 @@ from dare.output import publishing, targets
 from dare.output.journal import Found
 from dare.output.writer import PartialOutput
 from dare.planning.layout import Layout
-from dare.tensors.places import StorePath
+from dare.stores.locations import StorePath
 
 if TYPE_CHECKING:
     from dare.output.store_output import StoreOutput

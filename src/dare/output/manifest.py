@@ -31,9 +31,9 @@ from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.schema import Recipe
+from dare.stores.locations import to_path
 from dare.tensors.digest import bytes_digest
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
-from dare.tensors.places import to_path
 
 FORMAT = 1
 METADATA_KEY = "dare"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dare.inputs.sources import SINGLE_NAME
 from dare.recipe.hub_names import parse_name
-from dare.tensors.places import StorePath, home_folder, to_path
+from dare.stores.locations import StorePath, home_folder, to_path
 
 ENOUGH_IN_COMMON = 2
 """Folders that two paths must share: in `/home/ann` and `/home/bob` a way from one to the other

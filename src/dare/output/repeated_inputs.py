@@ -20,7 +20,7 @@ from dare.recipe.document import recipe_from_document
 from dare.recipe.naming import written_models
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.toml import write_value
-from dare.tensors.places import StorePath
+from dare.stores.locations import StorePath
 
 Identity = tuple[int, int] | str
 SHORT_LIST = 6

@@ -18,7 +18,7 @@ from typing import Any
 from dare.errors import OutputError
 from dare.output.objects import GOES_ON, MARK, Sent, Upload
 from dare.planning.parts import UPLOADS
-from dare.tensors.stores import INSTALL, aws_session
+from dare.stores.reading import INSTALL, aws_session
 
 TRIES = 6
 """Of each call, with back-off of up to 20 s in between."""

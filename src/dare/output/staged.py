@@ -18,8 +18,8 @@ from typing import Any
 from dare.errors import OutputError
 from dare.output.objects import GOES_ON, MARK, Sent, Upload
 from dare.planning.parts import PART_BYTES, UPLOADS
-from dare.tensors import stores
-from dare.tensors.places import StorePath
+from dare.stores import reading
+from dare.stores.locations import StorePath
 
 ABSENT = "{}: there is no such bucket or container; make it first"
 
@@ -31,7 +31,7 @@ class StagedObjects:
         self._root = f"{folder.scheme}://{folder.authority}"
         self._folder = folder.key
         with self._explaining(""):
-            self._store = stores.connection(StorePath(f"{self._root}/x"))
+            self._store = reading.connection(StorePath(f"{self._root}/x"))
 
     def describe(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -53,7 +53,7 @@ class StagedObjects:
         with self._explaining(key):
             try:
                 self._store.put(key, content, mode="create", use_multipart=False)
-            except stores.taken():
+            except reading.taken():
                 return self.get(key) == content  # our own, if an answer was lost
         return True
 
@@ -160,7 +160,7 @@ class StagedObjects:
         except FileNotFoundError:
             raise OutputError(ABSENT.format(self.describe(key))) from None
         except Exception as error:
-            text = stores.explain(StorePath(self.describe(key)), error)
+            text = reading.explain(StorePath(self.describe(key)), error)
             if "(404" in text:
                 text = ABSENT.format(self.describe(key))
             raise OutputError(text) from None

@@ -56,9 +56,9 @@ from dare.planning.parts import (
     part_at,
     part_of,
 )
+from dare.stores.reading import forget
 from dare.tensors.digest import bytes_digest
 from dare.tensors.sizes import show_size
-from dare.tensors.stores import forget
 
 
 @dataclass

@@ -20,8 +20,8 @@ from dare.output.staged import StagedObjects
 from dare.output.store_journal import StoreJournal
 from dare.output.targets import manifest_path, partial_folder
 from dare.planning.layout import Layout
+from dare.stores.locations import StorePath
 from dare.tensors.digest import bytes_digest
-from dare.tensors.places import StorePath
 
 
 def store_path(path: Path) -> StorePath:

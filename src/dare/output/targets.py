@@ -23,10 +23,10 @@ from dare.errors import InputError, OutputError
 from dare.output.sealing import has_fitting_check, read_sealed
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
+from dare.stores.locations import StorePath
 from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.files import open_input, read_beginning
 from dare.tensors.header import read_header
-from dare.tensors.places import StorePath
 
 MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"

@@ -25,11 +25,11 @@ from dare.output.sealing import SEAL, UNKNOWN, read_sealed
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path
 from dare.planning.machine import available_cores
 from dare.run.progress import show_progress
+from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_spans
 from dare.tensors.digest import bytes_digest, file_digest, model_digest, tensor_digest
 from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
-from dare.tensors.places import to_path
 from dare.tensors.sizes import times
 
 Outcome = TypeVar("Outcome")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dare.errors import OutputError, RecipeError
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
+from dare.stores.locations import StorePath
 from dare.tensors.header import Described, TensorInfo, build_header
-from dare.tensors.places import StorePath
 
 OTHER_FORMATS = re.compile(
     r"\.(safetensors|gguf|ggml|bin|pt|pth|ckpt|pkl|pickle|onnx|tflite|h5|hdf5|keras|msgpack|np[yz]"

@@ -23,7 +23,7 @@ from dare.recipe.hub_names import looks_like_name, parse_address
 from dare.recipe.layers import Gradient
 from dare.stages import STAGES
 from dare.stages.registry import Parameter
-from dare.tensors.places import StorePath, home_folder, to_path, without_credentials
+from dare.stores.locations import StorePath, home_folder, to_path, without_credentials
 
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 """Files that are called like this are told apart by their folders."""

@@ -31,7 +31,7 @@ from dare.run.schedule import Batch
 from dare.run.sightings import Sighting, look_at_all, with_absolute_paths
 from dare.run.worker import Worker
 from dare.stages.outside import load_installed_stages, load_stages
-from dare.tensors.places import StorePath
+from dare.stores.locations import StorePath
 
 if TYPE_CHECKING:
     from dare.output.store_output import StoreOutput

@@ -12,9 +12,9 @@ from dare.errors import InputError
 from dare.inputs.reading import read_stored
 from dare.inputs.sources import Source
 from dare.recipe.schema import Recipe
+from dare.stores.locations import StorePath
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest
-from dare.tensors.places import StorePath
 
 SAMPLES = 3
 """Chunks of each input whose digests are compared: the first, the last, and some between."""

@@ -31,10 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.tensors.places import StorePath
+from dare.stores.locations import StorePath
 
 if TYPE_CHECKING:
-    from dare.tensors.ahead import Ahead
+    from dare.stores.ahead import Ahead
 
 ALIGNMENT = 4096
 """Direct writes start and end at multiples of this, in the file and in memory."""
@@ -149,14 +149,14 @@ def open_input(file: Path, stamp: Stamp | None = None, ahead: Ahead | None = Non
     """
     if not isinstance(file, StorePath):
         return LocalFile(open_ordinary(file))
-    from dare.tensors.ahead import StoreFile
+    from dare.stores.ahead import StoreFile
 
     return StoreFile(file, stamp, ahead)
 
 
 def share_ahead(nbytes: int) -> Ahead:
     """A bound on what several files in a store read ahead, together."""
-    from dare.tensors.ahead import Ahead
+    from dare.stores.ahead import Ahead
 
     return Ahead(nbytes)
 
@@ -165,9 +165,9 @@ def look_soon(files: Iterable[Path]) -> None:
     """Say that the beginnings of these files will be read, so that stores are asked at once."""
     stored = [file for file in files if isinstance(file, StorePath)]
     if stored:
-        from dare.tensors import stores
+        from dare.stores import reading
 
-        stores.look_soon(stored)
+        reading.look_soon(stored)
 
 
 class _Stream(io.RawIOBase):
@@ -244,10 +244,10 @@ def read_beginning(file: Path, nbytes: int) -> bytes:
 
 
 def _read_stored(file: StorePath, most_bytes: int) -> bytes:
-    from dare.tensors import stores
+    from dare.stores import reading
 
     try:
-        return stores.read_small(file, most_bytes)
+        return reading.read_small(file, most_bytes)
     except FileNotFoundError:
         raise InputError(f"{file}: no such file") from None
 

@@ -19,7 +19,7 @@ from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
 from dare.output.targets import has_mark
 from dare.recipe.entries import as_path, distinct
 from dare.recipe.schema import Recipe
-from dare.tensors.places import StorePath
+from dare.stores.locations import StorePath
 
 WEIGHTS = {
     ".safetensors": "safetensors",

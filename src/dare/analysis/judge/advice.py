@@ -59,8 +59,8 @@ from dare.errors import RecipeError
 from dare.inputs.formats import read_config
 from dare.output.page.words import share
 from dare.stages.darex import balanced_q
+from dare.stores.locations import to_path
 from dare.tensors.mask import check_drop_rate
-from dare.tensors.places import to_path
 
 EMBEDDING_RATE = 0.5
 """Highest drop rate for embeddings and head: rows of rare tokens change seldom."""

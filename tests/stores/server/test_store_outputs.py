@@ -13,7 +13,7 @@ from swift_server import SECRET_KEY
 
 import dare
 from dare.errors import OutputError
-from dare.tensors.stores import forget
+from dare.stores.reading import forget
 
 MIB = 1 << 20
 

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from dare.errors import InputError
-from dare.tensors import ahead
-from dare.tensors.ahead import Ahead, StoreFile
+from dare.stores import ahead
+from dare.stores.ahead import Ahead, StoreFile
+from dare.stores.locations import to_path
 from dare.tensors.files import as_stream, open_input, read_beginning, read_limited
-from dare.tensors.places import to_path
 
 MIB = 1 << 20
 CONTENT = Random(0).randbytes(20 * MIB + 12345)

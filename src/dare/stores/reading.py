@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dare.errors import HeaderError, InputError
-from dare.tensors.addresses import WEB, Address, access_to
+from dare.stores.addresses import WEB, Address, access_to
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

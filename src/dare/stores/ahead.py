@@ -15,9 +15,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from dare.errors import InputError
-from dare.tensors import stores
-from dare.tensors.addresses import Address, access_to
-from dare.tensors.stores import Answer, Stamp
+from dare.stores import reading
+from dare.stores.addresses import Address, access_to
+from dare.stores.reading import Answer, Stamp
 
 PIECE = 8 << 20
 """The most bytes that one request asks for."""
@@ -115,7 +115,7 @@ class StoreFile:
         self._is_fixed = access_to(path)[1].names is not None
         if stamp is None:
             try:
-                seen = stores.look(path)
+                seen = reading.look(path)
             except FileNotFoundError:
                 raise InputError(f"{path}: no such file") from None
             self._first, stamp = memoryview(seen.data), seen.stamp
@@ -167,7 +167,7 @@ class StoreFile:
             stop = min(end, place + PIECE, self._next_after(place))
             if stop - place < least or not self._ahead.take(stop - place):
                 break
-            asked = stores.ask_range(self.path, place, stop)
+            asked = reading.ask_range(self.path, place, stop)
             self._pieces.append(_Piece(place, stop, asked, stop - place))
             place = stop
         return place
@@ -217,7 +217,7 @@ class StoreFile:
                 stop = min(end, piece.end if piece else self._next_after(place))
             if piece is None:
                 stop = min(stop, place + LONE_BYTES)
-                data = self._checked(stores.ask_range(self.path, place, stop))
+                data = self._checked(reading.ask_range(self.path, place, stop))
             elif (found := self._received(piece, place, stop)) is not None:
                 data = found
             else:

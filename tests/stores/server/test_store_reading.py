@@ -14,15 +14,15 @@ from small_models import digests, recipe
 import dare
 from dare.errors import InputError
 from dare.inputs.sources import open_source
-from dare.tensors import stores
-from dare.tensors.places import to_path
+from dare.stores import reading
+from dare.stores.locations import to_path
 from file_server import serving
 from helpers import save_shards
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    stores.forget()
+    reading.forget()
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ PASSING = {
 def test_faults_that_pass_change_nothing(
     bucket, models, stored, proxy, tmp_path, monkeypatch, name
 ):
-    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(reading, "PATIENCE_SECONDS", 1.0)
     dare.merge(recipe(models, tmp_path / "local" / "out.safetensors"))
     fault = replace(PASSING[name])
     proxy.inject(fault)

@@ -20,7 +20,7 @@ from servers import AZURITE, S3, AzuriteServer, SwiftServer
 from small_models import make_models
 
 from dare.planning import parts
-from dare.tensors.stores import forget
+from dare.stores.reading import forget
 
 _NUMBERS = itertools.count()
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from dare.errors import InputError
-from dare.tensors import stores
-from dare.tensors.ahead import StoreFile
-from dare.tensors.places import to_path
+from dare.stores import reading
+from dare.stores.ahead import StoreFile
+from dare.stores.locations import to_path
 from file_server import etag_of
 
 CONTENT = bytes(range(256)) * 1000
@@ -201,17 +201,17 @@ def test_a_bucket_in_another_region(web, quick, monkeypatch):
     ],
 )
 def test_keys_do_not_go_over_the_net_in_the_clear(monkeypatch, endpoint, allow, is_allowed):
-    stores.forget()
+    reading.forget()
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", allow)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     bucket = to_path("s3://bucket/key")
     if is_allowed:
-        stores._locate(bucket)
+        reading._locate(bucket)
         return
     with pytest.raises(InputError, match="use https, or set AWS_ALLOW_HTTP=true"):
-        stores._locate(bucket)
+        reading._locate(bucket)
 
 
 # ---------------------------------------------------------------- passwords, folders, the end
@@ -254,7 +254,7 @@ def test_what_was_seen_of_a_folder_is_not_asked_for_again(web):
     assert not (folder / "model.safetensors").exists()
     assert len(web.asked) == asked
     web.content["d/model.safetensors"] = CONTENT
-    stores.forget()
+    reading.forget()
     assert (folder / "model.safetensors").exists()
 
 
@@ -269,10 +269,10 @@ def test_a_process_ends_at_once_while_a_server_hangs(web, status):
     web.content["w.safetensors"] = CONTENT
     web.faults["w.safetensors"] = lambda handler: bool(time.sleep(20))
     program = (
-        "import sys; from dare.tensors import stores; from dare.tensors.places import to_path\n"
-        "stores.END_SECONDS = 0.2\n"
+        "import sys; from dare.stores import reading; from dare.stores.locations import to_path\n"
+        "reading.END_SECONDS = 0.2\n"
         f"path = to_path('{web.url}/w.safetensors')\n"
-        f"asked = [stores.ask_range(path, 0, 10) for _ in range(100)]; sys.exit({status})"
+        f"asked = [reading.ask_range(path, 0, 10) for _ in range(100)]; sys.exit({status})"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)

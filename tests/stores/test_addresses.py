@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dare.recipe.schema import Recipe
-from dare.tensors import addresses
-from dare.tensors.addresses import access_to, without_credentials
-from dare.tensors.places import StorePath, to_path
+from dare.stores import addresses
+from dare.stores.addresses import access_to, without_credentials
+from dare.stores.locations import StorePath, to_path
 
 
 def test_an_address_is_a_path():

@@ -1,6 +1,6 @@
 """Where files lie: on this machine, or in a store that has an address.
 
-A `StorePath` asks the store (`dare.tensors.stores`) whether it exists and what is in it. So
+A `StorePath` asks the store (`dare.stores.reading`) whether it exists and what is in it. So
 whatever takes a path takes an address.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from dare.tensors import stores
-from dare.tensors.addresses import SCHEMES, WEB, Access, Address, grant_access, without_credentials
+from dare.stores import reading
+from dare.stores.addresses import SCHEMES, WEB, Access, Address, grant_access, without_credentials
 
 __all__ = ["StorePath", "home_folder", "to_path", "without_credentials"]
 
@@ -26,22 +26,22 @@ class StorePath(Address):
     """A place in a store; `to_path` makes one of an address."""
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
-        return stores.status(self)
+        return reading.status(self)
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
         return self.is_file() or self.is_dir()
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        return stores.is_file(self)
+        return reading.is_file(self)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
-        return bool(stores.list_folder(self))
+        return bool(reading.list_folder(self))
 
     def iterdir(self) -> Generator[Self, None, None]:
-        return (self / name for name in stores.list_folder(self))
+        return (self / name for name in reading.list_folder(self))
 
     def rglob(self, pattern: str) -> Generator[Self, None, None]:
-        for name, size in stores.list_folder(self).items():
+        for name, size in reading.list_folder(self).items():
             if fnmatch.fnmatchcase(name, pattern):
                 yield self / name
             if size is None:

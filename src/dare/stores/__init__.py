@@ -1,0 +1,1 @@
+"""Object stores: locations, reading ahead, uploading. No other folder knows a store."""
