@@ -5,9 +5,83 @@ What has no equal here is refused, with the file, the line and what to do about 
 ignores without a word is ignored too, and noted; a key that mergekit does not know is refused.
 
 A file becomes `nodes`, those a `configuration` with its `parameters`; one of the `methods` fills in
-the `draft` of a recipe from it; `conversion` is all of this in order.
+the draft of a recipe from it.
 """
 
-from dare.recipe.mergekit.conversion import Conversion, convert
+from __future__ import annotations
 
-__all__ = ["Conversion", "convert"]
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dare.recipe.document import recipe_from_document
+from dare.recipe.mergekit.configuration import Config, TensorsOf, read_config
+from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED, Draft
+from dare.recipe.mergekit.nodes import read_yaml
+from dare.recipe.schema import Recipe
+from dare.recipe.toml import write_comment
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A recipe that was a mergekit configuration, and what is to be known about it."""
+
+    source: Path
+    recipe: Recipe
+    differences: tuple[str, ...]
+    """Every known reason for which the weights will not be mergekit's."""
+    notes: tuple[str, ...]
+    """What was left out because it changes nothing, and what could not be checked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON."""
+        return {
+            "recipe": self.recipe.to_document(),
+            "differences": list(self.differences),
+            "notes": list(self.notes),
+        }
+
+    def to_toml(self) -> str:
+        """The recipe as TOML, with the differences and notes as comments."""
+        lines = [write_comment(f"Converted from {self.source.name}, a configuration for mergekit.")]
+        for head, texts in (("Different there:", self.differences), ("Notes:", self.notes)):
+            listed = [write_comment(f"- {text}") for text in texts]
+            lines += ["#", f"# {head}", *listed] if texts else []
+        return "\n".join(lines) + "\n\n" + self.recipe.to_toml()
+
+
+def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
+    """Read a mergekit configuration as a recipe, and say how the two differ."""
+    config = read_config(read_yaml(file), METHODS, NOT_CONVERTED, tensors_of)
+    draft = Draft(config)
+    METHODS[config.method].convert(draft)
+    if config.computes_in != "float32":
+        kind = config.computes_in or "the type that the weights are stored in"
+        draft.differences.append(
+            f"mergekit computes in {kind}; here arithmetic is float32, and rounded once at the end"
+        )
+    return Conversion(
+        file,
+        recipe_from_document(draft.document(), str(file)),
+        tuple(draft.differences),
+        (*config.notes, *draft.notes, *_useless(config)),
+    )
+
+
+def _useless(config: Config) -> list[str]:
+    """What is known to mergekit and changes nothing where it stands, by its line."""
+    method = METHODS[config.method]
+    weighs_base = config.method in ("linear", "karcher")
+    places = []
+    for given in config.inputs:
+        useful = method.of_models if weighs_base or given.model != config.base else ()
+        places += [(given.scopes[0], useful, given.model)] if given.scopes[1:] else []
+    for scope in config.shared:
+        places.append((scope, (*method.of_models, *method.of_all), config.method))
+    notes = {
+        node.line: f"line {node.line}: {key} has no effect for {where}, and is left out"
+        for scope, useful, where in places
+        for key, node in scope.items()
+        if key not in useful
+    }
+    return [text for _, text in sorted(notes.items())]
