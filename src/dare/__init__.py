@@ -37,7 +37,8 @@ _NAMES = {
     "run.rates": "Estimate estimate",
     "stages.outside": "load_stages",
     "studies.candidates": "Candidate Candidates",
-    "studies.searching": "SearchResult search",
+    "studies.reading": "SearchResult",
+    "studies.searching": "search",
     "tensors.mask": "MASK_VERSION keep_mask",
 }
 _COMPAT = (

@@ -56,7 +56,8 @@ from dare.recipe.schema import ModelEntry as ModelEntry, Recipe as Recipe, Tenso
 from dare.run.rates import Estimate as Estimate, estimate as estimate
 from dare.stages.outside import load_stages as load_stages
 from dare.studies.candidates import Candidate as Candidate, Candidates as Candidates
-from dare.studies.searching import SearchResult as SearchResult, search as search
+from dare.studies.reading import SearchResult as SearchResult
+from dare.studies.searching import search as search
 from dare.tensors.mask import MASK_VERSION as MASK_VERSION, keep_mask as keep_mask
 
 __version__: str

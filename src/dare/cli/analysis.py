@@ -265,14 +265,13 @@ def advise(
 
 def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
     """Say what a study showed: the simplest recipe that is as good as the best."""
-    from dare.studies.best import best_toml
-    from dare.studies.searching import read_result
+    from dare.studies.reading import read_result
 
     result = read_result(path)
     if json:
         show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
     else:
-        print(best_toml(result, simplest=True, output=output), end="")
+        print(result.to_toml(simplest=True, output=output), end="")
     return DONE
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
+from rich.console import Console
 
 from dare.cli import DONE, FAILED, UsageError, show
 from dare.cli.flags import (
@@ -28,10 +29,10 @@ from dare.cli.flags import (
 from dare.cli.texts import COMMANDS, SUBCOMMANDS
 from dare.errors import OutputError
 from dare.recipe.search import Search
-from dare.studies.asking import ask
-from dare.studies.best import SIGNED, best_toml
-from dare.studies.searching import SearchResult, read_result, study_place
+from dare.studies.reading import SIGNED, SearchResult, read_result
+from dare.studies.request import make_request
 from dare.studies.searching import search as run_search
+from dare.studies.searching import study_place
 from dare.studies.space import parse_over
 from dare.studies.terminal import show_study
 from dare.tensors.sizes import times
@@ -83,13 +84,14 @@ class Options:
         ),
     ] = None
     objective: Annotated[
-        str | None,
+        list[str] | None,
         Parameter(
             group=SCORES,
-            help=(
-                "What to maximise: a score, -SCORE, mean(A, B), min(A, B), A + 0.5*B. By "
-                "default the mean of all scores."
-            ),
+            negative="",
+            consume_multiple=(1, None),
+            metavar="SCORE[=WEIGHT]...",
+            help="Scores whose weighted mean is to be large: math code=2 loss=-0.5. By default "
+            "the mean of all scores.",
         ),
     ] = None
     guard: Annotated[
@@ -98,10 +100,8 @@ class Options:
             group=SCORES,
             negative="",
             consume_multiple=(1, None),
-            help=(
-                "A condition: english:max:1.25, add:min:0.9, or '*:keep:0.95' (no task "
-                "below 95 % of the best single model)."
-            ),
+            help="A condition: english:max:1.25, add:min:0.9, or '*:keep:0.95' (no task below "
+            "95 % of the best single model).",
         ),
     ] = None
     time_limit: Annotated[
@@ -156,7 +156,6 @@ def run(
     ] = None,
     trials: Annotated[int | None, Parameter(group=WHAT, help=_help("trials"))] = None,
     race: Annotated[bool, switch(_help("race") or "", group=SCORES)] = False,
-    items: Annotated[int | None, Parameter(group=SCORES, help=_help("items"))] = None,
     config: Config = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -166,7 +165,7 @@ def run(
     **flags: Any,
 ) -> int:
     """Search."""
-    more = {"sampler": sampler, "trials": trials, "race": race or None, "items": items}
+    more = {"sampler": sampler, "trials": trials, "race": race or None}
     asked = recipe or config, flags, options or Options(), more
     return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
 
@@ -207,7 +206,6 @@ def _search(
         "over": dict(map(parse_over, options.over or [])),
         "evaluate": options.eval,
         "holdout": options.holdout,
-        "study": study_place(place or recipe, options.study),
         "seeds": options.seeds,
         "objective": options.objective,
         "guards": None if options.guard is None else tuple(options.guard),
@@ -216,7 +214,7 @@ def _search(
     }
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
-        checked = ask(recipe, **asked)
+        checked = make_request(recipe, **asked)
         console.print(
             f"{times(checked.planned, 'trial')} by {checked.sampler}; all settings are valid"
         )
@@ -224,6 +222,7 @@ def _search(
     result = run_search(
         recipe,
         **asked,
+        study=study_place(place or recipe, options.study),
         jobs=options.jobs,
         retry=options.retry_failed,
         advice=options.advice,
@@ -233,11 +232,7 @@ def _search(
     show_study(console, result.data, result.conclusion)
     if str(options.write) != "-":
         console.print(_written(result, options.write, overwrite=overwrite))
-    if options.html is not None:
-        _write_page(options.html, result, overwrite=overwrite)
-        console.print(f"The page is {options.html}")
-    if json:
-        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+    _write_beside(console, result, options.html, overwrite=overwrite, json=json)
     return DONE if result.best is not None else FAILED
 
 
@@ -270,11 +265,7 @@ def show_command(
         if not watch or open_trials <= 0:
             break
         time.sleep(WATCH_SECONDS)
-    if html is not None:
-        _write_page(html, result, overwrite=overwrite)
-        console.print(f"The page is {html}; open it in a browser (no network needed)")
-    if json:
-        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))
+    _write_beside(console, result, html, overwrite=overwrite, json=json)
     return DONE
 
 
@@ -293,10 +284,11 @@ def best_command(
 ) -> int:
     """Write the recipe of the best."""
     result = read_result(study)
+    text = result.to_toml(simplest=simplest)
     if str(write) == "-":
-        print(best_toml(result, simplest=simplest), end="")
+        print(text, end="")
     else:
-        _write_recipe(write, best_toml(result, simplest=simplest), overwrite=overwrite)
+        _write_recipe(write, text, overwrite=overwrite)
         show.console().print(f"{write} is written")
     return DONE
 
@@ -307,7 +299,7 @@ def _written(result: SearchResult, path: Path, *, overwrite: bool) -> str:
         earlier = f"; {path} is of an earlier search" if path.exists() else ""
         return f"No recipe is written: {result}{earlier}"
     try:
-        _write_recipe(path, best_toml(result), overwrite=overwrite)
+        _write_recipe(path, result.to_toml(), overwrite=overwrite)
     except OutputError as error:
         return f"The best recipe was not written: {error}"
     return f"The best recipe is {path}; run it with `dare {path}`"
@@ -325,7 +317,14 @@ def _write_recipe(path: Path, text: str, *, overwrite: bool) -> None:
     write_file(path, text.encode(), "recipe", overwrite=overwrite)
 
 
-def _write_page(path: Path, result: SearchResult, *, overwrite: bool) -> None:
-    from dare.studies.page import write_study_page
+def _write_beside(
+    console: Console, result: SearchResult, page: Path | None, *, overwrite: bool, json: bool
+) -> None:
+    """Write the page, and the result as JSON to stdout, where they are asked for."""
+    if page is not None:
+        from dare.studies.page import write_study_page
 
-    write_study_page(path, result.data, result.conclusion, overwrite=overwrite)
+        write_study_page(page, result.data, result.conclusion, overwrite=overwrite)
+        console.print(f"The page is {page}; open it in a browser (no network needed)")
+    if json:
+        show.json(jsonlib.dumps(result.to_dict(), indent=1, ensure_ascii=False))

@@ -2,11 +2,10 @@
 
     [search]
     eval = "score.py:score"
-    seeds = 5
+    objective = { math = 1.0, loss = -0.5 }
 
     [search.over]
     drop_rate = [0.8, 0.85, 0.9, 0.95]
-    scale = { from = 0.5, to = 2.0 }
     "weight.math" = { from = 0.0, to = 1.0, layers = 3 }
 
 A merge leaves it aside.
@@ -15,6 +14,7 @@ A merge leaves it aside.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -24,6 +24,8 @@ from dare.errors import RecipeError
 from dare.recipe.entries import Strict
 
 Sampler = Literal["grid", "random", "tpe", "cmaes", "gp"]
+_FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
+"""What earlier versions read as a formula; no score is called like that."""
 
 
 class Range(Strict):
@@ -40,18 +42,18 @@ class Range(Strict):
     log: bool = Field(False, description="Whether a factor matters, not a difference.")
     step: float | None = Field(None, gt=0, description="Only values so far apart.")
     layers: int | None = Field(
-        None, ge=2, le=16, description="So many values, spread from the first layer to the last."
+        None, ge=2, le=16, description="So many values from the first layer to the last."
     )
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        text = f"from = {self.start:g}, to = {self.to:g}"
+        wrong = ""
         if self.start >= self.to:
-            raise RecipeError(f"{text}: the range is empty; `from` must be below `to`")
-        if self.log and self.start <= 0:
-            raise RecipeError(f"{text}: log needs a range above zero")
-        if self.log and self.step is not None:
-            raise RecipeError(f"{text}: log and step do not go together; leave one out")
+            wrong = "the range is empty; `from` must be below `to`"
+        elif self.log and (self.start <= 0 or self.step is not None):
+            wrong = "log needs a range above zero, and no step"
+        if wrong:
+            raise RecipeError(f"from = {self.start:g}, to = {self.to:g}: {wrong}")
         return self
 
     @property
@@ -74,35 +76,49 @@ Choices = tuple[Any, ...]
 """Values to choose from: numbers, texts, or lists over the layers."""
 
 
-def _dimension(value: object) -> object:
-    if isinstance(value, Range):
-        return value
-    if isinstance(value, Mapping):
-        return Range(**value)
-    if isinstance(value, list | tuple):
-        if not value:
-            raise RecipeError("[]: there must be a value to choose")
-        distinct = list({repr(choice): choice for choice in value}.values())
-        if len(distinct) < len(value):
-            raise RecipeError(f"{list(value)}: a value stands there twice")
-        return tuple(distinct)
-    raise RecipeError(f"{value!r}: must be a list of values, or {{ from = …, to = … }}")
-
-
 def _over(value: object) -> object:
     if not isinstance(value, Mapping):
         raise RecipeError("over: must be a table, as in [search.over]")
-    found = {}
-    for name, dimension in value.items():
-        try:
-            found[name] = _dimension(dimension)
-        except RecipeError as error:
-            raise RecipeError(f"over {name} = {error}") from None
-    return found
+    return {name: _dimension(name, dimension) for name, dimension in value.items()}
 
 
-def _tuple(value: object) -> object:
+def _dimension(name: str, value: object) -> Choices | Range:
+    try:
+        if isinstance(value, Range | Mapping):
+            return value if isinstance(value, Range) else Range(**value)
+        if not isinstance(value, list | tuple) or not value:
+            raise RecipeError(f"{value!r}: must be a list of values, or {{ from = …, to = … }}")
+        if len({repr(choice) for choice in value}) < len(value):
+            raise RecipeError(f"{list(value)}: has the same value twice")
+    except RecipeError as error:
+        raise RecipeError(f"over {name} = {error}") from None
+    return tuple(value)
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _weights(value: Any) -> Any:
+    """Read a name, names with or without `=WEIGHT`, or a table of weights."""
+    if isinstance(value, Mapping):
+        return value
+    weights: dict[str, float] = {}
+    for text in _texts(value):
+        name, equals, weight = str(text).strip().rpartition("=")
+        if not equals and _FORMULA.search(weight):
+            raise RecipeError(
+                f"objective {text!r}: formulas are no longer read; write names with weights, as "
+                'in ["math", "code"], { math = 1.0, loss = -0.5 } or --objective math loss=-0.5, '
+                "or leave it out for the mean of all scores"
+            )
+        try:
+            weights[name if equals else weight] = float(weight) if equals else 1.0
+        except ValueError:
+            raise RecipeError(f"objective {text!r}: {weight!r} is not a number") from None
+    return weights
 
 
 class Search(Strict):
@@ -121,33 +137,28 @@ class Search(Strict):
     trials: int | None = Field(
         None,
         gt=0,
-        description="How many candidates are scored; a grid has its own number, else 40.",
+        description="How many candidates are scored; by default 40, in a grid all.",
     )
-    seeds: int = Field(1, gt=0, le=1000, description="With how many seeds each setting is tried.")
+    seeds: int = Field(1, gt=0, le=1000, description="How many seeds each setting is tried with.")
     eval: str | None = Field(None, description="What scores a candidate.")
     holdout: str | None = Field(None, description="What scores the winner, once, on other data.")
-    objective: str = Field("mean", description="What is to be large, from the scores.")
-    guards: Annotated[tuple[str, ...], BeforeValidator(_tuple)] = Field(
+    objective: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(
+        default_factory=dict, description="By score: its weight in the mean that is to be large."
+    )
+    guards: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
         (), description="What scores must keep to, such as english:max:1.25 or *:keep:0.95."
     )
     race: bool = Field(False, description="Stop bad candidates early, on a part of the items.")
-    items: int | None = Field(None, gt=0, description="Score on so many chosen items, not on all.")
     time_limit: float | None = Field(None, gt=0, description="Seconds that one scoring may take.")
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.race and self.items is not None:
-            raise RecipeError("race and items do not go together; leave one out")
-        return self
 
 
 def search_table(value: object) -> object:
     """Read the table, with its name before what is wrong in it."""
     if value is None or isinstance(value, Search):
         return value
-    if not isinstance(value, Mapping):
-        raise RecipeError("search: must be a table, as in [search]")
     try:
+        if not isinstance(value, Mapping):
+            raise RecipeError("must be a table")
         return Search(**value)
     except RecipeError as error:
         raise RecipeError(f"[search] {error}") from None

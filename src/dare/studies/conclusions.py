@@ -3,55 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
+from typing import Any
 
 from dare.errors import RecipeError
-from dare.studies import remarks
-from dare.studies.items import estimate, groups_of_scores
-from dare.studies.judging import (
-    Entry,
-    Judge,
-    entries_of_names,
-    entries_of_settings,
-    entry_of,
-    simplest_first,
-    singles_of,
-)
-from dare.studies.objective import Objective, directions_of
+from dare.studies.judging import Entry, Judge, doubts, singles_of
 from dare.studies.results import (
     Conclusion,
     Difference,
     Holdout,
     Ranked,
     Role,
+    Scored,
+    Settings,
+    State,
     StudyData,
-    Subset,
     Trial,
     key_of,
 )
 from dare.studies.statistics import (
+    BETTER,
     NO_DIFFERENCE,
+    NOT_KNOWN,
     WORSE,
-    Contender,
     Resampled,
-    importance,
     pareto_front,
     resample,
     verdict,
 )
+from dare.tensors.sizes import times
+
+_NEAR = 0.02
+"""A value is at the end of a range if it is nearer to it than this share of the range."""
 
 
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     """Rank the settings, compare the best with all else, and say what that is worth."""
     judge = Judge.of(data)
-    entries = [*entries_of_settings(data.trials, judge), *entries_of_names(data.baselines, judge)]
+    entries = [*judge.entries_of_settings(data.trials), *judge.entries_of_names(data.baselines)]
     if not entries:
-        limits = ("Nothing is scored yet.", *remarks.of_failures(data))
-        return Conclusion((), (), None, (), (), (), None, None, {}, (), None, None, None, limits)
-    table = _resampled(entries, judge, data.subset, resamples)
+        return Conclusion(remarks=("Nothing is scored yet.", *_of_failures(data)))
+    table = resample(entries, judge.objective, resamples=resamples)
     singles = singles_of(entries)
     standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
     order = sorted(
@@ -79,9 +73,10 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     better, chosen = _choose(best, rivals, contests) if best else ([], None)
     simplest = chosen
     if best is not None and chosen is best:
-        ways = simplest_first(best, tied, judge)
+        ways = judge.simplest_first(best, tied)
         simplest = next(way for way in ways if way is best or not _beating(way, rivals, contests))
-    noise = _noise(data.baselines, judge.objective)
+    noise = _noise(data.baselines, judge)
+    told = {difference.verdict for n, difference in differences.items() if n in feasible}
     shown = [*feasible[1:2], *(rest if feasible else ())]
     return Conclusion(
         ranking=ranking,
@@ -92,17 +87,16 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         better=tuple(better),
         chosen=chosen,
         simplest=simplest,
-        importance=_importance(data.trials, judge.objective),
+        importance=dict(data.importance) if told & {BETTER, NOT_KNOWN} else {},
         front=_front(ranking, judge),
         noise=noise,
-        subset_error=_subset_error(data.subset, entries[feasible[0]], judge) if feasible else None,
         holdout=holdout,
         remarks=(
-            *remarks.of_chance(table, entries),
-            *(remarks.of_best(data, judge, best, entries[feasible[0]]) if best else ()),
-            *remarks.of_others(table, standing, order, feasible, noise, data),
-            *remarks.of_failures(data),
-            *remarks.of_scores(judge, standing, singles),
+            *_of_chance(table, entries),
+            *(_of_best(data, judge, best, entries[feasible[0]]) if best else ()),
+            *_of_others(table, standing, order, feasible, noise, data),
+            *_of_failures(data),
+            *_of_scores(judge, standing, singles),
             *on_holdout,
         ),
     )
@@ -150,14 +144,6 @@ def _choose(
     return better, first
 
 
-def _resampled(
-    entries: Sequence[Entry], judge: Judge, subset: Subset | None, resamples: int
-) -> Resampled:
-    contenders = [Contender(entry.scored, entry.is_random) for entry in entries]
-    weights = subset.weights if subset else None
-    return resample(contenders, judge.objective, weights=weights, resamples=resamples)
-
-
 def _difference(
     table: Resampled, best: int, other: int, label: str, among: Sequence[int]
 ) -> Difference:
@@ -165,47 +151,25 @@ def _difference(
     return Difference(label, value, verdict(value))
 
 
-# ------------------------------------------------------------------------------------- numbers
-
-
-def _importance(trials: Iterable[Trial], objective: Objective) -> dict[str, float]:
-    done = [
-        (t.settings, objective.value(t.scored.scores)) for t in trials if t.is_done and t.scored
-    ]
-    return importance([settings for settings, _ in done], [value for _, value in done])
-
-
 def _front(ranking: Sequence[Ranked], judge: Judge) -> tuple[int, ...]:
     """By the scores that the objective or a guard has a direction for."""
     names = [n for n in ranking[0].scores if all(n in r.scores for r in ranking)] if ranking else []
-    directions = directions_of(judge.objective, judge.guards, names)
-    return tuple(pareto_front([ranked.scores for ranked in ranking], directions))
+    return tuple(pareto_front([r.scores for r in ranking], judge.directions(names)))
 
 
-def _noise(baselines: Sequence[Trial], objective: Objective) -> float | None:
+def _noise(baselines: Sequence[Trial], judge: Judge) -> float | None:
     """How far two scorings of the same weights are apart."""
-    values = {t.name: objective.value(t.scored.scores) for t in baselines if t.is_done and t.scored}
-    if Role.AVERAGE not in values or Role.AGAIN not in values:
-        return None
-    return abs(values[Role.AVERAGE] - values[Role.AGAIN])
+    once, again = (
+        _mean_objective([t for t in baselines if t.name == role], judge)
+        for role in (Role.AVERAGE, Role.AGAIN)
+    )
+    return None if once is None or again is None else abs(once - again)
 
 
-def _subset_error(subset: Subset | None, best: Entry, judge: Judge) -> float | None:
-    """The standard error of the best's objective for having scored a subset of items only.
-
-    The errors of the scores go through the objective as normal draws.
-    """
-    if subset is None or not all(set(subset.ids) <= set(s.items) for s in best.scored):
-        return None
-    items = {i: math.fsum(s.items[i] for s in best.scored) / len(best.scored) for i in subset.ids}
-    _, errors = estimate(subset, items)
-    groups = groups_of_scores(best.scored[0], subset.weights)
-    random = np.random.Generator(np.random.PCG64(0))
-    draws = {
-        name: value + errors.get(groups.get(name, ""), 0.0) * random.standard_normal(10_000)
-        for name, value in best.scores.items()
-    }
-    return float(judge.objective.values(draws).std())
+def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
+    """Over those that are done; None if none is."""
+    scores = [t.scored.scores for t in trials if t.is_done and t.scored is not None]
+    return fmean(map(judge.objective.value, scores)) if scores else None
 
 
 # ------------------------------------------------------------------------------------- holdout
@@ -218,54 +182,217 @@ def _holdout(
     winners = [t for t in data.holdout if t.role in (Role.WINNER, Role.EARLIER_WINNER)]
     done = [t for t in winners if t.is_done and t.scored is not None]
     if not done:
-        return (
-            None,
-            None,
-            tuple(
-                f"The winner has no score on the holdout: {winner.message}."
-                for winner in winners[-1:]
-            ),
-        )
+        failed = [f"The winner has no score on the holdout: {t.message}." for t in winners[-1:]]
+        return None, None, tuple(failed)
     latest = best.settings if any(t.settings == best.settings for t in done) else done[-1].settings
     trials = [t for t in done if t.settings == latest]
-    winner = entry_of(trials, "", judge.is_random(latest))
-    others = entries_of_names((t for t in data.holdout if t not in winners), judge)
+    others = judge.entries_of_names(t for t in data.holdout if t not in winners)
+    entries = [judge.entry(trials, "", judge.is_random(latest)), *others]
     try:
-        table = _resampled([winner, *others], judge, None, resamples)
+        table = resample(entries, judge.objective, resamples=resamples)
         singles = singles_of(others)
-        all_standing = [
-            judge.ranked(entry, table.estimate(n), singles)
-            for n, entry in enumerate([winner, *others])
-        ]
+        standing = [judge.ranked(e, table.estimate(n), singles) for n, e in enumerate(entries)]
     except RecipeError as error:
         return None, None, (f"The holdout cannot be compared: {error}.",)
-    standing = all_standing[0]
-    places = {
-        key_of(entry.trials[0].settings) if entry.trials[0].settings else entry.name: n
-        for n, entry in enumerate([winner, *others])
-        if entry.trials[0].settings or not all_standing[n].broken
-    }
+    places = {}
+    for place, entry in enumerate(entries):
+        settings = entry.trials[0].settings
+        if settings or not standing[place].broken:
+            places[key_of(settings) if settings else entry.name] = place
     seeds = {trial.seed for trial in trials}
     chosen = [t for t in data.trials if t.is_done and t.scored and t.settings == latest]
-    chosen = [t for t in chosen if t.seed in seeds] or chosen
-    validation = _mean_objective(chosen, judge.objective) if chosen else best.objective.value
+    validation = _mean_objective([t for t in chosen if t.seed in seeds] or chosen, judge)
+    validation = best.objective.value if validation is None else validation
     usual = []
     for place, other in enumerate(others, start=1):
-        if before := [t for t in data.baselines if t.name == other.name and t.is_done and t.scored]:
-            usual.append(_mean_objective(before, judge.objective) - float(table.values[place]))
+        before = _mean_objective([t for t in data.baselines if t.name == other.name], judge)
+        if before is not None:
+            usual.append(before - float(table.values[place]))
+    winner = standing[0]
     looks = len({(t.name, key_of(t.settings)) for t in winners})
     holdout = Holdout(
-        objective=standing.objective,
+        objective=winner.objective,
         against=tuple(_difference(table, 0, n, o.name, ()) for n, o in enumerate(others, start=1)),
         validation=validation,
-        loss=validation - standing.objective.value,
-        usual_loss=math.fsum(usual) / len(usual) if usual else None,
+        loss=validation - winner.objective.value,
+        usual_loss=fmean(usual) if usual else None,
         looks=looks,
     )
-    contest = _Contest(table, places)
-    return holdout, contest, tuple(remarks.of_holdout(standing, best, latest, looks))
+    return holdout, _Contest(table, places), tuple(_of_holdout(winner, best, latest, looks))
 
 
-def _mean_objective(trials: Sequence[Trial], objective: Objective) -> float:
-    values = [objective.value(trial.scored.scores) for trial in trials if trial.scored]
-    return math.fsum(values) / len(values)
+# ------------------------------------------------------------------------------------- remarks
+
+
+def _of_holdout(winner: Ranked, best: Ranked, settings: Settings, looks: int) -> Iterator[str]:
+    """What a winner's scores on the holdout say; its settings may no longer be the best."""
+    if settings != best.settings:
+        yield "The holdout was scored for an earlier winner, not for the present best setting."
+    if looks > 1:
+        yield (
+            f"{looks} winners have been scored on the holdout, so it helped to choose "
+            "and is no longer held out."
+        )
+    for sentence in winner.broken:
+        yield f"On the holdout the winner breaks a guard: {sentence}."
+
+
+def _of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
+    """What the intervals do not hold."""
+    has_seeds = any(size > 1 for size in table.seeds)
+    given = any(scored.items for entry in entries for scored in entry.scored)
+    if not table.items:
+        reason = (
+            "No score of the objective is a mean of items that every setting has"
+            if given
+            else ("The evaluator gives no items")
+        )
+        yield f"{reason}, so " + (
+            "intervals cover only the chance of the seeds, not that of the items."
+            if has_seeds
+            else "it is not known whether a difference is chance."
+        )
+    elif table.without_items:
+        names = ", ".join(table.without_items)
+        yield (
+            f"Intervals leave out the chance in {names} (not means of items "
+            "that every setting has)."
+        )
+    if table.left_out:
+        yield (
+            f"Not all settings were scored on the same items: the {table.items:,} "
+            f"common ones are compared, {table.left_out:,} are left out."
+        )
+
+
+def _of_best(data: StudyData, judge: Judge, best: Ranked, entry: Entry) -> Iterator[str]:
+    """What the best setting itself says of the search."""
+    yield from _of_seeds(data, entry)
+    for name, end in _at_ends(data.space, best.settings, judge):
+        yield (
+            f"{name} is at the {end} value searched ({best.settings[name]:.4g}): widen the range."
+        )
+
+
+def _of_others(
+    table: Resampled,
+    standing: Sequence[Ranked],
+    order: Sequence[int],
+    feasible: Sequence[int],
+    noise: float | None,
+    data: StudyData,
+) -> Iterator[str]:
+    """What the others say of the best, or why there is none."""
+    if not feasible:
+        if not order:
+            yield "No setting is scored yet."
+            return
+        first = standing[order[0]]
+        yield (
+            f"Every setting breaks a guard ({times(len(order), 'setting')}), so there "
+            "is no best one."
+        )
+        yield f"{first.label} has the largest objective and breaks: {'; '.join(first.broken)}."
+        return
+    best, count = feasible[0], len(feasible)
+    gap = float(table.values[best] - table.values[feasible[1]]) if count > 1 else math.inf
+    if noise is not None and noise > gap:
+        yield (
+            f"Two scorings of the same weights differ by {noise:.4g}; the best and "
+            f"the runner-up differ by only {gap:.4g}."
+        )
+    done = {key_of(trial.settings) for trial in data.trials if trial.is_done}
+    stopped = len({key_of(t.settings) for t in data.trials if t.scored is not None} - done)
+    if count + stopped > 1:
+        is_known = count > 1 and table.difference(best, feasible[1], feasible).low is not None
+        allowed = f"the {count} settings that were scored on all items" if stopped else "that"
+        yield (
+            f"The best was chosen from {count + stopped} settings on the same data, "
+            "so its objective is probably too high"
+            + (f"; the intervals of its differences allow for {allowed}" if is_known else "")
+            + ("." if data.holdout else "; add a holdout to see by how much.")
+        )
+    for place, ranked in enumerate(standing):
+        if ranked.baseline and not ranked.broken and table.values[place] > table.values[best]:
+            is_shown = verdict(table.difference(best, place, feasible)) == WORSE
+            yield (
+                f"The baseline {ranked.baseline} has a larger objective than the best setting"
+                + (", beyond chance." if is_shown else ".")
+            )
+
+
+def _of_seeds(data: StudyData, best: Entry) -> Iterator[str]:
+    count = len(best.trials)
+    if not best.is_random:
+        return
+    if count < len(data.seeds):
+        yield f"The best setting has been scored with {count} of {len(data.seeds)} seeds."
+    if count == 1:
+        yield (
+            "The best setting was scored with one seed, so it is not known how much seeds differ."
+        )
+    elif count == 2:
+        yield "Two seeds say little about how much seeds differ; use three or more."
+
+
+def _of_failures(data: StudyData) -> Iterator[str]:
+    """What could not be scored."""
+    ended = [t for t in data.trials if t.state not in (State.WAITING, State.RUNNING)]
+    if failed := sum(trial.state is State.FAILED for trial in ended):
+        yield f"{failed} of {times(len(ended), 'trial')} failed."
+    for trial in data.baselines:
+        if trial.state is State.FAILED:
+            reason = f": {trial.message.rstrip('.')}" if trial.message else ""
+            yield f"The baseline {trial.name} failed{reason}."
+
+
+def _of_scores(
+    judge: Judge, standing: Sequence[Ranked], singles: Sequence[Scored]
+) -> Iterator[str]:
+    """What is doubtful in the objective and the guards."""
+    scores = standing[0].scores
+    yield from doubts(judge.objective, scores, judge.guards)
+    for guard in judge.guards:
+        if not guard.is_judged(scores, [single.scores for single in singles]):
+            yield (
+                f"The guard {guard.text} is not checked, because no single model has been scored."
+            )
+
+
+def _at_ends(
+    space: Mapping[str, Any], settings: Settings, judge: Judge
+) -> Iterator[tuple[str, str]]:
+    """Numbers of a setting that lie at an end of their range, where the recipe would take more."""
+    for name, (low, high, is_log) in _ranges(space):
+        value = settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or low >= high:
+            continue
+        for end, edge, other in (("smallest", low, high), ("largest", high, low)):
+            if is_log and min(value, edge, other) > 0:
+                share = math.log(value / edge) / math.log(other / edge)
+                beyond = edge * (edge / other) ** _NEAR
+            else:
+                share = (value - edge) / (other - edge)
+                beyond = edge + (edge - other) * _NEAR
+            is_whole = isinstance(value, int)
+            further = edge + (1 if edge > other else -1) if is_whole else beyond
+            could = judge.recipe is None or judge.with_settings({**settings, name: further})
+            if share <= _NEAR and could:
+                yield name, end
+
+
+def _ranges(
+    space: Mapping[str, Any], before: str = ""
+) -> Iterator[tuple[str, tuple[float, float, bool]]]:
+    """The ends of each numeric range, and whether it is searched by its logarithm."""
+    for key, over in space.items():
+        name = before + key
+        if isinstance(over, list | tuple):
+            numbers = [v for v in over if isinstance(v, int | float) and not isinstance(v, bool)]
+            if numbers and len(numbers) == len(over):
+                yield name, (min(numbers), max(numbers), False)
+        elif isinstance(over, Mapping):
+            if "from" in over and "to" in over:
+                yield name, (over["from"], over["to"], bool(over.get("log")))
+            else:
+                yield from _ranges(over, f"{name}.")

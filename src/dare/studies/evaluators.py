@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
 from dare.studies import harness
-from dare.studies.forms import OnDisk
-from dare.studies.functions import FunctionScorer, check_asked, look_at, split_name
+from dare.studies.functions import FunctionScorer, OnDisk, check_asked, look_at, split_name
 from dare.studies.results import Scored
 from dare.studies.scores import check_items, checked, read_scores
 from dare.studies.scoring_process import READY_SECONDS, Asked, ProcessScorer

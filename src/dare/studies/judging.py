@@ -1,22 +1,214 @@
-"""What is asked of merges in a study, what is scored of each, and how simple it is."""
+"""What is asked of merges: the objective, guards, what is scored of each, and how simple it is.
+
+The objective is the weighted mean of scores, each with a weight that is negative where less is
+better. A guard is a bound on a score: `english:max:1.25`, `add:min:0.5`, `*:keep:0.95`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from dare.errors import RecipeError
+import numpy as np
+
+from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import Recipe
 from dare.recipe.settings import with_settings
-from dare.studies.objective import Guard, Objective
 from dare.studies.results import Estimate, Ranked, Role, Scored, Settings, StudyData, Trial, key_of
 from dare.studies.space import is_random
 
 _PLAIN = (Role.AVERAGE, Role.SUM)
 """Baselines that are merges, and need no setting."""
+_KINDS = ("max", "min", "keep")
+_SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
+
+
+def _check_name(name: str, known: Iterable[str], where: str) -> None:
+    """Refuse a score that an evaluator does not give."""
+    names = list(known)
+    if name not in names:
+        raise RecipeError(
+            f"{where}: there is no score {name!r}{did_you_mean(name, names)}; the evaluator gives "
+            f"{', '.join(names) or 'no scores'}"
+        )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The weighted mean of scores; the larger its value, the better.
+
+    >>> Objective({"add": 1.0, "loss": -1.0}).value({"add": 1.0, "loss": 0.5, "other": 9.0})
+    0.25
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """By score; if there are none, all scores count the same."""
+
+    def __post_init__(self) -> None:
+        """Refuse a score that counts nothing."""
+        for name, weight in self.weights.items():
+            if not name or not weight or not math.isfinite(weight):
+                raise RecipeError(
+                    f"objective {name!r}: {weight:g} is not a weight; leave the score out, or "
+                    "write a number above or below 0"
+                )
+
+    def shares(self, scores: Iterable[str]) -> dict[str, float]:
+        """What each score counts, by its name: the sizes of the shares add up to 1."""
+        names = list(scores)
+        for name in self.weights:
+            _check_name(name, names, f"objective {name!r}")
+        weights = self.weights or dict.fromkeys(names, 1.0)
+        total = math.fsum(map(abs, weights.values()))
+        return {name: weight / total for name, weight in weights.items()}
+
+    def value(self, scores: Mapping[str, float]) -> float:
+        """The objective of one candidate."""
+        return float(self.values({name: np.float64(score) for name, score in scores.items()}))
+
+    def values(self, scores: Mapping[str, Any]) -> np.ndarray:
+        """The objective of many at once: the arrays must have one shape, which it has too."""
+        shares = self.shares(scores)
+        return np.asarray(sum(share * scores[name] for name, share in shares.items()), np.float64)
+
+    def bounds(self, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+        """The least and the largest value that it can have, by those of all scores."""
+        ends = [[share * e for e in scores[n]] for n, share in self.shares(scores).items()]
+        return math.fsum(map(min, ends)), math.fsum(map(max, ends))
+
+    def directions(self, names: Iterable[str]) -> dict[str, int]:
+        """1 for scores that should be large, -1 for small ones; others are left out."""
+        known = list(names)
+        signs = {name: int(math.copysign(1, weight)) for name, weight in self.weights.items()}
+        return {n: signs.get(n, 1) for n in known if n in signs or not signs}
+
+
+def doubts(objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()) -> list[str]:
+    """What looks like a mistake: scores that count as better when they grow, and should not."""
+    bounded = {guard.name for guard in guards if guard.kind == "max"}
+    return [
+        f"In the objective a larger {name} is better, but "
+        + ("a guard sets its maximum" if name in bounded else "its name is that of an error")
+        + f"; if smaller is better, give it a negative weight: {name}=-1."
+        for name, sign in objective.directions(names).items()
+        if sign > 0 and (name in bounded or sounds_like_an_error(name))
+    ]
+
+
+def sounds_like_an_error(name: str) -> bool:
+    """Whether a score is called like something that has no upper end, and should be small."""
+    return not _SMALLER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+
+
+# ------------------------------------------------------------------------------------- guards
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A bound on a score, which a merge must keep to be taken at all."""
+
+    text: str
+    name: str
+    """Of a score; `*` for each score of the objective."""
+    kind: str
+    """`max`, `min`, or `keep`: a share of the best that a single model has."""
+    bound: float
+    objective: Objective = field(default_factory=Objective)
+    """It tells which scores `*` stands for, and which are the better the smaller."""
+
+    @classmethod
+    def parse(cls, text: str, objective: Objective | None = None) -> Guard:
+        """Read `NAME:max:X`, `NAME:min:X` or `NAME:keep:SHARE`.
+
+        >>> guard = Guard.parse("english:max:1.25")
+        >>> guard.broken({"english": 1.31}), round(guard.slack({"english": 1.31}), 6)
+        (['english is 1.31, above 1.25'], 0.06)
+        """
+        name, kind, bound = ([part.strip() for part in text.rsplit(":", 2)] + ["", ""])[:3]
+        try:
+            number = float(bound)
+        except ValueError:
+            number = math.nan
+        wrong = ""
+        if not name or kind not in _KINDS:
+            wrong = f"{kind!r} is not a kind of guard{did_you_mean(kind, _KINDS)}"
+        elif not math.isfinite(number) or (kind == "keep" and number < 0):
+            wrong = f"the bound {bound!r} must be a finite number"
+            wrong += ", not below 0" if kind == "keep" else ""
+        if wrong:
+            raise RecipeError(
+                f"guard {text!r}: {wrong}; write NAME:max:X, NAME:min:X or NAME:keep:SHARE"
+            )
+        return cls(text.strip(), name, kind, number, objective or Objective())
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse if it bounds a score that an evaluator does not give."""
+        if self.name != "*":
+            _check_name(self.name, names, f"guard {self.text!r}")
+
+    def directions(self, names: Iterable[str]) -> dict[str, int]:
+        """The scores that it bounds: 1 where it bounds from below, -1 from above."""
+        of_objective = self.objective.directions(names)
+        bounded = [self.name] if self.name != "*" else list(of_objective)
+        if self.kind != "keep":
+            return dict.fromkeys(bounded, 1 if self.kind == "min" else -1)
+        return {name: of_objective.get(name, 1) for name in bounded}
+
+    def broken(
+        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]] = ()
+    ) -> list[str]:
+        """What it finds wrong, a sentence for each score; empty if all is well."""
+        found = []
+        for name, limit, best, sign in self._limits(scores, singles):
+            if sign * (limit - scores[name]) > 0:
+                shown, bound = _told_apart(scores[name], limit)
+                kept = f" (to keep {self.bound:.4g} of the best single model's {best:.4g})"
+                side = "below" if sign > 0 else "above"
+                more = kept if self.kind == "keep" else ""
+                found.append(f"{name} is {shown}, {side} {bound}{more}")
+        return found
+
+    def slack(
+        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]] = ()
+    ) -> float:
+        """By how much it is broken, by the score where that is most; 0 or less if it is kept."""
+        limits = self._limits(scores, singles)
+        return max((sign * (limit - scores[name]) for name, limit, _, sign in limits), default=0.0)
+
+    def is_judged(
+        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]]
+    ) -> bool:
+        """Whether all its bounds are known: to keep a share, a single model must have the score."""
+        return len(list(self._limits(scores, singles))) == len(self.directions(scores))
+
+    def _limits(
+        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]]
+    ) -> Iterator[tuple[str, float, float, int]]:
+        """Name, limit, the best of the single models, and 1 for a limit from below."""
+        self.check(scores)
+        for name, sign in self.directions(scores).items():
+            if self.kind != "keep":
+                yield name, self.bound, math.nan, sign
+            elif reached := [single[name] for single in singles if name in single]:
+                best = sign * max(sign * value for value in reached)
+                # A share of a negative score, or of an error, would ask for more than the best.
+                yield name, best - sign * (1 - self.bound) * abs(best), best, sign
+
+
+def _told_apart(value: float, limit: float) -> tuple[str, str]:
+    """Both with four digits, or as many as tell them apart."""
+    for digits in range(4, 17):
+        shown = f"{value:.{digits}g}", f"{limit:.{digits}g}"
+        if shown[0] != shown[1]:
+            break
+    return shown
+
+
+# ------------------------------------------------------------------------------------- judging
 
 
 @dataclass(frozen=True)
@@ -26,7 +218,8 @@ class Entry:
     trials: tuple[Trial, ...]
     scored: tuple[Scored, ...]
     name: str
-    is_random: bool
+    is_random: bool = True
+    """Whether another seed would give other weights; if not, one trial is all there is."""
 
     @property
     def scores(self) -> dict[str, float]:
@@ -41,18 +234,46 @@ class Judge:
 
     objective: Objective
     guards: tuple[Guard, ...]
-    recipe: Recipe | None
+    recipe: Recipe | None = None
     """None if it cannot be read here, as when a stage of its own is missing."""
 
     @classmethod
     def of(cls, data: StudyData) -> Judge:
-        objective = Objective.parse(data.objective)
+        """The judge of a study."""
         document = {key: value for key, value in data.recipe.items() if key != "search"}
         try:
             recipe = recipe_from_document(document, "the study's recipe")
         except RecipeError:
             recipe = None
-        return cls(objective, tuple(Guard.parse(g, objective) for g in data.guards), recipe)
+        return cls.by(data.objective, data.guards, recipe)
+
+    @classmethod
+    def by(
+        cls, weights: Mapping[str, float], guards: Iterable[str], recipe: Recipe | None = None
+    ) -> Judge:
+        """A judge by weights and the texts of guards."""
+        objective = Objective(weights)
+        return cls(objective, tuple(Guard.parse(text, objective) for text in guards), recipe)
+
+    def check_names(self, scores: Iterable[str]) -> None:
+        """Refuse an objective or a guard that asks for scores which there are not."""
+        names = list(scores)
+        self.objective.shares(names)
+        for guard in self.guards:
+            guard.check(names)
+
+    def broken(
+        self, scores: Mapping[str, float], singles: Sequence[Mapping[str, float]]
+    ) -> tuple[str, ...]:
+        """What the guards find wrong, a sentence each."""
+        return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
+
+    def directions(self, names: Sequence[str]) -> dict[str, int]:
+        """For scores that the objective or a guard has a direction for: 1 if more is better."""
+        found: dict[str, int] = {}
+        for guard in self.guards:
+            found |= {n: sign for n, sign in guard.directions(names).items() if n in names}
+        return found | self.objective.directions(names)
 
     def with_settings(self, settings: Settings) -> Recipe | None:
         """The recipe of a setting, if it can be had."""
@@ -68,90 +289,81 @@ class Judge:
 
     def ranked(self, entry: Entry, value: Estimate, singles: Sequence[Scored]) -> Ranked:
         """An entry with its objective, and the guards that its mean scores break."""
-        scores = entry.scores
-        single_scores = [single.scores for single in singles]
-        broken = [s for guard in self.guards for s in guard.broken(scores, single_scores)]
         return Ranked(
             settings={} if entry.name else dict(entry.trials[0].settings),
             trials=tuple(trial.number for trial in entry.trials),
             objective=value,
-            scores=scores,
-            broken=tuple(broken),
+            scores=entry.scores,
+            broken=self.broken(entry.scores, [single.scores for single in singles]),
             baseline=entry.name,
         )
 
+    def entries_of_settings(self, trials: Iterable[Trial]) -> list[Entry]:
+        """Settings with those of their seeds that are done."""
+        found = _together(trials, lambda trial: key_of(trial.settings))
+        return [self.entry(same, "", self.is_random(same[0].settings)) for same in found.values()]
 
-def entries_of_settings(trials: Iterable[Trial], judge: Judge) -> list[Entry]:
-    """Settings with those of their seeds that are done."""
-    together: dict[str, list[Trial]] = {}
+    def entries_of_names(self, trials: Iterable[Trial]) -> list[Entry]:
+        """Baselines that are done, but for the one that is there to tell the noise."""
+        found = _together((t for t in trials if t.role is not Role.AGAIN), lambda t: t.name)
+        # A runner-up has settings; of baselines that have none, only the advice may be random.
+        return [
+            self.entry(
+                same,
+                name,
+                same[0].role is Role.ADVICE
+                or (bool(same[0].settings) and self.is_random(same[0].settings)),
+            )
+            for name, same in found.items()
+        ]
+
+    @staticmethod
+    def entry(trials: Sequence[Trial], name: str, is_random: bool) -> Entry:
+        """Trials that are scored, as one."""
+        scored = tuple(trial.scored for trial in trials if trial.scored is not None)
+        return Entry(tuple(trials), scored, name, is_random)
+
+    # --------------------------------------------------------------------------------- simplicity
+
+    def simplest_first(self, best: Ranked, tied: Sequence[Ranked]) -> list[Ranked]:
+        """By what they need: a plain merge, then few stages, no randomness, few changes."""
+        merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
+        return sorted(merges, key=lambda way: (self._complexity(way), -way.objective.value))
+
+    def _complexity(self, ranked: Ranked) -> tuple[int, int, bool, int]:
+        if ranked.baseline:
+            return 0, 0, False, 0
+        recipe = self.with_settings(ranked.settings)
+        if recipe is None:
+            stages = len(str(ranked.settings.get("method", "")).split("+"))
+            return 1, stages, True, sum(map(_count, ranked.settings.values()))
+        return 1, len(recipe.chain), is_random(recipe), self._changes(ranked.settings)
+
+    def _changes(self, settings: Settings) -> int:
+        """How many settings differ in effect from the recipe's; each layer's value counts."""
+        method = {name: value for name, value in settings.items() if name == "method"}
+        start = self.with_settings(method)
+        changes = int(start is not None and _method(start) != _method(self.recipe))
+        for name, value in settings.items():
+            if name != "method":
+                changed = self.with_settings({**method, name: value})
+                differs = changed is None or start is None or _effect(changed) != _effect(start)
+                changes += _count(value) if differs else 0
+        return changes
+
+
+def _together(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, list[Trial]]:
+    """Trials that are done, by what they have in common."""
+    found: dict[str, list[Trial]] = {}
     for trial in trials:
         if trial.is_done and trial.scored is not None:
-            together.setdefault(key_of(trial.settings), []).append(trial)
-    return [
-        entry_of(trials, "", judge.is_random(trials[0].settings)) for trials in together.values()
-    ]
-
-
-def entries_of_names(trials: Iterable[Trial], judge: Judge) -> list[Entry]:
-    """Baselines that are done, but for the one that is there to tell the noise."""
-    together: dict[str, list[Trial]] = {}
-    for trial in trials:
-        if trial.is_done and trial.scored is not None and trial.role is not Role.AGAIN:
-            together.setdefault(trial.name, []).append(trial)
-    return [
-        entry_of(
-            members, name, members[0].role is Role.ADVICE or _is_set_and_random(members[0], judge)
-        )
-        for name, members in together.items()
-    ]
-
-
-def _is_set_and_random(trial: Trial, judge: Judge) -> bool:
-    """Of a runner-up, which has settings; those baselines that have none are not random."""
-    return bool(trial.settings) and judge.is_random(trial.settings)
-
-
-def entry_of(trials: Sequence[Trial], name: str, is_random: bool) -> Entry:
-    """Trials that are scored, as one."""
-    scored = tuple(trial.scored for trial in trials if trial.scored is not None)
-    return Entry(tuple(trials), scored, name, is_random)
+            found.setdefault(key(trial), []).append(trial)
+    return found
 
 
 def singles_of(entries: Iterable[Entry]) -> list[Scored]:
     """What single models have, for guards that ask for a share of it."""
     return [s for entry in entries if Role.of(entry.name) is Role.SINGLE for s in entry.scored]
-
-
-# ------------------------------------------------------------------------------------- simplicity
-
-
-def simplest_first(best: Ranked, tied: Sequence[Ranked], judge: Judge) -> list[Ranked]:
-    """By what they need: a plain merge, then few stages, no randomness, few changes."""
-    merges = [best, *(r for r in tied if r.role in (Role.SETTING, *_PLAIN))]
-    return sorted(merges, key=lambda ranked: (_complexity(ranked, judge), -ranked.objective.value))
-
-
-def _complexity(ranked: Ranked, judge: Judge) -> tuple[int, int, bool, int]:
-    if ranked.baseline:
-        return 0, 0, False, 0
-    recipe = judge.with_settings(ranked.settings)
-    if recipe is None:
-        stages = len(str(ranked.settings.get("method", "")).split("+"))
-        return 1, stages, True, sum(map(_count, ranked.settings.values()))
-    return 1, len(recipe.chain), is_random(recipe), _changes(ranked.settings, judge)
-
-
-def _changes(settings: Settings, judge: Judge) -> int:
-    """How many settings differ in effect from the recipe's; each layer's value counts."""
-    method = {name: value for name, value in settings.items() if name == "method"}
-    start = judge.with_settings(method)
-    changes = int(start is not None and _method(start) != _method(judge.recipe))
-    for name, value in settings.items():
-        if name != "method":
-            changed = judge.with_settings({**method, name: value})
-            differs = changed is None or start is None or _effect(changed) != _effect(start)
-            changes += _count(value) if differs else 0
-    return changes
 
 
 def _method(recipe: Recipe | None) -> list[str]:

@@ -1,47 +1,111 @@
-"""What a study holds, read from its file, and what follows from it."""
+"""What a study holds, read from its file, and what follows from it: a conclusion and recipes."""
 
 from __future__ import annotations
 
-import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from dare.errors import InputError, printable
 from dare.recipe.document import recipe_from_document
-from dare.recipe.schema import Recipe
+from dare.recipe.entries import distinct
+from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.search import Search
-from dare.studies.baselines import baseline_recipes
+from dare.recipe.toml import write_toml
 from dare.studies.conclusions import conclude
-from dare.studies.results import Conclusion, Ranked, Role, State, StudyData, Trial, key_of
+from dare.studies.results import ALONE, Conclusion, Ranked, Role, StudyData, Trial, key_of
 from dare.studies.space import Space, seed_shifts
-from dare.studies.study import BASELINE, FINAL, HOLDOUT, Study
-from dare.tensors.sizes import times
+from dare.studies.study import BASELINE, HOLDOUT, Study
+from dare.studies.words import grounds
+
+PART = 0.4
+"""Of task arithmetic: the factor that its authors recommend where none can be chosen."""
+OUTPUT = "merged.safetensors"
+SIGNED = ", found by `dare search`."
+"""How the first line of a recipe ends: a search writes over its own, and over no others."""
+
+
+@dataclass(frozen=True, repr=False)
+class SearchResult:
+    """What a search has found."""
+
+    study: Path
+    data: StudyData
+    conclusion: Conclusion
+    best: Recipe | None
+    """The recipe of the best setting, or of a baseline that beats it; None if there is nothing to
+    merge, for which `conclusion.no_recipe` has the reason."""
+    simplest: Recipe | None
+    """The simplest recipe that cannot be told apart from the best and that no baseline beats."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain values, ready for JSON; the items stay in the study."""
+        document = self.data.to_dict()
+        for table in ("baselines", "trials", "holdout"):
+            for trial in document[table]:
+                scored = trial.pop("scored") or {}
+                trial["scores"] = scored.get("scores")
+                trial["items"] = len(scored.get("items", ()))
+        for name in ("advice", "output", "importance"):
+            document.pop(name)
+        recipes = {
+            name: None if recipe is None else recipe.to_document()
+            for name, recipe in (("best", self.best), ("simplest", self.simplest))
+        }
+        return {**document, "conclusion": self.conclusion.to_dict(), "recipes": recipes}
+
+    def to_toml(self, *, simplest: bool = False, output: Path | None = None) -> str:
+        """The best recipe, or the simplest, with what speaks for it as comments."""
+        recipe = self.simplest if simplest else self.best
+        if recipe is None:
+            raise InputError(f"{self.study}: {self}; so there is no recipe to write")
+        which = "simplest within noise" if simplest else "best"
+        tables = {**recipe.to_tables(), "output": str(output or recipe.output or OUTPUT)}
+        lines = [f"The {which} of {self.study.name}{SIGNED}"]
+        for sentence in grounds(self.conclusion):
+            lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
+        return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
+
+    def __repr__(self) -> str:
+        """The study and its best setting in a line."""
+        return f"<SearchResult of {self.study}: {self}>"
+
+    def __str__(self) -> str:
+        """What to take, with its interval."""
+        chosen = self.conclusion.chosen
+        if chosen is not None and not self.conclusion.no_recipe:
+            return f"{chosen.label}: {chosen.objective}"
+        return self.conclusion.no_recipe
+
+
+def read_result(path: Path) -> SearchResult:
+    """What a study shows by now, also while others work on it."""
+    study = Study(path)
+    try:
+        return result_of(study)
+    finally:
+        study.close()
+
+
+def result_of(study: Study) -> SearchResult:
+    """What an open study shows by now."""
+    data, conclusion = read_study(study)
+    best, simplest = (
+        None if conclusion.no_recipe or ranked is None else recipe_of(data, ranked)
+        for ranked in (conclusion.chosen, conclusion.simplest)
+    )
+    return SearchResult(study.path, data, conclusion, best, simplest)
 
 
 def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
     """All that a study holds, and what is concluded from it."""
-    data = study_data(study)
-    conclusion = conclude(data, resamples=resamples)
-    if study.subset is not None and data.subset is None:
-        conclusion = replace(conclusion, subset_error=_subset_error(study))
-    scored = study.beside(HOLDOUT)
-    if not scored or conclusion.best is None:
-        return data, conclusion
-    data = replace(data, holdout=tuple(_by_role(scored, conclusion)))
-    error = conclusion.subset_error
-    return data, replace(conclude(data, resamples=resamples), subset_error=error)
-
-
-def study_data(study: Study) -> StudyData:
-    """All that a study holds, but for the holdout."""
     charter = study.charter
     recipe = recipe_from_document(charter.recipe, str(study.path))
-    remarks = study.note("remarks") or []
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
     trials = sorted(latest.values(), key=lambda trial: trial.number)
-    subset = study.subset
-    if subset is not None and (finals := study.beside(FINAL)):
-        trials, subset = _with_finals(trials, finals, len(subset.ids)), None
-    return StudyData(
+    data = StudyData(
         recipe=charter.recipe,
         space=charter.space,
         sampler=charter.sampler,
@@ -52,12 +116,45 @@ def study_data(study: Study) -> StudyData:
         guards=charter.guards,
         baselines=tuple(study.beside(BASELINE)),
         trials=tuple(trials),
-        subset=subset,
         holdout_evaluator=study.note("holdout"),
         advice=study.note("advice"),
         output=study.note("output"),
-        remarks=tuple(remarks),
+        remarks=tuple(study.note("remarks") or ()),
+        importance=study.importance(),
     )
+    conclusion = conclude(data, resamples=resamples)
+    scored = study.beside(HOLDOUT)
+    if scored and conclusion.best is not None:
+        data = replace(data, holdout=tuple(_by_role(scored, conclusion)))
+        conclusion = conclude(data, resamples=resamples)
+    return data, conclusion
+
+
+def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
+    """What was scored on the holdout, under the names that hold now.
+
+    Candidates are kept by their settings: a search that went on may have another winner.
+    """
+    ranked = {Role.RUNNER_UP: runner_up(conclusion), Role.WINNER: conclusion.best}
+    keys = {key_of(found.settings): role for role, found in ranked.items() if found is not None}
+    named = []
+    for trial in scored:
+        if not trial.settings:
+            named.append(trial)  # a baseline
+        elif (role := keys.get(key_of(trial.settings))) is not None:
+            named.append(replace(trial, name=role))
+        elif trial.name.partition(" ")[0] == Role.WINNER:  # its settings follow
+            named.append(replace(trial, name=Role.EARLIER_WINNER))
+    return named
+
+
+def runner_up(conclusion: Conclusion) -> Ranked | None:
+    """The second best setting, if there is one that keeps to the guards."""
+    rest = [ranked for ranked in conclusion.ranking if ranked != conclusion.best]
+    return next((ranked for ranked in rest if not ranked.broken), None)
+
+
+# ------------------------------------------------------------------------------------- recipes
 
 
 def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
@@ -74,54 +171,27 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
     return made.model_copy(update={"output": data.output})
 
 
-def runner_up(conclusion: Conclusion) -> Ranked | None:
-    """The second best setting, if there is one that keeps to the guards."""
-    rest = [ranked for ranked in conclusion.ranking if ranked != conclusion.best]
-    return next((ranked for ranked in rest if not ranked.broken), None)
-
-
-def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
-    """What was scored on the holdout, under the names that hold now.
-
-    Candidates are kept by their settings: a search that went on may have another winner.
-    """
-    keys = {
-        key_of(ranked.settings): role
-        for role, ranked in (
-            (Role.RUNNER_UP, runner_up(conclusion)),
-            (Role.WINNER, conclusion.best),
-        )
-        if ranked is not None
+def baseline_recipes(recipe: Recipe, advised: Recipe | None) -> dict[str, Recipe]:
+    """A recipe for each baseline, by name; the average comes twice, for the evaluator's noise."""
+    names = distinct([entry.name for entry in recipe.models])
+    alone = {
+        f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
+        for name, entry in zip(names, recipe.models, strict=True)
     }
-    named = []
-    for trial in scored:
-        if not trial.settings:
-            named.append(trial)  # a baseline
-        elif (role := keys.get(key_of(trial.settings))) is not None:
-            named.append(replace(trial, name=role))
-        elif trial.name.partition(" ")[0] == Role.WINNER:  # its settings follow
-            named.append(replace(trial, name=Role.EARLIER_WINNER))
-    return named
+    return {
+        str(Role.BASE): _plain(recipe, "sum", scale=0.0),
+        **alone,
+        str(Role.AVERAGE): _plain(recipe, "linear"),
+        str(Role.SUM): _plain(recipe, "sum"),
+        str(Role.PART): _plain(recipe, "sum", scale=PART),
+        **({} if advised is None else {str(Role.ADVICE): advised}),
+        str(Role.AGAIN): _plain(recipe, "linear"),
+    }
 
 
-def _subset_error(study: Study) -> float:
-    """How far scores on the subset were from those on all items, over what has both."""
-    full = {final.name: final.objective for final in study.beside(FINAL) if final.is_done}
-    estimated = {str(placed.trial.number): placed.trial.objective for placed in study.trials()}
-    gaps = [(estimated[name] or 0.0) - (full[name] or 0.0) for name in full]
-    return math.sqrt(sum(gap * gap for gap in gaps) / max(len(gaps), 1))
-
-
-def _with_finals(trials: Sequence[Trial], finals: Sequence[Trial], count: int) -> list[Trial]:
-    """Trials as they were scored on all items; others were scored on some, and count no more."""
-    full = {final.name: final for final in finals if final.is_done}
-    found = []
-    for trial in trials:
-        if (final := full.get(str(trial.number))) is not None:
-            found.append(replace(trial, scored=final.scored, objective=final.objective))
-        elif trial.is_done and full:
-            told = f"stopped after {times(count, 'chosen item')}: it was not among the best on them"
-            found.append(replace(trial, state=State.STOPPED, message=told))
-        else:
-            found.append(trial)
-    return found
+def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
+    """A method with nothing set but what says how inputs fit together."""
+    entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
+    bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
+    bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
+    return recipe.model_copy(update={**bare, "models": entries, **more})

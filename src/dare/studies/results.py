@@ -70,6 +70,26 @@ def key_of(settings: Settings) -> str:
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
+def value_text(value: Any) -> str:
+    """The value of a setting, short.
+
+    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(3)
+    ('0.6123', 'dare+ties', '[0, 1]', '3')
+    """
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def settings_text(settings: Settings) -> str:
+    """Settings in a line.
+
+    >>> settings_text({"method": "sum", "scale": 0.5})
+    'method=sum scale=0.5'
+    """
+    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
+
+
 class State(StrEnum):
     """What became of a trial."""
 
@@ -133,22 +153,14 @@ class Trial:
         return Role.of(self.name)
 
     @property
+    def label(self) -> str:
+        """What it is called."""
+        return self.name or f"trial {self.number}"
+
+    @property
     def is_done(self) -> bool:
         """Whether it was scored on all that it should be scored on."""
         return self.state is State.DONE
-
-
-@dataclass(frozen=True)
-class Subset:
-    """Items that are scored in place of all: some of each stratum, which count for the others."""
-
-    ids: tuple[str, ...]
-    weights: dict[str, float]
-    """By id: its share of the score of its group; those of a group add up to one."""
-    strata: dict[str, str]
-    """By id: items of one stratum are exchangeable, as far as is known."""
-    sizes: dict[str, int]
-    """How many items each stratum has in all."""
 
 
 @dataclass(frozen=True)
@@ -165,21 +177,34 @@ class StudyData:
     """How many trials there will be."""
     seeds: tuple[int, ...]
     evaluator: str
-    objective: str
+    objective: dict[str, float]
+    """By score: its weight; empty for the mean of all."""
     guards: tuple[str, ...]
     baselines: tuple[Trial, ...]
     trials: tuple[Trial, ...]
     """In the order of their numbers."""
-    subset: Subset | None = None
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
     """The winner, the runner-up and the baselines, scored by that evaluator."""
     remarks: tuple[str, ...] = ()
     """What a reader should know, such as why there is no advice."""
+    importance: dict[str, float] = field(default_factory=dict)
+    """By setting: its share in telling good trials from others, chance or not."""
     advice: dict[str, Any] | None = None
     """The document of the advised recipe."""
     output: str | None = None
     """Where the merge of the best goes."""
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of all scores, in the order they first occur."""
+        scored = (trial.scored for trial in (*self.baselines, *self.trials))
+        return tuple({name: None for item in scored if item for name in item.scores})
+
+    @property
+    def failed(self) -> list[Trial]:
+        """Trials and baselines that failed."""
+        return [t for t in (*self.baselines, *self.trials) if t.state is State.FAILED]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON."""
@@ -197,11 +222,24 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def interval(self, sign: str = "") -> str:
+        """The bounds alone; empty if there are none."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self.low:{sign}.4g} … {self.high:{sign}.4g}"
+
+    def __format__(self, sign: str) -> str:
+        """The number, and the interval in brackets.
+
+        >>> str(Estimate(0.5)), f"{Estimate(0.25, 0.125, 0.375):+}"
+        ('0.5', '+0.25 (+0.125 … +0.375)')
+        """
+        interval = self.interval(sign)
+        return f"{self.value:{sign}.4g}" + (f" ({interval})" if interval else "")
+
     def __str__(self) -> str:
         """The number, and the interval in brackets."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.4g}"
-        return f"{self.value:.4g} ({self.low:.4g} … {self.high:.4g})"
+        return format(self)
 
 
 @dataclass(frozen=True)
@@ -227,7 +265,7 @@ class Ranked:
     @property
     def label(self) -> str:
         """What it is called in tables: `method=dare+ties drop_rate=0.9`, or a baseline's name."""
-        return self.baseline or " ".join(f"{n}={_short(v)}" for n, v in self.settings.items())
+        return self.baseline or settings_text(self.settings)
 
 
 @dataclass(frozen=True)
@@ -265,33 +303,32 @@ NOT_MERGED = (Role.BASE, Role.SINGLE)
 class Conclusion:
     """What a study shows, and what it does not."""
 
-    ranking: tuple[Ranked, ...]
+    ranking: tuple[Ranked, ...] = ()
     """Settings, the best first; those that break guards after all others."""
-    baselines: tuple[Ranked, ...]
-    best: Ranked | None
-    against: tuple[Difference, ...]
+    baselines: tuple[Ranked, ...] = ()
+    best: Ranked | None = None
+    against: tuple[Difference, ...] = ()
     """The best against the runner-up and each baseline."""
-    tied: tuple[Ranked, ...]
+    tied: tuple[Ranked, ...] = ()
     """Settings and baselines that the best cannot be told apart from."""
-    better: tuple[Ranked, ...]
+    better: tuple[Ranked, ...] = ()
     """Baselines that are better than the best setting, beyond chance, where it was chosen or on
     the holdout; those first that no other baseline beats."""
-    chosen: Ranked | None
+    chosen: Ranked | None = None
     """What to take: the best setting, or a baseline that is better and that no other beats. None if
     there is neither."""
-    simplest: Ranked | None
+    simplest: Ranked | None = None
     """The simplest of the best and those that it cannot be told apart from, if no baseline beats
     it; otherwise what is chosen."""
-    importance: dict[str, float]
-    """By setting: the share of the spread between trials that goes with it alone."""
-    front: tuple[int, ...]
+    importance: dict[str, float] = field(default_factory=dict)
+    """By setting: its share in telling good trials from others, by Optuna's PED-ANOVA. Empty where
+    no settings differ beyond chance."""
+    front: tuple[int, ...] = ()
     """Places in the ranking of settings that no other beats in every score."""
-    noise: float | None
+    noise: float | None = None
     """How far two scorings of the same weights differ in the objective; None: not measured."""
-    subset_error: float | None
-    """The standard error that scoring a subset of items brings, if one was taken."""
-    holdout: Holdout | None
-    remarks: tuple[str, ...]
+    holdout: Holdout | None = None
+    remarks: tuple[str, ...] = ()
     """What limits all this, a sentence each."""
 
     @property
@@ -310,9 +347,3 @@ class Conclusion:
     def to_dict(self) -> dict[str, Any]:
         """The conclusion as plain values, ready for JSON."""
         return dict(json_ready(asdict(self)))
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_short, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,12 @@
-"""What an evaluator returned, checked: numbers with names, and items with ids."""
+"""What an evaluator returned, checked: numbers with names, and items with ids, in groups.
+
+Parts of the items follow from their ids and a seed, by a hash: neither the order of the items nor
+a version of a package changes them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -14,6 +19,12 @@ from dare.tensors.sizes import times
 ITEMS = "items"
 SHOWN = 60
 """Characters of a wrong value that a message quotes."""
+LEAST_ITEMS = 10
+"""A part of fewer items tells too little to stop anything."""
+MOST_RUNGS = 4
+"""How many parts there are at most: each costs a start of the evaluator."""
+REDUCTION = 3
+"""How many times as many items each part makes them, and one in how many candidates goes on."""
 
 
 def read_scores(returned: object) -> Scored:
@@ -45,12 +56,66 @@ def read_scores(returned: object) -> Scored:
     return Scored(scores or group_means(items), items)
 
 
+def groups_of(ids: Iterable[str]) -> dict[str, list[str]]:
+    """The ids of each group, all in their order."""
+    groups: dict[str, list[str]] = {}
+    for item_id in ids:
+        groups.setdefault(group_of(item_id), []).append(item_id)
+    return groups
+
+
 def group_means(items: Mapping[str, float]) -> dict[str, float]:
     """The mean of each group of items; the part of an id before the first slash is its group."""
-    groups: dict[str, list[float]] = {}
-    for item_id, value in items.items():
-        groups.setdefault(group_of(item_id), []).append(value)
-    return {group: math.fsum(values) / len(values) for group, values in groups.items()}
+    return {
+        group: math.fsum(items[i] for i in ids) / len(ids)
+        for group, ids in groups_of(items).items()
+    }
+
+
+def groups_of_scores(scored: Scored) -> dict[str, str]:
+    """For each score that is the mean of a group of items: the group.
+
+    One score and items without groups belong together, whatever the score is called.
+    """
+    means = group_means(scored.items)
+    if set(means) == {UNGROUPED} and len(scored.scores) == 1:
+        groups = dict.fromkeys(scored.scores, UNGROUPED)
+    else:
+        groups = {name: name for name in scored.scores if name in means}
+    return {
+        name: group
+        for name, group in groups.items()
+        if math.isclose(scored.scores[name], means[group], rel_tol=1e-6, abs_tol=1e-6)
+    }
+
+
+def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
+    """Parts of the items for racing: what each rung adds to those before it; the last makes all.
+
+    Each rung makes about three times as many items, takes each group by its share, and has one of
+    each group at least. So few items that no part would tell anything are one rung.
+
+    >>> [len(rung) for rung in rungs((f"add/{n}" for n in range(270)), seed=0)]
+    [10, 20, 60, 180]
+    """
+
+    def place(item_id: str) -> tuple[bytes, str]:
+        seeded = f"{seed}\0{item_id}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(seeded, digest_size=8).digest(), item_id
+
+    groups = groups_of(sorted(set(ids), key=place))
+    # Each group's items are spread evenly over 0 … 1, so that every beginning has its share.
+    spread = [
+        (number / len(group), *place(item_id))
+        for group in groups.values()
+        for number, item_id in enumerate(group)
+    ]
+    order = [item_id for *_, item_id in sorted(spread)]
+    least = max(LEAST_ITEMS, len(groups))
+    ends = [len(order)]
+    while len(ends) < MOST_RUNGS and ends[0] // REDUCTION >= least:
+        ends.insert(0, ends[0] // REDUCTION)
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def check_items(first: Scored, now: Scored, asked: Iterable[str] | None = None) -> str | None:

@@ -20,8 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from dare import errors
 from dare.errors import DareError, EvaluationError
-from dare.studies.forms import temporary_folder
-from dare.studies.functions import Function, FunctionScorer, check_asked, failed, find_function
+from dare.studies.functions import (
+    Function,
+    FunctionScorer,
+    check_asked,
+    failed,
+    find_function,
+    temporary_folder,
+)
 from dare.studies.harness import PREFIX, find_tasks
 from dare.studies.results import Scored
 from dare.studies.watched import TimeUpError, Watched, describe_status

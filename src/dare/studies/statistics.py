@@ -1,13 +1,11 @@
-"""How far chance goes: intervals over items and seeds, what settings explain, fronts of scores.
+"""How far chance goes: intervals over items and seeds, and fronts of scores.
 
 Two things make a score differ when nothing is better: which items there are, and the seed of a
 random merge. Items are drawn anew with replacement, within each group and for all contenders
 alike, so that what is hard for all cancels in differences (a paired bootstrap). Few seeds cannot be
 drawn from like that: the mean over S seeds varies as Student's t with S - 1 degrees of freedom,
-scaled by the seeds' own spread, for each contender by itself. Both go through the objective for
-every draw, so that it need not be linear: as far as draws lie above what was seen, the truth may
-lie below it (the basic bootstrap; quantiles of the draws themselves would count the pull of `min`
-towards small values twice).
+scaled by the seeds' own spread, for each contender by itself. As far as draws lie above what was
+seen, the truth may lie below it (the basic bootstrap).
 
 A score is taken for a *share* if all its items (its values, where it has none) lie in 0 … 1 for all
 contenders, and its name is not that of an error. An objective of shares has bounds, and so have its
@@ -24,14 +22,13 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dare.errors import InputError
-from dare.studies.items import groups_of, groups_of_scores
-from dare.studies.objective import Objective, sounds_like_an_error
-from dare.studies.results import Estimate, Scored, Settings
+from dare.studies.judging import Entry, Objective, sounds_like_an_error
+from dare.studies.results import Estimate, Scored
+from dare.studies.scores import groups_of, groups_of_scores
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no difference shown", "not known"
 _TAILS = (0.025, 0.975)
@@ -40,17 +37,6 @@ _MOST_NUMBERS = 8_000_000
 _ROUNDING = 1e-12
 _BOTH_SIDES = math.log(0.05) / math.log(0.025)
 """Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one."""
-_FEW = 6
-"""Up to so many distinct numbers are taken as kinds, not as a scale."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Something to be compared: what was scored of it, once for each seed."""
-
-    scored: tuple[Scored, ...]
-    is_random: bool = True
-    """Whether another seed would give other weights; if not, one trial is all there is."""
 
 
 @dataclass(frozen=True)
@@ -148,23 +134,17 @@ def verdict(difference: Estimate) -> str:
 
 
 def resample(
-    contenders: Sequence[Contender],
-    objective: Objective,
-    *,
-    weights: Mapping[str, float] | None = None,
-    resamples: int = 2000,
-    seed: int = 0,
+    contenders: Sequence[Entry], objective: Objective, *, resamples: int = 2000, seed: int = 0
 ) -> Resampled:
-    """Draw items and seeds anew, many times; `weights` are those of a subset of items."""
+    """Draw items and seeds anew, many times."""
     trials = [scored for contender in contenders for scored in contender.scored]
     if not trials or not all(contender.scored for contender in contenders):
         raise InputError("nothing to compare: each contender needs a scored trial")
     names = [n for n in trials[0].scores if all(n in scored.scores for scored in trials)]
-    objective.check(names)
-    used = [name for name in names if objective.names is None or name in objective.names]
+    used = list(objective.shares(names))
     own = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
-    groups, left_out = _common_groups(trials, used, weights)
-    columns = {name: _Group.of(trials, ids, weights, name) for name, ids in groups.items()}
+    groups, left_out = _common_groups(trials, used)
+    columns = {name: _Group.of(trials, ids, name) for name, ids in groups.items()}
     sizes = [len(contender.scored) for contender in contenders]
     starts = np.cumsum([0, *sizes[:-1]])
     of_trials = _drawn(objective, own, columns, resamples, seed)
@@ -195,13 +175,13 @@ def _is_share(name: str, values: np.ndarray) -> bool:
 
 
 def _common_groups(
-    trials: Sequence[Scored], used: Sequence[str], weights: Mapping[str, float] | None
+    trials: Sequence[Scored], used: Sequence[str]
 ) -> tuple[dict[str, list[str]], int]:
     """For each score that is made of items in all trials: those that all have, two or more."""
-    made = [groups_of_scores(scored, _weights_for(scored, weights)) for scored in trials]
+    made = [groups_of_scores(scored) for scored in trials]
     if not all(made):
         return {}, 0
-    ids = [set(s.items) if weights is None else s.items.keys() & weights.keys() for s in trials]
+    ids = [set(scored.items) for scored in trials]
     common = set.intersection(*ids)
     members = groups_of(sorted(common))
     groups = {
@@ -214,33 +194,18 @@ def _common_groups(
     return groups, len(set.union(*ids)) - len(common)
 
 
-def _weights_for(scored: Scored, weights: Mapping[str, float] | None) -> Mapping[str, float] | None:
-    """A subset's weights, if it is what was scored; baselines may have been scored on all items."""
-    return weights if weights is not None and scored.items.keys() <= weights.keys() else None
-
-
 @dataclass(frozen=True)
 class _Group:
     values: np.ndarray
     """Items × trials."""
-    weights: np.ndarray
-    """By item; they add up to one."""
     means: np.ndarray
     """By trial."""
     is_share: bool
 
     @classmethod
-    def of(
-        cls,
-        trials: Sequence[Scored],
-        ids: Sequence[str],
-        weights: Mapping[str, float] | None,
-        name: str,
-    ) -> _Group:
+    def of(cls, trials: Sequence[Scored], ids: Sequence[str], name: str) -> _Group:
         values = np.array([[scored.items[i] for scored in trials] for i in ids])
-        shares = np.array([1.0 if weights is None else weights[i] for i in ids])
-        shares /= shares.sum()
-        return cls(values, shares, shares @ values, _is_share(name, values))
+        return cls(values, np.full(len(ids), 1 / len(ids)) @ values, _is_share(name, values))
 
     def drawn(self, streams: Sequence[np.random.Generator], resamples: int) -> np.ndarray:
         """The means of trials on items drawn anew: trials × resamples."""
@@ -249,16 +214,14 @@ class _Group:
         places = random.integers(count, size=(resamples, count))
         places += np.arange(resamples)[:, None] * count
         counts = np.bincount(places.ravel(), minlength=resamples * count)
-        shares = counts.reshape(resamples, count) * self.weights
-        means = (shares @ self.values) / shares.sum(axis=1, keepdims=True)
+        means = (counts.reshape(resamples, count) / count) @ self.values
         own = self.means[:, None]
         # Drawing from n items varies by n - 1 parts in n of what n new items would.
         drawn = np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
         extremes = [((self.values == end).all(axis=0), sign) for end, sign in ((0, 1), (1, -1))]
         if self.is_share and any(trials.any() for trials, _ in extremes):
-            alike = 1 / float(np.square(self.weights).sum())
             chance = other.uniform(-1, 1, resamples)
-            missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_BOTH_SIDES * alike)))
+            missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_BOTH_SIDES * count)))
             for trials, sign in extremes:
                 drawn[trials] = own[trials] + sign * missed
         return drawn
@@ -326,73 +289,6 @@ def _student_factor(freedom: int) -> float:
 
 def _stream(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
-
-
-# ------------------------------------------------------------------------------------- importance
-
-
-def importance(settings: Sequence[Settings], objectives: Sequence[float]) -> dict[str, float]:
-    """For each setting, the share of the objective's variance over the trials that goes with it.
-
-    Each is taken alone: texts and few distinct numbers as kinds (η²), other numbers by a parabola
-    in their ranks (R²), lists by the ranks of their entries; both adjusted for the degrees of
-    freedom, so that noise has about 0. A setting that only some trials have counts by their part
-    of the variance. What two settings do only together is not seen, and where a sampler went to
-    good places with two settings at once, each gets the credit.
-
-    >>> over = [{"rate": rate, "kind": kind} for rate in (1, 2, 3) for kind in "ab"]
-    >>> importance(over, [1.0, 2.0, 1.0, 2.0, 1.0, 2.0])
-    {'rate': 0.0, 'kind': 1.0}
-    """
-    objective = np.array(objectives, dtype=np.float64)
-    total = float(np.square(objective - objective.mean()).sum()) if len(objective) else 0.0
-    shares = {}
-    for name in dict.fromkeys(name for trial in settings for name in trial):
-        places = [place for place, trial in enumerate(settings) if name in trial]
-        mine = objective[places]
-        columns = _columns([settings[place][name] for place in places])
-        about_mean = float(np.square(mine - mine.mean()).sum())
-        known = total > 0 and about_mean > 0
-        part = about_mean / total if known else 0.0
-        shares[name] = min(1.0, part) * _adjusted_share(columns, mine) if known else 0.0
-    return shares
-
-
-def _adjusted_share(columns: np.ndarray, values: np.ndarray) -> float:
-    design = np.column_stack([np.ones(len(values)), columns])
-    rank = int(np.linalg.matrix_rank(design))
-    freedom = len(values) - rank
-    if freedom < 1 or rank < 2:
-        return 0.0
-    fitted = design @ np.linalg.lstsq(design, values, rcond=None)[0]
-    left = float(np.square(values - fitted).sum() / freedom)
-    return float(np.clip(1 - left / np.var(values, ddof=1), 0.0, 1.0))
-
-
-def _columns(values: Sequence[Any]) -> np.ndarray:
-    """What stands for the values of a setting in a regression: trials × columns."""
-    lengths = {len(value) if isinstance(value, list | tuple) else 0 for value in values}
-    keys = [repr(value) for value in values]
-    kinds = sorted(set(keys))
-    if len(kinds) > _FEW and lengths == {0} and all(map(_is_number, values)):
-        ranks = _ranks(values)
-        return np.column_stack([ranks, ranks**2])
-    if len(kinds) > _FEW and len(lengths) == 1 and lengths != {0}:
-        entries = list(zip(*values, strict=True))
-        if all(_is_number(entry) for column in entries for entry in column):
-            return np.column_stack([_ranks(column) for column in entries])
-    return np.array([[key == kind for kind in kinds[1:]] for key in keys], dtype=np.float64)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    """From -1 to 1; equal values have the mean of their ranks."""
-    _, inverse, counts = np.unique(np.array(values), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts + 1) / 2)[inverse]
-    return np.asarray(2 * ranks / max(1, len(values) - 1) - 1)
 
 
 # ------------------------------------------------------------------------------------- fronts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,23 @@ import numpy as np
 
 from dare.errors import InputError
 from dare.studies.locks import Presence
-from dare.studies.results import Scored, Settings, State, Subset, Trial
+from dare.studies.results import Scored, Settings, State, Trial
+from dare.studies.scores import REDUCTION
 from dare.studies.space import Space
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had formulas as objectives."""
 SQLITE = b"SQLite format 3\0"
 """How such a file begins."""
 TRIALS, BESIDE = "trials", "beside"
-BASELINE, FINAL, HOLDOUT = "baseline", "final", "holdout"
+BASELINE, HOLDOUT = "baseline", "holdout"
 """What is beside the trials."""
 KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state", "name"}
 """What of a trial is written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
 """What is written with a trial: by whom it was taken and for what, and what became of it."""
-RACE = 3
-"""One in so many goes on to the next part of the items, which is so many times as large."""
-CALLED = {
-    "recipe": "recipe",
-    "space": "settings that are searched over",
-    "sampler": "sampler",
-    "seeds": "number of seeds",
-    "evaluator": "evaluator",
-    "objective": "objective",
-    "guards": "guards",
-    "race": "race",
-    "items": "number of items",
-    "seed": "seed of the search",
-}
-"""What each part of a charter is called in messages."""
+CALLED = {"space": "settings that are searched over", "seeds": "number of seeds"}
+"""What parts of a charter are called in messages, where that is not their name."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +48,9 @@ class Charter:
     sampler: str
     seeds: int
     evaluator: str
-    objective: str
+    objective: dict[str, float]
     guards: tuple[str, ...]
     race: bool
-    items: int | None
     seed: int
 
     def to_json(self) -> str:
@@ -116,7 +104,7 @@ class Study:
         if self.note("format") != FORMAT:
             raise InputError(
                 f"{self.path}: was written by another version of dare (format "
-                f"{self.note('format')}, not {FORMAT})"
+                f"{self.note('format')}, not {FORMAT}); give another --study"
             )
         self.charter = Charter(**{**told, "guards": tuple(told["guards"])})
         if charter is not None and self.charter.to_json() != charter.to_json():
@@ -148,10 +136,12 @@ class Study:
     def _another(self, charter: Charter) -> str:
         """What makes this the study of another search."""
         ours, theirs = (json.loads(c.to_json()) for c in (self.charter, charter))
-        key = next(key for key in CALLED if ours[key] != theirs[key])
+        key = next(
+            field.name for field in fields(Charter) if ours[field.name] != theirs[field.name]
+        )
         then, now = (_difference(c[key], d[key]) for c, d in ((ours, theirs), (theirs, ours)))
         return (
-            f"{self.path}: is the study of another search ({CALLED[key]}: {then} "
+            f"{self.path}: is the study of another search ({CALLED.get(key, key)}: {then} "
             f"before, {now} now); give another --study, or the same settings as before"
         )
 
@@ -174,16 +164,6 @@ class Study:
     def keep(self, name: str, value: Any) -> None:
         """Keep a value that JSON can hold."""
         self._studies[TRIALS].set_user_attr(name, value)
-
-    @property
-    def subset(self) -> Subset | None:
-        """The items that are scored in place of all, once they are chosen."""
-        kept = self.note("subset")
-        return None if kept is None else Subset(**{**kept, "ids": tuple(kept["ids"])})
-
-    def keep_subset(self, subset: Subset) -> None:
-        """Keep the items that are scored in place of all."""
-        self.keep("subset", asdict(subset))
 
     # ------------------------------------------------------------ taking trials
 
@@ -302,6 +282,19 @@ class Study:
         latest = {trial.user_attrs[TAKEN]["name"]: trial for trial in of_kind}
         return [_read(trial) for trial in latest.values()]
 
+    def importance(self) -> dict[str, float]:
+        """How much each of several settings tells good trials from others, in shares of 1."""
+        optuna, found = _optuna(), dict[str, float]()
+        with _quiet(), suppress(ValueError, RuntimeError):  # too few trials, or all the same
+            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+            shares = optuna.importance.get_param_importances(
+                self._studies[TRIALS], evaluator=evaluator
+            )
+            for name, value in shares.items():  # of a setting by layers: the sum
+                setting = name.partition("[")[0]
+                found[setting] = found.get(setting, 0.0) + value
+        return found if len(found) > 1 else {}
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -343,9 +336,9 @@ class Claim:
     def report(self, objective: float, rung: int) -> bool:
         """Say how it does on a part of the items; return whether it is among the worse."""
         with self.study.turn(), _quiet():
-            self._taken.report(objective, RACE**rung)
+            self._taken.report(objective, REDUCTION**rung)
             self._within.pruner = _optuna().pruners.SuccessiveHalvingPruner(
-                min_resource=1, reduction_factor=RACE
+                min_resource=1, reduction_factor=REDUCTION
             )
             return bool(self._taken.should_prune())
 

@@ -1,36 +1,37 @@
-"""A study in a terminal, 80 columns wide or more: what decides comes first, then the tables.
+"""A study in a terminal, 80 columns wide or more, and a search while it runs.
 
 Names and messages come from outside: `shown` and `printable` keep a terminal from acting on them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from dare.errors import printable
 from dare.output.page.words import NOTHING, number, share
 from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table, print_titled, shown
-from dare.studies.page import series
-from dare.studies.page.words import (
-    VERDICTS,
-    counted,
-    difference_text,
-    interval_text,
+from dare.studies.results import (
+    Conclusion,
+    Difference,
+    Ranked,
+    StudyData,
+    Trial,
     settings_text,
-    state_text,
-    summarize,
-    time_text,
-    trial_name,
     value_text,
 )
-from dare.studies.results import Conclusion, Difference, Ranked, StudyData, Trial
+from dare.studies.words import VERDICTS, counted, state_text, summarize, time_text
 from dare.tensors.sizes import times
 
 TONES = {"ready": "green", "change": "yellow", "stop": "red", "note": "bold"}
@@ -44,9 +45,9 @@ OF_A_COUNT = 8
 OF_A_VERDICT = 62
 """Columns of a difference with its interval and of what is said of it."""
 LONGEST_BAR = 24
-MOST_STEPS = 20
-"""Values of a setting in the chart."""
 MOST_MESSAGES = 5
+LOOK_SECONDS = 1.0
+"""Between two looks at what the trials of a running search show."""
 
 
 def show_study(
@@ -64,29 +65,91 @@ def show_study(
         title = "The same on held-out data"
         _show_differences(console, conclusion.holdout.against, title)
     _show_importance(console, conclusion)
-    _show_curve(console, data, conclusion)
     _show_ranked(console, data, conclusion.baselines, "Baselines")
     count = len(conclusion.ranking)
     title = f"The best {rows} of {count} settings" if count > rows else "Settings, best first"
     _show_ranked(console, data, conclusion.ranking[:rows], title)
-    _show_failed(console, series.failed_trials(data), outputs=failed)
+    _show_failed(console, data.failed, outputs=failed)
     for remark in (*conclusion.remarks, *data.remarks):
         console.print(Text.assemble(("Note", "bold"), f"  {printable(remark)}"))
 
 
-def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float | None) -> str:
-    """One line for the progress display: trials, the best so far, what matters, time left."""
+# ---------------------------------------------------------------- while it runs
+
+Look = Callable[[], tuple[StudyData, Conclusion]]
+
+
+class Display:
+    """Where progress goes: a bar if there is one, else a line for each thing if it is visible."""
+
+    def __init__(self, *, visible: bool = False, bar: Progress | None = None) -> None:
+        self._visible, self._bar = visible, bar
+        self._task = None if bar is None else bar.add_task("", total=None)
+        self._planned = self._done = self._first = 0
+        self._began = self._looked = time.monotonic()
+        self._turn = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """Say what is being done."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=escape(printable(text)))
+        else:
+            self.announce(text)
+
+    def announce(self, text: str) -> None:
+        """Say something that is not to go away."""
+        if self._bar is not None:
+            self._bar.console.print(escape(printable(text)), highlight=False)
+        elif self._visible:
+            print(printable(text), file=sys.stderr, flush=True)
+
+    def begin(self, planned: int, done: int) -> None:
+        """So many trials are planned, and so many are done."""
+        self._planned, self._done, self._first = planned, done, done
+        self._began = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=planned, completed=done, description="")
+
+    def scored(self, trial: Trial, look: Look) -> None:
+        """A trial has ended; `look` tells what all of them show, and takes a while."""
+        with self._turn:
+            self._done += 1
+            now = time.monotonic()
+            if self._bar is None or self._task is None:
+                self.say(f"trial {self._done} of {self._planned}: {trial_line(trial)}")
+                return
+            self._bar.advance(self._task)
+            if now - self._looked > LOOK_SECONDS:
+                each = (now - self._began) / (self._done - self._first)
+                self.say(live_line(*look(), each * (self._planned - self._done)))
+                self._looked = time.monotonic()
+
+
+@contextmanager
+def show_search(*, visible: bool) -> Iterator[Display]:
+    """Follow a search if `visible`, on stderr: by a bar on a terminal, else line by line."""
+    if not visible or not sys.stderr.isatty():
+        yield Display(visible=visible)
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Display(visible=True, bar=bar)
+
+
+def trial_line(trial: Trial) -> str:
+    """A trial in a line: what was tried, and what came of it."""
+    found = "" if trial.objective is None else f" {trial.objective:.4g}"
+    message = f" ({trial.message})" if trial.message else ""
+    state = "" if trial.is_done else f" {trial.state}"
+    tried = f"{settings_text(trial.settings)} seed={trial.seed}"
+    return f"{tried}:{state}{found}{message}, {trial.seconds:.1f} s"
+
+
+def live_line(data: StudyData, conclusion: Conclusion, seconds_left: float) -> str:
+    """One line for the progress display: trials, the best so far, time left."""
     best = conclusion.best
-    parts = [counted(data)]
-    if best is not None:
-        parts.append(f"best {best.objective} {best.label}")
-    telling = sorted(conclusion.importance.items(), key=lambda pair: -pair[1])
-    known = [f"{name} {share(value)}" for name, value in telling[:2] if value > 0]
-    if known:
-        parts.append(f"most important: {', '.join(known)}")
-    if seconds_left is not None and math.isfinite(seconds_left):
-        parts.append(f"{time_text(seconds_left)} left")
-    return printable(" · ".join(parts))
+    found = [] if best is None else [f"best {best.objective} {best.label}"]
+    return printable(" · ".join([counted(data), *found, f"{time_text(seconds_left)} left"]))
 
 
 # ---------------------------------------------------------------- what decides
@@ -101,9 +164,6 @@ def _show_summary(console: Console, data: StudyData, conclusion: Conclusion) -> 
     table.add_column(overflow="fold")
     for place, (label, text) in enumerate(summary.facts):
         table.add_row(label, shown(text, "" if place else "bold"))
-    if conclusion.noise is not None:
-        noise = f"two scorings of the same weights differ by {value_text(conclusion.noise)}"
-        table.add_row("Noise", noise)
     console.print(Padding(table, (0, 0, 1, 2), expand=False))
 
 
@@ -117,77 +177,20 @@ def _show_differences(console: Console, against: Sequence[Difference], title: st
     )
     for item in against:
         verdict = Text(item.verdict, TONES[VERDICTS.get(item.verdict, "note")])
-        table.add_row(shown(item.other), difference_text(item), verdict)
+        table.add_row(shown(item.other), f"{item.estimate:+}", verdict)
     print_titled(console, title, table)
 
 
 def _show_importance(console: Console, conclusion: Conclusion) -> None:
-    known = {n: v for n, v in conclusion.importance.items() if math.isfinite(v)}
+    known = conclusion.importance
     if not known:
         return
-    table = make_table(_label_column("setting"), "share of variation >", "")
+    table = make_table(_label_column("setting"), "importance >", "")
     solid, longest = can_write(console, EIGHTHS), max(known.values()) or 1.0
     for name, value in sorted(known.items(), key=lambda pair: -pair[1]):
         bar = draw_bar(value / longest, LONGEST_BAR, solid=solid)
         table.add_row(shown(name), share(value), Text(bar, "blue"))
     print_titled(console, "Which settings matter", table)
-
-
-# ---------------------------------------------------------------- a curve
-
-
-def _show_curve(console: Console, data: StudyData, conclusion: Conclusion) -> None:
-    """The objective over the one setting that is a number, a line of text for each value."""
-    names = series.numeric_settings(data)
-    if len(names) != 1:
-        return
-    found = series.curves_over(data, conclusion, names[0])
-    if not found.means or len(found.means) > MOST_STEPS:
-        return
-    near, _ = series.level_rows(
-        conclusion,
-        min(row["low"] for row in found.means),
-        max(row["high"] for row in found.means),
-    )
-    marks = found.means + [
-        dict.fromkeys(("low", "objective", "high"), row["level"]) for row in near
-    ]
-    low, high = min(row["low"] for row in marks), max(row["high"] for row in marks)
-    cells = max(16, min(48, console.width - 46))
-    draw = _scale(low, high, cells, plain=not can_write(console, "─●"))
-    edges = f"{value_text(low)}{value_text(high):>{cells - len(value_text(low))}}"
-    table = make_table(f"{names[0]} >", "mean >", Column(edges, no_wrap=True), "seeds >", "with")
-    for row in found.means:
-        band = Text(draw(row["low"], row["objective"], row["high"]), "blue")
-        mean, seeds = value_text(row["objective"]), str(row["seeds"])
-        table.add_row(value_text(row["x"]), mean, band, seeds, shown(row["group"]))
-    for row in sorted(near, key=lambda row: -row["level"]):
-        level = row["level"]
-        mark = Text(draw(level, level, level), "dim")
-        table.add_row("", value_text(level), mark, "", shown(row["label"], "dim"))
-    print_titled(console, f"Objective over {printable(names[0])}, with its 95% interval", table)
-
-
-def _scale(low: float, high: float, cells: int, *, plain: bool) -> Callable[..., str]:
-    """A function that draws an interval with its middle, in so many cells from low to high.
-
-    >>> draw = _scale(0.0, 1.0, 11, plain=True)
-    >>> draw(0.2, 0.5, 0.6)
-    '  ---o-    '
-    """
-    line, dot = ("-", "o") if plain else ("─", "●")
-
-    def place(value: float) -> int:
-        part = (value - low) / (high - low) if high > low else 0.5
-        return round(part * (cells - 1))
-
-    def draw(start: float, middle: float, end: float) -> str:
-        first, last = place(start), place(end)
-        text = [line if first <= cell <= last else " " for cell in range(cells)]
-        text[place(middle)] = dot
-        return "".join(text)
-
-    return draw
 
 
 # ---------------------------------------------------------------- tables
@@ -204,9 +207,9 @@ def _show_ranked(console: Console, data: StudyData, ranked: Sequence[Ranked], ti
         columns["seeds"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards"] = lambda item: Text("broken", "red") if item.broken else Text("kept")
-    names = series.score_names(data)
+    names = data.score_names
     of_objective = max(9, *(len(value_text(item.objective.value)) for item in ranked))
-    of_interval = max(12, *(len(interval_text(item.objective)) for item in ranked))
+    of_interval = max(12, *(len(item.objective.interval() or NOTHING) for item in ranked))
     of_score = max([LEAST_SCORE, *(len(_score(item, name)) for item in ranked for name in names)])
     room = console.width - of_objective - of_interval - 2 * BESIDE - OF_A_COUNT * len(columns)
     names_shown = names[: max(0, (room - min(longest, MOST_LABEL)) // (of_score + BESIDE))]
@@ -222,7 +225,7 @@ def _show_ranked(console: Console, data: StudyData, ranked: Sequence[Ranked], ti
         table.add_row(
             shown(item.label),
             value_text(item.objective.value),
-            interval_text(item.objective),
+            (item.objective.interval() or NOTHING),
             *(_score(item, name) for name in names_shown),
             *(cell(item) for cell in columns.values()),
         )
@@ -253,7 +256,7 @@ def _show_failed(console: Console, trials: Sequence[Trial], *, outputs: bool) ->
     for trial in trials:
         alike.setdefault(trial.message, []).append(trial)
     for message, same in list(alike.items())[:MOST_MESSAGES]:
-        names = trial_name(same[0]) if len(same) == 1 else times(len(same), "trial")
+        names = same[0].label if len(same) == 1 else times(len(same), "trial")
         console.print(Padding(shown(f"{names}: {message or NOTHING}"), (0, 0, 0, 2), expand=False))
     if len(alike) > MOST_MESSAGES:
         console.print(f"  and {times(len(alike) - MOST_MESSAGES, 'other message')}")
@@ -262,7 +265,7 @@ def _show_failed(console: Console, trials: Sequence[Trial], *, outputs: bool) ->
 
 def _show_output(console: Console, trial: Trial) -> None:
     """One failed trial with its settings and the last lines of its evaluator."""
-    head = f"{trial_name(trial)} {settings_text(trial.settings)} seed={trial.seed}"
+    head = f"{trial.label} {settings_text(trial.settings)} seed={trial.seed}"
     console.print(Padding(shown(head, "bold"), (0, 0, 0, 2), expand=False))
     console.print(Padding(shown(trial.message or state_text(trial)), (0, 0, 0, 4), expand=False))
     for line in trial.output.splitlines():

@@ -6,7 +6,6 @@ A function returns None if there is nothing to draw. What is said about a figure
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,10 +23,9 @@ from dare.output.page.charts import (
 from dare.output.page.figures import Figure, make_figure, read_texts
 from dare.output.page.tables import Columns, Row, Table, listing
 from dare.output.page.themes import SHAPES
-from dare.output.page.words import NOTHING, listed, number, share
+from dare.output.page.words import NOTHING, listed, share
 from dare.studies.page import series
-from dare.studies.page.words import value_text
-from dare.studies.results import Conclusion, StudyData
+from dare.studies.results import Conclusion, StudyData, value_text
 from dare.tensors.sizes import times
 
 MOST_RANKED = 12
@@ -48,9 +46,7 @@ def draw_figures(data: StudyData, conclusion: Conclusion) -> list[Figure]:
         ranking(conclusion),
         *curves(data, conclusion),
         importance(conclusion),
-        parallel(data),
         pareto(data, conclusion),
-        history(data, conclusion),
     ]
     return [figure for figure in drawn if figure is not None]
 
@@ -270,20 +266,19 @@ def _curve_table(name: str, found: series.Curves) -> Table:
 
 
 def importance(conclusion: Conclusion) -> Figure | None:
-    """How much of the spread goes with each setting."""
-    known = {n: v for n, v in conclusion.importance.items() if math.isfinite(v)}
+    """How much each setting tells good trials from others."""
     rows: list[Row] = [
         {"setting": name, "share": round(value, 4), "label": share(value)}
-        for name, value in sorted(known.items(), key=lambda pair: -pair[1])
+        for name, value in sorted(conclusion.importance.items(), key=lambda pair: -pair[1])
     ]
     if not rows:
         return None
     chart = alt.Chart().encode(
         y=alt.Y("setting:N", title=None, sort=None),
-        x=alt.X("share:Q", title="share of the variation")
+        x=alt.X("share:Q", title="importance")
         .scale(domain=[0, 1.15 * max(0.05, rows[0]["share"])])
         .axis(format="~%", tickCount=5),
-        tooltip=tooltip_of("setting:N", ("share:Q", "share of the variation", ".1%")),
+        tooltip=tooltip_of("setting:N", ("share:Q", "importance", ".1%")),
     )
     bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
     texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
@@ -296,103 +291,17 @@ def importance(conclusion: Conclusion) -> Figure | None:
     )
 
 
-def parallel(data: StudyData) -> Figure | None:
-    """Every trial as a line over all settings."""
-    axes = series.axes_of(data)
-    if len(axes) < 2:
-        return None
-    rows = series.line_rows(data, axes)
-    fields = [f"p{place}" for place in range(len(axes))]
-    # Titles are looked up: a name must never be part of an expression.
-    titles = [{"key": field, "axis": axis.name} for field, axis in zip(fields, axes, strict=True)]
-    order = [axis.name for axis in axes]
-    x = alt.X("axis:N", title=None, sort=order)
-    x = x.axis(orient="top", labelAngle=0, labelOverlap="greedy", domain=False, ticks=False)
-    x = x.scale(padding=0.3, domain=order)
-
-    def y(field: str) -> Any:
-        height = alt.Y(field).scale(domain=[series.NOT_USED - 0.04, 1.04], nice=False)
-        return height.axis(None)
-
-    near = alt.selection_point(
-        name="near",
-        fields=["trial"],
-        on="pointerover",
-        nearest=True,
-        empty=False,
-        clear="pointerout",
-    )
-    opacity = alt.when(near).then(alt.value(1)).when("datum.faint").then(alt.value(0.13))
-    chart = alt.Chart().encode(
-        x=x,
-        y=y("place:Q"),
-        detail="trial:N",
-        color=_by_objective(),
-    )
-    chart = chart.transform_fold(fields, as_=["key", "place"]).transform_lookup(
-        "key", from_=alt.LookupData(alt.Data(values=titles), "key", ["axis"])
-    )
-    thickness = alt.when(near).then(alt.value(4)).otherwise(alt.value(1.6))
-    lines = chart.mark_line(aria=False).encode(
-        opacity=opacity.otherwise(alt.value(0.75)), strokeWidth=thickness
-    )
-    hover = chart.mark_point(size=120, aria=False).encode(
-        opacity=alt.value(0),
-        tooltip=tooltip_of("trial:Q", ("objective:Q", "", ".4~g"), "state:N", "settings:N"),
-    )
-    rules, labels = _axis_marks(x, y)
-    ticks = [
-        {"axis": axis.name, "place": place, "label": label}
-        for axis in axes
-        for label, place in axis.ticks.items()
-    ]
-    spec = finish_chart(
-        alt.layer(rules, lines, labels, hover.add_params(near)),
-        rows,
-        340,
-        ticks=ticks,
-        bars=[{"axis": axis.name, "low": 0.0, "high": 1.0} for axis in axes],
-    )
-    columns: Columns = {
-        "trial": lambda row: str(row["trial"]),
-        "objective": lambda row: NOTHING if row["objective"] is None else number(row["objective"]),
-        "settings": lambda row: row["settings"],
-        "state": lambda row: row["state"],
-    }
-    hidden = len(data.trials) - len(rows)
-    return _figure(
-        "parallel",
-        spec,
-        listing(reversed(rows), columns),
-        shown=f" Only the best {len(rows)} of {len(data.trials)} trials are drawn."
-        if hidden
-        else "",
-        trials=times(len(rows), "trial"),
-        axes=listed(tuple(order)),
-    )
-
-
-def _axis_marks(x: Any, y: Any) -> list[Any]:
-    """The axes themselves, and the labels on them; their rows are called `bars` and `ticks`."""
-    labels = alt.Chart(rows_named("ticks")).encode(x=x, y=y("place:Q"), text="label:N")
-    rules = alt.Chart(rows_named("bars")).mark_rule(size=1, opacity=0.5, aria=False)
-    return [
-        rules.encode(x=x, y=y("low:Q"), y2="high:Q"),
-        haloed_text(labels, align="left", dx=6, fontSize=11),
-    ]
-
-
-# ---------------------------------------------------------------- scores and history
+# ---------------------------------------------------------------- scores
 
 
 def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     """Settings by two of their scores, and those that no other beats."""
-    names = series.score_names(data)
+    names = data.score_names
     rows = [row for row in series.score_rows(conclusion) if row["scores"]]
     if len(names) < 2 or not rows:
         return None
-    signs = {name: -1 if name in series.smaller_is_better(data, names) else 1 for name in names}
-    down = [name for name in names if signs[name] < 0]
+    down = [name for name in names if name in series.smaller_is_better(data)]
+    signs = {name: -1 if name in down else 1 for name in names}
     chosen = [
         alt.param(name=param, value=value, bind=alt.binding_select(options=list(names), name=label))
         for param, value, label in (("across", names[0], "Across "), ("up", names[1], "Up "))
@@ -481,51 +390,3 @@ def _corner_labels() -> list[Any]:
         across.encode(x=alt.value(alt.expr("width")), y=alt.value(alt.expr("height"))),
         up.encode(x=alt.value(0), y=alt.value(0)),
     ]
-
-
-def history(data: StudyData, conclusion: Conclusion) -> Figure | None:
-    """The objective over the trials, and the best so far."""
-    rows = series.history_rows(data)
-    if not rows:
-        return None
-    known = {row["state"] for row in rows}
-    states = tuple(state for state in series.STATES if state in known)
-    heights = [row["objective"] for row in rows]
-    levels, far = series.level_rows(conclusion, min(heights), max(heights))
-    heights += [row[key] for row in levels for key in ("level", "at")]
-    x = alt.X("trial:Q", title="trial").scale(nice=False, zero=False, padding=10)
-    x = x.axis(tickMinStep=1, format="d", tickCount=8)
-    y = _objective_axis(heights)
-    legend: Any = ... if len(states) > 1 else None
-    points = alt.Chart().mark_point(filled=True, size=45, opacity=0.8, aria=False)
-    points = points.encode(
-        x=x,
-        y=y,
-        color=by_name(alt.Color, states, field="state", legend=legend),
-        shape=by_name(alt.Shape, states, SHAPES, field="state", legend=legend),
-        tooltip=tooltip_of(
-            "trial:Q", ("objective:Q", "", ".4~g"), "state:N", "seed:Q", "settings:N"
-        ),
-    )
-    best = alt.Chart().transform_filter("isValid(datum.best)")
-    line = best.mark_line(interpolate="step-after", aria=False, clip=True)
-    layers = [
-        *_level_lines(),
-        line.encode(x=x, y=alt.Y("best:Q", title="objective")),
-        points.add_params(zoom()),
-    ]
-    columns: Columns = {
-        "trial": lambda row: str(row["trial"]),
-        "objective": lambda row: value_text(row["objective"]),
-        "best so far": lambda row: NOTHING if row["best"] is None else value_text(row["best"]),
-        "state": lambda row: row["state"],
-    }
-    last = rows[-1]["best"]
-    return _figure(
-        "history",
-        finish_chart(alt.layer(*layers), rows, 300, levels=levels),
-        listing(rows, columns),
-        levels=_level_words(levels, far),
-        trials=times(len(rows), "trial"),
-        best=f" The best is {value_text(last)}." if last is not None else "",
-    )

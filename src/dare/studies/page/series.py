@@ -6,23 +6,18 @@ Names of settings and scores come from outside: they are values here, never part
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dare.output.page.tables import Row, finite
 from dare.output.page.words import NOTHING
-from dare.studies.objective import Guard, Objective, directions_of
-from dare.studies.page.words import settings_text, state_text, value_text
-from dare.studies.results import Conclusion, Ranked, State, StudyData, Trial
+from dare.studies.judging import Judge
+from dare.studies.results import Conclusion, Ranked, StudyData, Trial, settings_text, value_text
+from dare.studies.words import state_text
 
-MOST_LINES = 600
-"""Trials that are drawn as lines over all settings; the best of more."""
 MOST_GROUPS = 7
 """Lines in one figure that colours can tell apart."""
-MOST_CATEGORIES = 12
-NOT_USED = -0.14
-"""Where a line passes an axis that its trial has no value on."""
 MOST_ITEM_VALUES = 1_500_000
 """Scores of items that a page holds, of all trials together."""
 
@@ -34,33 +29,18 @@ def setting_names(data: StudyData) -> tuple[str, ...]:
     return (*of_space, *(name for name in used if name not in data.space))
 
 
-def score_names(data: StudyData) -> tuple[str, ...]:
-    """The names of all scores, in the order they first occur."""
-    scored = (trial.scored for trial in (*data.baselines, *data.trials))
-    return tuple({name: None for item in scored if item for name in item.scores})
-
-
 def is_number(value: Any) -> bool:
     """Whether a setting's value has a place on an axis."""
-    return _is_numeric(value) and math.isfinite(value)
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def numeric_settings(data: StudyData) -> tuple[str, ...]:
     """Settings whose values are numbers, of which there is more than one."""
-    return tuple(name for name in setting_names(data) if _numbers(data, name))
-
-
-def _numbers(data: StudyData, name: str) -> list[float]:
-    """The distinct values of a setting that can be drawn, if all are numbers; at least two."""
-    values = [trial.settings[name] for trial in data.trials if name in trial.settings]
-    if not all(map(_is_numeric, values)):
-        return []
-    distinct = sorted(set(filter(is_number, values)))
-    return distinct if len(distinct) > 1 else []
+    found = {
+        name: [t.settings[name] for t in data.trials if name in t.settings]
+        for name in setting_names(data)
+    }
+    return tuple(n for n, v in found.items() if all(map(is_number, v)) and len(set(v)) > 1)
 
 
 def objective_of(trial: Trial) -> float | None:
@@ -68,11 +48,9 @@ def objective_of(trial: Trial) -> float | None:
     return None if trial.objective is None else finite(trial.objective)
 
 
-def smaller_is_better(data: StudyData, names: Iterable[str]) -> set[str]:
+def smaller_is_better(data: StudyData) -> set[str]:
     """Scores of which less is better, by the objective or a guard."""
-    objective = Objective.parse(data.objective)
-    guards = [Guard.parse(text, objective) for text in data.guards]
-    directions = directions_of(objective, guards, names)
+    directions = Judge.by(data.objective, data.guards).directions(data.score_names)
     return {name for name, sign in directions.items() if sign < 0}
 
 
@@ -158,7 +136,8 @@ def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
     lines: dict[str, list[Ranked]] = {}
     for ranked in conclusion.ranking:
         if is_number(ranked.settings.get(name)) and math.isfinite(ranked.objective.value):
-            lines.setdefault(settings_text(_without(ranked.settings, name)), []).append(ranked)
+            rest = {other: value for other, value in ranked.settings.items() if other != name}
+            lines.setdefault(settings_text(rest), []).append(ranked)
     is_sweep = 0 < len(lines) <= MOST_GROUPS and any(len(line) > 1 for line in lines.values())
     others = [other for other in setting_names(data) if other != name]
     means: list[Row] = []
@@ -176,9 +155,10 @@ def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
         ]
     else:
         others = _telling(data, others)
-    points = [_point(trial, name, others) for trial in data.trials]
     points = [
-        point for point in points if point["x"] is not None and point["objective"] is not None
+        _point(trial, name, others)
+        for trial in data.trials
+        if trial.is_done and is_number(trial.settings.get(name)) and objective_of(trial) is not None
     ]
     groups = tuple({row["group"]: None for row in (*means, *points)})
     return Curves(points, means, groups, ", ".join(others) if len(groups) > 1 else "")
@@ -186,20 +166,14 @@ def curves_over(data: StudyData, conclusion: Conclusion, name: str) -> Curves:
 
 def _point(trial: Trial, name: str, others: Sequence[str]) -> Row:
     kept = {other: trial.settings[other] for other in others if other in trial.settings}
-    value = trial.settings.get(name)
-    is_drawn = trial.is_done and is_number(value)
     return {
-        "x": finite(value) if is_drawn and value is not None else None,
+        "x": finite(trial.settings[name]),
         "objective": objective_of(trial),
         "group": settings_text(kept),
         "trial": trial.number,
         "seed": trial.seed,
         "settings": settings_text(trial.settings),
     }
-
-
-def _without(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {other: value for other, value in settings.items() if other != name}
 
 
 def _telling(data: StudyData, names: Sequence[str]) -> list[str]:
@@ -211,70 +185,7 @@ def _telling(data: StudyData, names: Sequence[str]) -> list[str]:
     return []
 
 
-# ---------------------------------------------------------------- all settings at once
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One of the parallel axes, with the labels that stand on it."""
-
-    name: str
-    places: dict[str, float]
-    """By value, as text: from 0 to 1."""
-    ticks: dict[str, float]
-
-
-def axes_of(data: StudyData) -> list[Axis]:
-    """An axis for each setting that has several values, and the objective's."""
-    axes = []
-    for name in setting_names(data):
-        values = [trial.settings[name] for trial in data.trials if name in trial.settings]
-        if numbers := _numbers(data, name):
-            axes.append(_number_axis(name, numbers))
-        elif 1 < len(texts := sorted({value_text(value) for value in values})) <= MOST_CATEGORIES:
-            places = {text: place / (len(texts) - 1) for place, text in enumerate(texts)}
-            axes.append(Axis(name, places, places))
-    objectives = [value for t in data.trials if (value := objective_of(t)) is not None]
-    return [*axes, _number_axis("objective", sorted(set(objectives)))] if objectives else []
-
-
-def _number_axis(name: str, values: Sequence[float]) -> Axis:
-    low, high = values[0], values[-1]
-    span = (high - low) or 1.0
-    ticks = {value_text(float(low + part * span)): part for part in (0.0, 0.5, 1.0)}
-    return Axis(name, {repr(v): (v - low) / span for v in values}, ticks if high > low else {})
-
-
-def line_rows(data: StudyData, axes: Sequence[Axis]) -> list[Row]:
-    """A row for each trial, with its place on each axis; the best if there are too many."""
-    chosen = sorted(data.trials, key=_worst_last)[:MOST_LINES]
-    return [_line(trial, axes) for trial in reversed(chosen)]  # the best are drawn on top
-
-
-def _worst_last(trial: Trial) -> tuple[bool, float, int]:
-    objective = objective_of(trial)
-    return (not trial.is_done, math.inf if objective is None else -objective, trial.number)
-
-
-def _line(trial: Trial, axes: Sequence[Axis]) -> Row:
-    row: Row = {
-        "trial": trial.number,
-        "state": state_text(trial),
-        "objective": objective_of(trial),
-        "faint": not trial.is_done,
-        "settings": settings_text(trial.settings),
-    }
-    *of_settings, of_objective = axes
-    for place, axis in enumerate(of_settings):
-        value = trial.settings.get(axis.name)
-        known = axis.places.get(repr(value), axis.places.get(value_text(value)))
-        row[f"p{place}"] = NOT_USED if known is None else round(known, 4)
-    height = of_objective.places.get(repr(row["objective"]))
-    row[f"p{len(of_settings)}"] = NOT_USED if height is None else round(height, 4)
-    return row
-
-
-# ---------------------------------------------------------------- scores and history
+# ---------------------------------------------------------------- scores and levels
 
 
 def score_rows(conclusion: Conclusion) -> list[Row]:
@@ -292,34 +203,6 @@ def score_rows(conclusion: Conclusion) -> list[Row]:
                 "objective": finite(ranked.objective.value),
                 "front": not ranked.baseline and place in front,
                 "turn": place % 3,
-            }
-        )
-    return rows
-
-
-BREAKS = "breaks a guard"
-STATES = (str(State.DONE), BREAKS, str(State.STOPPED))
-"""What became of the trials that have an objective."""
-
-
-def history_rows(data: StudyData) -> list[Row]:
-    """Every scored trial in its order, with the best until then."""
-    rows: list[Row] = []
-    best: float | None = None
-    for trial in data.trials:
-        objective = objective_of(trial)
-        if objective is None:
-            continue
-        if trial.is_done and not trial.broken and (best is None or objective > best):
-            best = objective
-        rows.append(
-            {
-                "trial": trial.number,
-                "objective": objective,
-                "best": best,
-                "state": BREAKS if trial.is_done and trial.broken else str(trial.state),
-                "seed": trial.seed,
-                "settings": settings_text(trial.settings),
             }
         )
     return rows
@@ -377,7 +260,7 @@ class TrialTable:
 
 def trial_table(data: StudyData) -> TrialTable:
     """A row for each baseline and trial."""
-    settings, scores = setting_names(data), score_names(data)
+    settings, scores = setting_names(data), data.score_names
     columns = (
         Column("trial", "trial"),
         Column("objective", "objective"),
@@ -433,7 +316,7 @@ def _packed_items(rows: Sequence[Trial]) -> tuple[dict[str, Any], int]:
     Each row has a text of 0, 1 and - (no score) where all its items are right or wrong.
     """
     having = [place for place, trial in enumerate(rows) if trial.scored and trial.scored.items]
-    having.sort(key=lambda place: (not rows[place].name, *_worst_last(rows[place])))
+    having.sort(key=lambda place: (not rows[place].name, _worst_last(rows[place])))
     ids: dict[str, None] = {}
     chosen: list[int] = []
     for place in having:
@@ -446,6 +329,11 @@ def _packed_items(rows: Sequence[Trial]) -> tuple[dict[str, Any], int]:
     return {"ids": list(known), "of": packed}, len(having) - len(chosen)
 
 
+def _worst_last(trial: Trial) -> tuple[bool, float, int]:
+    objective = objective_of(trial)
+    return (not trial.is_done, math.inf if objective is None else -objective, trial.number)
+
+
 def _items(trial: Trial) -> dict[str, float]:
     return trial.scored.items if trial.scored else {}
 
@@ -454,8 +342,3 @@ def _packed(items: Mapping[str, float], ids: Sequence[str]) -> str | list[float 
     if all(value in (0, 1) for value in items.values()):
         return "".join(str(int(items[name])) if name in items else "-" for name in ids)
     return [finite(items[name]) if name in items else None for name in ids]
-
-
-def failed_trials(data: StudyData) -> list[Trial]:
-    """Trials and baselines that failed."""
-    return [t for t in (*data.baselines, *data.trials) if t.state is State.FAILED]

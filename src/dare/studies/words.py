@@ -1,25 +1,24 @@
-"""What a study shows in words, the same in the page and in the terminal."""
+"""What a study shows in words, the same in the page, in the terminal and in the best recipe."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dare.output.page.words import NOTHING
+from dare.output.page.words import NOTHING, listed
 from dare.studies.results import (
     NOT_MERGED,
     Conclusion,
-    Difference,
-    Estimate,
     Holdout,
-    Ranked,
     State,
     StudyData,
     Trial,
+    value_text,
 )
+from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
 from dare.tensors.sizes import times
 
 Tone = Literal["ready", "change", "stop", "note"]
@@ -28,10 +27,10 @@ MOST_NAMED = 3
 """Settings that are named in a sentence; more are counted."""
 ROUNDING = 1e-12
 VERDICTS: dict[str, Tone] = {
-    "better": "ready",
-    "worse": "stop",
-    "no difference shown": "change",
-    "not known": "note",
+    BETTER: "ready",
+    WORSE: "stop",
+    NO_DIFFERENCE: "change",
+    NOT_KNOWN: "note",
 }
 
 
@@ -48,11 +47,10 @@ class Summary:
 def summarize(data: StudyData, conclusion: Conclusion) -> Summary:
     """Say what was found, and how sure it is."""
     headline, tone = _headline(data, conclusion)
-    return Summary(headline, tone, tuple(_facts(conclusion)))
+    return Summary(headline, tone, tuple(facts(conclusion)))
 
 
 def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
-    verdicts = {item.verdict for item in conclusion.against}
     if not data.trials:
         return "No trials yet", "note"
     if conclusion.best is None:
@@ -64,37 +62,34 @@ def _headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone]:
         return f"{advice} baseline is better than the best setting", "stop"
     if conclusion.tied:
         return f"The best is within noise of {times(len(conclusion.tied), 'other')}", "change"
-    if verdicts == {"better"}:
+    if {item.verdict for item in conclusion.against} == {BETTER}:
         return "The best stands out", "ready"
-    return "There is a best, but its certainty is not known", "note"
+    return "The top score may be luck", "note"
 
 
-def _facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
-    best, simplest = conclusion.best, conclusion.simplest
+def facts(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
+    """Label and sentence of what decides."""
+    best, chosen, simplest = conclusion.best, conclusion.chosen, conclusion.simplest
+    tied = [ranked.label for ranked in conclusion.tied]
     if best is None:
         return
-    yield "Best setting" if conclusion.better else "Best", ranked_text(best)
-    if conclusion.tied:
-        yield "Within noise of it", _named(conclusion.tied)
+    label = "Best setting" if conclusion.better else "Best"
+    yield label, f"{best.label}: {best.objective}"
+    if tied:
+        more = [f"and {len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
+        yield "Within noise of it", "; ".join([*tied[:MOST_NAMED], *more])
     if conclusion.better:
-        chosen, reason = conclusion.chosen, conclusion.no_recipe
-        yield "Take instead", reason if reason or chosen is None else ranked_text(chosen)
+        taken = "" if chosen is None else f"{chosen.label}: {chosen.objective}"
+        yield "Take instead", conclusion.no_recipe or taken
     elif simplest is not None:
         same = simplest == best
-        yield "Simplest within noise", "the best itself" if same else ranked_text(simplest)
+        shown = "the best itself" if same else f"{simplest.label}: {simplest.objective}"
+        yield "Simplest within noise", shown
     if conclusion.holdout is not None:
         yield "Holdout", holdout_text(conclusion.holdout)
-
-
-def _named(tied: tuple[Ranked, ...]) -> str:
-    labels = "; ".join(ranked.label for ranked in tied[:MOST_NAMED])
-    more = len(tied) - MOST_NAMED
-    return f"{labels}; and {more} more" if more > 0 else labels
-
-
-def ranked_text(ranked: Ranked) -> str:
-    """A setting with its objective and interval."""
-    return f"{ranked.label}: {ranked.objective}"
+    if conclusion.noise is not None:
+        noise = value_text(conclusion.noise)
+        yield "Noise", f"two scorings of the same weights differ by {noise}"
 
 
 def holdout_text(holdout: Holdout) -> str:
@@ -112,8 +107,6 @@ def holdout_text(holdout: Holdout) -> str:
             if excess > ROUNDING
             else " So there is no sign of a lucky choice (winner's curse)."
         )
-    if holdout.looks > 1:
-        said += f" {holdout.looks} winners were scored on it, so it is no longer held out."
     return said
 
 
@@ -128,65 +121,37 @@ def _change(loss: float) -> str:
     return f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
 
 
-def difference_text(difference: Difference) -> str:
-    """How far the best is ahead, with its sign.
+def grounds(conclusion: Conclusion) -> Iterator[str]:
+    """What speaks for what is taken, and what does not, a line each."""
+    for label, text in facts(conclusion):
+        yield f"{label}: {text}"
+    for difference in conclusion.against:
+        yield f"Against {difference.other}: {difference.estimate:+}, {difference.verdict}."
+    for difference in conclusion.holdout.against if conclusion.holdout else ():
+        where = f"On the holdout against {difference.other}"
+        yield f"{where}: {difference.estimate:+}, {difference.verdict}."
+    yield from conclusion.remarks
 
-    >>> difference_text(Difference("base", Estimate(0.25, 0.125, 0.375), "better"))
-    '+0.25 (+0.125 … +0.375)'
+
+def objective_text(weights: dict[str, float]) -> str:
+    """What is to be large.
+
+    >>> objective_text({}), objective_text({"add": 1.0}), objective_text({"add": 1.0, "loss": -2.0})
+    ('the mean of all scores', 'add', 'the mean of add and loss × -2')
     """
-    value, low, high = signed(difference.estimate)
-    return value if low is None else f"{value} ({low} … {high})"
+    if not weights:
+        return "the mean of all scores"
+    named = [name if w == 1 else f"{name} × {w:g}" for name, w in weights.items()]
+    return f"{'the mean of ' if len(named) > 1 else ''}{listed(tuple(named))}"
 
 
-def signed(estimate: Estimate) -> tuple[str, str | None, str | None]:
-    """Value and bounds, each with its sign."""
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:+.4g}", None, None
-    return f"{estimate.value:+.4g}", f"{estimate.low:+.4g}", f"{estimate.high:+.4g}"
-
-
-def interval_text(estimate: Estimate) -> str:
-    """The bounds alone.
-
-    >>> interval_text(Estimate(0.5, 0.4, 0.6)), interval_text(Estimate(0.5))
-    ('0.4 … 0.6', '–')
-    """
-    if estimate.low is None or estimate.high is None:
-        return NOTHING
-    return f"{estimate.low:.4g} … {estimate.high:.4g}"
-
-
-def value_text(value: Any) -> str:
-    """The value of a setting, short.
-
-    >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(3)
-    ('0.6123', 'dare+ties', '[0, 1]', '3')
-    """
-    match value:
-        case {"from": start, "to": to, **more}:  # of a space
-            ways = [f", {name} {value_text(how)}" for name, how in more.items() if name != "log"]
-            scale = ", logarithmic" if more.get("log") else ""
-            return f"{value_text(start)} to {value_text(to)}{''.join(ways)}{scale}"
-        case list() | tuple():
-            return f"[{', '.join(map(value_text, value))}]"
-        case float():
-            return f"{value:.4g}"
-        case _:
-            return str(value)
-
-
-def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings in a line.
-
-    >>> settings_text({"method": "sum", "scale": 0.5})
-    'method=sum scale=0.5'
-    """
-    return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
-
-
-def trial_name(trial: Trial) -> str:
-    """What a trial or a baseline is called."""
-    return trial.name or f"trial {trial.number}"
+def range_text(values: Any) -> str:
+    """What is searched over: a list of values, or a range."""
+    if not isinstance(values, dict):
+        return value_text(values)
+    more = {name: how for name, how in values.items() if name not in ("from", "to")}
+    ways = [f", {name}" if how is True else f", {name} {how:g}" for name, how in more.items()]
+    return f"{value_text(values['from'])} to {value_text(values['to'])}{''.join(ways)}"
 
 
 def state_text(trial: Trial) -> str:
@@ -196,10 +161,7 @@ def state_text(trial: Trial) -> str:
 
 
 def counted(data: StudyData) -> str:
-    """How many trials there are, and what became of them.
-
-    The trials that are done are counted against those that are planned.
-    """
+    """How many of the planned trials are done, and what became of the others."""
     counts = Counter(trial.state for trial in data.trials)
     others = [
         f"{counts[state]} {state}"

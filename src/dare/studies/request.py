@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +12,7 @@ from dare.errors import InputError, RecipeError
 from dare.recipe.schema import Recipe
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.evaluators import check_evaluator
-from dare.studies.objective import Guard, Objective
-from dare.studies.results import Scored
+from dare.studies.judging import Judge
 from dare.studies.space import Space, seed_shifts
 from dare.studies.study import Charter
 
@@ -24,7 +23,7 @@ NEEDED = {"cmaes": ("cmaes",), "gp": ("scipy", "torch")}
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     """A search, completely described."""
 
     space: Space
@@ -33,9 +32,7 @@ class Asked:
     planned: int
     evaluator: Evaluator
     holdout: Evaluator | None
-    objective: Objective
-    guards: tuple[Guard, ...]
-    study: Path
+    judge: Judge
     seed: int
     output: Path | None
     """Where the merge of the best will go; candidates are not written there."""
@@ -61,97 +58,52 @@ class Asked:
             space=self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)["over"],
             sampler=self.sampler,
             seeds=self.table.seeds,
-            evaluator=told(self.evaluator),
-            objective=self.objective.text,
-            guards=tuple(guard.text for guard in self.guards),
+            evaluator=evaluator_name(self.evaluator),
+            objective=self.table.objective,
+            guards=tuple(guard.text for guard in self.judge.guards),
             race=self.table.race,
-            items=self.table.items,
             seed=self.seed,
         )
 
-    def check_names(self, scores: Mapping[str, float]) -> None:
-        """Refuse an objective or a guard that asks for scores which there are not."""
-        self.objective.check(scores)
-        for guard in self.guards:
-            guard.check(scores)
 
-    def judge(self, scored: Scored, singles: Sequence[Mapping[str, float]]) -> Judged:
-        """Hold scores against the objective and the guards."""
-        scores = scored.scores
-        return Judged(
-            self.objective.value(scores),
-            tuple(line for guard in self.guards for line in guard.broken(scores, singles)),
-            {guard.text: guard.slack(scores, singles) for guard in self.guards},
-        )
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What scores are worth."""
-
-    objective: float
-    broken: tuple[str, ...]
-    slacks: dict[str, float]
-
-
-def ask(
+def make_request(
     recipe: Recipe,
     *,
     over: Mapping[str, Choices | Range] | None = None,
     evaluate: Evaluator | None = None,
     holdout: Evaluator | None = None,
-    study: Path,
     seed: int = 0,
     **settings: Any,
-) -> Asked:
+) -> SearchRequest:
     """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
     table = recipe.search or Search()
     fields = {name: getattr(table, name) for name in Search.model_fields}
     fields |= {name: value for name, value in settings.items() if value is not None}
     fields["over"] = {**table.over, **(over or {})}
     table = Search(**fields)
-    bare = recipe.model_copy(update={"search": None, "output": None})
-    space = Space(bare, table.over)
+    space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
     space.check()
     sampler = table.sampler or ("grid" if space.is_listed else "tpe")
-    _check_sampler(sampler)
-    planned = table.trials or USUAL_TRIALS
-    if sampler == "grid":
-        planned = count_grid(space, table.seeds)
+    if lacking := [package for package in NEEDED.get(sampler, ()) if find_spec(package) is None]:
+        raise InputError(
+            f"sampler {sampler}: needs {' and '.join(lacking)}: pip install "
+            f"{' '.join(lacking)}, or use tpe"
+        )
+    planned = count_grid(space, table.seeds) if sampler == "grid" else table.trials or USUAL_TRIALS
     judging = evaluate if evaluate is not None else table.eval
     if judging is None:
         raise RecipeError(
             "no evaluator: add --eval score.py:score or --eval 'python score.py "
             "{model}', which scores a candidate (docs: evaluators)"
         )
-    objective = Objective.parse(table.objective)
+    judge = Judge.by(table.objective, table.guards)
     testing = holdout if holdout is not None else table.holdout
     for evaluator in (judging, testing):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    return Asked(
-        space,
-        table,
-        sampler,
-        planned,
-        judging,
-        testing,
-        objective,
-        tuple(Guard.parse(text, objective) for text in table.guards),
-        study,
-        seed,
-        recipe.output,
+    return SearchRequest(
+        space, table, sampler, planned, judging, testing, judge, seed, recipe.output
     )
-
-
-def _check_sampler(name: str) -> None:
-    """Refuse a sampler that would fail in the middle of a search."""
-    lacking = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
-    if lacking:
-        raise InputError(
-            f"sampler {name}: needs {' and '.join(lacking)}: pip install "
-            f"{' '.join(lacking)}, or use tpe"
-        )
 
 
 def count_grid(space: Space, seeds: int) -> int:
@@ -164,7 +116,7 @@ def count_grid(space: Space, seeds: int) -> int:
     return sum(seeds if space.is_random(settings) else 1 for settings in space.grid())
 
 
-def told(evaluator: Evaluator) -> str:
+def evaluator_name(evaluator: Evaluator) -> str:
     """What an evaluator is called."""
     if isinstance(evaluator, str):
         return evaluator
