@@ -65,25 +65,20 @@ class Scheme:
 
 RANDOM: dict[str | int, tuple[float, ...]] = {
     "native": (0.9, 0.95, 0.975, 0.99),
-    8: (0.9,),
     4: (0.0, 0.6, 0.8, 0.9, 0.95),
     2: (0.0, 0.5, 0.6, 0.62, 0.8, 0.9, 0.99),
-    1: (0.0, 0.25, 0.5, 0.6, 0.8),
 }
 """Drop rates by bits; most come to 1.6, 0.8, 0.4 or 0.2 bits for each parameter."""
 RANDOM_TOO: dict[str | int, tuple[float, ...]] = {
     "native": (0.9875,),
-    8: (0.95, 0.99),
     4: (0.5, 0.99),
     2: (0.2, 0.95),
-    1: (0.9,),
 }
 """Others, for models that are small enough."""
 MAGNITUDE: dict[str | int, tuple[float, ...]] = {
     "native": (0.9, 0.95, 0.99),
     4: (0.9, 0.95, 0.99),
     2: (0.8, 0.85, 0.9, 0.95, 0.975),
-    1: (0.8, 0.85, 0.875, 0.9, 0.95, 0.975, 0.99),
 }
 
 
@@ -113,7 +108,7 @@ def told(bits: str | int) -> str:
     """How bits are called in the table."""
     if bits == "native":
         return "16 bits"
-    return f"{bits} bit{'s' if bits != 1 else ''}"
+    return f"{bits} bits"
 
 
 # ---------------------------------------------------------------- delta files

@@ -179,9 +179,6 @@ class Concern(StrEnum):
     PLAIN_FLOAT8 = "float8 without scales"
     """Matrices are stored in float8 without scales, which loses small values. Remedy: Store BF16,
     and quantise the output with a tool that adds scales."""
-    MISSED_TARGET = "missed target"
-    """A delta file exceeds `--target-size` or `--target-error`. Remedy: Ask for a smaller size or
-    error, or set `--drop-rate` and `--bits` yourself."""
 
 
 class Strength(StrEnum):

@@ -8,9 +8,7 @@ from dare import analyze_arrays, plan
 from dare.analysis.judge.advice import judge
 from dare.analysis.measure.glance import glance
 from dare.analysis.results import Origin
-from dare.deltas.recognising import recognise_lora
 from dare.errors import Concern
-from dare.inputs.arrays import array_source
 from helpers import write_recipe
 
 NAMES = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
@@ -164,20 +162,6 @@ def test_a_matrix_with_one_changed_element_is_no_lora():
     tuned[NAMES[0]] = base[NAMES[0]].copy()
     tuned[NAMES[0]][5, 9] += 5.0
     assert analyze_arrays(base | norm, {"m": tuned}).models[0].origin is Origin.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    ("rank", "planted"),
-    [
-        *((None, planted) for planted in PLANTED),
-        *((rank, planted) for rank in (1, 16) for planted in list(PLANTED)[:4]),
-    ],
-)
-def test_compress_takes_no_outlier_for_a_lora_and_finds_one_beside_them(planted, rank):
-    base, (tuned,) = make(512, full if rank is None else low_rank(rank))
-    tuned = {name: plant(values, planted) for name, values in tuned.items()}
-    found = recognise_lora(array_source(base, "base"), array_source(tuned, "tuned"))
-    assert rank == (None if found is None else found.rank)
 
 
 @pytest.mark.parametrize("planted", PLANTED)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from small_deltas import put_together, take_apart
 
 import dare
 from dare.deltas.restoring import open_delta
@@ -165,7 +166,7 @@ def test_large_tensors_are_stored_chunk_by_chunk(tmp_path):
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from([8, 4, 2, 1]),
+    st.sampled_from([4, 2]),
     st.sampled_from(["random", "magnitude"]),
     st.sampled_from(["F32", "BF16", "F16"]),
     st.floats(0, 0.99),
@@ -208,7 +209,7 @@ def test_rounded_values_are_those_of_the_kernels(
 
 def test_the_measured_error_is_that_of_the_file(models, tmp_path):
     base, tuned = map(floats_of, models)
-    for asked in ({"drop_rate": 0.5}, {"bits": 2}, {"bits": 1, "keep": "magnitude"}):
+    for asked in ({"drop_rate": 0.5}, {"bits": 2}, {"bits": 4, "keep": "magnitude"}):
         report = dare.compress(*models, tmp_path / NAME, overwrite=True, **asked, **QUIET)
         source = open_model(tmp_path / NAME, base=open_model(models[0]))
         with source:
@@ -513,35 +514,55 @@ def test_rates_by_name(models, tmp_path):
         }
 
 
-def test_targets_are_kept(models, tmp_path):
-    sizes = (8_000, "9kB", 12_000)
-    for size in sizes:
-        report = dare.compress(*models, tmp_path / NAME, target_size=size, overwrite=True, **QUIET)
-        assert report.bytes_written <= {"9kB": 9000}.get(size, size)
-    report = dare.compress(*models, tmp_path / NAME, target_error=0.1, overwrite=True, **QUIET)
-    assert report.weight_error == pytest.approx(0.1, rel=0.15)
-    for asked, words in (
-        ({"target_size": 100}, "smallest file takes up to"),
-        ({"target_size": "much"}, "target_size = 'much': not a size"),
-        ({"target_size": 0}, "must be a number of bytes above 0"),
-        ({"target_size": 9000, "target_error": 0.1}, "both given"),
-        ({"target_size": 9000, "drop_rate": 0.5}, "leave drop_rate out"),
-        ({"bits": 3}, "bits = 3: not known"),
-        ({"keep": "best"}, "keep = 'best': not known"),
-        ({"drop_rate": 1.0}, "drop_rate = 1 would drop every change"),
-    ):
-        with pytest.raises(RecipeError, match=words):
-            dare.compress(*models, tmp_path / NAME, overwrite=True, **asked, **QUIET)
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"bits": 3}, "bits = 3: .*native, 4, 2"),
+        ({"bits": 8}, "bits = 8: .*native, 4, 2"),
+        ({"keep": "best"}, "keep = 'best': .*random, magnitude"),
+        ({"drop_rate": 1.0}, "drop_rate = 1 "),
+    ],
+)
+def test_settings_that_are_not_known(models, tmp_path, asked, words):
+    with pytest.raises(RecipeError, match=words):
+        dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
 
 
-def test_a_target_that_is_missed_is_said(tmp_path):
-    base = {"w": weights(1, 4 * CHUNK)}
-    tuned = {"w": base["w"] + np.float32(1e-6)}
-    tuned["w"][4096:8192] += 3  # between two of the places that are looked at
-    files = save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", tuned)
-    report = dare.compress(*files, tmp_path / NAME, target_error=1e-5, **QUIET)
-    assert "missed target" in {notice.about for notice in report.warnings}
-    assert "chosen: drop rate" in report.notes[-1]
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (2, 0.62)),
+        ({"bits": 4}, (4, 0.8)),
+        ({"bits": "native"}, ("native", 0.9)),
+        ({"drop_rate": 0.3}, ("native", 0.3)),
+        ({"bits": 4, "keep": "magnitude"}, (4, 0.9)),
+    ],
+)
+def test_what_is_not_given_is_filled_in(models, tmp_path, asked, expected):
+    report = dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
+    assert (report.bits, report.drop_rate) == expected
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "scale", "expected"),
+    [
+        # 0.25 as a bfloat16 is 3e80, and -0.25, which stands for odd numbers, is be80
+        (8, "80ff007f", "803e", [-32.0, -0.25, 0.0, 31.75]),
+        (1, "05", "80be", [-0.25, 0.25, -0.25, 0.25]),
+    ],
+)
+def test_files_of_earlier_versions_with_other_bits_are_read(tmp_path, bits, codes, scale, expected):
+    base = save(tmp_path / "base.safetensors", {"w": np.zeros(4, np.float32)})
+    model = save(tmp_path / "model.safetensors", {"w": np.ones(4, np.float32)})
+    dare.compress(base, model, tmp_path / NAME, bits=4, drop_rate=0.0, **QUIET)
+    notes, parts = take_apart((tmp_path / NAME).read_bytes())
+    notes["bits"] = bits
+    stored = bytes.fromhex(codes)
+    parts["values:w"] = ("U8", (len(stored),), stored)
+    parts["scales:w"] = ("BF16", (1,), bytes.fromhex(scale))
+    (tmp_path / NAME).write_bytes(put_together(notes, parts, sound=True))
+    dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    assert tensors_of(tmp_path / "a.safetensors")["w"].tolist() == expected
 
 
 def test_manifests_tell_no_folder(tmp_path):

@@ -231,7 +231,7 @@ def test_another_model_is_not_mixed_in(given, kind, tmp_path, monkeypatch):
     assert sha256(tmp_path / "one" / NAME) == sha256(tmp_path / "two" / NAME)
 
 
-@pytest.mark.parametrize("settings", [{"seed": 7}, {"drop_rate": 0.25}, {"bits": 8}])
+@pytest.mark.parametrize("settings", [{"seed": 7}, {"drop_rate": 0.25}, {"bits": 2}])
 def test_other_settings_start_over(given, tmp_path, monkeypatch, settings):
     asked: dict[str, Any] = {"drop_rate": 0.5, "bits": 4, "seed": 1, "threads": 1, "verbose": False}
 
@@ -293,7 +293,7 @@ def test_a_chunk_of_which_nothing_is_kept_is_rounded(tmp_path):
     files = [
         save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
     ]
-    asked: dict[str, Any] = {"keep": "magnitude", "bits": 8, "drop_rate": 0.999, "verbose": False}
+    asked: dict[str, Any] = {"keep": "magnitude", "bits": 4, "drop_rate": 0.999, "verbose": False}
     assert compress(*files, tmp_path / NAME, **asked).kept == 600
 
 
@@ -304,7 +304,7 @@ def test_values_that_overflow_when_they_are_rounded_or_rescaled_are_named(tmp_pa
         save(tmp_path / f"{n}.safetensors", arrays) for n, arrays in (("b", base), ("m", model))
     ]
     asked: dict[str, Any] = {"drop_rate": 0.5, "verbose": False}
-    for bits in (8, 1):
+    for bits in (4, 2):
         with pytest.raises(MismatchError, match="too large to be rounded"):
             compress(*files, tmp_path / NAME, keep="magnitude", bits=bits, **asked)
     compress(*files, tmp_path / NAME, bits="native", **asked)

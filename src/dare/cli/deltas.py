@@ -12,7 +12,7 @@ from dare import api
 from dare.cli import DONE, UsageError, show
 from dare.cli.flags import METHOD, MISFITS, RESOURCES, RUN, Debug, Json, Overwrite, Quiet, switch
 from dare.deltas.compressing import compress as compress_model
-from dare.deltas.schemes import BITS, Bits
+from dare.deltas.packing import USUAL_RATES
 from dare.errors import DareWarning
 from dare.output.report import Report
 
@@ -40,7 +40,7 @@ def compress(
         Parameter(group=METHOD, help="Share of the changes to drop. By default it suits the bits."),
     ] = None,
     bits: Annotated[
-        Literal["native", "8", "4", "2", "1"] | None,
+        Literal["native", "4", "2"] | None,
         Parameter(
             group=METHOD,
             help="Bits for each kept change; native keeps the stored value. By default 2.",
@@ -65,16 +65,6 @@ def compress(
             help="A drop rate for the tensors whose names match, such as '*.mlp.*: 0.95'.",
         ),
     ] = None,
-    target_size: Annotated[
-        str | None,
-        Parameter(group=METHOD, help="Choose rate and bits for the smallest error in this size."),
-    ] = None,
-    target_error: Annotated[
-        float | None,
-        Parameter(
-            group=METHOD, help="Choose rate and bits for the smallest file within this error."
-        ),
-    ] = None,
     lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
     on_missing: Annotated[
         Literal["error", "base"], Parameter(group=MISFITS, help="If the model lacks a tensor.")
@@ -94,8 +84,8 @@ def compress(
     debug: Debug = False,
 ) -> int:
     """Store a fine-tune as its change to the base."""
-    if lossless and (drop_rate, bits, target_size, target_error) != (None,) * 4:
-        raise UsageError("--lossless keeps everything; leave out rates, bits and targets")
+    if lossless and (drop_rate, bits) != (None, None):
+        raise UsageError("--lossless keeps everything; leave out --drop-rate and --bits")
     console = show.console(json=json, quiet=quiet)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DareWarning)  # the report has them
@@ -105,12 +95,10 @@ def compress(
             output,
             drop_rate=drop_rate,
             seed=seed,
-            bits=_bits(bits),
+            bits=None if bits is None else {str(known): known for known in USUAL_RATES}[bits],
             keep=keep,
             embedding_drop_rate=embedding_drop_rate,
             drop_rates=dict(map(_rate, tensors or ())),
-            target_size=target_size,
-            target_error=target_error,
             lossless=lossless,
             on_missing=on_missing,
             on_extra=on_extra,
@@ -124,11 +112,6 @@ def compress(
     if json:
         show.json(report.to_json())
     return DONE
-
-
-def _bits(word: str | None) -> Bits | None:
-    by_word: dict[str, Bits] = {str(bits): bits for bits in BITS}
-    return None if word is None else by_word[word]
 
 
 def _rate(text: str) -> tuple[str, float]:

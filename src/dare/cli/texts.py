@@ -199,7 +199,6 @@ It is a model like any other: merge it, analyze it, or make the model of it.
 [bold]Examples[/bold]
 
   dare compress base math -o math.delta.safetensors
-  dare compress base math -o math.delta.safetensors --target-size 40MB
   dare compress base math -o math.delta.safetensors --drop-rate 0.9 --bits 4
   dare compress base math -o math.delta.safetensors --lossless
   dare base math.delta.safetensors code -o merged""",

@@ -14,20 +14,10 @@ from typing import Any
 import numpy as np
 
 from dare import __version__
-from dare.analysis.measure.glance import glance
-from dare.deltas.choosing import Choice
 from dare.deltas.jobs import Job, Records, lossless_job, lossy_job
+from dare.deltas.packing import Bits, Keep, choose_scheme
 from dare.deltas.reports import DeltaReport, make_report
-from dare.deltas.schemes import Asked, Bits, Keep
-from dare.errors import (
-    Concern,
-    MismatchError,
-    Notice,
-    OutputError,
-    RecipeError,
-    Strength,
-    warn_caller,
-)
+from dare.errors import Concern, MismatchError, Notice, OutputError, Strength, warn_caller
 from dare.inputs.delta_files import file_part, part_names, part_sizes, part_type
 from dare.inputs.delta_notes import INDEX, KEY, VERSION, DeltaNotes
 from dare.output.journal import JOURNAL_VERSION, Record
@@ -43,11 +33,9 @@ from dare.tensors.chunks import chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import MAX_METADATA, Described
-from dare.tensors.sizes import parse_size, show_size
+from dare.tensors.sizes import show_size
 
 AnyPath = str | PathLike[str]
-CLOSE = 1.05
-"""How far over a target an error may be: it is predicted from a part of the model."""
 
 
 def compress(
@@ -61,8 +49,6 @@ def compress(
     keep: Keep = "random",
     embedding_drop_rate: float | None = None,
     drop_rates: Mapping[str, float] | None = None,
-    target_size: int | str | None = None,
-    target_error: float | None = None,
     lossless: bool = False,
     overwrite: bool = False,
     resume: bool = True,
@@ -71,11 +57,11 @@ def compress(
 ) -> DeltaReport:
     """Write a model as its change to a base, in a small part of its space.
 
-    If neither a rate nor bits are given, they are those that keep most (docs/deltas-measured.md). A
-    `target_size` (40_000_000, or "40MB") or a `target_error` chooses them by what the analysis
-    predicts. `drop_rates` are rates for the tensors whose names match a pattern (`*` and `?` as in
-    a shell). `lossless` keeps all of the model, bit for bit. Other settings are those of a `Recipe`
-    that say how inputs are read: `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
+    If neither a rate nor bits are given, they are those that keep most (docs/deltas-measured.md);
+    the report says what the file takes and how far it is off. `drop_rates` are rates for the
+    tensors whose names match a pattern (`*` and `?` as in a shell). `lossless` keeps all of the
+    model, bit for bit. Other settings are those of a `Recipe` that say how inputs are read:
+    `on_missing`, `on_extra`, `threads`, `max_memory`, `allow_pickle`.
     """
     started = time.perf_counter()
     target = to_path(output)
@@ -87,25 +73,13 @@ def compress(
     if lossless:
         job = lossless_job(given)
     else:
-        asked = Asked(
-            seed,
-            keep,
-            bits,
-            drop_rate,
-            embedding_drop_rate,
-            drop_rates or {},
-            _read_size(target_size),
-            target_error,
-        )
-        job = lossy_job(given, asked)
+        scheme = choose_scheme(drop_rate, bits, keep)
+        job = lossy_job(given, scheme, seed, drop_rates or {}, embedding_drop_rate)
     plan = job.plan
     layout = Layout(target, {target.name: ()})
     settle(layout)
     inputs = [file for source in (plan.base, *plan.models) for file in source.files]
     check_target(layout, inputs, overwrite=overwrite)
-    notices = (
-        [] if lossless else [n for n in glance(plan).notices if n.about is not Concern.LOW_RANK]
-    )
     model_files = plan.base.files if lossless else plan.models[0].files
     model_bytes = sum(file.stat().st_size for file in model_files)
     chunks = {tensor.name: tensor.chunks for tensor in plan.tensors}
@@ -135,33 +109,13 @@ def compress(
             resumed_chunks=len(partial.resumed),
             seconds=time.perf_counter() - started,
             notes=plan.notes,
-            warnings=(*plan.warnings, *notices, *_too_large(partial.size, model_bytes)),
+            warnings=(*plan.warnings, *_too_large(partial.size, model_bytes)),
         )
-        if job.choice is not None:
-            report = _held_against(job.choice, report)
         _finish(job, header, report, partial, overwrite=overwrite)
     if verbose:
         for notice in report.warnings:
             warn_caller(notice.text)
     return report
-
-
-def _held_against(choice: Choice, report: DeltaReport) -> DeltaReport:
-    """The report with what was expected of the chosen settings, and whether the target is met."""
-    note = (
-        f"chosen: {choice.table[0]}; {show_size(choice.predicted_bytes)} and an "
-        f"error of {choice.predicted_error:.3g} of the weights were predicted"
-    )
-    missed = []
-    if choice.target_size is not None and report.bytes_written > choice.target_size:
-        missed.append(f"the file takes {report.bytes_written:,} bytes, not {choice.target_size:,}")
-    if choice.target_error is not None and report.weight_error > CLOSE * choice.target_error:
-        missed.append(f"the error is {report.weight_error:.3g}, not {choice.target_error:.3g}")
-    notices = [
-        Notice(Concern.MISSED_TARGET, f"{text}: the model is not like the part that was looked at")
-        for text in missed
-    ]
-    return replace(report, notes=(*report.notes, note), warnings=(*report.warnings, *notices))
 
 
 def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
@@ -172,16 +126,6 @@ def _too_large(nbytes: int, model_bytes: int) -> Iterator[Notice]:
             "keep the model, or drop more",
             Strength.NOTE,
         )
-
-
-def _read_size(size: int | str | None) -> int | None:
-    try:
-        nbytes = parse_size(size)
-    except ValueError as error:
-        raise RecipeError(f"target_size = {size!r}: {error}") from None
-    if nbytes is None or (isinstance(nbytes, int) and nbytes > 0):
-        return nbytes
-    raise RecipeError(f"target_size = {size!r}: must be a number of bytes above 0")
 
 
 def _fingerprint(job: Job) -> str:

@@ -7,8 +7,8 @@ model, with the base beside it.
 
 from __future__ import annotations
 
-import fnmatch
 import glob
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,11 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dare.deltas.choosing import Choice, choose
-from dare.deltas.packing import LosslessCoder, Packer
-from dare.deltas.recognising import describe_adapter, recognise_lora
-from dare.deltas.schemes import Asked, Scheme
-from dare.errors import InputError
+from dare.analysis.measure.glance import glance
+from dare.deltas.packing import LosslessCoder, Packer, Scheme
+from dare.errors import Concern, InputError
 from dare.inputs.delta_files import DeltaSource, is_delta_file, sample
 from dare.inputs.delta_notes import (
     MAX_FILE_BYTES,
@@ -35,8 +33,9 @@ from dare.inputs.delta_notes import (
 from dare.inputs.directory import collect
 from dare.inputs.formats import read_config
 from dare.inputs.hub import resolve
+from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
-from dare.inputs.opening import Inputs, open_inputs
+from dare.inputs.opening import open_inputs
 from dare.inputs.small_files import read_limited
 from dare.inputs.sources import INDEX_NAME, MAX_INDEX_BYTES, FileSource, Source, open_source
 from dare.inputs.views import RenamedSource, SourceView
@@ -69,25 +68,27 @@ class Job:
     """What was asked for."""
     files: Mapping[str, tuple[StoredFile, bytes]] = field(default_factory=dict)
     """What else the model's folder holds, and how it is stored, if the base has it not."""
-    choice: Choice | None = None
-    """Why it is these settings, if a target was given."""
 
 
 # ---------------------------------------------------------------- what is kept of a change
 
 
-def lossy_job(given: Mapping[str, Any], asked: Asked) -> Job:
+def lossy_job(
+    given: Mapping[str, Any],
+    scheme: Scheme,
+    seed: int,
+    drop_rates: Mapping[str, float],
+    embedding_drop_rate: float | None,
+) -> Job:
     """Pack what a scheme keeps; `given` are fields of a recipe."""
-    recipe, inputs = open_inputs(Recipe(**given, method="sum", seed=asked.seed))
+    recipe, inputs = open_inputs(Recipe(**given, method="sum", seed=seed))
     (model,), (entry,) = inputs.models, recipe.models
     _check_model(entry.file, model)
-    rates = dict(asked.drop_rates)
-    if asked.embedding_drop_rate is not None:
+    rates = dict(drop_rates)
+    if embedding_drop_rate is not None:
         embeddings = (glob.escape(name) for name in inputs.base.tensors if is_embedding(name))
-        rates = {**dict.fromkeys(sorted(embeddings), asked.embedding_drop_rate), **rates}
+        rates = {**dict.fromkeys(sorted(embeddings), embedding_drop_rate), **rates}
     files = _files_beside(*inputs.folders)
-    choice = _choose(asked, inputs, rates, files) if asked.has_target else None
-    scheme = choice.scheme if choice else asked.usual_scheme()
     rules = tuple(
         TensorRule(match=pattern, settings=_setting(scheme, check_drop_rate(rate)))
         for pattern, rate in rates.items()
@@ -97,12 +98,7 @@ def lossy_job(given: Mapping[str, Any], asked: Asked) -> Job:
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
     coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
     tied = [t for t in held if t.tied_to is not None and t.name in model.tensors]
-    low_rank = recognise_lora(inputs.base, model)
-    output = f"{entry.name}-lora"
-    notes = list(whole.notes)
-    if low_rank is not None:
-        notes.append(low_rank.advice(str(recipe.base), str(entry.file), output))
-    plan = replace(whole, tensors=tuple(coded), notes=tuple(notes))
+    plan = _with_notices(replace(whole, tensors=tuple(coded)))
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, scheme, records[t.key]) for t in (*coded, *tied)}
@@ -112,7 +108,7 @@ def lossy_job(given: Mapping[str, Any], asked: Asked) -> Job:
             mask=MASK_VERSION if scheme.keep == "random" else None,
             scheme=scheme.keep,
             bits=scheme.bits,
-            seed=asked.seed if scheme.keep == "random" else None,
+            seed=seed if scheme.keep == "random" else None,
             drop_rate=scheme.drop_rate,
             base=model_digest((infos[n][0], str(tensor.base)) for n, tensor in stored.items()),
             model=model_digest((infos[n][1], tensor.model) for n, tensor in stored.items()),
@@ -127,37 +123,25 @@ def lossy_job(given: Mapping[str, Any], asked: Asked) -> Job:
         "keep": scheme.keep,
         "drop_rate": scheme.drop_rate,
         "bits": scheme.bits,
-        "seed": asked.seed,
+        "seed": seed,
         "drop_rates": rates,
     }
-    return Job(plan, partial(Packer, scheme), describe, settings, files, choice)
+    return Job(plan, partial(Packer, scheme), describe, settings, files)
 
 
-def _choose(
-    asked: Asked,
-    inputs: Inputs,
-    rates: Mapping[str, float],
-    files: Mapping[str, tuple[StoredFile, bytes]],
-) -> Choice:
-    """What meets the target, of which the other files take their part."""
-    others = sum(len(coded) for _, coded in files.values())
-    target = None if asked.target_size is None else asked.target_size - others
-    fixed = {
-        name: rate
-        for pattern, rate in rates.items()
-        for name in fnmatch.filter(inputs.base.tensors, pattern)
-    }
-    choice = choose(
-        inputs.base,
-        inputs.models[0],
-        keep=asked.keep,
-        target_size=target,
-        target_error=asked.target_error,
-        bits=asked.bits,
-        fixed_rates=fixed,
-    )
-    size = choice.predicted_bytes + others
-    return replace(choice, predicted_bytes=size, target_size=asked.target_size)
+def _with_notices(plan: Plan) -> Plan:
+    """The plan with what is amiss, and a word if the change had better be kept as a LoRA."""
+    seen = glance(plan, asks_rank=True)
+    notices = [notice for notice in seen.notices if notice.about is not Concern.LOW_RANK]
+    notes, (rank,), (entry,) = plan.notes, seen.low_ranks, plan.recipe.models
+    if rank is not None:
+        command = ["dare", "lora", "extract", "--base", str(plan.recipe.base)]
+        command += ["--model", str(entry.file), "--output", f"{entry.name}-lora"]
+        notes += (
+            f"{entry.file}: its change has a rank of about {rank}, as a LoRA's has; an adapter may "
+            f"be smaller and better: {shlex.join([*command, '--rank', str(rank)])}",
+        )
+    return replace(plan, notes=notes, warnings=(*plan.warnings, *notices))
 
 
 def _chain(scheme: Scheme) -> dict[str, Any]:
@@ -185,8 +169,8 @@ def _check_model(path: Path, model: Source) -> None:
         inner = inner.inner
     if isinstance(inner, DeltaSource):
         raise InputError(f"{path}: is already a delta file; `dare apply` turns it into a model")
-    if (text := describe_adapter(model)) is not None:
-        raise InputError(f"{path}: {text}")
+    if isinstance(inner, LoraSource):
+        raise InputError(f"{path}: is already stored as an adapter, which is small; keep it")
 
 
 def _kept_tensor(

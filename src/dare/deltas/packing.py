@@ -1,16 +1,16 @@
-"""Coding chunks: the workers of `compress`, which do a plan's steps and add nothing to a base."""
+"""How a fine-tune is stored, and the workers of `compress`, which code it chunk by chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.deltas.schemes import Scheme
-from dare.errors import MismatchError
+from dare.errors import MismatchError, RecipeError
 from dare.inputs.delta_notes import AS_IN_BASE
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
@@ -25,6 +25,38 @@ from dare.tensors.planes import pack
 Floats = NDArray[np.float32]
 
 NO_THRESHOLD = np.int32(0x7FFFFFFF)
+
+Keep = Literal["random", "magnitude"]
+Bits = Literal["native", 4, 2]
+
+KEEP: tuple[Keep, ...] = ("random", "magnitude")
+USUAL_RATES: dict[Bits, float] = {"native": 0.9, 4: 0.8, 2: 0.62}
+"""The drop rate for so many bits, if none is given: about 0.8 bits for each parameter at 16 bit
+storage, and twice that for values as they are."""
+USUAL_BITS: Bits = 2
+"""What keeps most of a fine-tune in that size (docs/deltas-measured.md)."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is kept of every change, and in how many bits."""
+
+    drop_rate: float
+    bits: Bits
+    keep: Keep
+
+
+def choose_scheme(drop_rate: float | None, bits: Bits | None, keep: Keep) -> Scheme:
+    """Fill in the rate or the bits that are not given; a rate alone is for native values."""
+    for word, value, known in (("bits", bits, (None, *USUAL_RATES)), ("keep", keep, KEEP)):
+        if value not in known:
+            listed = ", ".join(str(one) for one in known if one is not None)
+            raise RecipeError(f"{word} = {value!r}: not known; use one of {listed}")
+    if bits is None:
+        bits = USUAL_BITS if drop_rate is None else "native"
+    if drop_rate is None:
+        drop_rate = USUAL_RATES[bits if keep == "random" else "native"]
+    return Scheme(drop_rate, bits, keep)
 
 
 class _Coder(Worker):

@@ -59,10 +59,15 @@ class Glance:
     """Of each model, for each matrix that was looked at."""
     suspects: tuple[TensorPlan, ...] = ()
     """Tensors in which a delta is not finite."""
+    low_ranks: tuple[int | None, ...] = ()
+    """Of each model about the rank of its change, if that is low, as a LoRA's is."""
 
 
-def glance(plan: Plan) -> Glance:
-    """Look at the weights of a planned merge and say what is amiss."""
+def glance(plan: Plan, *, asks_rank: bool = False) -> Glance:
+    """Look at the weights of a planned merge and say what is amiss.
+
+    Ranks are sought where dropping may hurt a LoRA, or if they are asked for.
+    """
     telling = [
         tensor
         for tensor in plan.merged()
@@ -82,10 +87,18 @@ def glance(plan: Plan) -> Glance:
                     values = _read_rows(source, tensor)
                     delta = values if source.holds_delta(tensor.name) else values - base
                     samples[model].append((tensor, base, delta))
+        rates = [_highest_rate(model, seen) for model, seen in enumerate(samples)]
+        ranks = tuple(
+            _low_rank(seen) if asks_rank or rate > limit("low_rank_rate") else None
+            for rate, seen in zip(rates, samples, strict=True)
+        )
         notices = [
             notice
             for model, seen in enumerate(samples)
-            for notice in (*_foreign(plan, model, seen), *_low_rank(plan, model, seen))
+            for notice in (
+                *_foreign(plan, model, seen),
+                *_dropped_lora(plan.model_names[model], ranks[model], rates[model]),
+            )
         ]
         changes = tuple(tuple(_change(*sample) for sample in seen) for seen in samples)
     suspects = {
@@ -94,7 +107,7 @@ def glance(plan: Plan) -> Glance:
         for tensor, _, delta in seen
         if not np.isfinite(delta).all()
     }
-    return Glance((*notices, *_twins(plan, samples)), changes, tuple(suspects.values()))
+    return Glance((*notices, *_twins(plan, samples)), changes, tuple(suspects.values()), ranks)
 
 
 def _read_rows(source: Source, tensor: TensorPlan) -> Floats:
@@ -164,29 +177,32 @@ def _foreign(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Noti
         )
 
 
-def _low_rank(plan: Plan, model: int, samples: Sequence[Sample]) -> Iterator[Notice]:
-    rates = [
-        settings["drop_rate"]
-        for tensor, _, _ in samples
-        for settings in tensor.settings_of(model)
-        if "drop_rate" in settings
-    ]
+def _highest_rate(model: int, samples: Sequence[Sample]) -> float:
+    settings = (settings for tensor, _, _ in samples for settings in tensor.settings_of(model))
+    return max((table["drop_rate"] for table in settings if "drop_rate" in table), default=0.0)
+
+
+def _low_rank(samples: Sequence[Sample]) -> int | None:
+    """The largest rank of the changes of a model, if each of them is low and there are any."""
     changed = [clean for _, _, delta in samples if (clean := without_spikes(delta)[0]).any()]
-    if not changed or max(rates, default=0) <= limit("low_rank_rate"):
-        return
-    ranks = []
+    largest = None
     with one_blas_thread():  # the matrices are small, and more threads take ten times as long
         for delta in changed:
             rank = _rank_if_low(delta)
             if rank is None:  # one is enough: no need to look at the others
-                return
-            ranks.append(rank)
-    yield Notice(
-        Concern.LOW_RANK,
-        f"{plan.model_names[model]}: its delta has a rank of about {max(ranks)}, as a LoRA's has, "
-        f"and drop_rate is {max(rates)}; 0.7 to {limit('low_rank_rate')} is the usual range for "
-        "LoRAs",
-    )
+                return None
+            largest = max(rank, largest or 0)
+    return largest
+
+
+def _dropped_lora(name: str, rank: int | None, drop_rate: float) -> Iterator[Notice]:
+    usual = limit("low_rank_rate")
+    if rank is not None and drop_rate > usual:
+        yield Notice(
+            Concern.LOW_RANK,
+            f"{name}: its delta has a rank of about {rank}, as a LoRA's has, and drop_rate is "
+            f"{drop_rate}; 0.7 to {usual} is the usual range for LoRAs",
+        )
 
 
 def _rank_if_low(delta: Floats) -> int | None:
