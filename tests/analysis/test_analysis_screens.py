@@ -1,4 +1,4 @@
-"""An analysis on one screen, and in full: what is said, and that it fits."""
+"""An analysis on one screen: what is said, and that it fits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Severity
 from dare.analysis.judge.readiness import RULES
 from dare.analysis.page.terminal import FEW_WORDS, RELATIONS, show_gravest, show_summary
-from dare.analysis.page.terminal_full import show_figures, show_findings
 from dare.analysis.page.words import cosine, headline
 from dare.analysis.results import Origin
-from dare.output.page.words import number, share
+from dare.output.page.words import share
 
 WIDTHS = pytest.mark.parametrize("width", [80, 100, 120])
 LONG = "a-model-with-a-name-that-is-much-longer-than-any-column-of-a-terminal-can-be-"
@@ -79,7 +78,7 @@ def three():
     return make_three()
 
 
-def printed(judged, width, *, full=False, encoding="utf-8"):
+def printed(judged, width, *, encoding="utf-8"):
     analysis, readiness, advice = judged
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")
@@ -87,11 +86,7 @@ def printed(judged, width, *, full=False, encoding="utf-8"):
         width=width, file=file, highlight=False, markup=False, emoji=False, legacy_windows=False
     )
     show_summary(console, analysis, readiness, advice)
-    if full:
-        show_findings(console, analysis, readiness)
-        show_figures(console, analysis, advice)
-    else:
-        show_gravest(console, analysis, readiness)
+    show_gravest(console, analysis, readiness)
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -103,15 +98,14 @@ def rows(text, name):
 # ---------------------------------------------------------------- what fits
 
 
-@pytest.mark.parametrize("full", [False, True])
 @WIDTHS
 @pytest.mark.parametrize("count", [1, 3, 10])
-def test_no_line_is_longer_than_the_terminal_and_no_cell_is_wrapped(count, width, full):
+def test_no_line_is_longer_than_the_terminal_and_no_cell_is_wrapped(count, width):
     names = NAMES[:count]
     hostile = [*HOSTILE, *names][:count]
     for given in (names, hostile):
         analysis = make_models(given)
-        lines = printed((analysis, *judge(analysis)), width, full=full).splitlines()
+        lines = printed((analysis, *judge(analysis)), width).splitlines()
         assert max(map(cell_len, lines)) <= width
         header = next(line for line in lines if line.startswith(" model "))
         table = lines[lines.index(header) + 2 :][: count + 1]
@@ -207,11 +201,7 @@ def test_models_that_have_nothing_to_do_with_each_other_have_no_overlap():
 
 def test_one_model_has_no_overlap():
     analysis = make_models(NAMES[:1])
-    judged = (analysis, *judge(analysis))
-    for full in (False, True):
-        text = printed(judged, 80, full=full)
-        assert "Overlap" not in text
-        assert "Every two models" not in text
+    assert "Overlap" not in printed((analysis, *judge(analysis)), 80)
 
 
 def test_where_nothing_fits_the_advice_is_to_merge_none():
@@ -239,46 +229,9 @@ def test_every_rule_that_has_words_is_a_rule():
     assert names - set(FEW_WORDS) <= {"lora"}
 
 
-# ---------------------------------------------------------------- in full
-
-
-@WIDTHS
-def test_all_figures_are_there_on_request(three, width):
-    analysis, readiness, advice = three
-    text = printed((analysis, readiness, advice), width, full=True)
-    flat = " ".join(text.split())
-    for model in analysis.models:
-        assert number(model.total.mean_magnitude) in text
-        for statistics in model.by_kind.values():
-            assert share(statistics.relative_norm) in text
-    for pair in analysis.pairs:
-        assert cosine(pair.total.cosine) in text
-        assert share(pair.total.conflict) in text
-    for finding in readiness.findings:
-        assert finding.matters in flat
-    for suggestion in advice.suggestions:
-        assert suggestion.reason in flat
-    for doubt in advice.doubts:
-        assert f"Caveat {doubt}" in flat
-
-
-def test_models_are_rows(ten):
-    text = printed(ten, 80, full=True)
-    # the first screen, magnitudes, kinds and errors; pairs are ranked
-    assert len(rows(text, "law")) >= 4
-
-
-def test_the_largest_change_has_the_longest_bar(three):
-    text = printed(three, 120, full=True)
-    kinds = text[text.index("Change by kind") : text.index("Every two")]
-    bars = {line.split()[0]: line.count("█") for line in kinds.splitlines() if "█" in line}
-    assert max(bars, key=bars.__getitem__) == "chat"
-
-
-def test_marks_and_bars_are_plain_where_others_cannot_be_written(three):
-    text = printed(three, 120, full=True, encoding="latin-1")
-    assert "####" in text
-    assert "+ ready: smaller than others" in text
+def test_marks_are_plain_where_others_cannot_be_written(three):
+    text = printed(three, 120, encoding="latin-1")
+    assert "+ ready" in text
     assert "✓" not in text
 
 

@@ -699,9 +699,8 @@ class Analyses(OneFile):
     change = staticmethod(change_json)
 
     def open(self) -> None:
-        from dare.analysis.documents import to_json, write_tables
+        from dare.analysis.documents import to_json
         from dare.analysis.page.terminal import show_gravest, show_summary
-        from dare.analysis.page.terminal_full import show_figures, show_findings
         from dare.cli.template import advised_toml
 
         judged = self.judge()
@@ -712,10 +711,6 @@ class Analyses(OneFile):
         analysis, readiness, advice = judged
         show_summary(console, analysis, readiness, advice)
         show_gravest(console, analysis, readiness)
-        show_findings(console, analysis, readiness)
-        if analysis.models:
-            show_figures(console, analysis, advice)
-        write_tables(self.folder / "tables", *judged)
 
     def judge(self) -> Judged:
         """Read the analysis; what is made of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import shlex
 import shutil
@@ -37,16 +36,12 @@ def analysis(folder: Path, analysed: str) -> Path:
     return folder / "analysis.json"
 
 
-def test_analyze_says_what_decides_and_in_full_the_rest(folder):
+def test_analyze_says_what_decides_and_what_tells_more(folder):
     found = dare_succeeds("analyze", *INPUTS)
     assert found.out.startswith("Ready to merge by dare+")
-    for word in ("math", "code", "Overlap", "Advice", "Error"):
+    for word in ("math", "code", "Overlap", "Advice", "Error", f"dare report {' '.join(INPUTS)}"):
         assert word in found.out
     assert "Caveat" not in found.out
-    full = dare_succeeds("analyze", *INPUTS, "--full")
-    for word in ("Magnitudes", "by kind", "Every two models", "drop_rate of math", "Caveat"):
-        assert word in full.out
-    assert "--full" not in full.out
 
 
 def test_the_next_commands_can_be_typed(folder, monkeypatch):
@@ -133,25 +128,6 @@ def test_a_recipe_or_an_output_stands_for_its_models(folder):
         assert [model["name"] for model in found["models"]] == ["math", "code"]
 
 
-def test_the_tables_hold_what_the_json_holds(folder, analysis):
-    found = dare_succeeds("analyze", analysis, "--csv", "tables", "--json").json
-
-    def rows(name):
-        with Path(f"tables/{name}.csv").open(newline="") as file:
-            return list(csv.DictReader(file))
-
-    assert [float(row["norm"]) for row in rows("models")] == [
-        model["total"]["norm"] for model in found["models"]
-    ]
-    assert len(rows("tensors")) == sum(len(model["tensors"]) for model in found["models"])
-    assert len(rows("suggestions")) == len(found["advice"]["suggestions"])
-    (pair,) = (row for row in rows("pairs") if row["layer"] == "all")
-    assert float(pair["cosine"]) == found["pairs"][0]["total"]["cosine"]
-    counts = sum(int(row["count"]) for row in rows("histograms") if row["model"] == "math")
-    total = found["models"][0]["total"]
-    assert counts == total["elements"] - total["zeros"]
-
-
 def test_not_ready_is_a_failure(folder):
     base = base_arrays()
     other = {
@@ -184,7 +160,7 @@ def test_where_nothing_can_be_merged_there_is_no_recipe(folder):
     dare_succeeds("analyze", *given, "-o", "a.json", "--quiet")
     found = dare("init", "--from-analysis", "a.json", "--output", "m.safetensors")
     assert found.status == 1
-    assert "`dare analyze a.json --full`" in found.err
+    assert "`dare analyze a.json`" in found.err
     assert not Path("recipe.toml").exists()
 
 
@@ -256,7 +232,6 @@ WRITTEN = {
     "figures": ("report", "analysis.json", "-q", "-o", "b.html", "--figures"),
     "a.json": ("analyze", "analysis.json", "-q", "-o", "a.json"),
     "c.html": ("analyze", "analysis.json", "-q", "--html", "c.html"),
-    "tables/models.csv": ("analyze", "analysis.json", "-q", "--csv", "tables"),
     "d.toml": ("init", *INPUTS, "--to", "d.toml"),
 }
 

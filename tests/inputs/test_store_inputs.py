@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import dare
-from dare.analysis.headers import compare_headers
 from dare.api import merge, plan
 from dare.cli import main
 from dare.deltas.compressing import compress
@@ -284,28 +283,6 @@ def test_a_plan_of_many_shards_takes_few_requests(web):
     assert sum(web.sent_bytes.values()) < 40e6
 
 
-def test_headers_are_compared_without_weights(web, models, tmp_path):
-    odd = {**arrays(3), "extra": np.zeros(3, np.float16), "norm": np.zeros(10, np.float16)}
-    del odd["layers.1.w"]
-    save(models / "odd.safetensors", odd)
-    places = served(web, models)
-    found = compare_headers(places["base"], [places["code"], f"{web.url}/in/odd.safetensors"])
-    assert not found.fits
-    code, odd_one = found.models
-    assert (code.fits, code.fitting, code.tensors) == (True, 4, 4)
-    assert code.types == {"F16": code.parameters}
-    assert (odd_one.missing, odd_one.extra) == (("layers.1.w",), ("extra",))
-    assert odd_one.mismatched == (("norm", "9 F16", "10 F16"),)
-    assert odd_one.findings == [
-        "lacks layers.1.w",
-        "has what the base has not: extra",
-        "has another shape: norm (9 F16 in the base, 10 F16 here)",
-    ]
-    assert json.loads(json.dumps(found.to_dict()))["models"][0]["fits"] is True
-    weights = sum(n for name, n in web.sent_bytes.items() if name.endswith(".safetensors"))
-    assert weights <= 5 * reading.FIRST_BYTES
-
-
 # ---------------------------------------------------------------- the hub
 
 
@@ -341,15 +318,11 @@ def test_models_on_the_hub_are_merged_where_they_lie(on_hub, models, tmp_path):
         assert b"topsecret" not in path.read_bytes()
 
 
-def test_a_plan_and_headers_fetch_nothing(on_hub, models, tmp_path):
+def test_a_plan_fetches_nothing(on_hub, models, tmp_path):
     planned = plan(Recipe(base="org/base", models=["org/code"], output="out", verbose=False))
     commit = on_hub.refs["org/base", "main"]
     assert planned.recipe.base == Path(f"org/base@{commit}")
     assert isinstance(planned.base.files[0], StorePath)
-    found = compare_headers("org/base", ["hf://org/code"], verbose=False)
-    assert found.fits
-    assert found.base.file == f"org/base@{commit}"
-    assert found.models[0].file == f"hf://org/code@{on_hub.refs['org/code', 'main']}"
     assert not (tmp_path / "cache").exists() or not list(
         (tmp_path / "cache").rglob("*.safetensors")
     )
@@ -397,10 +370,6 @@ def test_the_command_line_takes_addresses_and_shows_no_secret(
     status, shown, _ = run("plan", "--base", base, "--merge", math, code, "--output", "out")
     assert status == 0
     assert f"{web.url}/in/base" in shown
-    status, shown, _ = run("analyze", "--headers", "--json", base, math)
-    assert (status, json.loads(shown)["fits"]) == (0, True)
-    status, shown, _ = run("analyze", "--headers", base, math)
-    assert "All models fit the base" in shown
     web.key = "sig=other"
     reading.forget()
     status, _, shown = run("merge", "--base", base, "--merge", math, "--output", "out", "--debug")

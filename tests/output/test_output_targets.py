@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import dare
-from dare.analysis.emr import emr_tasks, tasks_path
 from dare.errors import OutputError
 from dare.output.targets import MANIFEST_NAME, MARK_NAME, manifest_path, partial_folder
 from helpers import listing, save, sha256
@@ -235,16 +234,6 @@ def test_a_folder_with_a_file_that_has_changed_is_not_replaced(inputs, tmp_path,
     with pytest.raises(OutputError, match=f"out: contains {name}, which has changed since"):
         merge_to(output, inputs / "model")
     assert (output / name).read_bytes() == before
-
-
-def test_masks_do_not_replace_a_file_that_is_something_else(models, tmp_path):
-    output = tmp_path / "out.safetensors"
-    dare.merge(base=models[0], models=[models[1]], output=output, method="emr", verbose=False)
-    theirs = tasks_path(output)
-    theirs.write_text("years of work")
-    with pytest.raises(OutputError, match="was not made by dare"):
-        emr_tasks(output, overwrite=True)
-    assert theirs.read_text() == "years of work"
 
 
 LONGEST = {".safetensors": 255 - len(".manifest.json"), "": 255 - len(f".replaced-{os.getpid()}")}

@@ -16,14 +16,16 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+import pydantic_core
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from dare.analysis.checking import find_fault
 from dare.errors import InputError, printable
+from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_limited
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import named, times
@@ -34,6 +36,14 @@ MAX_BYTES = 1 << 30
 """Of such a document; one tensor of one model takes some 2,000."""
 OUTSIDE = -1
 """The layer of a tensor that stands in none."""
+
+# What `dare analyze` could not have written is refused when a file is read, so that no rule, table
+# or figure has to expect it. The square of any figure, and its product with a count, are finite.
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]
+Size = Annotated[float, Field(ge=0, le=1e100)]
+Signed = Annotated[float, Field(ge=-1e100, le=1e100)]
+Layer = Annotated[int, Field(ge=OUTSIDE, lt=1 << 31)]
 
 
 class Kind(StrEnum):
@@ -61,11 +71,11 @@ class Origin(StrEnum):
 class Quantiles:
     """Magnitudes below which 1, 5, 50, 95 and 99 % of the elements lie; right to 0.4 %."""
 
-    p1: float
-    p5: float
-    p50: float
-    p95: float
-    p99: float
+    p1: Size
+    p5: Size
+    p50: Size
+    p95: Size
+    p99: Size
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,8 @@ class Histogram:
     Bin i counts magnitudes from 2**(lowest + i) up to but not 2**(lowest + i + 1).
     """
 
-    lowest: int
-    counts: tuple[int, ...]
+    lowest: Annotated[int, Field(ge=-1100, lt=1100)]
+    counts: Annotated[tuple[Count, ...], Field(max_length=2200)]
 
 
 @dataclass(frozen=True)
@@ -87,14 +97,14 @@ class Inliers:
     above all others and hold much of its change.
     """
 
-    outliers: int
+    outliers: Count
     """Elements that are left out."""
-    norm: float
-    mean_magnitude: float
-    largest: float
-    negligible: float
+    norm: Size
+    mean_magnitude: Size
+    largest: Size
+    negligible: Share
     """Share of elements whose magnitude is under 1 % of the largest that is no outlier."""
-    concentration: float
+    concentration: Size
     """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
 
 
@@ -102,25 +112,31 @@ class Inliers:
 class Statistics:
     """Of the deltas of a set of tensors: one tensor, a layer, a kind, a whole model."""
 
-    elements: int
-    zeros: int
-    not_finite: int
+    elements: Count
+    zeros: Count
+    not_finite: Count
     """NaN and infinite elements, which no other figure takes in."""
-    mean: float
-    std: float
-    mean_magnitude: float
-    smallest: float
+    mean: Signed
+    std: Size
+    mean_magnitude: Size
+    smallest: Size
     """The least magnitude that is not zero; 0 if there is none."""
-    largest: float
+    largest: Size
     quantiles: Quantiles
-    negligible: float
+    negligible: Share
     """Share of elements whose magnitude is under 1 % of the largest, zeros among them."""
-    norm: float
-    base_norm: float
-    excess_kurtosis: float
+    norm: Size
+    base_norm: Annotated[float, Field(ge=0)]
+    """Infinite if the base is."""
+    excess_kurtosis: Signed
     """0 for a Gaussian, 3 for a Laplace distribution, -1.2 for a uniform one."""
     histogram: Histogram
     inliers: Inliers
+
+    def __post_init__(self) -> None:
+        counted = self.zeros + self.not_finite
+        if counted > self.elements or (self.norm and counted == self.elements):
+            raise ValueError("more elements are zero or not finite than there can be")
 
     @property
     def relative_norm(self) -> float:
@@ -139,30 +155,34 @@ class Statistics:
 class Spectrum:
     """The singular values of one matrix's delta, or of a window of it."""
 
-    rows: int
+    rows: Count
     """Of what was looked at: those of the tensor, or fewer, evenly spread over it."""
-    columns: int
-    values: tuple[float, ...]
+    columns: Count
+    values: Annotated[tuple[Size, ...], Field(min_length=1)]
     """Up to 64 of them, falling: all, or evenly spread over the ranks 1 to min(rows, columns)."""
-    ranks: tuple[int, ...]
+    ranks: tuple[Count, ...]
     """Which those are, from 1."""
-    effective_rank: float
+    effective_rank: Size
     """exp of the entropy of σ/Σσ."""
-    stable_rank: float
+    stable_rank: Size
     """Σσ² / σ₁²."""
-    rank_99: int
+    rank_99: Count
     """How many directions hold 99 % of Σσ²."""
-    tail_share: float
+    tail_share: Share
     """Share of Σσ² in the weaker half of the directions."""
-    bulk_edge: float
+    bulk_edge: Size
     """The largest singular value that noise as strong as the weaker half of the directions would
     have (Marchenko-Pastur)."""
-    outliers: int
+    outliers: Count
     """Singular values above that edge: directions that are no noise."""
-    outlier_share: float
+    outlier_share: Share
     """Their share of Σσ²."""
-    low_rank: int | None
+    low_rank: Count | None
     """The rank, if the delta is one of low rank, as a LoRA's is; else None."""
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.ranks):
+            raise ValueError("a spectrum needs as many ranks as values")
 
 
 @dataclass(frozen=True)
@@ -171,9 +191,9 @@ class TensorAnalysis:
 
     name: str
     kind: Kind
-    layer: int
+    layer: Layer
     """-1 for a tensor that stands in no layer."""
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     """Of the model's copy."""
     statistics: Statistics
@@ -184,7 +204,7 @@ class TensorAnalysis:
 class Cell:
     """All tensors of one kind in one layer."""
 
-    layer: int
+    layer: Layer
     kind: Kind
     statistics: Statistics
 
@@ -197,11 +217,11 @@ class ModelAnalysis:
     file: str
     total: Statistics
     by_kind: dict[Kind, Statistics]
-    by_layer: dict[int, Statistics]
+    by_layer: dict[Layer, Statistics]
     cells: tuple[Cell, ...]
     tensors: tuple[TensorAnalysis, ...]
     origin: Origin
-    likely_rank: int | None
+    likely_rank: Count | None
     """Of a LoRA: the largest rank that was seen."""
     missing: tuple[str, ...]
     """Weights of the base that the model lacks.
@@ -209,7 +229,7 @@ class ModelAnalysis:
     Its delta counts as zero there between models, and of an adapter in its own figures too; those
     of other models leave them out.
     """
-    dtypes: dict[str, int]
+    dtypes: dict[str, Count]
     """Elements by the storage type of the model's copy."""
     is_adapter: bool
     """Whether the model is given as an adapter, its delta computed from it."""
@@ -228,15 +248,15 @@ class ModelAnalysis:
 class Overlap:
     """How two deltas lie to each other, over some tensors."""
 
-    cosine: float
+    cosine: Signed
     """0 if one of them is zero."""
-    agreeing: float
+    agreeing: Share
     """Share, of the elements that both change, of those changed in the same direction."""
-    both: int
+    both: Count
     """Elements that both change."""
-    top_conflict: float
+    top_conflict: Share
     """Share of opposite directions among the elements that are in the top 1 % of both."""
-    top_overlap: float
+    top_overlap: Share
     """Share of one model's top 1 % (by magnitude, in each tensor that both change) that is in the
     other's too. All magnitudes within 0.4 % of the last one are in the top with it; tensors of
     more than 524,288 elements are sampled."""
@@ -254,8 +274,8 @@ class PairAnalysis:
     first: str
     second: str
     total: Overlap
-    by_layer: dict[int, Overlap]
-    ratio: float
+    by_layer: dict[Layer, Overlap]
+    ratio: Signed
     """The multiple of the first that comes nearest to the second: δ₁·δ₂ / ‖δ₁‖²; 0 if δ₁ = 0."""
 
     def __repr__(self) -> str:
@@ -271,11 +291,11 @@ class PairAnalysis:
 class Interference:
     """What a merge of all models with equal weights would lose to opposite changes."""
 
-    cancelled: float
+    cancelled: Share
     """1 - Σ|Σᵢ δᵢ| / Σᵢ Σ|δᵢ|: 0 if no changes oppose each other."""
-    conflicted: float
+    conflicted: Share
     """Share, of the elements that two models or more change, where not all signs agree."""
-    by_layer: dict[int, float]
+    by_layer: dict[Layer, Share]
     """The first figure for each layer."""
 
 
@@ -286,7 +306,7 @@ class Analysis:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # holds for all that it is made of
 
     base: str
-    base_dtypes: dict[str, int]
+    base_dtypes: dict[str, Count]
     """Elements by storage type."""
     models: tuple[ModelAnalysis, ...]
     pairs: tuple[PairAnalysis, ...]
@@ -297,8 +317,8 @@ class Analysis:
     """Tensors that could not be compared, each with the reason."""
     tied: tuple[str, ...]
     """Tensors that the base stores once and uses twice, as far as its configuration tells."""
-    bytes_read: int
-    seconds: float
+    bytes_read: Count
+    seconds: Size
 
     def __repr__(self) -> str:
         """The analysis in a line."""
@@ -380,8 +400,8 @@ class Analysis:
     def from_json(cls, text: str | bytes, where: str = "analysis") -> Self:
         """Read what `to_json` wrote."""
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            document = pydantic_core.from_json(text)  # refuses halves of characters
+        except ValueError as error:
             raise InputError(f"{where}: is no analysis: {error}") from None
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise InputError(f"{where}: is no analysis ({SCHEMA}); make one with `dare analyze`")
@@ -394,8 +414,15 @@ class Analysis:
             place = ".".join(map(str, first["loc"]))
             fault = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
             raise InputError(f"{where}: is no whole analysis: {place} {fault}") from None
-        if (found := find_fault(analysis)) is not None:
-            raise InputError(f"{where}: is no whole analysis: {found}")
+        pairs, names = [(pair.first, pair.second) for pair in analysis.pairs], {*analysis.names}
+        expected = combinations(analysis.names, 2)
+        if len(names) < len(analysis.models) or sorted(pairs) != sorted(expected):
+            raise InputError(f"{where}: is no whole analysis: pairs must be every two models")
+        types = [analysis.base_dtypes, *(model.dtypes for model in analysis.models)]
+        if unknown := {name for each in types for name in each} - STORAGE_TYPES.keys():
+            raise InputError(
+                f"{where}: is no whole analysis: dtypes has {sorted(unknown)[0]!a:.80}"
+            )
         return analysis
 
     @classmethod

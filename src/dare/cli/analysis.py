@@ -14,8 +14,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from dare import api
-from dare.analysis.documents import TABLES, to_json, write_tables
-from dare.analysis.headers import compare_headers
+from dare.analysis.documents import to_json
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.judge.settling import left_out
@@ -95,16 +94,9 @@ def analyze(
     *inputs: Inputs,
     steps: Steps = None,
     options: Options | None = None,
-    full: Annotated[bool, switch("Every figure, every finding, and the reasons.")] = False,
-    headers: Annotated[
-        bool, switch("Compare names, shapes and types only; no weights are read or fetched.")
-    ] = False,
     output: Annotated[
         Path | None,
         Parameter(name=["--output", "-o"], group=WRITES, help="The analysis, as JSON."),
-    ] = None,
-    csv: Annotated[
-        Path | None, Parameter(group=WRITES, help="Tables as CSV, into this directory.")
     ] = None,
     html: Annotated[
         Path | None, Parameter(group=WRITES, help="A page with figures: see dare report.")
@@ -117,50 +109,24 @@ def analyze(
     """Say what the weights show."""
     check_free(output, "analysis", overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
-    for table in () if csv is None else [csv / f"{name}.csv" for name in TABLES]:
-        check_free(table, "table", overwrite=overwrite)
     console = show.console(json=json, quiet=quiet)
-    if headers:
-        if output is not None or csv is not None or html is not None:
-            raise UsageError("--headers prints what it finds, and writes no file; use --json")
-        return _compare_headers(inputs, options, console, json=json)
     judged = judge(inputs, options, steps, verbose=not quiet)
-    more = _show(console, judged, full=full)
-    written = _write(judged, output=output, csv=csv, html=html)
+    analysis, readiness, advice = judged
+    from dare.analysis.page.terminal import show_gravest, show_summary
+
+    show_summary(console, analysis, readiness, advice)
+    more = show_gravest(console, analysis, readiness)
     console.print()
-    for line in written:
+    for line in _write(judged, output=output, html=html):
         console.print(printable(line), soft_wrap=True)
     same = _repeated(inputs if output is None else [output], options, steps)
-    following = _next_steps(console, judged, same)
-    following |= {"more": f"add --full for {more}"} if more else {}
-    if following:
-        show.next_steps(console, "Next", following)
+    show.next_steps(console, "Next", _next_steps(console, advice, same, more))
     if json:
         show.json(to_json(*judged))
-    _, readiness, _ = judged
     return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
 
 
-def _show(console: Console, judged: Judged, *, full: bool) -> str:
-    """The screen that decides, with `full` everything; return what is not shown."""
-    from dare.analysis.page.terminal import show_gravest, show_summary
-
-    analysis, readiness, advice = judged
-    show_summary(console, analysis, readiness, advice)
-    if not full:
-        return show_gravest(console, analysis, readiness)
-    from dare.analysis.page.terminal_full import show_figures, show_findings
-
-    console.print()
-    show_findings(console, analysis, readiness)
-    if analysis.models:
-        show_figures(console, analysis, advice)
-    return ""
-
-
-def _write(
-    judged: Judged, *, output: Path | None, csv: Path | None, html: Path | None
-) -> list[str]:
+def _write(judged: Judged, *, output: Path | None, html: Path | None) -> list[str]:
     """Write the files that are asked for; say what is where."""
     said = []
     if output is not None:
@@ -168,8 +134,6 @@ def _write(
 
         write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
         said.append(f"The analysis is in {output}; `dare report {output}` makes a page of it")
-    if csv is not None:
-        said.append(f"{len(write_tables(csv, *judged))} tables are in {csv}")
     if html is not None:
         from dare.analysis.page import write_page
 
@@ -186,35 +150,21 @@ def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None
     return words if steps is None else [*words, "--steps", str(steps)]
 
 
-def _next_steps(console: Console, judged: Judged, same: Sequence[str]) -> dict[str, str]:
-    """The commands that make a merge of it."""
-    _, _, advice = judged
-    if not advice.recipe:
-        return {}
+def _next_steps(console: Console, advice: Advice, same: Sequence[str], more: str) -> dict[str, str]:
+    """The commands that make a merge of it, and the one that shows everything."""
     recipe = _free_name("recipe", ".toml")
-    advise = f"dare advise {shlex.join(same)} > {recipe}"
-    if not show.fits(console, advise):
-        advise = f"dare advise … > {recipe} (… as for analyze)"
-    return {"advise": advise, "merge": f"dare {recipe}"}
+    steps = {"advise": f"dare advise {{}} > {recipe}", "merge": f"dare {recipe}"}
+    steps = (steps if advice.recipe else {}) | {"more": f"dare report {{}} # {more}"}
+    words = shlex.join(same)
+    if not all(show.fits(console, step.format(words)) for step in steps.values()):
+        words = "…"
+    return {name: step.format(words) for name, step in steps.items()}
 
 
 def _free_name(stem: str, suffix: str) -> str:
     """A name for a file that is not there yet: the shell would write over it."""
     names = (f"{stem}{number or ''}{suffix}" for number in (0, *range(2, 100)))
     return next((name for name in names if not Path(name).exists()), f"{stem}{suffix}")
-
-
-def _compare_headers(
-    inputs: Sequence[Path], options: Options | None, console: Console, *, json: bool
-) -> int:
-    """Say what the headers show."""
-    base, models = _named([to_path(path) for path in inputs])
-    pickles = (options or Options()).allow_pickle
-    found = compare_headers(base, models, allow_pickle=pickles, verbose=not console.quiet)
-    show.headers(console, found)
-    if json:
-        show.json(jsonlib.dumps(found.to_dict(), indent=1, ensure_ascii=False))
-    return DONE if found.fits else FAILED
 
 
 def advise(

@@ -26,7 +26,6 @@ from dare.tensors.json_values import printable_json
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
-    from dare.analysis.headers import HeaderComparison
     from dare.deltas.reports import DeltaReport, Restoration
     from dare.output.report import ModelReport, Report
     from dare.output.slices import SliceReport
@@ -176,22 +175,6 @@ def _weight(weight: float | list[float]) -> str:
     if isinstance(weight, list):
         return f"[{', '.join(map(_weight, weight))}]"
     return f"{weight:.4g}"
-
-
-def headers(console: Console, found: HeaderComparison) -> None:
-    """What the headers of a base and its models say, and what does not fit."""
-    table = make_table("model", "file", "tensors >", "parameters >", "types", "fit the base >")
-    for model in (found.base, *found.models):
-        fitting = "" if model is found.base else f"{model.fitting:,}"
-        counts = f"{model.tensors:,}", f"{model.parameters:,}", ", ".join(model.types), fitting
-        table.add_row(shown(model.name), shown(model.file), *counts)
-    print_titled(console, "Headers", table)
-    for model in found.models:
-        for finding in model.findings:
-            console.print(Text.assemble((model.name, "bold red"), f"  {printable(finding)}"))
-        for note in model.notes:
-            console.print(Text.assemble(("Note", "bold"), f"  {printable(note)}"))
-    console.print("All models fit the base" if found.fits else "Not all models fit the base")
 
 
 def report(console: Console, report: Report) -> None:
@@ -371,8 +354,8 @@ def fits(console: Console, command: str) -> bool:
 def fold_command(command: str, width: int) -> list[str]:
     r"""A command in lines that a shell takes as one when they are copied together.
 
-    >>> fold_command("dare analyze base.safetensors 'my model' code --full", 32)
-    ['dare analyze base.safetensors \\', "  'my model' code --full"]
+    >>> fold_command("dare analyze base.safetensors 'my model' code --json", 32)
+    ['dare analyze base.safetensors \\', "  'my model' code --json"]
     """
     lines = [""]
     for word in WORD.findall(printable(command)):

@@ -87,7 +87,7 @@ def nothing_advised(advice: Advice, inputs: Sequence[str]) -> RecipeError:
     unfit = [f"{each.model}: {each.reason}" for each in advice.suggestions if each.model]
     return RecipeError(
         f"none of the models should be merged, so there is no recipe ({'; '.join(unfit)}); what "
-        f"can be done about it says `dare analyze {shlex.join(inputs)} --full`"
+        f"can be done about it says `dare analyze {shlex.join(inputs)}`"
     )
 
 

@@ -102,15 +102,15 @@ prints is of the bytes of all tensors in order of name.
 
 Says on one screen whether the models are ready to be merged and by which
 method, how large each change is, which models are alike or opposed, what
-dropping costs, what stands against a merge, and what to type next. With --full:
-every figure and every reason. The exit status is 1 if they are not ready.
+dropping costs, what stands against a merge, and what to type next. The page of
+`dare report` and --json have every figure and every reason. The exit status is
+1 if they are not ready.
 
 [bold]Examples[/bold]
 
   dare analyze base.safetensors math.safetensors code.safetensors
-  dare analyze base math code --full
   dare analyze base math code-lora --output analysis.json --html report.html
-  dare analyze recipe.toml --csv tables --json""",
+  dare analyze recipe.toml --json""",
     "advise": """Print a recipe that suits the models, with reasons.
 
 Drop rates, method and weights follow from what `dare analyze` measures; each

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from dare.analysis.results import OUTSIDE, Kind
-from dare.recipe.layers import SEQUENCES, count_layers, find_networks, stack_and_layer
+from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
 PATTERNS = (
@@ -86,27 +85,3 @@ def _order(counts: Mapping[str, int]) -> Callable[[list[str]], tuple[bool, int, 
         return len(stacks) == 1, -layers, "decoder" in stacks[0], stacks[0]
 
     return rank
-
-
-def name_layers(numbers: Mapping[str, int]) -> dict[int, str]:
-    """What the numbers of layers are called: with their stack, if there are several.
-
-    >>> name_layers(number_layers(["t5.encoder.block.0.w", "t5.decoder.block.0.w", "t5.norm.w"]))
-    {0: 'encoder.block.0', 1: 'decoder.block.0'}
-    >>> name_layers({"model.layers.0.w": 0, "model.layers.1.w": 1})
-    {0: '0', 1: '1'}
-    """
-    places = {name: place for name in numbers if (place := stack_and_layer(name)) is not None}
-    stacks = {stack for stack, _ in places.values()}
-    ends = Counter(map(_end_of, stacks))
-    titles = {stack: _end_of(stack) if ends[_end_of(stack)] == 1 else stack for stack in stacks}
-    return {
-        numbers[name]: f"{titles[stack]}.{layer}" if len(stacks) > 1 else str(layer)
-        for name, (stack, layer) in places.items()
-    }
-
-
-def _end_of(stack: str) -> str:
-    """The end of a stack's name that says enough: two parts, or one that nothing else has."""
-    parts = stack.split(".")
-    return parts[-1] if any(parts[-1] in names for names in SEQUENCES) else ".".join(parts[-2:])

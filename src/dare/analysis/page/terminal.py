@@ -1,6 +1,6 @@
 """An analysis on one screen of a terminal: what decides, and what to type next.
 
-`show_summary` keeps to a line for each model and to what is notable; `terminal_full` has the rest.
+A line for each model, what is notable, and the gravest findings; the page has the rest.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _overlap(analysis: Analysis, readiness: Readiness, names: Names) -> str:
         cosines = said_cosines([pair.total.cosine for pair in analysis.pairs])
         return f"no two models are alike or opposed; {cosines}"
     more = len(notable) - SHOWN
-    return "; ".join([*notable[:SHOWN], *([f"{more} more with --full"] if more > 0 else [])])
+    return "; ".join([*notable[:SHOWN], *([f"{more} more"] if more > 0 else [])])
 
 
 def _relation(finding: Finding) -> str:
