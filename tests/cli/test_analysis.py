@@ -258,42 +258,6 @@ def test_a_file_is_replaced_if_told_and_if_dare_wrote_it(folder, analysis, name)
     assert "years of work" in file.read_text()
 
 
-def test_two_recipes_or_two_merges_stand_side_by_side(folder, analysis, capfd):
-    written = 'base = "base.safetensors"\nmodels = ["math.safetensors", "code.safetensors"]\n'
-    for name, rate in (("low", 0.2), ("high", 0.8)):
-        settings = (
-            f'output = "{name}.safetensors"\nmethod = "dare+sum"\n[dare]\ndrop_rate = {rate}\n'
-        )
-        Path(f"{name}.toml").write_text(written + settings)
-        dare_succeeds(f"{name}.toml", "--quiet")
-    for one, other in (
-        ("low.toml", "high.toml"),
-        ("low.safetensors", "high.safetensors"),
-        (analysis, "low.toml"),
-    ):
-        dare_succeeds("report", one, "--against", other, "-o", "both.html", "--overwrite", "-q")
-        text = Path("both.html").read_text("utf-8")
-        assert f"{Path(one).name} or {Path(other).name}?" in text
-        assert ("math: survived" in text) == (one == "low.safetensors")
-        assert "+0.6</td>" in text or one == analysis
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("a.json", "b.json"), "2 inputs stand before it"),
-        ((), "0 inputs stand before it"),
-        (("base.safetensors",), "base without models"),
-        (("a.json", "--merged", "m.safetensors"), "in place of --merged"),
-        (("a.json", "--figures", "figures"), "leave --figures out"),
-    ],
-)
-def test_what_cannot_be_compared_is_said(folder, analysis, arguments, message):
-    found = dare("report", *arguments, "--against", analysis, "--quiet")
-    assert found.status != 0
-    assert message in found.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

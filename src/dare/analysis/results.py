@@ -420,9 +420,7 @@ class Analysis:
             raise InputError(f"{where}: is no whole analysis: pairs must be every two models")
         types = [analysis.base_dtypes, *(model.dtypes for model in analysis.models)]
         if unknown := {name for each in types for name in each} - STORAGE_TYPES.keys():
-            raise InputError(
-                f"{where}: is no whole analysis: dtypes has {sorted(unknown)[0]!a:.80}"
-            )
+            raise InputError(f"{where}: is no whole analysis: dtypes has {min(unknown)!a:.80}")
         return analysis
 
     @classmethod

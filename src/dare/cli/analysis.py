@@ -25,14 +25,12 @@ from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.template import advised_toml, nothing_advised
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
-from dare.output.places import short_name
 from dare.output.targets import check_free
 from dare.recipe.schema import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.files import read_beginning
 
 if TYPE_CHECKING:
-    from dare.analysis.page import Side
     from dare.analysis.page.outcome import Outcome
 
 WRITES = Group("What to write", sort_key=1)
@@ -234,10 +232,6 @@ def report(
         Path | None,
         Parameter(help="The output of a finished merge: what was kept, and how much survived."),
     ] = None,
-    against: Annotated[
-        Path | None,
-        Parameter(help="Compare: another analysis, recipe or output of a merge, side by side."),
-    ] = None,
     figures: Annotated[
         Path | None, Parameter(group=WRITES, help="Also each figure, into this directory.")
     ] = None,
@@ -254,15 +248,6 @@ def report(
     """Write the page."""
     check_free(output, "page", overwrite=overwrite)
     console = show.console(quiet=quiet)
-    if against is not None:
-        if merged is not None or figures is not None:
-            raise UsageError(
-                "--against makes a page of two: name an output in place of --merged, and leave "
-                "--figures out"
-            )
-        _compare(inputs, against, output, options, steps, verbose=not quiet)
-        console.print(f"The page is {output}; open it in a browser, no network is needed")
-        return DONE
     from dare.analysis.page import write_figures, write_page
 
     given = [merged] if merged is not None and not inputs else inputs
@@ -333,56 +318,3 @@ def _outcome(
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
     return outcome_of_manifest(read_manifest(place), analysis, survival, output=merged)
-
-
-def _compare(
-    inputs: Sequence[Path],
-    against: Path,
-    output: Path,
-    options: Options | None,
-    steps: int | None,
-    *,
-    verbose: bool,
-) -> None:
-    """Write the page of two; models that both name are analysed once."""
-    if len(inputs) != 1:
-        raise UsageError(
-            f"--against compares two, and {len(inputs)} inputs stand before it: name one analysis, "
-            "recipe or output of a merge"
-        )
-    from dare.analysis.page import write_comparison
-
-    first, second = to_path(inputs[0]), to_path(against)
-    one = _side(first, options, steps, None, verbose=verbose)
-    other = _side(second, options, steps, one.analysis, verbose=verbose)
-    if one.name == other.name:
-        one, other = replace(one, name=str(first)), replace(other, name=str(second))
-    write_comparison(output, one, other)
-
-
-def _side(
-    path: Path,
-    options: Options | None,
-    steps: int | None,
-    known: Analysis | None,
-    *,
-    verbose: bool,
-) -> Side:
-    """An analysis, a recipe or the output of a merge; `known` spares an analysis of the same."""
-    from dare.analysis.page import Side
-
-    name = short_name(str(path))
-    if is_analysis(path):
-        return Side(name, *judge([path], options, steps, verbose=verbose))
-    base, models = _named([path])
-    recipe = api.load_recipe(path)
-    inputs = [str(base), *map(str, models)]
-    if known is not None and inputs == [known.base, *(model.file for model in known.models)]:
-        analysis = known
-    else:
-        analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
-    judged = analysis, *judge_analysis(analysis, steps=steps, method=recipe.method)
-    manifest = find_manifest(path)
-    if manifest is None or not path.exists() or not manifest.exists():
-        return Side(name, *judged, recipe)
-    return Side(name, *judged, recipe, _outcome(path, analysis, options, verbose=verbose))

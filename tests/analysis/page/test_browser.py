@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import dare
 from dare.analysis.judge.advice import judge
-from dare.analysis.page import Side, write_comparison, write_page
+from dare.analysis.page import write_page
 from dare.cli import main
 from helpers import PATIENCE_SECONDS, eventually
 
@@ -426,20 +426,6 @@ def test_no_labels_of_twelve_models_overlap(crowded, width):
         assert whole == inner == width
 
     eventually(fits)
-
-
-def test_two_sides_are_drawn_together(browser, subject, tmp_path):
-    path = tmp_path / "both.html"
-    other = replace(subject.outcome, method="sum", survival=subject.outcome.survival[:2])
-    one = Side("one", subject.analysis, subject.readiness, subject.advice, None, subject.outcome)
-    write_comparison(path, one, replace(one, name="other", outcome=other))
-    tab = open_tab(browser, path, PHONE)
-    assert tab.page.locator(".chart svg").count() == 2
-    for tooltips in tab.page.evaluate(TOOLTIPS).values():
-        assert {frozenset(each) for each in tooltips} == {frozenset(("side", "model", "value"))}
-    axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
-    assert axe.run(tab.page)["violations"] == []
-    assert tab.said == []
 
 
 def test_without_scripts_the_numbers_are_still_there(browser, page):

@@ -12,7 +12,6 @@ from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, find_copies
 from dare.analysis.judge.settling import left_out
 from dare.analysis.page import series, words
-from dare.analysis.page.comparison import Groups, Side
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
@@ -115,29 +114,6 @@ def assemble_page(
         analysis=analysis,
         size_read=show_size(analysis.bytes_read),
         seconds=number(analysis.seconds),
-    )
-
-
-def assemble_comparison(
-    sides: tuple[Side, Side], groups: Groups, figures: Sequence[Figure], library: str
-) -> str:
-    """A page with both sides."""
-    sections = [Section("differences", "Side by side", "differences.html.jinja")]
-    if figures:
-        sections.append(Section("pictures", "Figures", "figures.html.jinja", tuple(figures)))
-    return render_page(
-        "dare.analysis.page",
-        "compare.html.jinja",
-        figures=figures,
-        library=library,
-        script="compare.js",
-        filters={"share": share},
-        title=f"{sides[0].name} or {sides[1].name} – dare",
-        sections=sections,
-        sides=sides,
-        headlines=[words.headline(side.readiness) for side in sides],
-        errors=[side.merged_error() for side in sides],
-        groups=groups,
     )
 
 

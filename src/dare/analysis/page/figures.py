@@ -567,42 +567,6 @@ def _said_of_marks(names: Sequence[str], advised: Mapping[str, float]) -> str:
     return f"{said}; nothing is dropped of {listed(undropped)}." if undropped else f"{said}."
 
 
-# ---------------------------------------------------------------- two side by side
-
-
-def compared(name: str, values: Sequence[tuple[str, str, float]]) -> Figure:
-    """Values of models in two analyses or merges."""
-    rows: list[Row] = [
-        {"side": side, "model": model, "value": finite(value) or 0.0, "label": share(value)}
-        for side, model, value in values
-    ]
-    sides, models = (list(dict.fromkeys(row[field] for row in rows)) for field in ("side", "model"))
-    numbers = [row["value"] for row in rows]
-    chart = alt.Chart().encode(
-        y=charts.model_axis(alt.Y, models),
-        yOffset=alt.YOffset("side:N", sort=sides),
-        x=alt.X("value:Q", title=None)
-        .scale(domain=[min(0.0, *numbers), 1.25 * max(0.01, *numbers)])
-        .axis(format="~%", tickCount=5),
-        tooltip=tooltip_of("side:N", "model:N", ("label:N", "value")),
-    )
-    bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
-    bars = bars.encode(color=by_name(alt.Color, sides, field="side"))
-    texts = chart.mark_text(align="left", dx=5, aria=False).encode(text="label:N")
-    columns: Columns = {
-        "model": lambda row: row["model"],
-        "in": lambda row: row["side"],
-        "value": lambda row: row["label"],
-    }
-    return _figure(
-        name,
-        charts.finish(alt.layer(bars, texts), rows, height=max(100, 26 * len(rows))),
-        listing(rows, columns),
-        sides=listed(tuple(sides)),
-        shares="; ".join(f"{row['model']} in {row['side']} {row['label']}" for row in rows),
-    )
-
-
 # ---------------------------------------------------------------- after a merge
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.page.assembly import assemble_comparison, assemble_page
-from dare.analysis.page.comparison import Side, compare, drawn_values
+from dare.analysis.page.assembly import assemble_page
 from dare.analysis.page.outcome import Outcome
 from dare.analysis.results import Analysis
 from dare.errors import InputError
@@ -38,17 +37,6 @@ def page_text(
     """The page itself."""
     figures = draw(analysis, advice, outcome)
     return assemble_page(analysis, readiness, advice, outcome, figures, library_for(figures))
-
-
-def write_comparison(path: Path, first: Side, second: Side) -> None:
-    """Write one HTML page with two analyses, recipes or finished merges side by side."""
-    check_installed()
-    groups = compare(first, second)
-    from dare.analysis.page.figures import compared
-
-    drawn = [compared(name, rows) for name, rows in drawn_values((first, second)).items()]
-    page = assemble_comparison((first, second), groups, drawn, library_for(drawn))
-    write_file(path, page.encode(), "page")
 
 
 def write_figures(

@@ -1,3 +1,0 @@
-// Nothing can be picked here.
-"use strict";
-darePage.drawAll();
