@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import Severity
-from dare.analysis.judge.limits import TABLE
+from dare.analysis.judge.judgement import RULES_FILE, Severity
 from dare.analysis.judge.readiness import RULES
 from dare.errors import DareError
 from dare.recipe.naming import FLAGS, OTHER_NAMES
@@ -347,8 +346,8 @@ def rules() -> str:
             _table(
                 ("limit", "value", "meaning", "source"),
                 (
-                    (f"`{each.name}`", f"{each.value:g}", each.meaning, each.source)
-                    for each in TABLE
+                    (f"`{name}`", f"{value:g}", meaning, source)
+                    for name, (value, meaning, source) in RULES_FILE["limits"].items()
                 ),
             ),
         ]

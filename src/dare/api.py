@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dare.analysis.judge.judgement import Advice
-from dare.analysis.measure.glance import Glance, glance
-from dare.analysis.measure.large_deltas import with_size_warnings
+from dare.analysis.measure.glance import Glance, glance, with_size_warnings
 from dare.errors import (
     Concern,
     InputError,

@@ -11,8 +11,7 @@ from made_up import analysis, make_base, mixed, tune
 
 from dare import merge
 from dare.analysis.judge.advice import METHODS, advise, find_guidelines
-from dare.analysis.judge.judgement import Evidence
-from dare.analysis.judge.limits import limit
+from dare.analysis.judge.judgement import Evidence, limit
 from dare.analysis.judge.prediction import (
     exposure_of,
     exposures_of,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dare import merge, plan
-from dare.analysis.measure.glance import MATRICES, _rank_if_low, _read_rows, glance
+from dare.analysis.measure.glance import MATRICES, _read_rows, glance
 from dare.errors import Concern, DareWarning
 from helpers import write_recipe
 
@@ -92,8 +92,11 @@ def test_matrices_too_small_to_tell_are_not_looked_at(tmp_path):
     assert notices(tmp_path, base, changed(base, full(5.0))) == []
 
 
-def test_nan_is_no_rank():
-    assert _rank_if_low(np.full((64, 64), np.nan, np.float32)) is None
+def test_nan_is_no_rank(tmp_path):
+    tuned = changed(model(), low_rank(0.0003, rank=8))
+    for values in tuned.values():
+        values[100, 0] = np.nan
+    assert Concern.LOW_RANK not in {n.about for n in notices(tmp_path, model(), tuned)}
 
 
 def test_it_reads_a_matrix_at_once_and_stops_at_the_first_full_rank(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, statistics, tune
 
 import dare
-from dare.analysis.judge.limits import TABLE, limit
+from dare.analysis.judge.judgement import limit
 from dare.analysis.judge.prediction import (
     Exposure,
     Prediction,
@@ -264,9 +264,3 @@ def test_q_is_where_loss_and_noise_balance(p, models):
     assert q <= 1
     if q < 1:
         assert cost(q) <= min(cost(q * 1.02), cost(q / 1.02))
-
-
-def test_limits_have_names_of_their_own():
-    assert len({each.name for each in TABLE}) == len(TABLE)
-    with pytest.raises(KeyError):
-        limit("nothing")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
 from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict
-from dare.analysis.judge.limits import limit
+from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict, limit
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import (
     BASE,

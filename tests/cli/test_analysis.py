@@ -209,7 +209,7 @@ def test_the_page_is_written_and_has_every_model(folder, analysis):
 
 
 def test_the_page_of_a_merge_tells_what_survived(folder, monkeypatch):
-    monkeypatch.setattr("dare.analysis.page.writing.draw_file", lambda *_: b"<svg/>")
+    monkeypatch.setattr("dare.analysis.page.assembly.draw_file", lambda *_: b"<svg/>")
     recipe = Recipe(
         base="base.safetensors",
         models=["math.safetensors", "code.safetensors"],

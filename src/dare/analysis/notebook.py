@@ -9,8 +9,8 @@ from typing import Any
 
 from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Advice, Readiness
+from dare.analysis.page.assembly import draw, page_text
 from dare.analysis.page.words import cosine, headline, origin
-from dare.analysis.page.writing import draw, page_text
 from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis
 from dare.errors import RecipeError, did_you_mean
 from dare.output.page.charts import alt

@@ -36,8 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict
-from dare.analysis.judge.limits import limit
+from dare.analysis.judge.judgement import Finding, Readiness, Severity, Verdict, limit
 from dare.analysis.judge.prediction import (
     Exposure,
     exposure_of,

@@ -17,7 +17,6 @@ from dare import api
 from dare.analysis.documents import to_json
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
-from dare.analysis.judge.settling import left_out
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
@@ -31,7 +30,7 @@ from dare.stores.locations import to_path
 from dare.tensors.files import read_beginning
 
 if TYPE_CHECKING:
-    from dare.analysis.page.outcome import Outcome
+    from dare.analysis.page.series import Outcome
 
 WRITES = Group("What to write", sort_key=1)
 
@@ -205,7 +204,7 @@ def advise(
     else:
         fixed = {"allow_pickle": True} if options is not None and options.allow_pickle else {}
         print(advised_toml(advice, output, **fixed), end="")
-    if (out := left_out(advice)) and not quiet:
+    if (out := advice.left_out) and not quiet:
         names = printable(", ".join(out))
         print(f"dare: left out of the recipe: {names}; its comments say why", file=sys.stderr)
     return DONE if advice.recipe else FAILED
@@ -307,7 +306,7 @@ def _outcome(
     merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
 ) -> Outcome:
     """What a finished merge did, and how far each model's delta is still in it."""
-    from dare.analysis.page.outcome import outcome_of_manifest
+    from dare.analysis.page.series import outcome_of_manifest
 
     place = find_manifest(merged)
     if place is None or not place.exists():

@@ -10,7 +10,7 @@ import sample
 from safetensors.numpy import save_file
 
 import dare
-from dare.analysis.page.outcome import outcome_of_manifest, outcome_of_report
+from dare.analysis.page.series import outcome_of_manifest, outcome_of_report
 from dare.errors import Concern, InputError, Notice
 
 

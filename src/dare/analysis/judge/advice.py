@@ -35,14 +35,15 @@ from typing import Any
 
 from dare.analysis.judge.groups import every, is_against, is_opposed, listed, said_cosines
 from dare.analysis.judge.judgement import (
+    LEFT_OUT,
     Advice,
     Evidence,
     Protection,
     Readiness,
     Severity,
     Suggestion,
+    limit,
 )
-from dare.analysis.judge.limits import limit
 from dare.analysis.judge.prediction import (
     OUTER,
     Exposure,
@@ -52,8 +53,7 @@ from dare.analysis.judge.prediction import (
     surviving_drop_rate,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.readiness import BASE, assess, readiness_for
-from dare.analysis.judge.settling import LEFT_OUT, settle
+from dare.analysis.judge.readiness import BASE, assess, readiness_for, settle
 from dare.analysis.results import Analysis, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.errors import RecipeError
 from dare.inputs.formats import read_config

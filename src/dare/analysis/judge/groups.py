@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dare.analysis.judge.limits import limit
+from dare.analysis.judge.judgement import limit
 from dare.analysis.results import Analysis, PairAnalysis
 
 Values = dict[str, Any]

@@ -1,12 +1,14 @@
-"""What is made of an analysis: a verdict with its findings, and advice with its reasons."""
+"""What is made of an analysis: a verdict with its findings, advice with its reasons, and limits."""
 
 from __future__ import annotations
 
 import glob
 import json
 import textwrap
+import tomllib
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib.resources import files
 from typing import Any
 
 from dare.errors import printable
@@ -15,6 +17,22 @@ from dare.tensors.sizes import named, times
 
 WIDTH = 100
 """Columns of the texts."""
+LEFT_OUT = "left out"
+"""What advice says of a model that it does not merge."""
+RULES_FILE: dict[str, Any] = tomllib.loads(
+    files("dare.analysis.judge").joinpath("rules.toml").read_text("utf-8")
+)
+LIMITS: dict[str, float] = {name: entry[0] for name, entry in RULES_FILE["limits"].items()}
+"""The numbers that judgements rest on; the file also has their meaning and where they come from."""
+
+
+def limit(name: str) -> float:
+    """The value of a limit.
+
+    >>> limit("foreign_delta")
+    0.03
+    """
+    return LIMITS[name]
 
 
 class Verdict(StrEnum):
@@ -180,6 +198,20 @@ class Advice:
     within the bound."""
     protect: tuple[Protection, ...] = ()
     """Where lower drop rates would pay most, the worst first; empty if no layer stands out."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The models that it does not merge."""
+        unfit = [s.model for s in self.suggestions if s.value == LEFT_OUT]
+        return tuple(name for name in unfit if name is not None)
+
+    def own(self, setting: str) -> dict[str, float]:
+        """The values of a setting that models have of their own, by name."""
+        return {
+            s.model: float(s.value)
+            for s in self.suggestions
+            if s.setting == setting and s.model is not None and not isinstance(s.value, str)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as plain values, ready for JSON; what is not finite is a string."""

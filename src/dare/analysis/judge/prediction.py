@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dare.analysis.judge.limits import limit
+from dare.analysis.judge.judgement import limit
 from dare.analysis.results import Kind, ModelAnalysis, Statistics, TensorAnalysis
 from dare.errors import RecipeError
 from dare.tensors.mask import check_drop_rate
@@ -224,9 +224,14 @@ def mean_bounded_error(
 
     Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
     """
-    exposures = [exposure for exposure in exposures if math.isfinite(exposure.relative_norm)]
-    total = sum(exposure.elements for exposure in exposures)
-    squares = sum(
-        exposure.elements * bounded_error(exposure, drop_rate, q) ** 2 for exposure in exposures
-    )
+    return combined_error(((exposure, drop_rate) for exposure in exposures), q)
+
+
+def combined_error(parts: Iterable[tuple[Exposure, float]], q: float | None = None) -> float:
+    """The same of tensors that each have a drop rate."""
+    total, squares = 0, 0.0
+    for exposure, rate in parts:
+        if math.isfinite(exposure.relative_norm):
+            total += exposure.elements
+            squares += exposure.elements * bounded_error(exposure, rate, q) ** 2
     return math.sqrt(squares / total) if total else 0.0

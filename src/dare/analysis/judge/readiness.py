@@ -19,9 +19,18 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dare.analysis.judge.groups import Link, Span, Values, connect, find_groups, listed
-from dare.analysis.judge.judgement import GRAVITY, Finding, Readiness, Severity, Verdict
-from dare.analysis.judge.limits import RULES_FILE, VALUES, limit
+from dare.analysis.judge.groups import Link, Span, Values, connect, find_groups, is_opposed, listed
+from dare.analysis.judge.judgement import (
+    GRAVITY,
+    LIMITS,
+    RULES_FILE,
+    Advice,
+    Finding,
+    Readiness,
+    Severity,
+    Verdict,
+    limit,
+)
 from dare.analysis.judge.prediction import (
     OUTER,
     exposure_of,
@@ -43,7 +52,7 @@ Configs = Mapping[str, Mapping[str, Any]]
 BASE = "base"
 MEANING: list[str] = RULES_FILE["configuration"]["keys"]
 """Keys of config.json that decide what weights do."""
-LIMIT = SimpleNamespace(**VALUES)
+LIMIT = SimpleNamespace(**LIMITS)
 
 
 FAMILIES = {"dare": {"dare", "darex", "della"}, "ties": {"ties", "emr", "knots"}}
@@ -80,6 +89,58 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
         for finding in readiness.findings
     ]
     return replace(conclude(readiness.by_model, findings), method=method)
+
+
+def settle(readiness: Readiness, advice: Advice, analysis: Analysis) -> Readiness:
+    """The verdict on a merge by the advised recipe: what the recipe takes care of is a note."""
+    if not advice.recipe:
+        return readiness
+    findings = []
+    for finding in readiness.findings:
+        answer = _answer(finding, advice, analysis)
+        noted = replace(finding, severity=Severity.NOTE, remedy=answer)
+        findings.append(noted if answer and finding.severity is not Severity.STOP else finding)
+    return replace(conclude(readiness.by_model, findings), method=readiness.method)
+
+
+def _answer(finding: Finding, advice: Advice, analysis: Analysis) -> str:
+    """How the advice takes care of a finding; empty if it does not."""
+    out = [name for name in advice.left_out if name in finding.models]
+    left = [name for name in finding.models if name not in out]
+    without = f"The advice leaves {listed(out)} out" if out else ""
+    if finding.rule == "large_change":
+        return "; ".join(filter(None, (_dropped(advice.own("drop_rate"), left), without)))
+    if finding.rule == "outweighed" and finding.severity is Severity.CHANGE:
+        balanced = advice.own("weight").keys() & set(left)
+        return "The advised weights take care of it" if balanced else without
+    if finding.rule in ("alike", "opposed") and out and not _still(finding.rule, left, analysis):
+        return without
+    if finding.rule == "cancelling" and advice.left_out:
+        others = [name for name in analysis.names if name not in advice.left_out]
+        if not _still("opposed", others, analysis):
+            without = f"The advice leaves {listed(advice.left_out)} out"
+            return f"{without}, and no two of the others are opposed"
+    return ""
+
+
+def _dropped(rates: Mapping[str, float], names: Sequence[str]) -> str:
+    """What the advised drop rates are for some models."""
+    own = {name: rates.get(name, 0.0) for name in names}
+    different = sorted(set(own.values()))
+    if not own:
+        return ""
+    if different == [0.0]:
+        return f"The advice drops nothing of {'it' if len(own) == 1 else 'them'}"
+    if len(different) == 1:
+        return f"The advised drop_rate of {different[0]:g} takes care of it"
+    each = listed(f"{rate:g} for {name}" for name, rate in own.items())
+    return f"The advised drop rates take care of it: {each}"
+
+
+def _still(rule: str, names: Sequence[str], analysis: Analysis) -> bool:
+    """Whether two of the models that are left are related as a rule says."""
+    pairs = [pair for pair in analysis.pairs if {pair.first, pair.second} <= set(names)]
+    return bool(pairs) if rule == "alike" else any(map(is_opposed, pairs))
 
 
 def conclude(names: Iterable[str], findings: Iterable[Finding]) -> Readiness:
@@ -144,7 +205,7 @@ class Rule:
 
     def find(self, subjects: Iterable[tuple[str, Values]], output_error: float) -> list[Finding]:
         """What the rule finds among all that it could be about, in words."""
-        limits = SimpleNamespace(**VALUES | {"output_error": output_error})
+        limits = SimpleNamespace(**LIMITS | {"output_error": output_error})
         condition = CONDITIONS.get(self.name, bool)
         found = [
             self._say(values | {"limit": limits})

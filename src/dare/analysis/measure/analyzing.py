@@ -16,7 +16,6 @@ from typing import Any, Literal
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
 from dare.analysis.measure.job import AnalysisJob, tensor_of
-from dare.analysis.measure.kinds import kind_of, number_layers
 from dare.analysis.measure.measuring import (
     AddUp,
     Measured,
@@ -25,7 +24,9 @@ from dare.analysis.measure.measuring import (
     PairSums,
     Subject,
     Worker,
+    kind_of,
     list_steps,
+    number_layers,
     workspace_bytes,
 )
 from dare.analysis.measure.tallies import NONE, Magnitudes, Sums, statistics_of

@@ -170,6 +170,19 @@ def spectrum_of(delta: Floats, rounding: float = 0.0) -> Spectrum | None:
     )
 
 
+def find_low_rank(delta: Floats, rounding: float = 0.0) -> int | None:
+    """The rank of a matrix's delta if it is low, as a LoRA's is; else None. `rounding` as above.
+
+    >>> full = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    >>> find_low_rank(full), find_low_rank(full[:, :8] @ full[:8])
+    (None, 8)
+    """
+    delta, missed = without_spikes(delta)
+    values = singular_values(delta)
+    _, outliers = find_outliers(values, max(delta.shape), missed)
+    return _low_rank(values, outliers, rounding) if values.any() else None
+
+
 def singular_values(matrix: Floats) -> Doubles:
     """All singular values, falling."""
     scale = float(np.abs(matrix).max(initial=0)) or 1.0

@@ -1,24 +1,28 @@
-"""The report's page: plain values for the templates, one of which each section has."""
+"""The report: a page, from plain values for templates, and every figure as SVG or PNG."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from dare.analysis.judge.groups import every
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import chance_cancelled, find_copies
-from dare.analysis.judge.settling import left_out
-from dare.analysis.page import series, words
-from dare.analysis.page.outcome import Outcome
+from dare.analysis.page import words
+from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
+from dare.errors import InputError
 from dare.output.page.shell import Section, render_page
 from dare.output.page.tables import Columns, Table, bar_lengths, listing, spans_decades
+from dare.output.page.themes import THEMES
 from dare.output.page.words import NOTHING, amount, listed, number, setting, share
+from dare.output.page.writing import Format, check_installed, draw_file, library_for, write_file
 from dare.output.places import short_name
+from dare.output.targets import check_free
 from dare.recipe.toml import write_toml
 from dare.tensors.sizes import show_size, times
 
@@ -66,6 +70,54 @@ MERGED_COLUMNS: Columns = {
 }
 
 
+def write_page(
+    path: Path,
+    analysis: Analysis,
+    readiness: Readiness,
+    advice: Advice,
+    outcome: Outcome | None = None,
+) -> None:
+    """Write one HTML page that needs nothing else; `outcome` is what a finished merge did."""
+    write_file(path, page_text(analysis, readiness, advice, outcome).encode(), "page")
+
+
+def page_text(
+    analysis: Analysis, readiness: Readiness, advice: Advice, outcome: Outcome | None = None
+) -> str:
+    """The page itself."""
+    figures = draw(analysis, advice, outcome)
+    return assemble_page(analysis, readiness, advice, outcome, figures, library_for(figures))
+
+
+def write_figures(
+    folder: Path,
+    analysis: Analysis,
+    advice: Advice,
+    outcome: Outcome | None = None,
+    *,
+    format: Format = "svg",  # noqa: A002
+    theme: Literal["light", "dark"] = "light",
+    overwrite: bool = True,
+) -> list[Path]:
+    """Write every figure as a file of its own; return their paths."""
+    figures = {folder / f"{f.name}.{format}": f for f in draw(analysis, advice, outcome)}
+    for path in figures:
+        check_free(path, format, overwrite=overwrite)
+    for path, figure in figures.items():
+        write_file(path, draw_file(figure, THEMES[theme], format), format)
+    return list(figures)
+
+
+def draw(analysis: Analysis, advice: Advice, outcome: Outcome | None = None) -> list[Figure]:
+    """All figures that there is something to draw in."""
+    check_installed()
+    if not analysis.models:
+        raise InputError("the analysis has no models: there is nothing to show")
+    from dare.analysis.page.figures import draw_figures
+
+    return draw_figures(analysis, advice, outcome)
+
+
 def assemble_page(
     analysis: Analysis,
     readiness: Readiness,
@@ -106,10 +158,10 @@ def assemble_page(
         merged=listing(outcome.models, MERGED_COLUMNS) if outcome else None,
         advice=advice,
         recipe=write_toml(advice.recipe) if advice.recipe else "",
-        left_out=left_out(advice),
+        left_out=advice.left_out,
         protected=listing(advice.protect, PROTECTED_COLUMNS),
         rules=write_toml({"tensors": [part.rule for part in advice.protect]}),
-        drops=any(series.suggested_rates(analysis, advice).values()),
+        drops=any(advice.own("drop_rate").values()),
         inputs=Table(("input", "file"), tuple((name, short_name(file)) for name, file in inputs)),
         analysis=analysis,
         size_read=show_size(analysis.bytes_read),
@@ -145,8 +197,8 @@ def _verdicts(readiness: Readiness) -> list[tuple[Verdict, tuple[str, ...]]]:
 
 def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
     """What decides about a model: the first number is its change."""
-    rates = series.suggested_rates(analysis, advice)
-    out = left_out(advice)
+    rates = advice.own("drop_rate")
+    out = advice.left_out
     copies = {name: same[0] for same in find_copies(analysis) for name in same[1:]}
 
     def verdict(model: ModelAnalysis) -> str:
@@ -201,7 +253,7 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 def _tiles(analysis: Analysis, advice: Advice) -> Iterator[tuple[str, str, str]]:
     """Label, value and remark of the most telling numbers, about the models that are merged."""
-    out = set(left_out(advice))
+    out = set(advice.left_out)
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     if advice.error_bound:
         bound = f"bound: {words.bound(advice.error_bound)}"

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dare.analysis.judge.judgement import Advice
-from dare.analysis.judge.limits import limit
+from dare.analysis.judge.judgement import Advice, limit
 from dare.analysis.judge.readiness import chance_cancelled
-from dare.analysis.judge.settling import left_out
 from dare.analysis.page import charts, series, words
 from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
-from dare.analysis.page.outcome import Outcome
+from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine, layer_name
 from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis, Origin
 from dare.output.page.charts import (
@@ -72,7 +70,7 @@ def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) ->
     for figure in found:
         for parameter in figure.spec["params"]:
             if parameter["name"] == charts.LEFT_OUT:
-                parameter["value"] = list(left_out(advice))
+                parameter["value"] = list(advice.left_out)
     return found
 
 
@@ -460,13 +458,13 @@ def cancelled(analysis: Analysis) -> Figure | None:
 
 def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     """What dropping costs at which rate, the error that each model may have, and the advice."""
-    out = left_out(advice)
+    out = advice.left_out
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     names, everyone = [model.name for model in models], analysis.names
     curves = [row for model in models for row in series.prediction_rows(model, series.RATES)]
     if not (curves := [row for row in curves if row["error"]]):
         return None
-    advised = series.suggested_rates(analysis, advice)
+    advised = advice.own("drop_rate")
     steps = {name: sorted({*series.TABLE_RATES, *_above_zero(advised.get(name))}) for name in names}
     listed_rows = [
         row for model in models for row in series.prediction_rows(model, steps[model.name])

@@ -21,8 +21,6 @@ from dare.analysis.judge.judgement import (
     Verdict,
 )
 from dare.analysis.judge.readiness import chance_cancelled
-from dare.analysis.judge.settling import left_out
-from dare.analysis.page.series import suggested_rates
 from dare.analysis.page.words import FEW_WORDS, bound, few_words, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
@@ -105,7 +103,7 @@ def show_summary(
     if analysis.pairs:
         print_labelled(console, "Overlap", _overlap(analysis, readiness, names))
         print_labelled(console, "", _cancelled(analysis, advice))
-    for label, text in _advised(analysis, advice, names).items():
+    for label, text in _advised(advice, names).items():
         print_labelled(console, label, text)
 
 
@@ -171,17 +169,17 @@ def _in_cosine(finding: Finding) -> str:
 
 def _cancelled(analysis: Analysis, advice: Advice) -> str:
     together, chance = analysis.together.cancelled, chance_cancelled(analysis)
-    whose = f"{every(len(analysis.models))} " if left_out(advice) else ""
+    whose = f"{every(len(analysis.models))} " if advice.left_out else ""
     cancels = f"{share(together)} of all change cancels; by chance about {share(chance)}"
     return f"{whose}added up, {cancels}"
 
 
-def _advised(analysis: Analysis, advice: Advice, names: Names) -> dict[str, str]:
+def _advised(advice: Advice, names: Names) -> dict[str, str]:
     """How to merge in a line, and what dropping costs then and may cost."""
-    out = left_out(advice)
+    out = advice.left_out
     if not advice.recipe:
         return {"Advice": "none of the models should be merged"}
-    rates = sorted(set(suggested_rates(analysis, advice).values()))
+    rates = sorted(set(advice.own("drop_rate").values()))
     span = " to ".join(dict.fromkeys((setting(rates[0]), setting(rates[-1])))) if rates else ""
     said = {
         "Advice": f"{advice.recipe['method']}"
