@@ -30,13 +30,7 @@ from dare.errors import (
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
-from dare.output.destinations import (
-    AnyOutput,
-    check_target,
-    finished_before,
-    open_output,
-    settle,
-)
+from dare.output.destinations import check_target, finished_before, open_output, settle
 from dare.output.fingerprint import fingerprint
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
@@ -57,7 +51,7 @@ from dare.output.slices import (
     SliceOutput,
     SliceReport,
 )
-from dare.output.writer import ArraySink
+from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -204,7 +198,7 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
     seen = _look(planned)
     _rehearse(planned, layout)
     with (
-        open_output(*_output_of(planned, layout), resume=resume) as output,
+        open_output(*_output_of(planned, layout), resume=resume, overwrite=overwrite) as output,
         show_progress(planned.cost.bytes_read, "merging", visible=recipe.verbose) as display,
     ):
         noticed = _take_over(planned, output, display)
@@ -391,9 +385,10 @@ def _output_of(planned: Plan, layout: Layout) -> tuple[Layout, dict[str, str], s
     return layout, metadata, fingerprint(planned), planned.stamps
 
 
-def _take_over(planned: Plan, output: AnyOutput, display: Display) -> list[Notice]:
+def _take_over(planned: Plan, output: PartialOutput, display: Display) -> list[Notice]:
     """Say what is not used of an earlier try, and see whether the rest was made of these inputs."""
     noticed = []
+    output.announce = display.announce
     if output.started_over:
         text = f"{output.folder}: {output.started_over}"
         noticed.append(Notice(Concern.LEFTOVERS, text, Strength.NOTE))
@@ -407,7 +402,7 @@ def _take_over(planned: Plan, output: AnyOutput, display: Display) -> list[Notic
 
 def _publish(
     planned: Plan,
-    output: AnyOutput,
+    output: PartialOutput,
     report: Report,
     noticed: Collection[Notice],
     *,

@@ -133,6 +133,7 @@ FIELDS: dict[str, Flag] = {
     "threads": Flag(int, RESOURCES),
     "max_memory": Flag(str, RESOURCES, metavar="SIZE"),
     "shard_size": Flag(str, RESOURCES, metavar="SIZE"),
+    "scratch": Flag(Path, RESOURCES, metavar="FOLDER"),
     "cluster": Flag(str, RESOURCES, metavar="auto|ADDRESS"),
     "cluster_log": Flag(Path, RESOURCES, metavar="FILE"),
     "delta_threshold": Flag(float, OUTPUT),

@@ -18,6 +18,7 @@ from rich.text import Text
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice, Strength, printable
 from dare.output.short_names import cut_middle, shorten
+from dare.output.targets import work_folder
 from dare.output.terminal import SafeConsole, make_table, print_titled, shown
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
@@ -125,7 +126,10 @@ def _written(plan: Plan) -> str:
     place = f"{show_size(plan.cost.bytes_written)} to {target} ({files})"
     if target.exists():
         return f"{place}, which exists already"
-    if plan.layout.is_sent or target.parent.exists():
+    if plan.layout.is_sent:
+        room = show_size(plan.layout.scratch_bytes)
+        return f"{place}, file by file by way of {work_folder(plan.layout)}, which takes {room}"
+    if target.parent.exists():
         return place
     return f"{place}; the folder {target.parent} is made for it"
 

@@ -29,6 +29,7 @@ EXAMPLES = {
     "shard_size": "5GB",
     "max_memory": "1GiB",
     "threads": 4,
+    "scratch": "/data/scratch",
     "cluster": "auto",
     "cluster_log": "batches.jsonl",
 }

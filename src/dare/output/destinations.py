@@ -1,21 +1,57 @@
-"""Where an output goes: to this machine or to a store. The questions are the same."""
+"""Where an output goes: to this machine, or by way of a scratch folder to a store.
+
+An output in a store is made in a folder of this machine as any other, with the same journal and
+lock. When all chunks of a file are there, it is uploaded in the background, seen to be in the store
+as it was sent, noted in the journal and deleted here; meanwhile the next one is merged. A merge
+that is run again goes on with what is not noted, or not there as it was noted.
+
+The index and the manifest come last, so whoever finds a manifest finds all that it names. An output
+that is replaced loses its manifest before anything else. Nothing is replaced or deleted in a store
+but what the manifest there names, what the journal here names, and objects that carry our mark.
+
+A file of several is uploaded before the digests of all of them are known, so its header has zeros
+in their place; they stand in the manifest beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.errors import OutputError
 from dare.output import publishing, targets
-from dare.output.journal import Found
+from dare.output.journal import Found, Journal, Record
+from dare.output.manifest import METADATA_KEY, checked_metadata
+from dare.output.sealing import SEAL, seal
+from dare.output.targets import JOURNAL_NAME, has_mark, manifest_path, work_folder
 from dare.output.writer import PartialOutput
 from dare.planning.layout import Layout
+from dare.stores import uploading
 from dare.stores.locations import StorePath
+from dare.stores.reading import forget, in_background
+from dare.stores.uploading import Stored
+from dare.tensors.chunks import chunk_count
+from dare.tensors.digest import bytes_digest
+from dare.tensors.sizes import show_size
 
-if TYPE_CHECKING:
-    from dare.output.store_output import StoreOutput
+FILES_HERE = 2
+"""Files in the scratch folder: one that is merged, and one that is uploaded."""
+NEWS_SECONDS = 10.0
+"""Between two announcements of how far an upload is."""
+LEAVING_SECONDS = 5.0
+"""How long a part that is being sent may take when everything is to end."""
 
-AnyOutput: TypeAlias = "PartialOutput | StoreOutput"
+Key = tuple[str, int]
 
 
 def open_output(
@@ -25,39 +61,404 @@ def open_output(
     stamps: str = "",
     *,
     resume: bool = True,
-) -> AnyOutput:
+    overwrite: bool = False,
+) -> PartialOutput:
     """An output under way; to be used as a context manager."""
-    if isinstance(layout.target, StorePath):
-        from dare.output.store_output import StoreOutput
-
-        return StoreOutput(layout, metadata, fingerprint, stamps, resume=resume)
+    if layout.is_sent:
+        given = layout, metadata, fingerprint, stamps
+        return StoreOutput(*given, resume=resume, overwrite=overwrite)
     return PartialOutput(layout, metadata, fingerprint, stamps, resume=resume)
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
     """Refuse to touch an input, ever, and to replace an output unless told to."""
-    if isinstance(layout.target, StorePath):
-        from dare.output import store_targets
-
-        store_targets.check_target(layout, inputs, overwrite=overwrite)
-    else:
+    if not layout.is_sent:
         targets.check_target(layout, inputs, overwrite=overwrite)
+        return
+    _check_place(layout, inputs)
+    _replaceable(layout, _noted(layout).ours, overwrite=overwrite)
 
 
 def finished_before(layout: Layout) -> Found | None:
-    """What the journal says of an output whose process died after giving the name."""
-    if isinstance(layout.target, StorePath):
-        from dare.output import store_targets
-
-        return store_targets.finished_before(layout)
-    return publishing.finished_before(layout)
+    """What the journal says of an output whose process died after the last step."""
+    if not layout.is_sent:
+        return publishing.finished_before(layout)
+    try:
+        found = _noted(layout)
+    except OutputError:
+        return None
+    manifest = uploading.read_object(_place(layout, manifest_path(layout.target).name))
+    is_finished = manifest is not None and bytes_digest(manifest) == found.finished
+    return found if is_finished else None
 
 
 def settle(layout: Layout) -> None:
     """Clear away what such a process left, or one that died while clearing away."""
-    if isinstance(layout.target, StorePath):
-        from dare.output import store_targets
-
-        store_targets.settle(layout)
-    else:
+    if not layout.is_sent:
         publishing.settle(layout)
+    elif finished_before(layout) is not None:
+        shutil.rmtree(work_folder(layout), ignore_errors=True)
+
+
+# ---------------------------------------------------------------- what is in the store
+
+
+def _place(layout: Layout, name: str) -> StorePath:
+    target = layout.target
+    place = target / name if layout.is_directory else target.with_name(name)
+    assert isinstance(place, StorePath)
+    return place
+
+
+def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
+    """Refuse an address that cannot be written to, and one that an input has."""
+    target = layout.target
+    assert isinstance(target, StorePath)
+    if target.scheme not in uploading.SCHEMES:
+        raise OutputError(
+            f"{target}: outputs cannot be written to {target.scheme}:// addresses; "
+            "choose s3://, gs://, az:// or a path on this machine"
+        )
+    if not target.key or target.key.endswith(".."):
+        raise OutputError(f"{target}: is not a name for an output; add a name after the bucket")
+    largest = max(layout.sizes, default=0)
+    if largest > uploading.MAX_OBJECT_BYTES:
+        raise OutputError(
+            f"{target}: a file would have {show_size(largest)}, and an object can have at most "
+            f"{show_size(uploading.MAX_OBJECT_BYTES)}; set shard_size"
+        )
+    for file in inputs:
+        if {target, manifest_path(target)} & {file, *file.parents}:
+            raise OutputError(
+                f"{target}: the output would overwrite the input {file}; choose another output"
+            )
+
+
+def _existing(layout: Layout) -> list[str]:
+    """The names of what lies where the output would be."""
+    assert isinstance(layout.target, StorePath)
+    below = uploading.list_names(layout.target)  # which raises where there is no such bucket
+    if layout.is_directory:
+        return below
+    names = layout.target.name, manifest_path(layout.target).name
+    return [name for name in names if uploading.look_at(_place(layout, name)) is not None]
+
+
+def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
+    """The names in the way of an output, its manifest first; raise if one may not be replaced.
+
+    Those that are `known` were left by a merge that did not come to its end.
+    """
+    found = _existing(layout)
+    manifest = manifest_path(layout.target).name
+    if manifest not in found and not set(found) - set(known):
+        return found
+    if not overwrite:
+        raise OutputError(
+            f"{layout.target}: exists already; choose another output, or pass overwrite=True to "
+            "replace it"
+        )
+    ours = {*known, *_written_names(layout)}
+    for name in found:
+        if name not in ours:
+            seen = uploading.look_at(_place(layout, name))
+            if seen is not None and not seen.is_ours:
+                raise OutputError(
+                    f"{layout.target}: contains {name}, which was not made by dare, so it is not "
+                    "replaced; move it away, or choose another output"
+                )
+    return sorted(found, key=lambda name: name != manifest)
+
+
+def _written_names(layout: Layout) -> list[str]:
+    """What the manifest there says was written, and the manifest itself."""
+    name = manifest_path(layout.target).name
+    try:
+        document = json.loads(uploading.read_object(_place(layout, name)) or b"")
+        return [*document["files"], name] if SEAL in document else []
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return []
+
+
+def _noted(layout: Layout) -> Found:
+    """What the journal here says; Busy if another process has it."""
+    folder = work_folder(layout)
+    if not has_mark(folder):
+        return Found()
+    try:
+        journal = Journal(folder / JOURNAL_NAME, "", create=False)
+    except OSError:
+        return Found()
+    found = journal.read()
+    journal.close()
+    return found
+
+
+# ---------------------------------------------------------------- an output under way
+
+
+class StoreOutput(PartialOutput):
+    """An output that is made in the scratch folder and uploaded file by file."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        fingerprint: str,
+        stamps: str = "",
+        *,
+        resume: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__(layout, metadata, fingerprint, stamps, resume=resume)
+        self._overwrite = overwrite
+        self._is_one = len(layout.files) == 1
+        if not self._is_one and METADATA_KEY in metadata:
+            checked = checked_metadata(layout, json.loads(metadata[METADATA_KEY]))
+            self._files.built = {file: layout.build(checked[file])[file] for file in layout.files}
+        self._ours: set[str] = set()
+        """Names in the store that this merge or one before it may have written or replaced."""
+        self._sent: dict[str, Stored] = {}
+        """Files that the store has."""
+        self._missing: dict[str, set[Key]] = {}
+        """The chunks that files lack."""
+        self._begun: set[str] = set()
+        """Files that take room in the folder, or have taken it."""
+        self._uploads: dict[str, Future[None]] = {}
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._is_free = False
+        self._is_over = False
+
+    # ------------------------------------------------------------ beginning and end
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if not self.doubtful:
+            self._send_complete()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        if self._sending.acquire(timeout=LEAVING_SECONDS):
+            self._sending.release()
+        if kind is not None and issubclass(kind, self._HOPELESS):
+            with suppress(OutputError):
+                uploading.delete(self._place(file) for file in self._sent)
+        super().__exit__(kind, *error)
+
+    def _place(self, name: str) -> StorePath:
+        return _place(self.layout, name)
+
+    def _take_over(self, found: Found) -> None:
+        self._ours = set(found.ours)
+        for file, (size, version) in found.sent.items():
+            seen = uploading.look_at(self._place(file)) if file in self._files.built else None
+            if seen is not None and (seen.size, seen.version) == (size, version):
+                self._sent[file] = seen
+        super()._take_over(found)
+
+    def _start_over(self, journal: Journal, found: Found) -> None:
+        super()._start_over(journal, found)
+        self._ours = set(found.ours)
+        journal.note_ours(self._ours)
+
+    def _open_files(self) -> None:
+        self._files.make(file for file in self._files.built if file not in self._sent)
+        for file in self._sent:
+            (self.folder / file).unlink(missing_ok=True)
+
+    def _reserve(self) -> None:
+        pass  # each file when it is begun
+
+    def _missing_bytes(self) -> int:
+        return sum(sorted(f.unwritten_bytes() for f in self._files.opened.values())[-FILES_HERE:])
+
+    def intact(self, records: list[Record]) -> list[Record]:
+        """Keep the records of chunks that are in the store, or here as the journal says."""
+        sent = [record for record in records if self._file_of(record) in self._sent]
+        here = [record for record in records if self._file_of(record) not in self._sent]
+        return [*sent, *super().intact(here)]
+
+    def confirm(self, records: Iterable[Record]) -> None:
+        super().confirm(records)
+        found = {(record.tensor, record.chunk) for record in self.resumed}
+        if lacking := [file for file in self._sent if self._chunks(file) - found]:
+            for file in lacking:
+                del self._sent[file]
+            self._files.make(lacking)
+            self.resumed = [r for r in self.resumed if self._file_of(r) not in lacking]
+        self._send_complete()
+
+    def _file_of(self, record: Record) -> str:
+        return self._files.places[record.tensor][0]
+
+    def _chunks(self, file: str) -> set[Key]:
+        placed = self._files.built[file][1]
+        return {(n, chunk) for n, t in placed.items() for chunk in range(chunk_count(t.elements))}
+
+    # ------------------------------------------------------------ chunks
+
+    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+        self._begin(self._files.places[name][0])
+        return super().place(name, offset, nbytes)
+
+    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        self._begin(self._files.places[name][0])
+        super().write(name, offset, data)
+
+    def _begin(self, file: str) -> None:
+        """Take room for a file; wait for that while others are being uploaded."""
+        if file in self._begun:
+            return
+        with self._changed:
+            while not self._is_over and self._is_full(file):
+                self._changed.wait()
+            self._raise()
+            if file not in self._begun:
+                self._begun.add(file)
+                with self._explaining(self.folder / file):
+                    self._files.opened[file].reserve()
+
+    def _is_full(self, file: str) -> bool:
+        here = self._begun - self._sent.keys() - {file}
+        is_sending = any(not upload.done() for upload in self._uploads.values())
+        return len(here) >= FILES_HERE and is_sending
+
+    def record(self, records: Sequence[Record]) -> None:
+        super().record(records)
+        with self._changed:
+            for record in records:
+                if (missing := self._missing.get(self._file_of(record))) is not None:
+                    missing.discard((record.tensor, record.chunk))
+            self._raise()
+            self._submit_complete()
+
+    # ------------------------------------------------------------ uploading
+
+    def _send_complete(self) -> None:
+        """Begin to upload what an earlier try has left complete."""
+        done = {(record.tensor, record.chunk) for record in self.resumed}
+        with self._changed:
+            for file in self._files.built:
+                if file not in self._sent:
+                    self._missing[file] = self._chunks(file) - done
+            self._submit_complete()
+
+    def _submit_complete(self) -> None:
+        """Have complete files uploaded; the only one waits for the digests in its header."""
+        for file, missing in self._missing.items():
+            if not missing and not self._is_one and file not in self._uploads:
+                self._submit(file)
+
+    def _submit(self, file: str) -> None:
+        self._begun.add(file)
+        self._uploads[file] = in_background(lambda: self._send(file))
+
+    def _send(self, file: str) -> None:
+        try:
+            with self._sending:
+                if not self._is_over:
+                    self._send_now(file)
+        except BaseException:
+            self._is_over = True
+            raise
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _send_now(self, file: str) -> None:
+        assert self._journal is not None
+        self._free_place()
+        opened, path = self._files.opened[file], self.folder / file
+        with self._explaining(path):
+            opened.sync()
+            stored = self._upload(file, path)
+            self._journal.note_sent(file, stored.size, stored.version)
+            self._sent[file] = stored
+            opened.close()
+            path.unlink()
+
+    def _upload(self, name: str, path: Path) -> Stored:
+        size, sent, told = path.stat().st_size, 0, time.monotonic()
+        if name in self._files.built:
+            self.announce(f"uploading {name} ({show_size(size)})")
+
+        def progress(nbytes: int) -> None:
+            nonlocal sent, told
+            if self._is_over:
+                raise InterruptedError
+            sent += nbytes
+            if time.monotonic() > told + NEWS_SECONDS:
+                told = time.monotonic()
+                self.announce(f"uploaded {show_size(sent)} of {show_size(size)} of {name}")
+
+        return uploading.upload(self._place(name), path, progress)
+
+    def _free_place(self) -> None:
+        """Delete what is replaced, its manifest first, before anything is uploaded."""
+        assert self._journal is not None
+        if self._is_free:
+            return
+        known = {*self._ours, *self._sent}
+        found = _replaceable(self.layout, known, overwrite=self._overwrite)
+        self._journal.note_ours([*found, *self._files.built])
+        uploading.delete(self._place(name) for name in found if name not in self._sent)
+        self._is_free = True
+
+    def _raise(self) -> None:
+        """Raise what went wrong with an upload."""
+        for upload in self._uploads.values():
+            if upload.done() and (error := upload.exception()) is not None:
+                raise error
+
+    def finish(
+        self,
+        metadata: Mapping[str, Mapping[str, str]],
+        manifest: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        digests_of_all: bool = False,
+    ) -> list[str]:
+        """Upload what is not there yet, then the index and the manifest; clear the folder away."""
+        del overwrite, digests_of_all  # the one is known, the other is not for merges
+        assert self._journal is not None
+        if self._is_one:
+            ((file, (_, placed)),) = self._files.built.items()
+            header = self._final_header(file, metadata[file])
+            self._files.built[file] = header, placed
+            with self._explaining(self.folder / file):
+                if file not in self._sent:
+                    self._files.opened[file].write(header, 0)
+        with self._changed:
+            for file in self._files.built:
+                if file not in self._sent and file not in self._uploads:
+                    self._submit(file)
+            while not all(upload.done() for upload in self._uploads.values()):
+                self._changed.wait(0.2)  # so that Ctrl-C comes through
+            self._raise()
+        self._publish(manifest)
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            return [f"{self.folder}: cannot be removed: {error.strerror}"]
+        finally:
+            forget()
+        return []
+
+    def _publish(self, manifest: Mapping[str, Any]) -> None:
+        assert self._journal is not None
+        if (index := self.layout.index()) is not None:
+            self.add_files({self.layout.index_name: index})
+        headers = {file: bytes_digest(header) for file, (header, _) in self._files.built.items()}
+        text = seal(manifest, {**headers, **self._others})
+        name = manifest_path(self.layout.target).name
+        self._free_place()
+        with self._explaining(self.folder):
+            self._journal.note_ours([*self._others, name])
+            self._journal.finish(bytes_digest(text))
+        for other in self._others:  # of which the index is the last
+            self._upload(other, self.folder / other)
+        uploading.upload(self._place(name), text)

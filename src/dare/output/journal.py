@@ -4,7 +4,8 @@ The first line names the merge (its fingerprint). A line `stamps` says by which 
 inputs were known from there on; the lines after it are finished chunks. A line counts only if its
 check fits, which is taken over the fingerprint and the line, so that neither a damaged line nor one
 of another merge is ever believed; what it speaks of is done again. `finished` is written when
-everything is in place but the name.
+everything is in place but the name. Of an output in a store, `sent` says that the store has a file,
+and `ours` which names there are about to be written or deleted.
 
 A slice of a merge has a journal of its own, with the same lines, so that they can be put behind
 those of another. A line `slice` begins what a slice did; `synced` says that all of its chunks are
@@ -105,6 +106,10 @@ class Found:
     """Slices, as they are written."""
     makers: dict[Key, str] = field(default_factory=dict)
     """The slice that made a chunk, for those that one made."""
+    sent: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Files that a store has: their sizes, and by what it knows their content."""
+    ours: list[str] = field(default_factory=list)
+    """Names in a store that this merge may write, or may delete."""
 
     def is_synced(self, key: Key) -> bool:
         """Whether a chunk was made by a slice that has seen all it made to the disk."""
@@ -132,6 +137,10 @@ def read_journal(text: bytes) -> Found:
                 found.stamps, maker = str(line["stamps"]), ""
             elif "finished" in line:
                 found.finished = str(line["finished"])
+            elif "sent" in line:
+                found.sent[str(line["sent"])] = int(line["size"]), str(line["version"])
+            elif "ours" in line:
+                found.ours += map(str, line["ours"])
             elif "slice" in line:
                 maker = str(line["slice"])
                 found.parts.setdefault(maker, Part(float(line["started"]))).synced = None
@@ -290,6 +299,16 @@ class Journal:
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
         self._append(map(line_of, records))
+
+    def note_ours(self, names: Iterable[str]) -> None:
+        """Say which names in a store are about to be written, or deleted."""
+        self._append([{"ours": sorted(names)}])
+        os.fsync(self._file)
+
+    def note_sent(self, file: str, size: int, version: str) -> None:
+        """Say that a store has a file."""
+        self._append([{"sent": file, "size": size, "version": version}])
+        os.fsync(self._file)
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""

@@ -158,6 +158,7 @@ def _told_recipe(plan: Plan) -> Recipe:
             "search": None,
             "cluster": None,
             "cluster_log": None,
+            "scratch": None,
         }
     )
 

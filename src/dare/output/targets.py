@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +24,7 @@ from dare.errors import InputError, OutputError
 from dare.output.sealing import has_fitting_check, read_sealed
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
-from dare.stores.locations import StorePath
+from dare.stores.locations import StorePath, home_folder
 from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.files import open_input, read_beginning
 from dare.tensors.header import read_header
@@ -56,6 +57,23 @@ Identity = tuple[int, int]
 def partial_folder(target: Path) -> Path:
     """Where an output is made before it has its name."""
     return target.with_name(target.name + ".partial")
+
+
+def work_folder(layout: Layout) -> Path:
+    """Where an output is made: beside its name, or in the scratch folder for one in a store."""
+    if not layout.is_sent:
+        return partial_folder(layout.target)
+    address = str(layout.target)
+    scratch = layout.scratch or default_scratch()
+    return scratch / f"{layout.target.name}-{bytes_digest(address.encode())[:8]}.partial"
+
+
+def default_scratch() -> Path:
+    """The scratch folder of this user, where the next try finds what one has left."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if not cache and (home := home_folder()) is not None:
+        cache = str(home / ".cache")
+    return Path(cache or tempfile.gettempdir()) / "dare" / "uploads"
 
 
 def manifest_path(target: Path) -> Path:

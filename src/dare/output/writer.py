@@ -12,7 +12,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -30,8 +30,8 @@ from dare.output.targets import (
     MARK_NAME,
     is_only_name,
     manifest_path,
-    partial_folder,
     slice_journals,
+    work_folder,
 )
 from dare.planning.layout import Layout
 from dare.tensors.chunks import chunk_count, chunk_span
@@ -96,9 +96,10 @@ class OutputFiles:
         }
         self.opened: dict[str, OutputFile] = {}
 
-    def make(self) -> None:
-        """Open the files; make those that are missing, and write the headers."""
-        for file, (header, placed) in self.built.items():
+    def make(self, files: Iterable[str] | None = None) -> None:
+        """Open all files or some; make those that are missing, and write the headers."""
+        for file in self.built if files is None else files:
+            header, placed = self.built[file]
             size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
             self.opened[file] = OutputFile(self.folder / file, size)
             self.opened[file].write(header, 0)
@@ -159,13 +160,15 @@ class PartialOutput:
         resume: bool = True,
     ) -> None:
         self.layout = layout
-        self.folder = partial_folder(layout.target)
+        self.folder = work_folder(layout)
         self.resumed: list[Record] = []
         """Chunks that are on the disk as the journal says, made from inputs with these stamps."""
         self.doubtful: list[Record] = []
         """The same, made from inputs with other stamps: whether they are the same must be seen."""
         self.started_over = ""
         """Why what was found there is not used, if that is so."""
+        self.announce: Callable[[str], None] = lambda _text: None
+        """Shows what is being done, where that takes long."""
         self._fingerprint = fingerprint
         self._stamps = stamps
         self._resume = resume
@@ -185,7 +188,7 @@ class PartialOutput:
             self._is_void = not self.resumed and not self.doubtful
             self._check_free_space()
             self._is_void = False
-            self._files.reserve()
+            self._reserve()
             self.resumed = self.intact(self.resumed)
             self.doubtful = self.intact(self.doubtful)
         except BaseException:
@@ -211,6 +214,9 @@ class PartialOutput:
 
     def _open_files(self) -> None:
         self._files.make()
+
+    def _reserve(self) -> None:
+        self._files.reserve()
 
     def _open_journal(self) -> None:
         journal = self._journal = self._lock(JOURNAL_NAME)
@@ -289,14 +295,18 @@ class PartialOutput:
         self.doubtful = []
 
     def _check_free_space(self) -> None:
-        missing = sum(file.unwritten_bytes() for file in self._files.opened.values())
+        missing = self._missing_bytes()
         free = shutil.disk_usage(self.folder).free
         if missing > free:
             raise OutputError(
-                f"{self.layout.target}: needs {show_size(missing)} more and the disk has "
+                f"{self.folder}: needs {show_size(missing)} more and the disk has "
                 f"{show_size(free)} free; make room or choose another place, then run the "
                 "merge again"
             )
+
+    def _missing_bytes(self) -> int:
+        """Room on the disk that is still needed."""
+        return sum(file.unwritten_bytes() for file in self._files.opened.values())
 
     def intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk on disk has the digest the journal says."""
@@ -359,9 +369,7 @@ class PartialOutput:
         headers: dict[str, str] = {}
         with self._explaining(self.folder):
             for name, file in self._files.opened.items():
-                header, _ = self.layout.build(metadata[name])[name]
-                if len(header) != len(self._files.built[name][0]):
-                    raise AssertionError("the final header must be as long as the first one")
+                header = self._final_header(name, metadata[name])
                 file.write(header, 0)
                 file.sync()
                 headers[name] = bytes_digest(header)
@@ -376,6 +384,12 @@ class PartialOutput:
             self._journal.finish(bytes_digest(text))
             self._clear_up()
             return publish(self.layout, self._made, overwrite=overwrite)
+
+    def _final_header(self, file: str, metadata: Mapping[str, str]) -> bytes:
+        header, _ = self.layout.build(metadata)[file]
+        if len(header) != len(self._files.built[file][0]):
+            raise AssertionError("the final header must be as long as the first one")
+        return header
 
     def _clear_up(self) -> None:
         """Remove what only served the making of the output."""

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from dare.planning.data import PlanData, TensorPlan
 from dare.planning.machine import available_cores, memory_limit
-from dare.planning.parts import held_bytes
 from dare.recipe.schema import DEFAULT_MEMORY
+from dare.stores.uploading import sending_bytes
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 from dare.tensors.sizes import show_size
@@ -207,11 +207,11 @@ class Cost:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """What is held of an output that goes to a store, until it is sent."""
+        """What is held of a file while it is sent to a store."""
         layout = self.plan.layout
         if layout is None or not layout.is_sent:
             return 0
-        return held_bytes(layout.sizes, CHUNK * self.widest)
+        return sending_bytes(max(layout.sizes, default=0))
 
     @property
     def shared_bytes(self) -> int:

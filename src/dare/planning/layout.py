@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dare.errors import OutputError, RecipeError
@@ -29,6 +30,8 @@ class Layout:
     target: Path
     """The name the finished output gets: a `.safetensors` file, or a directory."""
     files: Mapping[str, tuple[Described, ...]]
+    scratch: Path | None = field(default=None, kw_only=True)
+    """Where an output in a store is made, if that was said."""
 
     def __post_init__(self) -> None:
         """Refuse a name that means a format which is not written."""
@@ -51,8 +54,14 @@ class Layout:
 
     @property
     def is_sent(self) -> bool:
-        """Whether it goes to a store, in parts that fill best in the order of the files."""
+        """Whether it goes to a store, file by file in their order."""
         return isinstance(self.target, StorePath)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """About how much room it takes until it is in its store: two files, one after the other."""
+        sizes = self.sizes if self.is_sent else []
+        return max(map(sum, itertools.pairwise([0, *sizes])), default=0)
 
     @property
     def sizes(self) -> list[int]:

@@ -67,6 +67,7 @@ def make_plan(
     layout = None
     if recipe.output is not None:
         layout = lay_out(recipe.output, described, recipe.shard_size)
+        layout = replace(layout, scratch=recipe.scratch)
         order = {
             name: number
             for number, (name, _, _) in enumerate(t for f in layout.files.values() for t in f)

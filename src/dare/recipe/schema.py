@@ -55,6 +55,7 @@ SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
     *("delta_threshold", "verbose"),
     *("shard_size", "max_memory", "threads", "cluster", "cluster_log", "output_digest", "search"),
+    "scratch",
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 
@@ -147,6 +148,11 @@ class Recipe(Strict, Resolving):
     )
     cluster_log: AnyPath | None = Field(
         None, description="Where a line of JSON goes for each batch that a cluster has done."
+    )
+    scratch: AnyPath | None = Field(
+        None,
+        description="Folder where an output is made that goes to a store; one below the cache of "
+        "this user if not given.",
     )
     input_digests: tuple[str, ...] | None = Field(
         None, description="What the inputs must hash to, base first, as their manifest says."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dare import kernels
 from dare.errors import InputError, OutputError, RecipeError
@@ -32,9 +32,6 @@ from dare.run.sightings import Sighting, look_at_all, with_absolute_paths
 from dare.run.worker import Worker
 from dare.stages.outside import load_installed_stages, load_stages
 from dare.stores.locations import StorePath
-
-if TYPE_CHECKING:
-    from dare.output.store_output import StoreOutput
 
 SAMPLE_SIDE = 16
 """Of the matrix that is merged before the first batch."""
@@ -168,7 +165,7 @@ def check_for_cluster(plan: Plan) -> None:
 
 def execute_on_cluster(
     plan: Plan,
-    output: PartialOutput | StoreOutput,
+    output: PartialOutput,
     metadata: Mapping[str, str],
     *,
     done: Sequence[Record] = (),
@@ -182,7 +179,6 @@ def execute_on_cluster(
     """
     recipe = plan.recipe
     assert recipe.cluster is not None
-    assert isinstance(output, PartialOutput)  # check_for_cluster has looked
     job = MergeJob.of(plan, output.folder, metadata)
     settings = Settings(
         recipe.cluster,

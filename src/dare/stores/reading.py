@@ -509,16 +509,14 @@ def connection(path: Address) -> Any:
     return _locate(path)[0]
 
 
-def taken() -> type[Exception]:
-    """What a client raises if an object should be new and is not."""
-    from obstore import exceptions
-
-    return exceptions.AlreadyExistsError
+def in_background(action: Callable[[], Result]) -> Future[Result]:
+    """Have something done in a thread that keeps no process from ending."""
+    return _requests.start(action)
 
 
 def explain(path: Address, error: Exception) -> str:
-    """What is wrong and what to do, in our words and without secrets."""
-    return str(_explained(path, error))
+    """Say what keeps something from being written, and what to do, without secrets."""
+    return str(_explained(path, error, writes=True))
 
 
 # ---------------------------------------------------------------- what went wrong
@@ -528,7 +526,7 @@ class Forbidden(InputError):  # noqa: N818
     """A store does not give something to this user."""
 
 
-def _explained(path: Address, error: Exception) -> InputError:
+def _explained(path: Address, error: Exception, *, writes: bool = False) -> InputError:
     """Say what is wrong and what to do, in our words and without secrets."""
     if isinstance(error, InputError):
         return error
@@ -539,6 +537,7 @@ def _explained(path: Address, error: Exception) -> InputError:
     number = status_code[1] if status_code else ""
     answer = " ".join(filter(None, (number, code and code[1])))
     remedy = REMEDIES["http" if path.scheme in WEB else path.scheme]
+    remedy += "; writing needs the right to list, read, write and delete" if writes else ""
     is_elsewhere = code is not None and code[1] in (
         *("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect"),
     )
@@ -557,6 +556,12 @@ def _explained(path: Address, error: Exception) -> InputError:
     if number == "404":
         return InputError(
             f"{path}: the store has no {path.authority} ({answer}); check the address"
+            + (", or make it first" if writes else "")
+        )
+    if number in ("413", "507"):
+        return InputError(
+            f"{path}: the store is full, or its quota is used up ({answer}); make room and run the "
+            "same merge again; it resumes"
         )
     if number == "400" and path.scheme != "hf":
         return InputError(f"{path}: the store does not understand the request ({answer}); {remedy}")
@@ -564,8 +569,9 @@ def _explained(path: Address, error: Exception) -> InputError:
     times = int(tried[1]) + 1 if tried else 1
     after = f" after {times} tries" if times > 1 else ""
     return InputError(
-        f"{path}: cannot be read from its store{after}: {_reason(text, answer)}; "
-        "check the address and the network and run the merge again; it resumes"
+        f"{path}: cannot be {'written to' if writes else 'read from'} its store{after}: "
+        f"{_reason(text, answer)}; check the address and the network and run the merge again; "
+        "it resumes"
     )
 
 

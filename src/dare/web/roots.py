@@ -120,6 +120,8 @@ class Roots:
             raise RecipeError(
                 "cluster: the page merges on this machine; use the command line for a cluster"
             )
+        if recipe.scratch is not None:
+            self.find(recipe.scratch)
         names = distinct([entry.name for entry in recipe.models])
         template = recipe.chat_template
         if template not in ("auto", *names) and "{" not in template:

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fault_proxy import FaultProxy
 from servers import AZURITE, S3, AzuriteServer, SwiftServer
 from small_models import make_models
 
-from dare.planning import parts
+from dare.stores import uploading
 from dare.stores.reading import forget
 
 _NUMBERS = itertools.count()
@@ -86,7 +87,14 @@ def s3_server() -> Iterator[S3]:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of the least size that S3 takes, so that small models have some."""
-    monkeypatch.setattr(parts, "PART_BYTES", parts.MIN_PART_BYTES)
+    monkeypatch.setattr(uploading, "PART_BYTES", 5 << 20)
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The scratch folder, which is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/dare/uploads"
 
 
 @pytest.fixture(scope="session")
