@@ -70,6 +70,9 @@ $(PEERS)/ready: pyproject.toml requirements-peers.txt constraints.txt
 $(STORES)/ready: requirements-stores.txt
 	$(PYTHON) -m venv $(STORES)
 	$(STORES)/bin/python $(PIP) --requirement requirements-stores.txt
+	touch $@
+
+$(STORES)/azurite-ready: $(STORES)/ready
 	if command -v npm; then npm install --silent --prefix $(STORES) $(AZURITE); fi
 	touch $@
 
@@ -90,10 +93,10 @@ lint: $(VENV)/dev-ready
 types: $(VENV)/dev-ready
 	$(BIN)/mypy
 
-unit: $(VENV)/dev-ready
+unit: $(VENV)/dev-ready $(STORES)/ready
 	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal
 
-coverage: $(VENV)/dev-ready
+coverage: $(VENV)/dev-ready $(STORES)/ready
 	$(BIN)/python -m pytest --quiet --cov --cov-report=term
 
 docs: $(VENV)/dev-ready
@@ -124,7 +127,7 @@ test-everywhere: $(VENV)/dev-ready $(STORES)/ready
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
 
-test-stores: $(VENV)/dev-ready $(STORES)/ready
+test-stores: $(VENV)/dev-ready $(STORES)/azurite-ready
 	$(BIN)/python -m pytest --quiet tests/stores/server
 
 bench: $(BENCH)/ready $(PEERS)/ready

@@ -31,7 +31,7 @@ REASONS = {
 }
 """What S3 calls the errors in their bodies."""
 
-Kind = Literal["delay", "status", "truncate", "reset", "lose", "hang", "etag"]
+Kind = Literal["delay", "status", "truncate", "reset", "lose", "hang", "etag", "flip"]
 
 
 @dataclass
@@ -41,7 +41,8 @@ class Fault:
     delay: is passed on after `seconds`. status: is answered with an error and not passed on.
     truncate: the body of the answer ends after `nbytes`. reset: the connection breaks before the
     request is passed on. lose: it is passed on and carried out, and the connection breaks instead
-    of an answer. hang: is never answered. etag: the answer has another ETag.
+    of an answer. hang: is never answered. etag: the answer has another ETag. flip: one bit of the
+    answer is another.
     """
 
     kind: Kind
@@ -229,6 +230,8 @@ class FaultProxy:
         seen.status = int(answer.first[1])
 
         def send(block: bytes) -> None:
+            if kind == "flip" and not seen.sent:
+                block = bytes([block[0] ^ 1]) + block[1:]
             seen.sent += len(block)
             writer.write(block)
 

@@ -24,7 +24,7 @@ import swift_server
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DARE_STORES_PYTHON", ROOT / ".venv-stores/bin/python"))
-"""One that has Swift; `make test-stores` installs it."""
+"""One that has Swift; `make .venv-stores/ready` installs it."""
 AZURITE = (
     Path(os.environ.get("DARE_AZURITE", ROOT / ".venv-stores/node_modules/azurite"))
     / "dist/src/blob/main.js"
@@ -87,7 +87,7 @@ class SwiftServer:
 
     def __enter__(self) -> Self:
         if not PYTHON.exists():
-            raise FileNotFoundError(f"{PYTHON}: there is no Swift; run `make test-stores`")
+            raise FileNotFoundError(f"{PYTHON}: there is no Swift; run `make .venv-stores/ready`")
         self._folder.mkdir(parents=True, exist_ok=True)
         os.setxattr(self._folder, "user.dare", b"Swift keeps what it knows of objects so")
         log = (self._folder / "log").open("wb")

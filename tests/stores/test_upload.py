@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from dare.errors import OutputError
 from dare.stores import reading, uploading
 
 SHARD = 10 << 20
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server runs on Linux alone")
 
 
 @pytest.fixture

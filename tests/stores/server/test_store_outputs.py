@@ -1,4 +1,4 @@
-"""Outputs in S3: the same bytes as on a disk, whole or not at all, and never something else's."""
+"""Outputs in S3 and in Azure's store: the same bytes as on a disk, and never something else's."""
 
 from __future__ import annotations
 
@@ -23,19 +23,28 @@ MIB = 1 << 20
     [("out.safetensors", {}), ("out", {}), ("out", {"shard_size": 10 * MIB})],
     ids=["file", "directory", "shards"],
 )
-def test_an_output_in_s3_has_the_bytes_of_a_local_one(bucket, models, tmp_path, name, settings):
+def test_an_output_in_s3_has_the_bytes_of_a_local_one(
+    bucket, models, scratch, tmp_path, name, settings
+):
     (tmp_path / "local").mkdir()
     dare.merge(recipe(models, tmp_path / "local" / name, **settings))
     report = dare.merge(recipe(models, bucket.url(f"runs/{name}"), **settings))
     assert report.resumed_chunks == 0
     fetched = bucket.download("runs/", tmp_path / "fetched")
-    assert digests(fetched) == digests(tmp_path / "local")
-    assert dare.verify(fetched / name).ok
-    assert dare.verify(bucket.url(f"runs/{name}")).ok
+    local = dare.verify(tmp_path / "local" / name)
+    for place in (fetched / name, bucket.url(f"runs/{name}")):
+        found = dare.verify(place)
+        assert (found.ok, found.sha256) == (True, local.sha256)
+    if not settings:
+        assert digests(fetched) == digests(tmp_path / "local")
     assert bucket.uploads() == []
-    assert not [key for key in bucket.keys("") if ".partial" in key]
-    with pytest.raises(OutputError, match="exists already"):
+    assert list(scratch.iterdir()) == []
+    with pytest.raises(OutputError, match="overwrite"):
         dare.merge(recipe(models, bucket.url(f"runs/{name}"), **settings))
+    dare.merge(recipe(models, bucket.url("runs/out"), seed=9), overwrite=True)
+    assert {"runs/out/dare-manifest.json", "runs/out/model.safetensors"} >= set(
+        bucket.keys("runs/out/")
+    )
 
 
 def test_the_program_merges_from_s3_to_s3_and_verifies(bucket, models, tmp_path):
@@ -48,11 +57,13 @@ def test_the_program_merges_from_s3_to_s3_and_verifies(bucket, models, tmp_path)
     assert bucket.get("out.safetensors") == local.read_bytes()
     assert dare_program("verify", stored).startswith("Intact  6 tensors")
     assert set(load_file(local)) == set(load(bucket.get("out.safetensors")))
-    printed = dare_program("merge", "--recipe", stored, "--overwrite")
+    scratch = str(tmp_path / "scratch")
+    printed = dare_program("merge", "--recipe", stored, "--overwrite", "--scratch", scratch)
     assert bucket.get("out.safetensors") == local.read_bytes()
     for text in (printed, bucket.get("out.safetensors.manifest.json").decode()):
         assert SECRET_KEY not in text
         assert bucket.s3.access_key not in text
+        assert f'"{scratch}' not in text
 
 
 def test_an_output_that_was_changed_in_the_store_is_found_out(bucket, models):
@@ -64,8 +75,23 @@ def test_an_output_that_was_changed_in_the_store_is_found_out(bucket, models):
     assert not dare.verify(bucket.url("out.safetensors")).ok
 
 
+def test_an_output_in_azures_store_is_read_back(container, models, tmp_path, monkeypatch):
+    dare.merge(recipe(models, tmp_path / "local", shard_size=14 * MIB))
+    dare.merge(recipe(models, f"{container}/runs/out", shard_size=14 * MIB))
+    forget()
+    found = dare.verify(f"{container}/runs/out")
+    assert (found.ok, found.sha256) == (True, dare.verify(tmp_path / "local").sha256)
+    with pytest.raises(OutputError, match="overwrite"):
+        dare.merge(recipe(models, f"{container}/runs/out"))
+    monkeypatch.setattr("dare.stores.uploading._is_same", lambda *_: False)
+    with pytest.raises(OutputError, match="as it was sent"):
+        dare.merge(recipe(models, f"{container}/another"))
+    with pytest.raises(OutputError, match=r"no-such-container.*make it first"):
+        dare.merge(recipe(models, "az://no-such-container/out"))
+
+
 def test_only_merges_are_written_to_stores(bucket, models):
-    with pytest.raises(OutputError, match="only a merge can be written to a store"):
+    with pytest.raises(OutputError, match="choose a path on this machine"):
         dare.compress(
             models / "base.safetensors",
             models / "math.safetensors",
