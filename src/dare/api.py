@@ -31,19 +31,18 @@ from dare.inputs.arrays import Arrays, array_source, is_module, like_original, n
 from dare.inputs.opening import open_inputs
 from dare.inputs.ties import tie
 from dare.output.destinations import check_target, finished_before, open_output, settle
-from dare.output.fingerprint import fingerprint
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
     embedded_manifest,
     find_manifest,
+    fingerprint,
     full_manifest,
     metadata_of,
     repeating_document,
 )
 from dare.output.repeated_inputs import check_inputs, with_base_among_models
 from dare.output.report import Digests, Report, make_report
-from dare.output.sealing import seal
 from dare.output.sidecars import sidecar_files, with_sidecars
 from dare.output.slices import (
     FinishingOutput,
@@ -51,6 +50,7 @@ from dare.output.slices import (
     SliceOutput,
     SliceReport,
 )
+from dare.output.targets import seal
 from dare.output.writer import ArraySink, PartialOutput
 from dare.planning.layout import Layout
 from dare.planning.make import make_plan

@@ -37,7 +37,7 @@ from dare.inputs.gguf import MAGIC, open_gguf
 from dare.inputs.lora import open_adapter
 from dare.inputs.mergekit import convert_yaml
 from dare.inputs.sources import Source, open_source
-from dare.output.sealing import seal
+from dare.output.targets import seal
 from dare.output.verification import verify
 from dare.recipe.document import recipe_from_document
 from dare.tensors.dtypes import STORAGE_TYPES

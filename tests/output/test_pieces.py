@@ -16,8 +16,7 @@ from safetensors.numpy import load_file
 from dare.errors import MismatchError, OutputError
 from dare.output.journal import Record
 from dare.output.pieces import PIECES_NAME, PieceOutput
-from dare.output.sealing import read_sealed
-from dare.output.targets import manifest_path
+from dare.output.targets import manifest_path, read_sealed
 from dare.planning.layout import lay_out
 from dare.tensors import files
 from dare.tensors.digest import bytes_digest, file_digest

@@ -10,8 +10,7 @@ import safetensors.numpy
 
 from dare.api import merge
 from dare.errors import DareError, InputError, VerificationError
-from dare.output.sealing import read_sealed, seal
-from dare.output.targets import MANIFEST_NAME, manifest_path
+from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed, seal
 from dare.output.verification import verify
 from dare.recipe.schema import Recipe
 from dare.tensors.files import LocalFile

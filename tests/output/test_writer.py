@@ -16,12 +16,12 @@ from dare.api import merge
 from dare.errors import MismatchError, OutputError
 from dare.inputs.sources import INDEX_NAME
 from dare.output.journal import Record
-from dare.output.sealing import read_sealed
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     check_target,
     manifest_path,
+    read_sealed,
 )
 from dare.output.verification import verify
 from dare.output.writer import ArraySink, PartialOutput

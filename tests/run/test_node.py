@@ -10,8 +10,7 @@ import pytest
 
 import dare
 from dare.errors import InputError, OutputError, RecipeError
-from dare.output.fingerprint import fingerprint
-from dare.output.manifest import embedded_manifest, metadata_of
+from dare.output.manifest import embedded_manifest, fingerprint, metadata_of
 from dare.output.writer import PartialOutput
 from dare.run.cluster import _named
 from dare.run.graph import Copy, Merge, Step, list_steps

@@ -239,7 +239,7 @@ def test_a_merge_is_resumed_where_files_have_other_inodes_and_times(halfway, tmp
 
 def test_another_version_of_the_program_starts_over(halfway, monkeypatch):
     recipe, _, _ = halfway
-    monkeypatch.setattr("dare.output.fingerprint.__version__", "0.0.9")
+    monkeypatch.setattr("dare.output.manifest.__version__", "0.0.9")
     report = dare.merge(recipe)
     assert report.resumed_chunks == 0
     assert any("by another merge or another version" in n.text for n in report.warnings)

@@ -17,9 +17,8 @@ from rich.text import Text
 
 from dare.cli.flags import toml_word
 from dare.errors import Concern, Notice, Strength, printable
-from dare.output.short_names import cut_middle, shorten
 from dare.output.targets import work_folder
-from dare.output.terminal import SafeConsole, make_table, print_titled, shown
+from dare.output.terminal import SafeConsole, cut_middle, make_table, print_titled, shorten, shown
 from dare.planning.data import Fate
 from dare.planning.plan import Plan
 from dare.stages import ALIASES, IMPLIED, STAGES, Stage

@@ -32,8 +32,7 @@ from dare.errors import OutputError
 from dare.output import publishing, targets
 from dare.output.journal import Found, Journal, Record
 from dare.output.manifest import METADATA_KEY, checked_metadata
-from dare.output.sealing import SEAL, seal
-from dare.output.targets import JOURNAL_NAME, has_mark, manifest_path, work_folder
+from dare.output.targets import JOURNAL_NAME, SEAL, has_mark, manifest_path, seal, work_folder
 from dare.output.writer import PartialOutput
 from dare.planning.layout import Layout
 from dare.stores import uploading

@@ -22,10 +22,10 @@ from dare import __version__
 from dare.errors import Concern, InputError, RecipeError
 from dare.inputs.directory import CHAT_TEMPLATE
 from dare.kernels.kept import numba_version
+from dare.output.journal import JOURNAL_VERSION
 from dare.output.places import found, told, without_folders
 from dare.output.report import Report
-from dare.output.sealing import SEAL, UNKNOWN, read_sealed
-from dare.output.targets import MANIFEST_NAME, manifest_path
+from dare.output.targets import MANIFEST_NAME, SEAL, UNKNOWN, manifest_path, read_sealed
 from dare.planning.layout import Layout
 from dare.planning.plan import Plan
 from dare.recipe.document import recipe_from_document
@@ -88,6 +88,19 @@ def embedded_manifest(
         SEAL: UNKNOWN,
         **{name: value for name, value in later.items() if value is not None},
     }
+
+
+def fingerprint(planned: Plan) -> str:
+    """A digest of recipe, headers, version and layout; paths and run settings are not in it."""
+    described = [
+        [__version__, FORMAT, JOURNAL_VERSION, planned.backend],
+        embedded_manifest(planned),
+        [source.fingerprint() for source in (planned.base, *planned.models)],
+        [[t.name, t.fate, t.dtype.name, t.models] for t in planned.tensors],
+        list(planned.layout.files) if planned.layout else [],
+        planned.recipe.delta_threshold,
+    ]
+    return bytes_digest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
 def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:

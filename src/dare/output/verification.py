@@ -21,8 +21,15 @@ from dare.inputs.small_files import is_there
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
 from dare.output.card import NAME as CARD_NAME
 from dare.output.manifest import METADATA_KEY, read_manifest
-from dare.output.sealing import SEAL, UNKNOWN, read_sealed
-from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path
+from dare.output.targets import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    MARK_NAME,
+    SEAL,
+    UNKNOWN,
+    manifest_path,
+    read_sealed,
+)
 from dare.planning.machine import available_cores
 from dare.run.progress import show_progress
 from dare.stores.locations import to_path

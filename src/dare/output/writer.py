@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from dare.errors import MismatchError, NotFiniteError, OutputError, VerificationError
 from dare.output.journal import Found, Journal, Record, is_held
 from dare.output.publishing import claim, publish, remove, sync_folder, write_synced
-from dare.output.sealing import seal
 from dare.output.targets import (
     JOURNAL_NAME,
     MARK_NAME,
     is_only_name,
     manifest_path,
+    seal,
     slice_journals,
     work_folder,
 )

@@ -15,8 +15,8 @@ from dare import kernels
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import open_inputs
 from dare.kernels.linalg import one_blas_thread
-from dare.output.fingerprint import fingerprint
 from dare.output.journal import Record
+from dare.output.manifest import fingerprint
 from dare.output.writer import ArraySink, OutputFiles, PartialOutput, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan

@@ -26,8 +26,7 @@ from dare.analysis.results import Analysis
 from dare.errors import printable
 from dare.output.page.words import listed, setting, share
 from dare.output.places import short_name
-from dare.output.short_names import cut_middle, shorten
-from dare.output.terminal import can_write, make_table
+from dare.output.terminal import can_write, cut_middle, make_table, shorten
 from dare.tensors.sizes import times
 
 LABEL = 9
