@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.page.assembly import draw, page_text
-from dare.analysis.page.words import cosine, headline, origin
-from dare.analysis.results import Analysis, ModelAnalysis, PairAnalysis
+from dare.analysis.page.assembly import draw, model_columns, page_text
+from dare.analysis.page.words import cosine, headline
+from dare.analysis.results import Analysis
 from dare.errors import RecipeError, did_you_mean
 from dare.output.page.charts import alt
+from dare.output.page.tables import Columns, listing
 from dare.output.page.themes import THEMES, vega_config
-from dare.output.page.words import number, setting, share
+from dare.output.page.words import setting, share
 from dare.output.page.writing import write_file
 from dare.output.places import short_name
 from dare.recipe.naming import in_our_form
@@ -25,40 +25,24 @@ from dare.tensors.sizes import named, times
 
 MOST_PAIRS = 6
 """Pairs of models that are shown: those that have most to do with each other."""
+PAIR_COLUMNS: Columns = {
+    "models": lambda pair: f"{pair.first} and {pair.second}",
+    "cosine >": lambda pair: cosine(pair.total.cosine),
+    "opposed >": lambda pair: share(pair.total.conflict),
+}
 CHART_WIDTH = 640
 """In pixels; a notebook has no place whose width a chart could take."""
 
 
 def analysis_card(analysis: Analysis) -> str:
-    """The verdict, a line for each model, and the pairs that have most to do with each other."""
-    readiness, _ = judge(analysis)
-    columns: dict[str, Callable[[ModelAnalysis], str]] = {
-        "model": lambda model: model.name,
-        "origin": origin,
-        "change >": lambda model: share(model.total.relative_norm),
-        "largest |δ| >": lambda model: number(model.total.largest),
-        "unchanged >": lambda model: share(model.total.sparsity),
-    }
-    if any(model.total.not_finite for model in analysis.models):
-        columns["NaN or infinite >"] = lambda model: f"{model.total.not_finite:,}"
-    pairs = sorted(analysis.pairs, key=_closeness, reverse=True)[:MOST_PAIRS]
+    """The page's table of models, and the pairs that have most to do with each other."""
+    readiness, advice = judge(analysis)
+    columns = model_columns(analysis, readiness, advice)
+    pairs = sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine))[:MOST_PAIRS]
     return card(
         f"{headline(readiness)}: {named(analysis.names)} relative to {short_name(analysis.base)}",
-        table(
-            tuple(columns),
-            ([cell(model) for cell in columns.values()] for model in analysis.models),
-        ),
-        table(
-            ("models", "cosine >", "opposed >"),
-            (
-                (
-                    f"{pair.first} and {pair.second}",
-                    cosine(pair.total.cosine),
-                    share(pair.total.conflict),
-                )
-                for pair in pairs
-            ),
-        ),
+        table(tuple(columns), listing(analysis.models, columns).rows),
+        table(tuple(PAIR_COLUMNS), listing(pairs, PAIR_COLUMNS).rows),
         remarks(("note", note) for note in analysis.notes),
     )
 
@@ -132,7 +116,3 @@ def chart(analysis: Analysis, name: str | None) -> Any:
     chart = alt.LayerChart.from_dict(spec)
     chart.datasets = rows  # as they are: Altair would make an object of every number
     return chart
-
-
-def _closeness(pair: PairAnalysis) -> float:
-    return abs(pair.total.cosine)

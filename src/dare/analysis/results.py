@@ -350,26 +350,8 @@ class Analysis:
         return chart(self, figure)
 
     def __str__(self) -> str:
-        """The analysis in a few lines."""
-        lines = [
-            f"{times(len(self.models), 'model')} relative to {self.base}, {self.seconds:.1f} s"
-        ]
-        for model in self.models:
-            total = model.total
-            rank = "" if model.likely_rank is None else f" of rank {model.likely_rank}"
-            lines.append(
-                f"  {model.name}: {model.origin}{rank}, change {total.relative_norm:.2%} of the "
-                f"base, mean |δ| {total.mean_magnitude:.2g}, largest {total.largest:.2g}, "
-                f"{total.sparsity:.1%} unchanged"
-            )
-        lines += [
-            f"  {pair.first} and {pair.second}: cosine {pair.total.cosine:.3f}, "
-            f"{pair.total.conflict:.0%} of common changes opposed"
-            for pair in self.pairs
-        ]
-        if self.pairs:
-            lines.append(f"  added up, {self.together.cancelled:.0%} of all change cancels out")
-        return "\n".join(map(printable, lines))
+        """A line for each model and for every two."""
+        return "\n  ".join(map(repr, (self, *self.models, *self.pairs)))
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ def _write(judged: Judged, *, output: Path | None, html: Path | None) -> list[st
         write_file(output, f"{to_json(*judged)}\n".encode(), "analysis")
         said.append(f"The analysis is in {output}; `dare report {output}` makes a page of it")
     if html is not None:
-        from dare.analysis.page import write_page
+        from dare.analysis.page.assembly import write_page
 
         write_page(html, *judged)
         said.append(f"The page is {html}")
@@ -247,7 +247,7 @@ def report(
     """Write the page."""
     check_free(output, "page", overwrite=overwrite)
     console = show.console(quiet=quiet)
-    from dare.analysis.page import write_figures, write_page
+    from dare.analysis.page.assembly import write_figures, write_page
 
     given = [merged] if merged is not None and not inputs else inputs
     analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)

@@ -7,7 +7,8 @@ import pytest
 import sample
 
 from dare.analysis.judge.judgement import Advice, Readiness
-from dare.analysis.page import Outcome, outcome_of_report, write_page
+from dare.analysis.page.assembly import write_page
+from dare.analysis.page.series import Outcome
 from dare.analysis.results import Analysis
 
 
@@ -23,7 +24,7 @@ class Subject:
 def subject() -> Subject:
     analysis = sample.make_analysis()
     report = sample.make_report(analysis)
-    outcome = outcome_of_report(report, analysis, sample.make_survival(analysis))
+    outcome = sample.outcome_of(report, analysis, sample.make_survival(analysis))
     return Subject(analysis, sample.make_readiness(), sample.make_advice(), outcome)
 
 
@@ -33,7 +34,7 @@ def crowd() -> Subject:
     analysis = sample.make_many(12)
     readiness = sample.make_readiness(analysis.names)
     report = sample.make_report(analysis)
-    outcome = outcome_of_report(report, analysis, sample.make_survival(analysis))
+    outcome = sample.outcome_of(report, analysis, sample.make_survival(analysis))
     return Subject(analysis, readiness, sample.make_many_advice(analysis), outcome)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dare.analysis.judge.judgement import (
     Suggestion,
     Verdict,
 )
+from dare.analysis.page.series import Outcome, outcome_of_manifest
 from dare.analysis.results import (
     OUTSIDE,
     Analysis,
@@ -446,3 +448,11 @@ def make_survival(analysis: Analysis) -> tuple[PairAnalysis, ...]:
         )
         for number, name in enumerate(analysis.names)
     )
+
+
+def outcome_of(
+    report: Report, analysis: Analysis, survival: Sequence[PairAnalysis] = ()
+) -> Outcome:
+    """What a page shows of a merge, by its report."""
+    manifest = {"report": report.to_dict()}
+    return outcome_of_manifest(manifest, analysis, survival, output=report.output)

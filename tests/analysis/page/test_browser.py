@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import dare
 from dare.analysis.judge.advice import judge
-from dare.analysis.page import write_page
+from dare.analysis.page.assembly import write_page
 from dare.cli import main
 from helpers import PATIENCE_SECONDS, eventually
 

@@ -10,7 +10,7 @@ import sample
 from safetensors.numpy import save_file
 
 import dare
-from dare.analysis.page.series import outcome_of_manifest, outcome_of_report
+from dare.analysis.page.series import outcome_of_manifest
 from dare.errors import Concern, InputError, Notice
 
 
@@ -26,7 +26,7 @@ def test_what_stages_leave_is_counted_over_tensors_and_in_each_layer(subject):
 def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
     report = sample.make_report(subject.analysis)
     bare = tuple(replace(t, survivors=tuple(() for _ in t.models)) for t in report.tensors)
-    outcome = outcome_of_report(replace(report, method="linear", tensors=bare), subject.analysis)
+    outcome = sample.outcome_of(replace(report, method="linear", tensors=bare), subject.analysis)
     assert [model.kept for model in outcome.models] == [{}, {}, {}]
     assert [model.kept_by_layer for model in outcome.models] == [{}, {}, {}]
 
@@ -34,7 +34,7 @@ def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
 def test_tensors_that_were_not_analysed_do_not_count(subject):
     report = sample.make_report(subject.analysis)
     other = replace(report.tensors[0], name="another", survivors=((9**9, 9**9),) * 3)
-    found = outcome_of_report(replace(report, tensors=(*report.tensors, other)), subject.analysis)
+    found = sample.outcome_of(replace(report, tensors=(*report.tensors, other)), subject.analysis)
     assert found.models == subject.outcome.models
 
 
@@ -54,7 +54,7 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
     analysis = dare.analyze(recipe.base, [entry.file for entry in recipe.models], verbose=False)
     outcome = outcome_of_manifest(document, analysis, output=recipe.output)
-    assert outcome == outcome_of_report(report, analysis)
+    assert outcome == sample.outcome_of(report, analysis)
     (model,) = outcome.models
     assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
     assert model.kept_by_layer == {-1: model.kept["dare"]}
@@ -70,4 +70,4 @@ def test_a_document_that_is_no_manifest_is_refused(subject):
 def test_warnings_are_taken_over(subject):
     report = sample.make_report(subject.analysis)
     warned = replace(report, warnings=(Notice(Concern.OVERFLOW, "3 values"),))
-    assert outcome_of_report(warned, subject.analysis).warnings == ("3 values",)
+    assert sample.outcome_of(warned, subject.analysis).warnings == ("3 values",)

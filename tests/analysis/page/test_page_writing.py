@@ -20,8 +20,8 @@ from dare.analysis.judge.judgement import (
     Verdict,
 )
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
-from dare.analysis.page import assembly, figures, write_figures, write_page
-from dare.analysis.page.assembly import page_text
+from dare.analysis.page import assembly, figures
+from dare.analysis.page.assembly import page_text, write_figures, write_page
 from dare.errors import InputError, OutputError
 from dare.output.page import writing
 from dare.output.page.themes import THEMES

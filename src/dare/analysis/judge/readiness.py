@@ -200,6 +200,8 @@ class Rule:
     figures: str
     about: str = ""
     only_for: str = ""
+    few_words: str = ""
+    together: str = ""
     several: dict[str, str] = field(default_factory=dict)
     """The texts on several models."""
 

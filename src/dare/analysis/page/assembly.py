@@ -150,7 +150,7 @@ def assemble_page(
         parameters=amount(sum(analysis.base_dtypes.values())),
         counted=_counted(readiness.findings),
         tiles=list(_tiles(analysis, advice)),
-        models=listing(analysis.models, _model_columns(analysis, readiness, advice)),
+        models=listing(analysis.models, model_columns(analysis, readiness, advice)),
         numbers=listing(analysis.models, NUMBER_COLUMNS),
         bars=bar_lengths(changes),
         logarithmic=spans_decades(changes),
@@ -195,7 +195,7 @@ def _verdicts(readiness: Readiness) -> list[tuple[Verdict, tuple[str, ...]]]:
     ]
 
 
-def _model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
+def model_columns(analysis: Analysis, readiness: Readiness, advice: Advice) -> Columns:
     """What decides about a model: the first number is its change."""
     rates = advice.own("drop_rate")
     out = advice.left_out

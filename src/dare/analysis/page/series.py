@@ -26,7 +26,6 @@ from dare.analysis.results import (
 from dare.errors import InputError
 from dare.output.page.tables import Row, Table, finite
 from dare.output.page.words import NOTHING
-from dare.output.report import Report
 
 ALL_KINDS = "all"
 MOST_SPECTRA = 96
@@ -293,26 +292,29 @@ class Outcome:
     """Each model's delta beside the merged one, if that was measured."""
 
 
-def outcome_of_report(
-    report: Report, analysis: Analysis, survival: Sequence[PairAnalysis] = ()
-) -> Outcome:
-    """Take from the report of a merge what the page shows.
-
-    `survival` has for each model a pair of it and of the output, from an analysis of both.
-    """
-    return _outcome(report.to_dict(), report.output, analysis, survival)
-
-
 def outcome_of_manifest(
     manifest: Mapping[str, Any],
     analysis: Analysis,
     survival: Sequence[PairAnalysis] = (),
     *,
-    output: Path,
+    output: Path | None,
 ) -> Outcome:
-    """The same from the manifest that lies beside an output."""
+    """Take from the manifest that lies beside an output what the page shows.
+
+    `survival` has for each model a pair of it and of the output, from an analysis of both.
+    """
     try:
-        return _outcome(manifest["report"], output, analysis, survival)
+        report = manifest["report"]
+        counts = _count_left(report, analysis)
+        stages = report["method"].split("+")[:-1]
+        return Outcome(
+            report["method"],
+            "" if output is None else str(output),
+            report["seconds"],
+            tuple(_model(model, stages, counts[model["name"]]) for model in report["models"]),
+            tuple(warning["text"] for warning in report["warnings"]),
+            tuple(survival),
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{output}: its manifest has no whole report of a merge ({error!r}); pass the manifest "
@@ -320,30 +322,18 @@ def outcome_of_manifest(
         ) from None
 
 
-def _outcome(
-    report: Mapping[str, Any],
-    output: Path | None,
-    analysis: Analysis,
-    survival: Sequence[PairAnalysis],
-) -> Outcome:
-    stages = report["method"].split("+")[:-1]
+def _count_left(report: Mapping[str, Any], analysis: Analysis) -> dict[str, dict[int, list[int]]]:
+    """By model and layer: elements that were analysed, and those that each stage left of them."""
     known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
     counts: dict[str, dict[int, list[int]]] = {model["name"]: {} for model in report["models"]}
     for tensor in report["tensors"]:
         if (analysed := known.get(tensor["name"])) is None:
-            continue  # what was not analysed does not count
+            continue
         for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
             new = [analysed.statistics.elements, *survivors]
             old = counts[model].get(analysed.layer, [0] * len(new))
             counts[model][analysed.layer] = [a + b for a, b in zip(old, new, strict=True)]
-    return Outcome(
-        report["method"],
-        "" if output is None else str(output),
-        report["seconds"],
-        tuple(_model(model, stages, counts[model["name"]]) for model in report["models"]),
-        tuple(warning["text"] for warning in report["warnings"]),
-        tuple(survival),
-    )
+    return counts
 
 
 def _model(

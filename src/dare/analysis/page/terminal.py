@@ -20,7 +20,7 @@ from dare.analysis.judge.judgement import (
     Severity,
     Verdict,
 )
-from dare.analysis.judge.readiness import chance_cancelled
+from dare.analysis.judge.readiness import RULES, chance_cancelled
 from dare.analysis.page.words import FEW_WORDS, bound, few_words, headline, origin
 from dare.analysis.results import Analysis
 from dare.errors import printable
@@ -33,10 +33,8 @@ LABEL = 9
 """Columns before the text of a line with a label."""
 PADDING = 11
 """Columns between and around the four of the table."""
-ROOM_FOR_FINDINGS = 10
-"""Lines that findings may take together; the first one is shown whatever it takes."""
 SHOWN = 3
-"""How many names, and how many pairs, a line lists."""
+"""How many names and pairs a line lists, and how many findings are shown."""
 
 VERDICTS = {
     Verdict.READY: "bold green",
@@ -50,15 +48,7 @@ SEVERITIES = {Severity.STOP: "bold red", Severity.CHANGE: "bold yellow", Severit
 
 COSINES = ("cosine", "largest_cosine")
 """Figures of a finding about several models: the least cosine of two of them, and the largest."""
-RELATIONS = {
-    "same_model": "are copies",
-    "multiple": "are multiples",
-    "other_base": "went far together",
-    "contained": "is part of the others",
-    "common_step": "have a step in common",
-    "alike": "are alike",
-    "opposed": "are opposed",
-}
+RELATIONS = {rule.name: rule.together for rule in RULES if rule.together}
 """Rules about models that are notable together."""
 MISPLACED = ("contained", "common_step")
 """Those that ask whether the base is the right one."""
@@ -197,49 +187,28 @@ def _advised(advice: Advice, names: Names) -> dict[str, str]:
 
 
 def show_gravest(console: Console, analysis: Analysis, readiness: Readiness) -> str:
-    """Show what stands against a merge and what to do; return what did not fit on the screen."""
+    """Show what stands against a merge and what to do; return what is not on the screen."""
     names = Names(analysis.names, console)
     against = [f for f in readiness.findings if f.severity is not Severity.NOTE]
-    room, hidden = ROOM_FOR_FINDINGS, 0
     if against:
         console.print()
-    for place, finding in enumerate(against):
-        seen, remedy = (_wrapped(console, text) for text in _said(finding, names))
-        room -= len(seen) + len(remedy)
-        if place and room < 0:
-            hidden = len(against) - place
-            break
-        _print_lines(console, (finding.severity.capitalize(), SEVERITIES[finding.severity]), seen)
-        _print_lines(console, ("  remedy", "dim"), remedy)
-    notes = len(readiness.findings) - len(against)
-    rest = [times(hidden, "more finding")] if hidden else []
+    for finding in against[:SHOWN]:
+        several = len(finding.models) > 1 and all(name in finding.seen for name in finding.models)
+        whose = f"{names.list(finding.models)}: " if finding.models and not several else ""
+        seen = Text.assemble((whose, "bold"), names.in_text(finding.seen))
+        label = finding.severity.capitalize()
+        print_labelled(console, label, seen, SEVERITIES[finding.severity])
+        print_labelled(console, "  remedy", names.in_text(finding.remedy), "dim")
+    hidden, notes = len(against) - SHOWN, len(readiness.findings) - len(against)
+    rest = [times(hidden, "more finding")] if hidden > 0 else []
     rest += [times(notes, "note")] if notes else []
     return listed((*rest, "all figures", "the reasons"))
-
-
-def _said(finding: Finding, names: Names) -> tuple[Text, Text]:
-    """What was seen, after whom it concerns unless the sentence says so, and the remedy."""
-    several = len(finding.models) > 1 and all(name in finding.seen for name in finding.models)
-    whose = f"{names.list(finding.models)}: " if finding.models and not several else ""
-    seen = Text.assemble((whose, "bold"), names.in_text(finding.seen))
-    return seen, Text(names.in_text(finding.remedy))
-
-
-# ---------------------------------------------------------------- lines
 
 
 def print_labelled(console: Console, label: str, text: str | Text, style: str = "bold") -> None:
     """A text after its label, in lines that begin in one column."""
     whole = text if isinstance(text, Text) else Text(printable(text))
-    _print_lines(console, (label, style), _wrapped(console, whole))
-
-
-def _wrapped(console: Console, text: Text) -> list[Text]:
-    return list(text.wrap(console, max(console.width - LABEL, 20))) or [Text()]
-
-
-def _print_lines(console: Console, label: tuple[str, str], lines: Iterable[Text]) -> None:
-    for place, line in enumerate(lines):
-        word, style = ("", "") if place else label
+    for line in whole.wrap(console, max(console.width - LABEL, 20)) or [Text()]:
         line.rstrip()
-        console.print(Text.assemble((f"{word:{LABEL}}", style), line))
+        console.print(Text.assemble((f"{label:{LABEL}}", style), line))
+        label = ""

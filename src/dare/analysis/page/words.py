@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from dare.analysis.judge.groups import is_against
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Verdict
+from dare.analysis.judge.readiness import RULES
 from dare.analysis.results import OUTSIDE, ModelAnalysis, Origin
 from dare.output.page.words import NOTHING, number
 
@@ -21,37 +22,8 @@ ORIGINS = {
     Origin.UNKNOWN: "not known",
 }
 
-FEW_WORDS = {
-    "nothing_compared": "nothing to compare",
-    "not_finite": "NaN or infinite values",
-    "unrelated": "not related to the base",
-    "not_homologous": "too far from the base",
-    "large_change": "bears little dropping",
-    "large_deltas": "larger deltas than usual",
-    "equals_base": "the same as the base",
-    "rounding": "mostly rounding",
-    "coarser_type": "stored more coarsely",
-    "missing_tensors": "lacks tensors",
-    "outliers": "a few outliers",
-    "sparse": "few elements changed",
-    "concentrated": "few elements carry it",
-    "same_model": "the same as {others}",
-    "multiple": "a multiple of {others}",
-    "other_base": "another base, with {others}",
-    "contained": "part of the others",
-    "common_step": "a step in common with {others}",
-    "alike": "much like {others}",
-    "opposed": "opposed to {others}",
-    "outweighed": "smaller than others",
-    "cancelling": "models cancel each other",
-    "vocabulary": "another vocabulary",
-    "mismatched": "tensors do not fit",
-    "extra_tensors": "extra tensors",
-    "tied": "tied weights",
-    "other_configuration": "another configuration",
-}
-"""What a rule has found, for a line of a table; a rule without words is left out (`lora`: the
-origin says it)."""
+FEW_WORDS = {rule.name: rule.few_words for rule in RULES if rule.few_words}
+"""What a rule has found, for a line of a table; `lora` has none, because the origin says it."""
 OPPOSITE = "the opposite of {others}"
 """The words for a multiple that goes against the others."""
 
