@@ -11,7 +11,7 @@ import study_sample as sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.output.page.themes import THEMES
+from dare.output.page.charts import THEMES
 from dare.output.page.writing import draw_file
 from dare.studies.page import assembly, figures, series, write_study_page
 from dare.studies.results import Estimate, State, Trial

@@ -12,9 +12,8 @@ from dare.analysis.page.assembly import draw, model_columns, page_text
 from dare.analysis.page.words import cosine, headline
 from dare.analysis.results import Analysis
 from dare.errors import RecipeError, did_you_mean
-from dare.output.page.charts import alt
+from dare.output.page.charts import THEMES, alt, vega_config
 from dare.output.page.tables import Columns, listing
-from dare.output.page.themes import THEMES, vega_config
 from dare.output.page.words import setting, share
 from dare.output.page.writing import write_file
 from dare.output.places import short_name

@@ -15,7 +15,7 @@ from dare.analysis.page import figures, series
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Histogram, Origin
 from dare.output.page import writing
-from dare.output.page.themes import DASHES, SHAPES, THEMES, vega_config
+from dare.output.page.charts import DASHES, SHAPES, THEMES, vega_config
 from dare.output.page.words import number, share
 
 
@@ -166,7 +166,7 @@ def test_the_line_is_what_is_bounded(drawn, subject):
 
 @pytest.mark.parametrize(("rate", "end"), [(0.15, 1), (0.6, 0)])
 def test_the_label_of_the_bound_stands_where_no_mark_is(subject, rate, end):
-    advised = Suggestion("drop_rate", rate, None, "", "", Evidence.FAIR)
+    advised = Suggestion("drop_rate", rate, "math", "", "", Evidence.FAIR)
     advice = replace(subject.advice, suggestions=(advised,))
     layers = figures.predicted_error(subject.analysis, advice).spec["layer"]
     (label,) = [

@@ -24,7 +24,7 @@ from dare.analysis.page import assembly, figures
 from dare.analysis.page.assembly import page_text, write_figures, write_page
 from dare.errors import InputError, OutputError
 from dare.output.page import writing
-from dare.output.page.themes import THEMES
+from dare.output.page.charts import THEMES
 from dare.output.page.words import number, share
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")

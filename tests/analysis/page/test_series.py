@@ -9,7 +9,6 @@ import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.analysis.judge.judgement import Evidence, Suggestion
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import series
 from dare.analysis.results import Histogram, Kind
@@ -111,19 +110,6 @@ def test_predictions_follow_the_formula(subject):
     (row,) = series.prediction_rows(model, [0.8])
     assert row["relative"] == 2.0  # √(0.8 / 0.2)
     assert row["error"] == pytest.approx(mean_bounded_error(exposures_of(model), 0.8), 1e-4)
-
-
-def test_a_rate_for_all_stands_in_for_a_missing_one(subject):
-    all_models = Suggestion("drop_rate", 0.6, None, "", "", Evidence.WEAK)
-    own = Suggestion("drop_rate", 0.9, "math", "", "", Evidence.WEAK)
-    advice = replace(subject.advice, suggestions=(all_models, own))
-    assert series.suggested_rates(subject.analysis, advice) == {
-        "math": 0.9,
-        "code": 0.6,
-        "chat": 0.6,
-    }
-    advice = replace(subject.advice, suggestions=(own,))
-    assert series.suggested_rates(subject.analysis, advice) == {"math": 0.9}
 
 
 def test_rows_go_to_json_whatever_the_numbers(subject):

@@ -16,9 +16,9 @@ from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
 from dare.errors import InputError
+from dare.output.page.charts import THEMES
 from dare.output.page.shell import Section, render_page
 from dare.output.page.tables import Columns, Table, bar_lengths, listing, spans_decades
-from dare.output.page.themes import THEMES
 from dare.output.page.words import NOTHING, amount, listed, number, setting, share
 from dare.output.page.writing import Format, check_installed, draw_file, library_for, write_file
 from dare.output.places import short_name
@@ -27,7 +27,7 @@ from dare.recipe.toml import write_toml
 from dare.tensors.sizes import show_size, times
 
 if TYPE_CHECKING:
-    from dare.output.page.figures import Figure
+    from dare.output.page.charts import Figure
 
 MOST_NAMES = 4
 """Models that are named in a sentence; more are counted."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dare.output.page.charts import (
+    DASHES,
+    SHAPES,
     Spec,
     alt,
     bright_if,
@@ -16,7 +18,6 @@ from dare.output.page.charts import (
     zoom,
 )
 from dare.output.page.tables import Row
-from dare.output.page.themes import DASHES, SHAPES
 
 CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = "!model || datum.model === model || datum.other === model"

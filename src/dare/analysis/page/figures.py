@@ -20,7 +20,10 @@ from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine, layer_name
 from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis, Origin
 from dare.output.page.charts import (
+    DASHES,
     FAINT,
+    SHAPES,
+    Figure,
     Spec,
     alt,
     bright_if,
@@ -28,12 +31,12 @@ from dare.output.page.charts import (
     haloed_text,
     level_line,
     logarithmic,
+    make_figure,
+    read_texts,
     tooltip_of,
     zoom,
 )
-from dare.output.page.figures import Figure, make_figure, read_texts
 from dare.output.page.tables import Columns, Row, Table, finite, listing
-from dare.output.page.themes import DASHES, SHAPES
 from dare.output.page.words import listed, number, share
 from dare.tensors.sizes import times
 

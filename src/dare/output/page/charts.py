@@ -1,14 +1,17 @@
-"""What figures share: scales, labels, tooltips.
+"""What figures share: scales, labels, tooltips, texts (`figures.toml`), looks (`themes.toml`).
 
 The only module that imports Altair, which writes Vega-Lite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
-from dare.output.page.tables import Row
+from dare.output.page.tables import Row, Table
 
 Spec = dict[str, Any]
 FAINT = 0.12
@@ -123,3 +126,113 @@ def finish_chart(
     del spec["config"]
     spec["datasets"] = {**spec.get("datasets", {}), "rows": list(rows), **others}
     return spec
+
+
+# ---------------------------------------------------------------- a figure
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with what has to be said about it."""
+
+    name: str
+    """Of files and anchors: `magnitudes`."""
+    title: str
+    caption: str
+    """What is seen, and how to read it."""
+    description: str
+    """For those who do not see it: what is drawn, and the most telling numbers."""
+    spec: Spec
+    """Vega-Lite, without colours."""
+    table: Table
+    models: tuple[str, ...] = ()
+    """Whose figure it is, if it is not everybody's."""
+    width: float = 1.0
+    """The share of the page's width that it needs."""
+    zooms: bool = False
+    folded: bool = False
+    """Whether it waits until somebody asks for it."""
+
+
+def read_texts(package: str) -> dict[str, Any]:
+    """What a package's `figures.toml` says, by the figures' names."""
+    return tomllib.loads(files(package).joinpath("figures.toml").read_text("utf-8"))
+
+
+def make_figure(
+    texts: Mapping[str, Any], name: str, spec: Spec, table: Table, known: Mapping[str, str]
+) -> Figure:
+    """A figure with its texts, in which the known values are filled in."""
+    title, caption, description = (
+        texts[part].format_map(known) for part in ("title", "caption", "description")
+    )
+    looks = {"width": texts.get("width", 1.0), "zooms": texts.get("zooms", False)}
+    return Figure(name, title, caption, description, spec, table, **looks)
+
+
+# ---------------------------------------------------------------- looks
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+FONTS = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+HALO = {"strokeWidth": 4, "strokeJoin": "round"}
+"""Of what is drawn below a text, so that it can be read on top of lines."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "stroke")
+DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 2], [12, 4], [5, 3, 1, 3, 1, 3])
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Light or dark: colours of the page, by name, and of what the figures show."""
+
+    colours: dict[str, str]
+    models: list[str]
+    amounts: list[str]
+    opposites: list[str]
+
+
+_FILE = files("dare.output.page").joinpath("themes.toml").read_text("utf-8")
+THEMES = {name: Theme(**colours) for name, colours in tomllib.loads(_FILE).items()}
+
+
+def vega_config(theme: Theme) -> dict[str, Any]:
+    """The configuration that gives figures the page's looks."""
+    colours = theme.colours
+    return {
+        "font": FONT,
+        "background": None,
+        "padding": 4,
+        "view": {"stroke": None},
+        "axis": {
+            "labelColor": colours["muted"],
+            "titleColor": colours["muted"],
+            **FONTS,
+            "titlePadding": 8,
+            "gridColor": colours["line"],
+            "domainColor": colours["line"],
+            "tickColor": colours["line"],
+            "labelLimit": 140,
+        },
+        "legend": {
+            "labelColor": colours["ink"],
+            "titleColor": colours["muted"],
+            **FONTS,
+            "labelLimit": 150,
+            "symbolSize": 80,
+            "orient": "top",
+        },
+        "title": {"color": colours["ink"], "fontSize": 15, "anchor": "start", "offset": 12},
+        "text": {"color": colours["ink"], "fontSize": 12},
+        "rule": {"color": colours["muted"]},
+        "style": {"halo": {"fill": colours["panel"], "stroke": colours["panel"], **HALO}},
+        "bar": {"color": theme.models[0]},
+        "tick": {"color": colours["ink"]},
+        "line": {"color": theme.models[0], "strokeWidth": 2},
+        "range": {
+            "category": theme.models,
+            "ordinal": theme.amounts,
+            "ramp": theme.amounts,
+            "heatmap": theme.amounts,
+            "diverging": theme.opposites,
+            "symbol": list(SHAPES),
+        },
+    }

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from dare.output.page.figures import Figure
-from dare.output.page.themes import THEMES, vega_config
+from dare.output.page.charts import THEMES, Figure, vega_config
 from dare.output.page.words import number
 
 SHELL = "dare.output.page"

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dare.errors import OutputError
-from dare.output.page.figures import Figure
-from dare.output.page.themes import Theme, vega_config
+from dare.output.page.charts import Figure, Theme, vega_config
 from dare.output.targets import check_free
 
 NEEDED = ("altair", "jinja2", "vl_convert")

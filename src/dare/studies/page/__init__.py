@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dare.errors import RecipeError
-from dare.output.page.figures import Figure
+from dare.output.page.charts import Figure
 from dare.output.page.shell import Section, render_page
 from dare.output.page.tables import Columns, listing
 from dare.output.page.words import NOTHING

@@ -11,18 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from dare.output.page.charts import (
+    SHAPES,
+    Figure,
     Spec,
     alt,
     by_name,
     finish_chart,
     haloed_text,
+    make_figure,
+    read_texts,
     rows_named,
     tooltip_of,
     zoom,
 )
-from dare.output.page.figures import Figure, make_figure, read_texts
 from dare.output.page.tables import Columns, Row, Table, listing
-from dare.output.page.themes import SHAPES
 from dare.output.page.words import NOTHING, listed, share
 from dare.studies.page import series
 from dare.studies.results import Conclusion, StudyData, value_text
