@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -37,10 +36,7 @@ class Hub:
     """By beginning of a path: headers that are sent in place of the right ones."""
     bodies: dict[str, bytes] = field(default_factory=dict)
     """By beginning of a path: what is sent in place of the right content."""
-    pace: dict[str, float] = field(default_factory=dict)
-    """By beginning of a path: seconds between two bytes; if negative, nothing is ever sent."""
     servers: list[ThreadingHTTPServer] = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)
 
     def add(self, repo: str, files: dict[str, bytes], ref: str = "main") -> str:
         commit = commit_of(files)
@@ -60,7 +56,6 @@ class Hub:
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
-        self.stopped.set()
         while self.servers:
             server = self.servers.pop()
             server.shutdown()
@@ -155,9 +150,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path)
-        if (seconds := chosen(self.hub.pace, path)) is not None:
-            self.trickle(seconds)
-            return
         body = chosen(self.hub.bodies, path) or body
         lies = chosen(self.hub.lies, path) or {}
         self.send_response(status)
@@ -166,13 +158,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
-
-    def trickle(self, seconds: float) -> None:
-        """Send a byte now and then, until the hub is stopped or nobody listens."""
-        with contextlib.suppress(OSError):
-            while not self.hub.stopped.wait(abs(seconds)):
-                if seconds > 0:
-                    self.wfile.write(b"H")
 
 
 def chosen(by_start: dict[str, Any], path: str) -> Any:

@@ -1,26 +1,19 @@
-"""A hub that lies, falls silent, or is reached with a password: nothing of it gets here."""
+"""A hub that lies, or is reached with a password: nothing of it gets here."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 import traceback
 from pathlib import Path
 
 import pytest
 
 from dare.errors import InputError
-from dare.inputs import hub_guard
 from dare.inputs.hub import resolve
 from fake_hub import Hub
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"text"}
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_guard, "PATIENCE_SECONDS", 0.6)
 
 
 def refused(text: str = "org/name") -> str:
@@ -71,27 +64,17 @@ def test_a_path_in_the_list_stays_inside(hub: Hub, tmp_path: Path, path: str) ->
     hub.add("org/name", FILES)
     tree = [{"type": "file", "path": path, "size": 1, "oid": "0" * 40}]
     hub.bodies["/api/models/org/name/tree"] = json.dumps(tree).encode()
-    assert "not a file inside the repository" in refused()
+    assert f"{path!r} as path" in refused()
 
 
 def test_a_download_has_the_digest_that_was_announced(hub: Hub) -> None:
     commit = hub.add("org/name", FILES)
     hub.bodies["/large"] = b"WEIGHTS"
-    assert "sent other bytes than it announced" in refused()
+    assert "model.safetensors" in refused()
     hub.bodies.clear()
     resolved = resolve(Path("org/name"), verbose=False)
     assert resolved.commit == commit
     assert (resolved.path / "model.safetensors").read_bytes() == b"weights"
-
-
-@pytest.mark.parametrize("seconds", [-0.05, 0.05])
-@pytest.mark.parametrize("place", ["/api", "/org/name", "/large"])
-def test_a_hub_that_sends_next_to_nothing_is_given_up(hub: Hub, seconds: float, place: str) -> None:
-    hub.add("org/name", FILES)
-    hub.pace[place] = seconds
-    started = time.monotonic()
-    assert "the hub has sent almost nothing for 0.6 s" in refused()
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("verbose", [False, True])

@@ -5,15 +5,23 @@ where it lies, as a store, unless the cache has it; a plan fetches neither. Only
 is fetched: the weights as safetensors and the small files beside them. All is from one commit,
 which is known afterwards, so that a merge can be repeated.
 Cache, token, endpoint, offline mode and retries are those of `huggingface_hub`.
+
+The client makes file names of what a hub sends, and keeps what it receives without looking at it.
+So names in answers are looked over before the client sees them, downloads are held against the
+digests they were announced with, and credentials are taken out of all that is said.
 """
 
 from __future__ import annotations
 
 import errno
 import glob
+import hashlib
+import logging
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,12 +31,6 @@ from dare.errors import InputError, printable
 from dare.inputs import lora
 from dare.inputs.directory import CONFIGURATION, SENTENCE_TRANSFORMERS, TOKENIZER
 from dare.inputs.gguf import part_names
-from dare.inputs.hub_guard import (
-    Progress,
-    check_downloads,
-    guarded,
-    run_watched,
-)
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, read_index
 from dare.recipe.hub_names import WEIGHT_SUFFIXES, Name, parse_address, parse_name
 from dare.stores.addresses import Access, grant_access
@@ -56,6 +58,11 @@ SMALL_FILES = (
 
 DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
 """What these patterns also match, as a star matches slashes, and is not meant."""
+
+NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
+NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
+"""What the client makes file names of."""
+_PIECE = 1 << 20
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -111,15 +118,13 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
             f"{name}: no such file or directory; to fetch the model of that name from the hub, "
             f"{INSTALL}"
         ) from None
-    from huggingface_hub import close_session, constants, get_session
+    from huggingface_hub import constants
 
-    progress = Progress(_cache_folder(name))
     try:
-        with guarded(get_session(), progress):
+        with _guarded():
             if (fetches and not is_address) or not (is_address or can_read()):
-                return run_watched(lambda: _fetch(name, verbose=verbose), progress, close_session)
-            found = run_watched(lambda: _find(name, verbose=verbose), progress, close_session)
-            return replace(found, is_address=is_address)
+                return _fetch(name, verbose=verbose)
+            return replace(_find(name, verbose=verbose), is_address=is_address)
     except InputError as error:
         text = str(error)
         raise InputError(text if text.startswith(str(name)) else f"{name}: {text}") from None
@@ -144,7 +149,7 @@ def _exists(path: Path) -> bool:
 def _find(name: Name, *, verbose: bool) -> Resolved:
     """A model on the hub as a place in a store, of one commit; in the cache if that has it all."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers
 
     if constants.HF_HUB_OFFLINE:
         return _fetch(name, verbose=verbose)
@@ -267,7 +272,7 @@ def _download(
         tqdm_class=None if bars else Silent,
         local_files_only=local_files_only,
     )
-    check_downloads(Path(snapshot).rglob("*"), known)
+    _check_downloads(Path(snapshot).rglob("*"), known)
     return Path(snapshot)
 
 
@@ -283,6 +288,87 @@ def _within(name: Name, patterns: Iterable[str]) -> list[str]:
     """Patterns for the model's folder, as patterns for the repository."""
     prefix = "" if name.folder == PurePosixPath() else f"{glob.escape(str(name.folder))}/"
     return [prefix + pattern for pattern in patterns]
+
+
+# ---------------------------------------------------------------- what a hub is not trusted with
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Look over every answer in the client's session, and all that it says, while this lasts."""
+    from huggingface_hub import get_session
+
+    hooks = get_session().event_hooks["response"]
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    hooks.append(_check_answer)
+    for handler in handlers:
+        handler.addFilter(_redact)
+    try:
+        yield
+    finally:
+        hooks.remove(_check_answer)
+        for handler in handlers:
+            handler.removeFilter(_redact)
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_credentials(record.getMessage()), ()
+    return True
+
+
+def _check_answer(response: Any) -> None:
+    """Refuse an answer with names that lead out of the cache, before the client uses them."""
+    names = {header: response.headers.get(header, "") for header in NAMING_HEADERS}
+    said = [(key, value.removeprefix("W/").strip('"')) for key, value in names.items()]
+    if "json" in response.headers.get("content-type", ""):
+        response.read()
+        try:
+            left = [response.json()]
+        except (ValueError, RecursionError):
+            left = []  # the client says itself that it is none
+        for here in left:
+            children = here if isinstance(here, list) else []
+            if isinstance(here, dict):
+                children = list(here.values())
+                said += [(key, str(here[key])) for key in NAMING_KEYS & here.keys()]
+            left += children
+    for key, value in said:
+        path = PurePosixPath(value.replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts:
+            raise InputError(f"the hub sent {value!a:.80} as {key}, which leads out of the cache")
+
+
+def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
+    """Hold files of the cache against the digests that the hub announced them with.
+
+    The cache calls what it has received by its digest: SHA-256, or Git's for a small file. What
+    was `known` there before is not read again. What does not fit is deleted.
+    """
+    for file in files:
+        blob = file.resolve()
+        if blob.name in known or blob.parent.name != "blobs" or not blob.is_file():
+            continue
+        if not _has_digest(blob):
+            blob.unlink()
+            file.unlink(missing_ok=True)
+            raise InputError(
+                f"{file.name}: the hub sent other bytes than it announced (digest "
+                f"{blob.name}); they are deleted; run the command again"
+            )
+
+
+def _has_digest(blob: Path) -> bool:
+    """Whether a file has the content that its name stands for, as far as that is a digest."""
+    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
+        digest: Any = hashlib.sha256()
+    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
+        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+    else:
+        return True
+    with blob.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    return bool(digest.hexdigest() == blob.name)
 
 
 # ---------------------------------------------------------------- what went wrong

@@ -11,8 +11,6 @@ of the base's files.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
 import sys
 import tomllib
 import warnings
@@ -44,16 +42,19 @@ EMBEDDINGS = ("relative_attention_bias",)
 """Modules that are embeddings though their names do not say so."""
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 """Layers that multiply by their weight and do nothing else. Routers inherit from Linear too."""
-MAMBA_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+OF_MAMBA = "a Mamba's code uses its weight without calling it, past any LoRA"
+MAMBA_LAYERS = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("dt_proj", "out_proj", "x_proj")),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), ("out_proj",)),
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",)),
+    "jamba": ("dt_proj",),
+}
+"""By model type, the layers that are such; PEFT itself refuses some of them."""
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
 MOST_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 MERGE_FIRST = (
     "merge the adapter into it with PEFT (merge_and_unload) and give the result as a model"
-)
-
-_WEIGHT_IN_CODE = re.compile(
-    r"(?<!isinstance\()self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim)|\s*=[^=])"
 )
 
 
@@ -214,8 +215,7 @@ def _by_transformers(
     renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
     hindered = dict.fromkeys(_expert_layers(converters), OF_EXPERTS)
-    if config["model_type"] in MAMBA_MODELS:
-        hindered["out_proj"] = "PEFT refuses it in a Mamba"
+    hindered |= dict.fromkeys(MAMBA_LAYERS.get(str(config["model_type"]), ()), OF_MAMBA)
     state = model.state_dict(keep_vars=True)
     owners = Counter(map(id, state.values()))
     places = {}
@@ -231,11 +231,8 @@ def _by_transformers(
             places[name] = Place(new, "fused")
         else:
             module = new.rpartition(".")[0]
-            parent, _, leaf = module.rpartition(".")
-            hindrance = hindered.get(leaf, "")
-            if leaf in _weights_in_code(type(model.get_submodule(parent)).__mro__):
-                hindrance = "the model's code uses its weight without calling it"
             kind = _kind_of(model.get_submodule(module))
+            hindrance = hindered.get(module.rpartition(".")[2], "")
             places[name] = Place(new, kind, owners[id(state[new])] > 1, hindrance)
     _refuse_doubles(folder, places)
     moved = sum(name != place.name for name, place in places.items())
@@ -250,18 +247,6 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
             plain = pattern.replace("\\", "")
             if "experts" in plain and plain.endswith(".weight"):
                 yield plain.removesuffix(".weight").rpartition(".")[2]
-
-
-@cache
-def _weights_in_code(classes: tuple[type, ...]) -> set[str]:
-    """The modules in a module whose weights its code uses itself, past any LoRA (as Mamba does)."""
-    ours = [base for base in classes if base.__module__.startswith("transformers.")]
-    found: set[str] = set()
-    for method in (inspect.unwrap(value) for base in ours for value in vars(base).values()):
-        if inspect.isfunction(method) and "weight" in method.__code__.co_names:
-            with contextlib.suppress(OSError):  # no source
-                found |= set(_WEIGHT_IN_CODE.findall(inspect.getsource(method)))
-    return found
 
 
 def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.patterns import ModulePattern
 from dare.inputs.products import Product, read_block
 from dare.inputs.reading import Floats, hold_same, read_floats
 from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
@@ -59,10 +59,58 @@ CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise that take a part out of the base's own weights."""
 
+LONGEST_PATTERN = 1000
+MOST_STEPS = 10**8
+"""How many ways there may be to hold a pattern against a name."""
+_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
+_GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?([^()]*)\)")
+_REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
+
 _FACTOR = re.compile(
     r"^(.*)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(\.weight|\.bias)?$"
 )
 _PREFIX = "base_model.model."
+
+
+class ModulePattern:
+    r"""A key of `alpha_pattern`, matched by `re` as PEFT does; ValueError if it is not usable.
+
+    `re` goes back and forth, so a hostile pattern takes longer than anyone waits. None is taken
+    that repeats a group with repeats or alternatives inside, or that can match in too many ways.
+
+    >>> ModulePattern("q_proj").matches("layers.0.q_proj"), ModulePattern("proj").matches("q_proj")
+    (True, False)
+    >>> ModulePattern(r"layers\.(0|1)\..*").matches("model.layers.1.q_proj")
+    True
+    """
+
+    def __init__(self, pattern: str) -> None:
+        if len(pattern) > LONGEST_PATTERN:
+            raise ValueError(f"longer than {LONGEST_PATTERN} characters; name the modules")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which are none
+                self._whole = re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        self._ways = 1
+        text = _CHARACTER.sub("x", pattern)
+        while group := _GROUP.search(text):
+            inner = group[1]
+            if _REPEAT.match(text, group.end()) and ("|" in inner or _REPEAT.search(inner)):
+                raise ValueError(
+                    "repeats a group with repeats or alternatives inside; name the modules"
+                )
+            self._ways *= 1 + inner.count("|")
+            text = text[: group.start()] + inner.replace("|", "x") + text[group.end() :]
+        self._ways *= (1 + text.count("|")) * 2 ** text.count("?")
+        self._repeats = len(_REPEAT.findall(text)) - text.count("?")
+
+    def matches(self, module: str) -> bool:
+        """Say whether a module's name, or what follows one of its dots, is of the pattern."""
+        if self._ways * len(module) ** (1 + self._repeats) > MOST_STEPS:
+            raise ValueError(f"takes too long to match {module:.200}; name the modules")
+        return self._whole.match(module) is not None
 
 
 @dataclass(frozen=True)
@@ -78,13 +126,19 @@ class Adapter:
     """Whether the adapter of a tied tensor is one under all its names."""
 
     @cached_property
-    def _patterns(self) -> list[ModulePattern]:
-        return list(map(ModulePattern, self.alpha_pattern))
+    def _patterns(self) -> dict[str, ModulePattern]:
+        return {pattern: ModulePattern(pattern) for pattern in self.alpha_pattern}
 
     def scaling(self, module: str, rank: int) -> float:
         """The factor on B·A for a module, by its name without `base_model.model.`."""
-        alphas = zip(self._patterns, self.alpha_pattern.values(), strict=True)
-        alpha = next((alpha for pattern, alpha in alphas if pattern.matches(module)), self.alpha)
+        alpha = self.alpha
+        for text, pattern in self._patterns.items():
+            try:
+                if pattern.matches(module):
+                    alpha = self.alpha_pattern[text]
+                    break
+            except ValueError as error:
+                raise InputError(f"{CONFIG_NAME}: alpha_pattern {text!r}: {error}") from None
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
