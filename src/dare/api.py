@@ -28,9 +28,14 @@ from dare.errors import (
     warn_caller,
 )
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
+from dare.inputs.names import tie
 from dare.inputs.opening import open_inputs
-from dare.inputs.ties import tie
-from dare.output.destinations import check_target, finished_before, open_output, settle
+from dare.output.destinations import (
+    check_target,
+    finished_before,
+    open_output,
+    settle,
+)
 from dare.output.journal import Busy, Record
 from dare.output.manifest import (
     checked_metadata,
@@ -89,7 +94,7 @@ def load_document(path: Path) -> dict[str, Any]:
     """Read the tables that `load_recipe` makes a recipe of, unchecked."""
     path = to_path(path)  # a command line makes a plain path of an address
     if path.suffix.lower() in YAML_SUFFIXES:
-        from dare.inputs.mergekit import convert_yaml
+        from dare.inputs.formats import convert_yaml
 
         return convert_yaml(path).recipe.to_document()
     manifest_file = find_manifest(path)
@@ -557,8 +562,8 @@ def merge_arrays(
     if any(model is base for model in models):
         recipe = with_base_among_models(recipe)
     sources = [array_source(model, name) for model, name in zip(models, names, strict=True)]
-    tied = tie(array_source(originals, "base"), sources, names)
-    planned = make_plan(recipe, tied.base, tied.models, names, tied.notes, backend=backend)
+    tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
+    planned = make_plan(recipe, tied, tuned, names, notes, backend=backend)
     seen = _look(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)

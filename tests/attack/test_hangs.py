@@ -19,9 +19,8 @@ import dare
 from dare.analysis.results import Analysis
 from dare.errors import DareError, InputError, RecipeError
 from dare.inputs.directory import choose_chat_template, collect
-from dare.inputs.formats import open_model
+from dare.inputs.formats import convert_yaml, open_model
 from dare.inputs.lora import open_adapter
-from dare.inputs.mergekit import convert_yaml
 from dare.inputs.tokens import Tokenizers
 from dare.output.card import inherited
 from helpers import save, write_recipe

@@ -575,9 +575,7 @@ def test_another_configuration_of_the_base_is_noticed(wide, kind, tmp_path):
 def test_a_file_that_the_base_no_longer_has_is_named(wide, kind, tmp_path):
     other = other_base(wide, tmp_path, lambda _: None)
     (other / "generation_config.json").unlink()
-    with pytest.raises(
-        InputError, match=rf"{NAME}: the model takes generation_config.json from its"
-    ):
+    with pytest.raises(InputError, match=rf"{NAME}: takes generation_config.json from its base"):
         apply_quietly(other, wide.files[kind], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -128,7 +128,8 @@ def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: P
     found = collect(model)
     assert {"modeling_x.py", "setup.py"} <= set(found.files)
     (note,) = found.notes
-    assert note.endswith("copied unchanged; it runs only with trust_remote_code=True")
+    assert "modeling_x.py" in note
+    assert "trust_remote_code=True" in note
 
 
 def test_folders_of_sentence_transformers(model: Path) -> None:
@@ -205,9 +206,8 @@ def test_the_type_is_updated_wherever_it_stands(model: Path) -> None:
 def test_a_type_that_no_model_can_have_is_left_out_of_the_configuration(model: Path) -> None:
     found = collect(model, Changes(dtype=F8))
     assert found.files["config.json"] == model / "config.json"
-    assert found.notes == (
-        "config.json: keeps its type, because transformers cannot build a model in F8_E4M3",
-    )
+    (note,) = found.notes
+    assert note.startswith("config.json: keeps its type")
 
 
 def test_the_vocabulary_size_is_updated_for_the_text_model(model: Path) -> None:
@@ -311,9 +311,7 @@ def test_which_chat_template(tmp_path: Path) -> None:
 def test_a_link_out_of_the_directory_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (model / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(
-        InputError, match=r"tokenizer\.json: is a link to .*secret, which is outside"
-    ):
+    with pytest.raises(InputError, match=r"tokenizer\.json: is a link to .*secret, outside"):
         collect(model)
 
 

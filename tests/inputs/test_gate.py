@@ -73,7 +73,7 @@ PAIR = {"m.lora_A.weight": np.ones((1, 2), np.float32), "m.lora_B.weight": ONES[
 )
 def test_two_tensors_of_an_adapter_for_one_are_refused(tmp_path, first, second):
     arrays = {first: PAIR["m.lora_A.weight"], second: PAIR["m.lora_A.weight"] + 1}
-    with pytest.raises(InputError, match="are for the same tensor, so there are several") as error:
+    with pytest.raises(InputError, match="are for the same tensor") as error:
         adapter(tmp_path, {"m.lora_B.weight": PAIR["m.lora_B.weight"], **arrays})
     assert first in str(error.value)
     assert second in str(error.value)
@@ -101,7 +101,7 @@ def test_factors_that_are_no_weights_are_refused(tmp_path, kind, letter):
         (
             {"m.lora_A.weight": np.ones((0, 2), np.float32),
              "m.lora_B.weight": np.ones((2, 0), np.float32)},
-            "which cannot be multiplied",
+            "lora_A is 0×2, lora_B 2×0",
         ),
     ],
 )  # fmt: skip

@@ -344,7 +344,7 @@ def test_rows_cannot_be_ordered_without_the_number_of_heads(tmp_path, heads):
 def test_rows_that_heads_cannot_share_are_refused(tmp_path, shape):
     metadata = {"llama.attention.head_count": 2}
     path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata)
-    with pytest.raises(HeaderError, match=r"rows, which do not divide into 2 heads"):
+    with pytest.raises(HeaderError, match=r"rows, not 2 heads"):
         open_gguf(path)
 
 
@@ -410,7 +410,7 @@ def test_a_name_like_that_of_a_part_of_nothing_is_a_file(tmp_path):
 
 def test_an_adapter_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", {"a": np.ones(8)}, "llama", {"general.type": "adapter"})
-    with pytest.raises(InputError, match=r"is a LoRA adapter in GGUF; give the adapter as PEFT"):
+    with pytest.raises(InputError, match=r"is a LoRA adapter in GGUF; give it as PEFT"):
         open_gguf(path)
 
 
@@ -497,7 +497,7 @@ HOSTILE = {
         file_of(header(counts=(0, HUGE))),
         r"claims \d+ keys; the limit is 65536",
     ),
-    "long key": (file_of(header(pairs=[text(b"", HUGE)])), r"the header needs at least"),
+    "long key": (file_of(header(pairs=[text(b"", HUGE)])), r"truncated or not GGUF"),
     "bad key": (
         file_of(header(pairs=[text(b"\xff")])),
         r"key 0 of the metadata is not valid UTF-8",
@@ -519,13 +519,13 @@ HOSTILE = {
         r"t claims 5 dimensions; the limit is 4",
     ),
     "many dimensions": (file_of(header([tensor(dimensions=2**32 - 1)])), r"claims 4294967295 dim"),
-    "huge": (file_of(header([tensor(dims=(HUGE,) * 4)])), r"t ends at byte \d+, and the file has"),
-    "offset": (file_of(header([tensor(offset=64)])), r"t ends at byte 144, and the file has only"),
+    "huge": (file_of(header([tensor(dims=(HUGE,) * 4)])), r"t ends at byte \d+ of"),
+    "offset": (file_of(header([tensor(offset=64)])), r"t ends at byte 144 of"),
     "far offset": (file_of(header([tensor(offset=2**64 - 1)])), r"t ends at byte 1844674407370955"),
     "overlap": (file_of(header([tensor(), tensor("u", offset=8)])), r"u overlaps t"),
     "same place": (file_of(header([tensor(), tensor("u")])), r"(u overlaps t|t overlaps u)"),
-    "unknown type": (file_of(header([tensor(kind=999)])), r"type 999, which the installed gguf"),
-    "removed type": (file_of(header([tensor(kind=4)])), r"type 4, which the installed gguf pack"),
+    "unknown type": (file_of(header([tensor(kind=999)])), r"type 999; .*gguf"),
+    "removed type": (file_of(header([tensor(kind=4)])), r"type 4; .*gguf"),
     "broken block": (file_of(header([tensor(kind=8)])), r"rows of 4 elements, and Q8_0 comes in"),
     "alignment 0": (
         file_of(header([tensor()], [pair("general.alignment", 4, bytes(4))])),

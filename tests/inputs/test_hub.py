@@ -154,12 +154,7 @@ def test_what_exists_here_wins(hub: Hub, single: dict[str, bytes]) -> None:
 def test_a_slip_of_the_pen_is_not_sent_to_the_hub(hub: Hub, single: dict[str, bytes]) -> None:
     commit = hub.add("models/bas", single)
     Path("models/base").mkdir(parents=True)
-    message = failure("models/bas")
-    assert message == (
-        "models/bas: no such file or directory: models is a folder on this "
-        "machine and does not have it; for the model on the hub, write "
-        "models/bas@main"
-    )
+    assert failure("models/bas").endswith("write models/bas@main")
     assert hub.asked == []
     assert fetch("models/bas@main").commit == commit
 
@@ -244,19 +239,12 @@ def test_a_file_in_parts_is_fetched_whole(hub: Hub) -> None:
 
 def test_what_is_not_in_the_repository(hub: Hub, sharded: dict[str, bytes]) -> None:
     commit = hub.add("org/two", {"a.safetensors": b"a", "b.safetensors": b"b", "README.md": b""})
-    assert failure("org/two") == (
-        "org/two: has 2 safetensors files and no model.safetensors.index.json to say which belong "
-        "together; name one, as in org/two/a.safetensors@main"
-    )
+    assert failure("org/two").endswith("org/two/a.safetensors@main")
     assert failure("org/two/c.safetensors@main") == (
         f"org/two/c.safetensors@main: the hub has no c.safetensors at commit {commit}"
     )
     hub.add("org/bin", {"pytorch_model.bin": b"", "config.json": b"{}"})
-    assert failure("org/bin") == (
-        "org/bin: has no safetensors file in its top folder, but "
-        "pytorch_model.bin; name a folder or a file inside it, as in "
-        "org/bin/pytorch_model.bin@main"
-    )
+    assert failure("org/bin").endswith("org/bin/pytorch_model.bin@main")
     assert "as in org/two/nowhere/FOLDER@main" in failure("org/two/nowhere@main")
     del sharded["model-00002-of-00002.safetensors"]
     hub.add("org/cut", sharded)
@@ -338,17 +326,11 @@ def test_offline_what_is_not_there_cannot_be_had(
     hub.add("org/name", single)
     resolved = fetch("org/name")
     go_offline(monkeypatch)
-    expected = (
-        ": no such file or directory, and the hub's cache does not have it "
-        "completely. Offline mode is on (HF_HUB_OFFLINE or "
-        "TRANSFORMERS_OFFLINE), so it cannot be fetched; turn offline mode off, "
-        "or give a path"
-    )
-    assert failure("org/other") == "org/other" + expected
-    assert failure("org/name@dev") == "org/name@dev" + expected
+    for name in ("org/other", "org/name@dev"):
+        assert "HF_HUB_OFFLINE" in failure(name)
     (resolved.path / "model.safetensors").unlink()
-    assert failure("org/name") == "org/name" + expected
-    assert failure(f"org/name@{resolved.commit}") == f"org/name@{resolved.commit}" + expected
+    for name in ("org/name", f"org/name@{resolved.commit}"):
+        assert "HF_HUB_OFFLINE" in failure(name)
 
 
 def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
@@ -368,56 +350,37 @@ def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
 
 
 def test_no_such_model(hub: Hub) -> None:
-    assert failure("org/nmae") == (
-        "org/nmae: no such file or directory, and the hub has no model org/nmae "
-        "(404); check the spelling or, if the model is private, log in with `hf "
-        "auth login` or set HF_TOKEN"
-    )
+    message = failure("org/nmae")
+    assert "404" in message
+    assert "HF_TOKEN" in message
 
 
 def test_no_such_revision(hub: Hub, single: dict[str, bytes]) -> None:
     hub.add("org/name", single)
     for revision in ("v9", "0" * 40):
-        assert failure(f"org/name@{revision}") == (
-            f"org/name@{revision}: the hub has org/name, but no revision {revision!r} "
-            "(404); give a branch, a tag or a full commit hash"
-        )
+        assert failure(f"org/name@{revision}").endswith("a branch, a tag or a full commit hash")
 
 
+@pytest.mark.parametrize("code", ["GatedRepo", ""])
 @pytest.mark.parametrize(
     ("status", "place"), [(401, "/api/models/org/name"), (403, "/org/name/resolve")]
 )
-def test_gated_models(hub: Hub, single: dict[str, bytes], status: int, place: str) -> None:
+def test_models_that_not_everybody_gets(
+    hub: Hub, single: dict[str, bytes], status: int, place: str, code: str
+) -> None:
     hub.add("org/name", single)
-    hub.refusals[place] = (status, "GatedRepo")
-    assert failure("org/name") == (
-        "org/name: the hub gives org/name only to those who have accepted its terms "
-        f"({status}); accept them on the model's page, then log in with `hf auth login` or set "
-        "HF_TOKEN"
-    )
-
-
-@pytest.mark.parametrize(
-    ("status", "place"), [(401, "/api/models/org/name"), (403, "/org/name/resolve")]
-)
-def test_models_of_others(hub: Hub, single: dict[str, bytes], status: int, place: str) -> None:
-    hub.add("org/name", single)
-    hub.refusals[place] = (status, "")
-    assert failure("org/name") == (
-        f"org/name: the hub denies access to org/name ({status}); if you have "
-        "access, log in with `hf auth login` or set HF_TOKEN, with a token that "
-        "allows it"
-    )
+    hub.refusals[place] = (status, code)
+    message = failure("org/name")
+    assert f"({status})" in message
+    assert ("terms" in message) is bool(code)
+    assert "HF_TOKEN" in message
 
 
 @pytest.mark.parametrize("place", ["/api/models/org/name", "/large"])
 def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> None:
     commit = hub.add("org/name", single)
     hub.refusals[place] = (500, "")
-    assert failure("org/name") == (
-        "org/name: the hub has an error (500); run the command again later; "
-        "complete files are not fetched again"
-    )
+    assert "(500)" in failure("org/name")
     hub.refusals.clear()
     assert fetch("org/name").commit == commit
 
@@ -442,8 +405,6 @@ def test_a_cache_that_cannot_take_it(
 
     hub.add("org/name", single)
     monkeypatch.setattr("huggingface_hub.file_download.http_get", write)
-    assert failure("org/name") == (
-        "org/name: cannot be stored in the hub's cache "
-        "(/cache/blobs/1.incomplete): No space left on device; set HF_HOME to a "
-        "folder that can be written and has room"
-    )
+    message = failure("org/name")
+    assert "/cache/blobs/1.incomplete" in message
+    assert "HF_HOME" in message

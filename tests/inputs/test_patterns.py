@@ -1,5 +1,6 @@
 """Patterns for modules: PEFT's answer, and no pattern that takes long."""
 
+import contextlib
 import re
 import time
 
@@ -56,10 +57,8 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES, max_size=60).map("".join))
 def test_whatever_is_taken_is_fast(pattern):
     started = time.process_time()
-    try:
+    with contextlib.suppress(ValueError):
         ModulePattern(pattern).matches("a" * 40 + "." + "b" * 20)
-    except ValueError:
-        pass
     assert time.process_time() - started < 5
 
 

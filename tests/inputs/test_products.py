@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dare.inputs import products
+from dare.inputs import lora
 from dare.inputs.arrays import array_source
-from dare.inputs.products import Product
+from dare.inputs.lora import Product
 from dare.kernels import reference
 
 
@@ -37,7 +37,7 @@ def test_any_elements_in_any_pieces_are_those_of_the_whole(sides, piece, transpo
     found, expected = np.empty((2, count), np.float32)
     reference.low_rank(left, right, start, np.float32(0.7), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "PIECE", piece)
+        patch.setattr(lora, "PIECE", piece)
         Product("left", "right", transposed, 0.7).fill(source, start, found)
     assert found.tobytes() == expected.tobytes()
 
@@ -47,8 +47,8 @@ def test_any_elements_in_any_pieces_are_those_of_the_whole(sides, piece, transpo
     "sides", [(900, 256, 1000), (30, 64, 9000), (8, 1024, 900), (9000, 1024, 8)]
 )
 def test_memory_is_what_is_said(sides, transposed, monkeypatch):
-    monkeypatch.setattr(products, "PIECE", 1 << 16)
-    monkeypatch.setattr(products, "CHUNK", 1 << 16)
+    monkeypatch.setattr(lora, "PIECE", 1 << 16)
+    monkeypatch.setattr(lora, "CHUNK", 1 << 16)
     rows, _, columns = sides
     source, _, _ = factors(*sides, transposed)
     product = Product("left", "right", transposed, 1.0)

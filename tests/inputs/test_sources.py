@@ -114,7 +114,7 @@ def test_a_directory_without_weights_is_refused(tmp_path):
 def test_several_files_without_an_index_are_refused(tmp_path):
     save(tmp_path / "a.safetensors", {"w": W})
     save(tmp_path / "b.safetensors", {"n": N})
-    with pytest.raises(InputError, match=f"has 2 safetensors files and no {INDEX_NAME} .*name one"):
+    with pytest.raises(InputError, match=f"has 2 safetensors files and no {INDEX_NAME}.*name one"):
         open_source(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_shard_that_is_not_a_file_in_the_folder_is_refused(tmp_path, shard):
     save(tmp_path / "x.safetensors", {"w": W})
     save(tmp_path / "model" / "a.safetensors", {"n": N})
     write_index(tmp_path / "model", {"n": "a.safetensors", "w": shard})
-    with pytest.raises(HeaderError, match=r"the index places w in .*must be a file in the same"):
+    with pytest.raises(HeaderError, match=r"w is in .*must be a file in the same"):
         open_source(tmp_path / "model")
 
 
@@ -195,16 +195,14 @@ def test_a_missing_shard_is_refused(tmp_path):
 def test_a_shard_that_lacks_a_promised_tensor_is_refused(tmp_path):
     save(tmp_path / "a.safetensors", {"w": W})
     write_index(tmp_path, {"w": "a.safetensors", "n": "a.safetensors", "z": "a.safetensors"})
-    with pytest.raises(
-        HeaderError, match=r"a.safetensors lacks n and 1 more; the index and the sh"
-    ):
+    with pytest.raises(HeaderError, match=r"a.safetensors lacks n and 1 more"):
         open_source(tmp_path)
 
 
 def test_a_shard_with_a_tensor_the_index_does_not_know_is_refused(tmp_path):
     save(tmp_path / "a.safetensors", {"w": W, "n": N})
     write_index(tmp_path, {"w": "a.safetensors"})
-    with pytest.raises(HeaderError, match=r"a.safetensors also holds n; the index and the shards"):
+    with pytest.raises(HeaderError, match=r"a.safetensors also holds n"):
         open_source(tmp_path)
 
 

@@ -222,7 +222,7 @@ def test_pickles_are_refused(web):
     path = to_path(f"{web.url}/m.bin")
     with pytest.raises(InputError, match="set allow_pickle"):
         open_model(path)
-    with pytest.raises(InputError, match="read only from this machine"):
+    with pytest.raises(InputError, match="save it as safetensors"):
         open_model(path, allow_pickle=True)
 
 
@@ -342,7 +342,7 @@ def test_what_is_in_the_cache_is_taken_from_there(on_hub, models, tmp_path):
 def test_what_the_hub_does_not_have_is_told(on_hub, models):
     for text, message in {
         "hf://org/none": "the hub has no model org/none",
-        "hf://org/base@v9": "the hub has org/base, but no revision 'v9'",
+        "hf://org/base@v9": "org/base@v9: no such revision",
         "hf://org/base/folder": "the hub has no folder at commit",
         "hf://org": "is not the address of a model on the hub",
     }.items():

@@ -167,7 +167,7 @@ def test_a_file_with_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.ones(3, dtype=torch.complex128), r"t is torch.complex128, torch.strided; only pl"),
+        (torch.ones(3, dtype=torch.complex128), r"t is torch.complex128, torch.strided"),
         (torch.eye(2).to_sparse(), r"t is torch.float32, torch.sparse_coo"),
         (torch.ones(2, dtype=torch.complex64).conj(), r"t is torch.complex64"),
     ],
@@ -212,13 +212,13 @@ def test_a_directory_with_neither_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"v": "a.bin", "x": "b.bin"}, r"a.bin also holds w; the index and the shards do not"),
-        ({"v": "b.bin", "q": "b.bin"}, r"b.bin lacks q and 1 more; the index"),
+        ({"v": "a.bin", "x": "b.bin"}, r"a.bin also holds w"),
+        ({"v": "b.bin", "q": "b.bin"}, r"b.bin lacks q and 1 more"),
         (
             {"v": "a.bin", "w": "../a.bin"},
-            r"the index places w in '../a.bin'; a shard must",
+            r"w is in '../a.bin'",
         ),
-        ({"v": 5}, r"the index places v in 5"),
+        ({"v": 5}, r"v is in 5"),
         ({}, r"weight_map must map tensors to files"),
         (["a.bin"], r"weight_map must map tensors to files"),
     ],
@@ -415,7 +415,7 @@ def test_a_record_beyond_the_end_of_the_file_is_refused(tmp_path, field, value):
 def test_the_old_format_is_refused_with_what_to_do(tmp_path):
     path = tmp_path / "m.bin"
     torch.save({"w": W}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(InputError, match=r"format of torch before 1.6, .*; save it again with"):
+    with pytest.raises(InputError, match=r"format of torch before 1.6; .* save it again"):
         open_torch(path)
 
 

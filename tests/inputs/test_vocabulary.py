@@ -390,7 +390,7 @@ def test_deltas_are_zero_where_they_have_no_row(abc: Path, with_y: Path) -> None
 def test_another_tokenizer_altogether_cannot_be_united(abc: Path, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "abcde")
     model = source(rows(*range(5)))
-    with pytest.raises(MismatchError, match="2 tokens are not in the base and were not added"):
+    with pytest.raises(MismatchError, match=r"math: is of another tokenizer.*vocabulary ="):
         aligned("union", (source(rows(1, 2, 3)), abc), (model, other))
     found = aligned("base", (source(rows(1, 2, 3)), abc), (model, other))
     np.testing.assert_array_equal(read(found.models[0]), rows(0, 1, 2))
@@ -407,7 +407,7 @@ def test_tokens_need_a_tokenizer_json_to_be_added_to(tmp_path: Path, with_y: Pat
     folder.mkdir()
     (folder / "vocab.txt").write_text("a\nb\nc\n")
     base, model = source(rows(1, 2, 3)), source(rows(3, 4, 5, 6))
-    with pytest.raises(MismatchError, match=r"has no tokenizer\.json to add tokens"):
+    with pytest.raises(MismatchError, match=r"has no tokenizer\.json"):
         aligned("union", (base, folder), (model, with_y))
     assert aligned("base", (base, folder), (model, with_y)).resized() is None
 
@@ -425,10 +425,8 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
         found = aligned("base", (source(rows(1, 2)), base), (source(rows(10, 20)), folder))
         np.testing.assert_array_equal(read(found.models[0]), expected)
     found = aligned("error", (source(rows(1, 2)), base), (source(rows(10, 20)), unknown))
-    assert found.notes == (
-        f"{unknown / 'tokenizer.json'}: is not a known form of tokenizer; rows "
-        "are matched by their numbers",
-    )
+    (note,) = found.notes
+    assert note.startswith(str(unknown / "tokenizer.json"))
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_what_nobody_knows_is_refused(tmp_path, monkeypatch):
     refused("num_hidden_layers is 1000000; at most", num_hidden_layers=1_000_000)
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "transformers", None)
-        refused("finding the modules of a 'vit' needs transformers 5")
+        refused("'vit' needs transformers 5")
     report = extract_adapter(*paths, rank=1, as_stored=True)
     assert report.modules[0].name.startswith("classifier")
     assert report.modules[1].name.startswith("vit.encoder.layer.0.attention.attention.")
@@ -373,7 +373,7 @@ def test_an_adapter_of_what_is_stored_otherwise_is_refused(tmp_path, monkeypatch
             dare.plan(recipe)
 
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    refused("mixtral", experts, f"stores {experts} in several tensors")
+    refused("mixtral", experts, f"stores {experts}, .* in several")
     refused("vit", "vit.layers.0.q", "vit.layers.0.q: in lora, not in the base", MismatchError)
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused("vit", "vit.layers.0.q", "'vit' needs transformers 5 .* or merge the adapter")

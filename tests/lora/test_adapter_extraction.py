@@ -52,7 +52,7 @@ def test_a_known_low_rank_change_is_recovered(base, tmp_path):
     assert report.error < 1e-6
     assert report.share == 1
     assert "1 module equals the base" in report.notes
-    assert any("modules have the names that the file uses" in note for note in report.notes)
+    assert any("model_type" in note for note in report.notes)
 
 
 def test_halves_of_the_singular_values_are_in_either_factor(base, tmp_path):
@@ -178,21 +178,16 @@ def test_a_pattern_that_matches_nothing_is_refused(base, tmp_path):
 
 
 def test_layers_that_store_inputs_first(base, tmp_path):
-    """As the table of known models says, or the caller."""
+    """As the table of known models says."""
     change = gaussian(8, 2) @ gaussian(2, 6)
     tuned = base | {f"{Q}.weight": base[f"{Q}.weight"] + change}
     new = {name: name.replace("model.", "transformer.") for name in base}
     base, tuned = ({new[n]: v for n, v in model.items()} for model in (base, tuned))
     named, q = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, new[Q + ".weight"][:-7]
-    for number, settings in enumerate(
-        ({"config": named}, {"as_stored": True, "fan_in_fan_out": True})
-    ):
-        extract(tmp_path, base, tuned, rank=2, overwrite=bool(number), **settings)
-        tensors, config = read_adapter(tmp_path / "out")
-        assert config["fan_in_fan_out"] is True
-        np.testing.assert_allclose(product(tensors, q).T, change, atol=2e-6)
-    with pytest.raises(RecipeError, match="is known for each layer"):
-        extract(tmp_path, base, tuned, rank=2, fan_in_fan_out=True)
+    extract(tmp_path, base, tuned, rank=2, config=named)
+    tensors, config = read_adapter(tmp_path / "out")
+    assert config["fan_in_fan_out"] is True
+    np.testing.assert_allclose(product(tensors, q).T, change, atol=2e-6)
 
 
 def test_an_adapter_is_a_model_too(base, tmp_path):
@@ -230,12 +225,12 @@ def test_models_that_do_not_fit_are_refused(base, tmp_path):
     ) as error:
         extract(tmp_path, base, other, rank=1)
     assert "give the base that it was fine-tuned from" in str(error.value)
-    with pytest.raises(InputError, match="equals its base in 2 compared modules"):
+    with pytest.raises(InputError, match="2 modules as in the base"):
         extract(tmp_path, base, base, rank=1)
     with pytest.raises(RecipeError, match="one of them is needed"):
         extract(tmp_path, base, base)
     broken = base | {f"{Q}.weight": base[f"{Q}.weight"] * np.nan}
-    with pytest.raises(InputError, match=r"q_proj: the change has NaN"):
+    with pytest.raises(InputError, match=r"q_proj: the change"):
         extract(tmp_path, base, broken, rank=1)
     assert not (tmp_path / "out").exists()
 

@@ -289,9 +289,7 @@ def test_biases_of_factors_are_summed(tmp_path):
 
 def test_what_only_some_store_in_full_is_refused_with_advice(two, tmp_path):
     head = write_adapter(tmp_path / "head", pair(Q, 4, 2, 3) | {"lm_head.weight": eighths(3, 3)})
-    with pytest.raises(
-        MismatchError, match=r"lm_head\.weight: is stored in full .* not by first"
-    ) as e:
+    with pytest.raises(MismatchError, match=r"lm_head\.weight: .* by first") as e:
         merge_adapters([head, two[0]], tmp_path / "out")
     assert "dare merge BASE ADAPTER" in str(e.value)
     other = write_adapter(tmp_path / "other", pair(Q, 4, 2, 3) | {"lm_head.weight": eighths(4, 3)})
@@ -302,16 +300,16 @@ def test_what_only_some_store_in_full_is_refused_with_advice(two, tmp_path):
 
 def test_adapters_of_other_bases_are_refused(two, tmp_path):
     wide = write_adapter(tmp_path / "wide", pair(Q, 4, 2, 9))
-    with pytest.raises(MismatchError, match=r"m\.q_proj: first changes a layer of 4×3, and wide"):
+    with pytest.raises(MismatchError, match=r"m\.q_proj: .*4×3 in first, .*4×9 in wide"):
         plan_adapters([two[0], wide])
     body = write_adapter(tmp_path / "body", pair("q_proj", 4, 2, 3))
     with pytest.raises(MismatchError, match=r"m\.q_proj in first is q_proj in body"):
         plan_adapters([two[0], body])
     turned = write_adapter(tmp_path / "turned", pair(V, 4, 2, 3), fan_in_fan_out=True)
-    with pytest.raises(MismatchError, match="fan_in_fan_out is true for some"):
+    with pytest.raises(MismatchError, match="fan_in_fan_out differs"):
         plan_adapters([two[0], turned])
     biased = pair(V, 4, 2, 3) | {f"{V}.lora_B.bias": eighths(4)}
-    with pytest.raises(MismatchError, match=r"m\.v_proj has a lora_bias and m\.q_proj does not"):
+    with pytest.raises(MismatchError, match=r"m\.v_proj has a lora_bias, m\.q_proj"):
         plan_adapters([two[0], write_adapter(tmp_path / "biased", biased, lora_bias=True)])
     other = write_adapter(tmp_path / "b2", pair(Q, 4, 2, 3), base_model_name_or_path="that")
     assert "name different bases (None, that)" in plan_adapters([two[0], other]).notes[0]
@@ -330,7 +328,7 @@ def test_many_findings_are_cut_short(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "dare+linear"}, "set how much of it to keep: rank = 16 or energy"),
+        ({"method": "dare+linear"}, "set rank = 16 or energy"),
         ({"method": "dare+slerp", "rank": 4}, "slerp needs the base"),
         ({"drop_rate": 0.5}, "would have no effect: method 'linear'"),
         ({"weights": [1]}, "weights: 1 given for 2 adapters"),
@@ -440,7 +438,7 @@ def test_narrower_types_and_their_limits(two, tmp_path):
     np.testing.assert_allclose(
         delta(tmp_path / "out", Q), 0.5 * delta(two[0], Q) + 0.5 * delta(two[1], Q), atol=0.02
     )
-    with pytest.raises(InputError, match=r"too large for F16; store a wider dtype"):
+    with pytest.raises(InputError, match=r"F16 cannot hold; store a wider dtype"):
         merge_adapters(two, tmp_path / "big", dtype="F16", scale=1e6)
     assert not (tmp_path / "big").exists()
 
@@ -454,7 +452,7 @@ def test_plans_and_reports_say_what_matters(two, tmp_path):
     assert "one module at a time, about" in str(plan)
     assert "1 of 2 modules are not in every adapter" in str(plan)
     assert "above 0.95" in str(plan)
-    assert "dropping adds noise of full rank" in str(plan)
+    assert "noise of dropping" in str(plan)
     assert plan_adapters(two).working_bytes == 2 * 3 * (4 + 3) * 4
     assert (plan.modules[0].name, plan.modules[0].ranks) == (Q, (2, 1))
     report = merge_adapters(two, tmp_path / "out", rank=1)
@@ -544,6 +542,6 @@ def test_a_trim_over_the_model_keeps_the_largest_of_all_modules(tmp_path):
 def test_what_changes_over_the_layers_is_said_to_end_at_the_last_one_changed(two):
     stages = {"dare": {"drop_rate": [0.2, 0.8]}}
     plan = plan_adapters(two, method="dare+sum", stages=stages, rank=2)
-    assert any("the last layer is taken to be the last one" in n for n in plan.notes)
+    assert any("end at the last layer" in n for n in plan.notes)
     with pytest.raises(RecipeError, match="the same for all layers"):
         plan_adapters(two, tensors=[TensorRule(match="*", weight=[0.1, 1.0])])

@@ -15,7 +15,7 @@ from side_by_side import assert_near, assert_within, compares
 from test_program import CONFIG
 
 import dare
-from dare.inputs.mergekit import convert_yaml
+from dare.inputs.formats import convert_yaml
 from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 
 LAYERS = 4

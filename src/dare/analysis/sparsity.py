@@ -52,8 +52,7 @@ from dare.analysis.measure.tallies import NONE, Sums, share_below
 from dare.analysis.results import Analysis, Statistics, TensorAnalysis
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
-from dare.inputs.sources import ArraySource, Source, open_source
-from dare.inputs.views import SourceView
+from dare.inputs.sources import ArraySource, Source, SourceView, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import times

@@ -374,7 +374,7 @@ def convert(
 ) -> int:
     """Print a mergekit configuration as a recipe."""
     from dare.cli.template import check_runs
-    from dare.inputs.mergekit import convert_yaml
+    from dare.inputs.formats import convert_yaml
 
     conversion = convert_yaml(file)
     check_runs(conversion.recipe, str(file))

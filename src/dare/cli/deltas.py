@@ -17,13 +17,9 @@ from dare.errors import DareWarning
 from dare.output.report import Report
 
 Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
-Resume = Annotated[
-    bool, Parameter(show_default=False, group=RUN, help="Resume an interrupted run.")
-]
+Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
 Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
-MaxMemory = Annotated[
-    str | None, Parameter(group=RESOURCES, help="Memory for buffers, such as 512MiB.")
-]
+MaxMemory = Annotated[str | None, Parameter(group=RESOURCES, help="For buffers, such as 512MiB.")]
 
 
 def compress(
@@ -36,21 +32,17 @@ def compress(
         Parameter(name=["--output", "-o"], help="The delta file, such as math.delta.safetensors."),
     ],
     drop_rate: Annotated[
-        float | None,
-        Parameter(group=METHOD, help="Share of the changes to drop. By default it suits the bits."),
+        float | None, Parameter(group=METHOD, help="Share of changes to drop; suits the bits.")
     ] = None,
     bits: Annotated[
         Literal["native", "4", "2"] | None,
         Parameter(
-            group=METHOD,
-            help="Bits for each kept change; native keeps the stored value. By default 2.",
+            group=METHOD, help="For each kept change; native is the stored value. Usually 2."
         ),
     ] = None,
     keep: Annotated[
         Literal["random", "magnitude"],
-        Parameter(
-            group=METHOD, help="Which changes to keep: a random mask (DARE), or the largest."
-        ),
+        Parameter(group=METHOD, help="Which changes: a random mask (DARE), or the largest."),
     ] = "random",
     seed: Annotated[int, Parameter(group=METHOD, help="Seed of the mask.")] = 42,
     embedding_drop_rate: Annotated[

@@ -12,23 +12,19 @@ from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, switch
 from dare.cli.texts import COMMANDS
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
-from dare.lora.reports import AdapterReport, ExtractionReport
+from dare.lora.writing import AdapterReport, ExtractionReport
 
 lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue="")
 
 Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
-Energy = Annotated[
-    float | None, Parameter(help="Or: the share of the change to keep (its squared size).")
-]
+Energy = Annotated[float | None, Parameter(help="Or: the share of the squared change to keep.")]
 Output = Annotated[Path, Parameter(name=["--output", "-o"], help="Directory of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
 
 
 @lora.command
 def merge(
-    adapters: Annotated[
-        list[Path], Parameter(help="LoRA adapters of one base, as PEFT saves them.")
-    ],
+    adapters: Annotated[list[Path], Parameter(help="LoRA adapters of one base, from PEFT.")],
     /,
     *,
     output: Output,
@@ -36,9 +32,7 @@ def merge(
         list[float] | None,
         Parameter(negative="", consume_multiple=(1, None), help="Weights, one for each adapter."),
     ] = None,
-    method: Annotated[str, Parameter(help="As in a merge: linear, sum, dare+linear, ties, …")] = (
-        "linear"
-    ),
+    method: Annotated[str, Parameter(help="As in a merge: sum, dare+linear, ties, …")] = "linear",
     rank: Rank = None,
     energy: Energy = None,
     drop_rate: Annotated[float | None, Parameter(help="Share of each delta to drop.")] = None,
@@ -85,22 +79,16 @@ def extract(
     energy: Energy = None,
     modules: Annotated[
         list[str] | None,
-        Parameter(
-            negative="",
-            consume_multiple=(1, None),
-            help="Patterns of module names. By default all linear layers.",
-        ),
+        Parameter(negative="", consume_multiple=(1, None), help="Patterns of modules to take."),
     ] = None,
     save_others: Annotated[
         bool, Parameter(negative="", help="Store other changed tensors in full.")
     ] = False,
     base_name: Annotated[
-        str | None,
-        Parameter(help="Name of the base in the adapter. By default that of its folder."),
+        str | None, Parameter(help="Name of the base in the adapter, if not that of its folder.")
     ] = None,
     as_stored: Annotated[
-        bool,
-        Parameter(negative="", help="Take module names from the file, not from transformers."),
+        bool, Parameter(negative="", help="Take names from the file, not from transformers.")
     ] = False,
     dtype: Type = "F32",
     overwrite: Overwrite = False,

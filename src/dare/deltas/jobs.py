@@ -36,9 +36,15 @@ from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_inputs
-from dare.inputs.small_files import read_limited
-from dare.inputs.sources import INDEX_NAME, MAX_INDEX_BYTES, FileSource, Source, open_source
-from dare.inputs.views import RenamedSource, SourceView
+from dare.inputs.sources import (
+    INDEX_NAME,
+    MAX_INDEX_BYTES,
+    FileSource,
+    RenamedSource,
+    Source,
+    SourceView,
+    open_source,
+)
 from dare.output.journal import Record
 from dare.planning.data import Fate, TensorPlan
 from dare.planning.make import make_plan
@@ -46,6 +52,7 @@ from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe, TensorRule
 from dare.run.execute import MakeWorker
 from dare.tensors.digest import bytes_digest, model_digest, tensor_digest
+from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
 from dare.tensors.mask import MASK_VERSION, check_drop_rate
 from dare.tensors.names import is_embedding

@@ -43,7 +43,7 @@ from dare.planning.machine import available_cores
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest, tensor_digest
 from dare.tensors.dtypes import StorageType
-from dare.tensors.planes import DIFFERENCE, unpack
+from dare.tensors.planes import DIFFERENCE
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -182,9 +182,8 @@ class LiveDelta:
                 )
         if lacking:
             raise InputError(
-                f"{self.path}: the base has no {some_of(lacking)} of that shape and type, "
-                "so they cannot be changed in memory; turn the delta file into a model "
-                "with `dare apply`"
+                f"{self.path}: the base has no {some_of(lacking)} of that shape and type, so they "
+                "cannot be changed in memory; turn the delta file into a model with `dare apply`"
             )
         unseen = [name for name in self._file.pieces if name not in seen]
         if missing := list(filter(self._is_touched, unseen)):
@@ -219,10 +218,9 @@ class LiveDelta:
                 wrong.append(_difference(home, tensor))
         if wrong:
             raise InputError(
-                f"{self.path}: the model is not the base that the delta was made for "
-                f"(digest {self.notes.base}), or another delta is applied to it: "
-                f"{len(wrong)} of {len(homes)} tensors differ, such as {wrong[0]}. "
-                "Nothing was changed"
+                f"{self.path}: the model is not the base that the delta was made for (digest "
+                f"{self.notes.base}), or another delta is applied to it: {len(wrong)} of "
+                f"{len(homes)} tensors differ, such as {wrong[0]}. Nothing was changed"
             )
 
     def _check_is_tuned(self, homes: list[Home], written: _Written) -> None:
@@ -239,9 +237,8 @@ class LiveDelta:
             }
         if wrong:
             raise InputError(
-                f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the "
-                "file is damaged, or others write to the model at the same time. The base was "
-                "put back"
+                f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the file "
+                "is damaged, or others write to the model at the same time. The base was put back"
             )
 
     def _check_is_unchanged(self, homes: Mapping[str, Home], written: _Written) -> None:
@@ -272,7 +269,7 @@ class LiveDelta:
         if self.notes.scheme == "lossless":
             (blob,) = parts
             model = np.empty_like(raw)
-            self._uncode(place, blob, raw, model)
+            self._file.uncode(place.home.tensor, blob, raw, model)
             saved = None if not blob.size or blob[0] == DIFFERENCE else raw.copy()
             raw[:] = model
         else:
@@ -310,16 +307,10 @@ class LiveDelta:
         else:
             (blob,) = self._file.read_parts(name, place.chunk)
             change = np.empty_like(raw)
-            self._uncode(place, blob, np.zeros_like(raw), change)
+            self._file.uncode(name, blob, np.zeros_like(raw), change)
             whole = raw.view(f"u{raw.itemsize}")
             whole -= change.view(whole.dtype)
         place.write(raw)
-
-    def _uncode(self, place: Place, blob: Raw, base: Raw, into: Raw) -> None:
-        try:
-            unpack(blob.data, base.view(np.uint8), into.itemsize, into.view(np.uint8))
-        except InputError as error:
-            raise self._file.damaged(f"{place.home.tensor}: {error}") from None
 
 
 class Saved(NamedTuple):

@@ -19,8 +19,7 @@ from dare.errors import InputError
 from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
-from dare.inputs.sources import Raw, Source
-from dare.inputs.views import RenamedSource
+from dare.inputs.sources import Raw, RenamedSource, Source
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 

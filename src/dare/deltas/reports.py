@@ -81,9 +81,8 @@ class DeltaReport:
         """The report in a few lines."""
         lines = [
             (
-                f"{show_size(self.bytes_written)}, {self.ratio:.1f} times smaller than "
-                f"the model ({self.bits_per_parameter:.3g} bits per parameter), in "
-                f"{self.seconds:.1f} s"
+                f"{show_size(self.bytes_written)}, {self.ratio:.1f} times smaller than the model "
+                f"({self.bits_per_parameter:.3g} bits per parameter), in {self.seconds:.1f} s"
             ),
             self.held,
             *(f"note: {note}" for note in self.notes),

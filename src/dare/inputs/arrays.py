@@ -72,10 +72,7 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
     if kind is None:
         raise InputError(f"{where}: arrays of {array.dtype} are not taken; convert it to float32")
     if is_view and in_place:
-        raise InputError(
-            f"{where}: has another byte order, or is a conjugate or negative view, and cannot be "
-            "changed in place; give a plain copy"
-        )
+        raise InputError(f"{where}: is not plain and cannot be changed in place; give a plain copy")
     if is_torch(array):
         return kind, array.detach().resolve_conj().resolve_neg()
     array = np.asarray(array)
@@ -92,10 +89,7 @@ def _why_not_plain(array: Any) -> str:
     if array.is_nested or str(array.layout) != "torch.strided":
         return f"is nested or sparse ({array.layout}); give a dense tensor, such as .to_dense()"
     if hasattr(array, "__tensor_flatten__"):
-        return (
-            f"is a {type(array).__name__}, which is made of other tensors; give a plain one, such "
-            "as .full_tensor() or .dequantize()"
-        )
+        return f"is a {type(array).__name__}; give a plain tensor, such as .full_tensor()"
     return ""
 
 

@@ -34,13 +34,13 @@ from dare.inputs.delta_notes import (
     StoredTensor,
     read_notes,
 )
-from dare.inputs.small_files import read_limited
 from dare.inputs.sources import Drop, FileSource, Raw, Source
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
+from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo, admit
 from dare.tensors.mask import keep_threshold, mask_key
 from dare.tensors.planes import unpack
@@ -154,6 +154,14 @@ class DeltaFile:
             raise self.damaged(f"chunk {chunk} of {name} has changed since it was written")
         return found
 
+    def uncode(self, name: str, blob: Raw, base: Raw | None, into: Raw) -> None:
+        """Undo what `pack` did to a chunk or a file."""
+        against = None if base is None else base.view(np.uint8)
+        try:
+            unpack(blob.data, against, into.itemsize, into.view(np.uint8))
+        except InputError as error:
+            raise self.damaged(f"{name}: {error}") from None
+
     def prefetch(self, name: str, chunk: int) -> None:
         """Say that a chunk will be read soon."""
         piece = self.pieces[name][chunk]
@@ -178,10 +186,7 @@ class DeltaFile:
             self.stored.read(part, 0, blob)
         if bytes_digest(blob.data) != file.coded:
             raise self.damaged(f"{part} has changed since it was written")
-        try:
-            unpack(blob.data, None, 1, content)
-        except InputError as error:
-            raise self.damaged(f"{name}: {error}") from None
+        self.uncode(name, blob, None, content)
         if bytes_digest(content.data) != file.digest:
             raise self.damaged(f"{name} is not as it was written")
         return content.tobytes()
@@ -200,13 +205,11 @@ class DeltaFile:
                     content = read_limited(base / name, MAX_FILE_BYTES)
                 except InputError as error:
                     raise InputError(
-                        f"{self.path}: the model takes {name} from its base, and {error}; give "
-                        "the base that the delta was made for"
+                        f"{self.path}: takes {name} from its base: {error}; give its base"
                     ) from None
                 if bytes_digest(content) != file.digest:
                     raise InputError(
-                        f"{base / name}: has changed since {self.path} was made, and the model "
-                        "needs the earlier file; give the base that the delta was made for"
+                        f"{base / name}: has changed since {self.path} was made; give its base"
                     )
                 place.write_bytes(content)
 
@@ -436,7 +439,7 @@ class DeltaSource(Source):
             return
         parts = self.file.read_parts(name, chunk)
         if self._is_lossless:
-            self._uncode(name, parts[0], base, into)
+            self.file.uncode(name, parts[0], base, into)
             return
         lanes = self.file.lanes(name, chunk, parts)
         expand = kernels.load("cpu").expand
@@ -450,13 +453,6 @@ class DeltaSource(Source):
                 change *= np.float32(1.0 / (1.0 - (tensor.drop_rate or 0.0)))
         into[:] = 0
         expand(change, lanes, into)
-
-    def _uncode(self, name: str, blob: Raw, base: Raw | None, into: Raw) -> None:
-        against = None if base is None else base.view(np.uint8)
-        try:
-            unpack(blob.data, against, into.itemsize, into.view(np.uint8))
-        except InputError as error:
-            raise self.file.damaged(f"{name}: {error}") from None
 
 
 def part_names(notes: DeltaNotes, name: str) -> tuple[str, ...]:

@@ -154,8 +154,7 @@ def read_notes(text: str, where: str) -> DeltaNotes:
             theirs = document.get(what, ours)
             if type(theirs) is int and theirs > ours:
                 raise InputError(
-                    f"{where}: is a delta file with {what} {theirs}; this version of dare "
-                    f"reads {ours}. Install a newer version"
+                    f"{where}: has {what} {theirs}, not {ours}; install a newer version of dare"
                 )
         return DeltaNotes.model_validate_json(text)
     except ValidationError as error:

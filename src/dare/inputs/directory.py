@@ -31,6 +31,7 @@ from dare.inputs.small_files import (
 )
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
+from dare.tensors.files import read_limited
 from dare.tensors.header import Described
 
 CONFIG = "config.json"
@@ -203,8 +204,7 @@ class _Gathered:
         if modules and any("auto_map" in self.table(name) for name in configs):
             self.take(self.directory, modules)
             self.notes.append(
-                f"{some_of(modules, EXAMPLES)}: custom code from {self.directory}, copied "
-                "unchanged; it runs only with trust_remote_code=True"
+                f"{some_of(modules, EXAMPLES)}: custom code, runs with trust_remote_code=True"
             )
 
     def table(self, name: str) -> dict[str, Any]:
@@ -278,8 +278,7 @@ class _Gathered:
         """Rewrite the configuration where the output differs from the directory's model."""
         if changes.dtype is not None and changes.dtype not in MODEL_TYPES and CONFIG in self.files:
             self.notes.append(
-                f"{CONFIG}: keeps its type, because transformers cannot build a model in "
-                f"{changes.dtype.name}"
+                f"{CONFIG}: keeps its type; transformers has no model in {changes.dtype.name}"
             )
         for name in (CONFIG, GENERATION_CONFIG):
             if name in self.files and (name == CONFIG or changes.token_ids is not None):
@@ -358,8 +357,7 @@ def _inside(directory: Path, name: str) -> Path:
         allowed.append(home.parents[1] / "blobs")
     if not any(path.is_relative_to(folder) for folder in allowed):
         raise InputError(
-            f"{directory / name}: is a link to {path}, which is outside the "
-            "directory; if the file belongs to the model, put a copy there"
+            f"{directory / name}: is a link to {path}, outside the directory; put a copy there"
         )
     return path
 
@@ -556,9 +554,8 @@ def choose_chat_template(
     except (OSError, ValueError):
         known = ["auto", *models]
         raise RecipeError(
-            f"chat_template = {setting!r}: is not a file, not a template (a template "
-            "has braces), and not one of "
-            f"{', '.join(known)}{did_you_mean(setting, known)}"
+            f"chat_template = {setting!r}: is not a file, not a template (a template has braces), "
+            f"and not one of {', '.join(known)}{did_you_mean(setting, known)}"
         ) from None
     if not is_small:
         raise RecipeError(f"chat_template = {setting!r}: larger than {MAX_JSON_BYTES} bytes")
@@ -582,7 +579,6 @@ def _agreed_template(
         note = f"chat template: {own} has none, so the one from {owners} is used"
         return next(iter(templates.values())), (note,)
     return None, (
-        f"chat template: {own} has none, and {owners} have different ones, so the "
-        "output has none; set chat_template to the name of the model to take it "
-        "from",
+        f"chat template: {own} has none, and {owners} have different ones, so the output has none; "
+        "set chat_template to the name of the model to take it from",
     )

@@ -8,15 +8,21 @@ whatever the range. Optional packages are imported where they are used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dare.errors import InputError
 from dare.inputs import gguf, lora, torch_bin
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.quantised import read_quantised
-from dare.inputs.small_files import MAX_CONFIG_BYTES, is_there, parse_json, read_limited
+from dare.inputs.small_files import MAX_CONFIG_BYTES, is_there, parse_json
 from dare.inputs.sources import FileSource, Source, open_source
+from dare.stores.locations import to_path
+from dare.tensors.files import read_limited
+
+if TYPE_CHECKING:
+    from dare.recipe.mergekit import Conversion
 
 
 def open_model(
@@ -53,8 +59,7 @@ def open_model(
 def _open_delta(stored: FileSource, base: Source | None, rescales: bool) -> DeltaSource:
     if base is None:
         raise InputError(
-            f"{stored.path}: is a delta file, which holds only the change from a "
-            "base; turn it into a model with `dare apply BASE DELTA -o OUT`"
+            f"{stored.path}: is a delta file; first run `dare apply BASE DELTA -o OUT`"
         )
     return DeltaSource(DeltaFile(stored), base, rescales=rescales)
 
@@ -69,3 +74,10 @@ def read_config(path: Path) -> Mapping[str, Any]:
         return {}
     config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
     return config if isinstance(config, dict) else {}
+
+
+def convert_yaml(path: str | PathLike[str]) -> Conversion:
+    """Read a mergekit configuration as a recipe, which has no output yet; say how they differ."""
+    from dare.recipe.mergekit import convert
+
+    return convert(to_path(path), lambda model: open_model(model).tensors)

@@ -8,16 +8,15 @@ passed on as they are; scales are hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.reading import Floats, decoded
-from dare.inputs.sources import Raw, Source
-from dare.inputs.views import SourceView
+from dare.inputs.reading import Floats, decoded, rectangles
+from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from dare.tensors.sizes import times
@@ -73,14 +72,10 @@ class DequantizedSource(SourceView):
         super().__init__(inner, tensors)
         self.reading_bytes += PIECE_BYTES
         self.remarks += (
-            f"{times(len(applied), 'FP8 tensor is', 'FP8 tensors are')} read as "
-            "float32, with the scales applied",
+            f"{times(len(applied), 'FP8 tensor')} read as float32, with the scales applied",
         )
         if activations:
-            self.remarks += (
-                f"{times(len(activations), 'activation scale is', 'activation scales are')} "
-                "left out",
-            )
+            self.remarks += (f"{times(len(activations), 'activation scale')} left out",)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         if name not in self._scales:
@@ -94,7 +89,7 @@ class DequantizedSource(SourceView):
         """Read elements and multiply each by its factor; every NaN is the same one."""
         values[:] = self._read_floats(info, first, values.size)
         width = info.shape[-1] if info.shape else 1
-        for row, rows, column, columns in _rectangles(first, values.size, width):
+        for row, rows, column, columns in rectangles(first, values.size, width):
             begin = row * width + column - first
             matrix = values[begin : begin + rows * columns].reshape(rows, columns)
             with np.errstate(all="ignore"):
@@ -138,14 +133,12 @@ def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> S
     names = _scale_names(weight.name, tensors)
     if len(names) > 1:
         raise InputError(
-            f"{where}: {weight.name} has two scales, {' and '.join(names)}; remove "
-            "the one that does not apply"
+            f"{where}: {weight.name} has two scales, {' and '.join(names)}; remove one"
         )
     scale = tensors[names[0]]
     if scale.dtype.name not in SCALE_TYPES:
         raise InputError(
-            f"{where}: {scale.name} is {scale.dtype.name}; a scale must be one of "
-            f"{', '.join(SCALE_TYPES)}"
+            f"{where}: {scale.name} is {scale.dtype.name}, not {', '.join(SCALE_TYPES)}"
         )
     width = weight.shape[-1] if weight.shape else 1
     rows = weight.elements // width if width else 0
@@ -160,19 +153,6 @@ def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> S
         f"{weight.form}; expected one scale, one for each row, or one for each "
         f"block of {BLOCK}×{BLOCK}. Dequantise the model first"
     )
-
-
-def _rectangles(first: int, count: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a run of elements into rectangles: row, rows, column, columns."""
-    row, column = divmod(first, width)
-    while count:
-        if column or count < width:
-            rows, columns = 1, min(width - column, count)
-        else:
-            rows, columns = count // width, width
-        yield row, rows, column, columns
-        count -= rows * columns
-        row, column = row + rows, 0
 
 
 @cache

@@ -160,10 +160,7 @@ class GgufSource(InputFiles):
         tensors = self._read_parts()
         self.architecture = str(self.metadata.get("general.architecture", "unknown"))
         if self.metadata.get("general.type", "model") == "adapter":
-            raise InputError(
-                f"{path}: is a LoRA adapter in GGUF; give the adapter as PEFT saved it "
-                "(adapter_model.safetensors)"
-            )
+            raise InputError(f"{path}: is a LoRA adapter in GGUF; give it as PEFT saved it")
         self._name(tensors)
         self._dequantize = _checked_dequantize(path, self._stored.values())
 
@@ -202,9 +199,8 @@ class GgufSource(InputFiles):
                 self._add(tensor.name, tensor)
         if family is None:
             self._remark(
-                f"the tensor names of architecture {self.architecture!r} are not known, "
-                "so they stay as they are in GGUF; known architectures: "
-                f"{', '.join(FAMILIES)}"
+                f"the tensor names of architecture {self.architecture!r} are not known, so they "
+                f"stay as they are in GGUF; known architectures: {', '.join(FAMILIES)}"
             )
         elif unknown:
             self._remark(f"no Hugging Face name is known for {some_of(unknown)}")
@@ -240,15 +236,11 @@ class GgufSource(InputFiles):
         if part == "attn_k":
             heads = self.metadata.get(f"{key}_kv", heads)
         if type(heads) is not int or heads < 1:
-            raise InputError(
-                f"{self.path}: {key} is {heads!r}; expected a whole number, to put the "
-                "rows of queries and keys in Hugging Face's order"
-            )
+            raise InputError(f"{self.path}: {key} is {heads!r}; expected a whole number above 0")
         rows = tensor.shape[0] if tensor.shape else 1
         if rows % (2 * heads):
             raise HeaderError(
-                f"{self.path}: {tensor.name} has {rows} rows, which do not divide into "
-                f"{heads} heads of even size"
+                f"{self.path}: {tensor.name} has {rows} rows, not {heads} heads of even size"
             )
         return replace(tensor, head_rows=rows // heads)
 
@@ -366,8 +358,7 @@ class _Cursor:
         if self.position > min(self.size, MAX_HEADER_BYTES):
             self.require(
                 self.position <= self.size,
-                f"the header needs at least {self.position} bytes and the file has "
-                f"{self.size}; it is truncated or not GGUF",
+                f"truncated or not GGUF: {self.size} bytes, and the header needs {self.position}",
             )
             self.require(False, f"the header is larger than {MAX_HEADER_BYTES} bytes")
         data = self._stream.read(count)
@@ -437,8 +428,7 @@ class _Cursor:
             elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
             raise InputError(
-                f"{self.file}: {name} is of type {number}, which the installed gguf package does "
-                "not know; try: pip install --upgrade gguf"
+                f"{self.file}: {name} is of type {number}; try: pip install --upgrade gguf"
             ) from None
         row = shape[-1] if shape else 1
         self.require(
@@ -484,8 +474,7 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
         position, previous = tensor.start + tensor.nbytes, tensor.name
         cursor.require(
             position <= cursor.size,
-            f"{previous} ends at byte {position}, and the file has only {cursor.size}; it is "
-            "truncated",
+            f"{previous} ends at byte {position} of {cursor.size}; the file is truncated",
         )
     return metadata, stored
 

@@ -13,8 +13,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from dare.inputs.sources import Raw, Source
-from dare.inputs.views import SourceView
+from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest
 

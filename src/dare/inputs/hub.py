@@ -108,15 +108,13 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     folder = name.repo.partition("/")[0]
     if not is_address and name.revision is None and Path(folder).is_dir():
         raise InputError(
-            f"{name}: no such file or directory: {folder} is a folder on this machine "
-            f"and does not have it; for the model on the hub, write {name}@main"
+            f"{name}: is not in the folder {folder}; for the model on the hub, write {name}@main"
         )
     try:
         import huggingface_hub  # noqa: F401
     except ImportError:
         raise InputError(
-            f"{name}: no such file or directory; to fetch the model of that name from the hub, "
-            f"{INSTALL}"
+            f"{name}: no such file or directory; to fetch it from the hub, {INSTALL}"
         ) from None
     from huggingface_hub import constants
 
@@ -149,7 +147,7 @@ def _exists(path: Path) -> bool:
 def _find(name: Name, *, verbose: bool) -> Resolved:
     """A model on the hub as a place in a store, of one commit; in the cache if that has it all."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     if constants.HF_HUB_OFFLINE:
         return _fetch(name, verbose=verbose)
@@ -216,8 +214,7 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
     example = Name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
     if weights:
         raise InputError(
-            f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which belong "
-            f"together; name one, as in {example}"
+            f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME}; name one: {example}"
         )
     raise InputError(
         f"{name}: has no safetensors file in its top folder"
@@ -352,8 +349,7 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
             blob.unlink()
             file.unlink(missing_ok=True)
             raise InputError(
-                f"{file.name}: the hub sent other bytes than it announced (digest "
-                f"{blob.name}); they are deleted; run the command again"
+                f"{file.name}: the hub sent other bytes than announced; run the command again"
             )
 
 
@@ -382,49 +378,33 @@ def _explained(name: Name, error: BaseException) -> str:
         error = error.__cause__  # why it looked into the cache at all
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return (
-            "no such file or directory, and the hub's cache does not have it "
-            "completely. Offline mode is on (HF_HUB_OFFLINE or "
-            "TRANSFORMERS_OFFLINE), so it cannot be fetched; turn offline mode off, "
-            "or give a path"
+            "no such file or directory, and the hub's cache does not have all of it. Offline mode "
+            "is on (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE); turn it off, or give a path"
         )
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
         return (
-            f"cannot be stored in the hub's cache{where}: {error.strerror}; set "
-            "HF_HOME to a folder that can be written and has room"
+            f"cannot be stored in the cache{where}: {error.strerror}; set HF_HOME to another folder"
         )
     if not isinstance(error, errors.HfHubHTTPError):
-        reason = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return (
-            "no such file or directory, and it could not be fetched from the hub: "
-            f"{type(error).__name__}: {reason or 'no reason given'}; check the "
-            "network and run the command again; complete files are not fetched again"
+            f"no such file or directory, and it could not be fetched from the hub: {reason}; "
+            "check the network and run the command again; complete files are not fetched again"
         )
     status = error.response.status_code
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"the hub gives {name.repo} only to those who have accepted its terms ({status}); "
-            f"accept them on the model's page, then {log_in}"
-        )
+        return f"its terms must be accepted first ({status}): on the model's page, then {log_in}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            f"the hub has {name.repo}, but no revision {name.revision!r} ({status}); "
-            "give a branch, a tag or a full commit hash"
-        )
+        return f"no such revision ({status}); give a branch, a tag or a full commit hash"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
         return (
             f"no such file or directory, and the hub has no model {name.repo} "
             f"({status}); check the spelling or, if the model is private, {log_in}"
         )
     if status in (401, 403):
-        return (
-            f"the hub denies access to {name.repo} ({status}); if you have access, "
-            f"{log_in}, with a token that allows it"
-        )
+        return f"the hub denies access ({status}); {log_in}, with a token that allows it"
     if status == 429:
         return f"the hub has had too many requests (429); wait a few minutes, or {log_in}"
-    return (
-        f"the hub has an error ({status}); run the command again later; complete "
-        "files are not fetched again"
-    )
+    return f"the hub has an error ({status}); run the command again later"

@@ -28,9 +28,9 @@ from dare.inputs.formats import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
 from dare.inputs.small_files import MAX_CONFIG_BYTES, read_limited
-from dare.inputs.sources import Source
-from dare.inputs.views import RenamedSource
+from dare.inputs.sources import RenamedSource, Source
 from dare.stores.locations import StorePath
+from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
@@ -53,6 +53,7 @@ MAMBA_LAYERS = {
 OF_EXPERTS = "PEFT takes it for an expert because of its name"
 MOST_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
+NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = (
     "merge the adapter into it with PEFT (merge_and_unload) and give the result as a model"
 )
@@ -108,10 +109,7 @@ def find_places(
     if "model_type" not in config:
         return Loaded(
             places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),
-            (
-                f"{path}: has no config.json with a model_type, so modules have the names "
-                "that the file uses",
-            ),
+            (f"{path}: has no model_type in a config.json; names are those of the file",),
         )
     if places := _by_table(config, tensors):
         return Loaded(places)
@@ -134,8 +132,7 @@ def under_stored_names(
     fused = {place.name for place in places.values() if place.kind == "fused"}
     if parts := sorted(unknown & fused):
         raise InputError(
-            f"{path}: stores {parts[0]} in several tensors, and the adapter changes "
-            f"it as one; {MERGE_FIRST}"
+            f"{path}: stores {parts[0]}, one tensor of the adapter, in several; {MERGE_FIRST}"
         )
     stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
     names = {stored.get(name, name): name for name in adapter.tensors}
@@ -206,9 +203,7 @@ def _by_transformers(
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
         raise InputError(
-            f"{where}: finding the modules of a {config['model_type']!a} needs "
-            "transformers 5 or newer and torch: pip install transformers torch; or "
-            f"{remedy}"
+            f"{where}: a {config['model_type']!a} needs {NEEDED}; or {remedy}"
         ) from None
     model = _without_weights(where, config, remedy)
     transforms = conversion_mapping.get_model_conversion_mapping(model)
@@ -256,8 +251,7 @@ def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:
         other = stored.setdefault(place.name, name)
         if other != name and place.kind not in ("fused", "absent"):
             raise InputError(
-                f"{folder}: stores both {other} and {name}, which are one tensor in "
-                f"memory, {place.name}; save the model again with transformers"
+                f"{folder}: {other} and {name} are one in memory; save it again with transformers"
             )
 
 
@@ -281,8 +275,7 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(
-            f"{where}: transformers cannot build a {build.__name__} from it "
-            f"({reason}), so its modules are not known; {remedy}"
+            f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
         ) from error
 
 
@@ -319,10 +312,7 @@ def load_live(folder: Path) -> Any:
     try:
         import transformers
     except ImportError:
-        raise InputError(
-            f"{folder}: building the model needs transformers 5 or newer and torch: "
-            "pip install transformers torch"
-        ) from None
+        raise InputError(f"{folder}: building it needs {NEEDED}") from None
     remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
     build = _class_of(folder / "config.json", read_config(folder), remedy)
     known_only = {"trust_remote_code": False, "local_files_only": True}

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from dare import kernels
 from dare.errors import InputError
-from dare.inputs.products import Product, read_block
 from dare.inputs.reading import Floats, hold_same, read_floats
-from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
-from dare.inputs.sources import FileSource, Raw, open_source
-from dare.inputs.views import SourceView
+from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json
+from dare.inputs.sources import FileSource, Raw, Source, SourceView, open_source
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo, admit
 
 CONFIG_NAME = "adapter_config.json"
@@ -34,16 +34,13 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 F32 = STORAGE_TYPES["F32"]
 
+MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
 REFUSED = {
-    "use_dora": "DoRA's magnitudes depend on the base's weights; merge it into the base with PEFT "
-    "first (merge_and_unload), and give the result as a model",
+    "use_dora": f"DoRA's magnitudes depend on the base's weights; {MERGE_WITH_PEFT}",
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "layer_replication": "its base has repeated layers, and this base does not",
-    "alora_invocation_tokens": (
-        "an activated LoRA applies only to some tokens, so it is not equal to a "
-        "change of the weights"
-    ),
+    "alora_invocation_tokens": ("an activated LoRA applies only to some tokens"),
     "target_parameters": "LoRA on bare parameters (experts) is not supported",
     "arrow_config": (
         "Arrow chooses adapters for each token, so it is not equal to a change of the weights"
@@ -59,6 +56,8 @@ CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise that take a part out of the base's own weights."""
 
+PIECE = 1 << 20
+"""Elements of a factor that are decoded at a time."""
 LONGEST_PATTERN = 1000
 MOST_STEPS = 10**8
 """How many ways there may be to hold a pattern against a name."""
@@ -206,8 +205,7 @@ class LoraSource(SourceView):
             reason = f"{key} is not a known kind of tensor; merge the adapter into its base with"
         else:
             reason = (
-                f"{other} and {key} are for the same tensor, so there are several adapters in one "
-                "file; save one of them, or merge them with"
+                f"{other} and {key} are for the same tensor; save one of them, or merge them with"
             )
         return f"{self.path}: {reason} PEFT (merge_and_unload) and give the result as a model"
 
@@ -219,8 +217,7 @@ class LoraSource(SourceView):
         rank, height = down.shape[0], up.shape[0]
         if math.prod(up.shape[1:]) != rank or not rank:
             raise InputError(
-                f"{self.path}: {module}: lora_A is {down.form} and lora_B is {up.form}, "
-                "which cannot be multiplied"
+                f"{self.path}: {module}: lora_A is {down.form}, lora_B {up.form}; they do not fit"
             )
         scale = self.adapter.scaling(module, rank)
         if kind == "embedding" or self._is_transposed(module):
@@ -261,16 +258,11 @@ class LoraSource(SourceView):
         held = [name for name in names if name in self._whole]
         if saved and not is_one and (saved != list(names) or not others):
             raise InputError(
-                f"{self.path}: {saved[0]} is saved in full (modules_to_save), and in the "
-                "base it is tied to another tensor, which would keep its old values; "
-                "train the adapter with ensure_weight_tying, or merge it with PEFT and "
-                "give the result as a model"
+                f"{self.path}: {saved[0]} is saved in full, and tied in the base; {MERGE_WITH_PEFT}"
             )
         if len({(info.shape, info.dtype) for info in infos}) > 1 or not self._hold_same(held):
             raise InputError(
-                f"{self.path}: {', '.join(names)} are one tensor in the base and have "
-                "different values in the adapter; merge it with PEFT (merge_and_unload) "
-                "and give the result as a model"
+                f"{self.path}: {' and '.join(names)} are tied in the base; {MERGE_WITH_PEFT}"
             )
         parts = [product for name in names for product in self._products.get(name, ())]
         if held:
@@ -341,8 +333,7 @@ def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> Lo
     weights = path / WEIGHTS_NAME
     if not weights.exists():
         raise InputError(
-            f"{path}: has an {CONFIG_NAME} but no {WEIGHTS_NAME}; save the adapter "
-            "again with safe_serialization=True"
+            f"{path}: has no {WEIGHTS_NAME}; save the adapter again with safe_serialization=True"
         )
     kind = (base_config or {}).get("model_type")
     is_conv1d = None if kind is None else kind in CONV1D_MODELS
@@ -362,9 +353,8 @@ def read_config(path: Path) -> Adapter:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise InputError(
-            f"{file}: init_lora_weights is {start!r}, which changes the weights of "
-            "the base too; save it with PEFT's "
-            "path_initial_model_for_weight_conversion, as a plain LoRA"
+            f"{file}: init_lora_weights is {start!r}, which changes the weights of the base too; "
+            "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
         )
     name = config.get("base_model_name_or_path")
     try:
@@ -395,3 +385,88 @@ def _finite(value: Any) -> float:
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{value!a:.80} is out of range")
     return number
+
+
+# ---------------------------------------------------------------- factors
+
+
+@dataclass(frozen=True)
+class Product:
+    """A delta as a product: scale · left·right, each a stored tensor or its transpose.
+
+    The left factor is read a piece at a time. An element is the sum of its products in the order of
+    the rank, so its bits do not depend on the pieces.
+    """
+
+    left: str
+    right: str | None
+    """None is a column of ones: the delta is `left` itself."""
+    transposed: bool
+    scale: float
+
+    def sides(self, stored: Source) -> tuple[int, int, int]:
+        """Rows, rank and columns."""
+        if self.right is None:
+            return stored.tensors[self.left].elements, 1, 1
+        left, right = (_as_matrix(stored, key) for key in (self.left, self.right))
+        if self.transposed:
+            return left[1], left[0], right[0]
+        return left[0], left[1], right[1]
+
+    def reading_bytes(self, stored: Source) -> int:
+        """What filling a chunk takes beside it: the right factor, rows of the left; one twice."""
+        rows, rank, columns = self.sides(stored)
+        height = min(rows, max(1, PIECE // max(1, rank)), CHUNK // max(1, columns) + 2)
+        keys = (key for key in (self.left, self.right) if key is not None)
+        itemsize = max(4, *(stored.tensors[key].dtype.itemsize for key in keys))
+        return rank * (4 * (height + columns) + itemsize * max(height, columns))
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        if not into.size:
+            return
+        _, rank, columns = self.sides(stored)
+        right = np.ones((1, 1), np.float32)
+        if self.right is not None:
+            right = self._read(stored, self.right, 0, columns if self.transposed else rank)
+        end, most = start + into.size, max(1, PIECE // max(1, rank))
+        last = -(-end // columns)
+        for top in range(start // columns, last, most):
+            bottom, begin = min(top + most, last), max(start, top * columns)
+            left = self._read_rows(stored, top, bottom)
+            part = into[begin - start : min(end, bottom * columns) - start]
+            first = begin - top * columns
+            kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
+            del left  # before the next is read, for memory's sake
+
+    def _read_rows(self, stored: Source, top: int, bottom: int) -> Floats:
+        """Some rows of the left factor, which are columns of it if it is stored transposed."""
+        if not self.transposed:
+            return self._read(stored, self.left, top, bottom)
+        rank = stored.tensors[self.left].shape[0]
+        return np.ascontiguousarray(read_block(stored, self.left, 0, rank, top, bottom).T)
+
+    def _read(self, stored: Source, key: str, top: int, bottom: int) -> Floats:
+        block = read_block(stored, key, top, bottom, 0, _as_matrix(stored, key)[1])
+        return np.ascontiguousarray(block.T) if self.transposed else block
+
+
+def read_block(stored: Source, key: str, top: int, bottom: int, first: int, last: int) -> Floats:
+    """Rows and columns of a stored matrix, in float32; a vector is a column."""
+    width = _as_matrix(stored, key)[1]
+    raw: Raw = np.empty((bottom - top, last - first), stored.tensors[key].dtype.carrier)
+    if last - first == width:
+        stored.read(key, top * width, raw.reshape(-1))
+    else:
+        for row in range(top, bottom):
+            stored.read(key, row * width + first, raw[row - top])
+    if raw.dtype == np.float32:  # which only F32 is carried by
+        return raw
+    values = np.empty(raw.shape, np.float32)
+    kernels.load("cpu").decode(raw.reshape(-1), values.reshape(-1))
+    return values
+
+
+def _as_matrix(stored: Source, key: str) -> tuple[int, int]:
+    shape = stored.tensors[key].shape
+    return shape[0], math.prod(shape[1:])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError
-from dare.inputs.sources import Raw, Source
-from dare.inputs.views import SourceView
+from dare.inputs.reading import rectangles
+from dare.inputs.sources import Raw, Source, SourceView
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 from dare.tensors.sizes import times
@@ -66,7 +66,8 @@ class UnpackedSource(SourceView):
             return
         _, inputs, outputs = self._packed[name].shape
         done = 0
-        for expert, row, rows, column, columns in _rectangles(start, into.size, inputs, outputs):
+        for place, rows, column, columns in rectangles(start, into.size, outputs, inputs):
+            expert, row = divmod(place, inputs)
             matrix = into[done : done + rows * columns].reshape(rows, columns)
             blocks, scales = self._expert(name, expert)
             step = max(1, TILE // rows)
@@ -124,29 +125,14 @@ def _presented(name: str, source: Source) -> TensorInfo | None:
     fits = len(blocks.shape) == 4 and blocks.shape[3] == GROUP_BYTES
     if not fits or scales.shape != blocks.shape[:3] or scales.dtype.name != "U8":
         raise InputError(
-            f"{where}: {blocks.name} is {blocks.form} and {scales.name} "
-            f"{scales.dtype.name} of {scales.form}; expected experts × outputs × "
-            f"groups × {GROUP_BYTES} with a U8 scale for each group. Dequantise the "
-            "model first"
+            f"{where}: {blocks.name} is {blocks.form} and {scales.name} {scales.dtype.name} of "
+            f"{scales.form}; expected experts × outputs × groups × {GROUP_BYTES} with a U8 scale "
+            "for each group. Dequantise the model first"
         )
     if name in source.tensors:
         raise InputError(f"{where}: has both {name} and {blocks.name}; remove one of them")
     experts, outputs, groups, _ = blocks.shape
     return TensorInfo(name, BF16, (experts, groups * GROUP, outputs), 0)
-
-
-def _rectangles(
-    first: int, count: int, inputs: int, outputs: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Cut a run of presented elements at experts: expert, row, rows, column, columns."""
-    while count:
-        (expert, row), column = divmod(first // outputs, inputs), first % outputs
-        if column or count < outputs:
-            rows, columns = 1, min(outputs - column, count)
-        else:
-            rows, columns = min(count // outputs, inputs - row), outputs
-        yield expert, row, rows, column, columns
-        first, count = first + rows * columns, count - rows * columns
 
 
 def _decode(blocks: Bytes, scales: Bytes, row: int, rows: int) -> NDArray[np.uint16]:

@@ -16,9 +16,8 @@ from dare.inputs.delta_files import DeltaSource
 from dare.inputs.formats import open_model, read_config
 from dare.inputs.hub import resolve
 from dare.inputs.loaded import under_stored_names
-from dare.inputs.names import match_names
+from dare.inputs.names import match_names, tie
 from dare.inputs.sources import Source
-from dare.inputs.ties import tie
 from dare.inputs.vocabulary import Aligned, align
 from dare.recipe.entries import distinct
 from dare.recipe.hub_names import parse_name
@@ -62,9 +61,8 @@ def open_inputs(
         is_on_hub = parse_name(path.as_posix()) is not None or str(path).startswith("hf://")
         if not is_on_hub and not path.exists():
             raise InputError(
-                f"{path}: is missing, and it was there when this was merged; if the "
-                "inputs have moved, give their paths with --base and --models (their "
-                "digests are checked)"
+                f"{path}: is missing, and it was there when this was merged; if the inputs have "
+                "moved, give their paths with --base and --models (their digests are checked)"
             )
     places = [resolve(path, verbose=recipe.verbose, fetches=fetches) for path in given]
     if any(place.commit is not None for place in places):
@@ -95,9 +93,8 @@ def open_inputs(
     ]
     notes += [note for model in matched for note in model.notes]
     models = [under_stored_names(model.source, base, paths[0], configs[0]) for model in matched]
-    tied = tie(base, models, names, configs)
-    base, models = tied.base, list(tied.models)
-    notes += tied.notes
+    base, (*models,), tied = tie(base, models, names, configs)
+    notes += tied
     if recipe.vocabulary == "error" and recipe.on_mismatch == "base":
         aligned = Aligned(base, tuple(models))  # rows that do not fit stay the base's
     else:

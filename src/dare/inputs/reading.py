@@ -124,3 +124,19 @@ def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> b
             if not np.array_equal(left, right):
                 return False
     return True
+
+
+def rectangles(
+    first: int, count: int, width: int, height: int | None = None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a run of elements into rectangles of a matrix: row, rows, column, columns.
+
+    No rectangle goes beyond a row whose number `height` divides, where matrices are stacked.
+    """
+    while count:
+        row, column = divmod(first, width)
+        rows, columns = 1, min(width - column, count)
+        if not column and count >= width:
+            rows = min(count // width, count if height is None else height - row % height)
+        yield row, rows, column, columns
+        first, count = first + rows * columns, count - rows * columns

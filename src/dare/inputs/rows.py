@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from dare.errors import MismatchError
 from dare.inputs.reading import Floats
-from dare.inputs.sources import Raw, Source
+from dare.inputs.sources import Raw, Source, SourceView
 from dare.inputs.tokens import Vocabulary, row_tensors
-from dare.inputs.views import SourceView
 from dare.kernels import reference
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -140,9 +139,7 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     """
     if model.drop_of(info.name) is not None:
         raise MismatchError(
-            f"{info.name}: a delta file dropped elements of it by their positions, "
-            "and other tokens would move them; turn the delta file into a model with "
-            "`dare apply` and merge that"
+            f"{info.name}: its rows cannot move; make a model of the delta file with `dare apply`"
         )
     if model.holds_delta(info.name):
         return RowTensor(model, info, info.dtype, rows, _zeros)

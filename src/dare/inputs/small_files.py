@@ -10,18 +10,6 @@ from typing import Any
 
 from dare.errors import InputError
 from dare.stores.locations import StorePath
-from dare.tensors.files import read_limited
-
-__all__ = [
-    "MAX_CONFIG_BYTES",
-    "dump_json",
-    "is_directory",
-    "is_there",
-    "list_names",
-    "parse_json",
-    "read_limited",
-    "some_of",
-]
 
 MAX_CONFIG_BYTES = 10_000_000
 

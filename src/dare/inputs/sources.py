@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +22,7 @@ from dare.inputs.small_files import is_directory, list_names, read_limited, some
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType
-from dare.tensors.files import InputFile, Stamp, look_soon, open_input, share_ahead
+from dare.tensors.files import InputFile, Stamp, look_soon, open_input, read_limited, share_ahead
 from dare.tensors.header import Header, TensorInfo, admit, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -269,6 +270,106 @@ class ArraySource(Source):
         into[:] = self._elements[name][start : start + into.size]
 
 
+# ---------------------------------------------------------------- other views of a source
+
+
+class SourceView(Source):
+    """Another source as it is; what inherits from this presents some of it differently."""
+
+    def __init__(
+        self,
+        inner: Source,
+        tensors: Mapping[str, TensorInfo],
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.tensors = tensors
+        self.names = {} if names is None else names
+        """The names of tensors in the source, where they are others there."""
+        self.files, self.remarks = inner.files, inner.remarks
+        self.is_partial, self.reading_bytes = inner.is_partial, inner.reading_bytes
+        self.ties, self.was_dropped = inner.ties, inner.was_dropped
+        self.ahead_bytes = inner.ahead_bytes
+
+    def holds_delta(self, name: str) -> bool:
+        return self.inner.holds_delta(self.names.get(name, name))
+
+    def drop_of(self, name: str) -> Drop | None:
+        return self.inner.drop_of(self.names.get(name, name))
+
+    def original_digest(self, name: str) -> str | None:
+        return self.inner.original_digest(self.names.get(name, name))
+
+    def base_digest(self, name: str) -> str | None:
+        return self.inner.base_digest(self.names.get(name, name))
+
+    def fingerprint(self) -> list[Any]:
+        names = sorted(self.names.items())
+        return [*super().fingerprint(), names, self.inner.fingerprint()]
+
+    def stamps(self) -> list[Any]:
+        return self.inner.stamps()
+
+    def read(self, name: str, start: int, into: Raw) -> None:
+        self.inner.read(self.names.get(name, name), start, into)
+
+    def place(self, name: str) -> Hashable:
+        return self.inner.place(self.names.get(name, name))
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        self.inner.prefetch(self.names.get(name, name), start, count)
+
+    def limit_ahead(self, nbytes: int) -> None:
+        self.inner.limit_ahead(nbytes)
+        self.ahead_bytes = self.inner.ahead_bytes
+
+    def __enter__(self) -> Self:
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.__exit__(*error)
+
+    def check_unchanged(self) -> None:
+        self.inner.check_unchanged()
+
+
+class _UnderNames(SourceView):
+    """The tensors of a source as they are, under any names."""
+
+    def bytes_for(self, name: str, count: int) -> int:
+        return self.inner.bytes_for(self.names.get(name, name), count)
+
+    def read_beside(self, name: str, start: int, into: Raw, base: Raw) -> None:
+        self.inner.read_beside(self.names.get(name, name), start, into, base)
+
+
+class RenamedSource(_UnderNames):
+    """A source's tensors under other names; one that has no new name is not shown.
+
+    Two names may stand for the same tensor.
+    """
+
+    def __init__(self, inner: Source, names: Mapping[str, str]) -> None:
+        if isinstance(inner, RenamedSource):  # so that what is inside is found at once
+            names = {new: inner.names[old] for new, old in names.items()}
+            inner = inner.inner
+        tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
+        super().__init__(inner, tensors, names)
+
+
+class TiedSource(_UnderNames):
+    """A source that shows one tensor under several names, beside all others as they are."""
+
+    def __init__(self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str]) -> None:
+        shown = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
+        super().__init__(inner, {**inner.tensors, **shown}, names)
+        self.ties = ties
+
+
+# ---------------------------------------------------------------- files of safetensors
+
+
 def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Read the headers of a safetensors file, or of a directory with one or with shards."""
     return FileSource(to_path(path))
@@ -288,8 +389,7 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
         return {path / weights[0]: None}
     if weights:
         raise InputError(
-            f"{path}: has {len(weights)} safetensors files and no {INDEX_NAME} to say which "
-            "belong together; name one file"
+            f"{path}: has {len(weights)} safetensors files and no {INDEX_NAME}; name one file"
         )
     raise InputError(f"{path}: has no safetensors file and no {INDEX_NAME}")
 
@@ -307,8 +407,7 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
             raise HeaderError(
-                f"{index}: the index places {tensor} in {name!r}; a shard must be a file "
-                "in the same folder"
+                f"{index}: {tensor} is in {name!r}; a shard must be a file in the same folder"
             )
         shards.setdefault(index.parent / name, set()).add(tensor)
     return shards
@@ -319,6 +418,5 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
     for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
         if tensors:
             raise HeaderError(
-                f"{index}: {file.name} {complaint} {some_of(sorted(tensors))}; "
-                "the index and the shards do not belong together"
+                f"{index}: {file.name} {complaint} {some_of(sorted(tensors))}; they do not fit"
             )

@@ -123,8 +123,7 @@ class Tokenizers:
         tokens = self._parsed[found]
         if tokens is None:
             self.notes.append(
-                f"{directory / found[0]}: is not a known form of tokenizer; rows are "
-                "matched by their numbers"
+                f"{directory / found[0]}: is of no known form; rows are matched by number"
             )
         return tokens and _with_further_tokens(tokens, directory)
 
@@ -203,8 +202,5 @@ def _checked(vocab: Any, where: Path) -> dict[str, int]:
 
 def _checked_one(token: Any, number: Any, where: Path) -> dict[str, int]:
     if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-        raise InputError(
-            f"{where}: the token {_shown(token)} has the id {_shown(number)}; expected text "
-            f"and a whole number below {MAX_TOKENS}"
-        )
+        raise InputError(f"{where}: the token {_shown(token)} has the id {_shown(number)}")
     return {token: number}

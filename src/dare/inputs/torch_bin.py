@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import pickletools
 import re
 import struct
 import zipfile
@@ -24,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.pickles import MOST_VALUES, count_values
 from dare.inputs.small_files import is_directory
 from dare.inputs.sources import InputFiles, Raw, check_against_index, read_index
 from dare.stores.locations import StorePath, to_path
@@ -40,6 +40,8 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_PICKLE_BYTES = 64 << 20
 """What says what tensors there are; a model of 10,000 has some 2 MB."""
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
+MOST_VALUES = 10_000_000
+"""In one value of a pickle, with what stands in it more than once counted each time."""
 PIECE_ELEMENTS = 1 << 18
 """How many elements of a tensor that is not contiguous are gathered at once."""
 
@@ -68,8 +70,7 @@ class TorchSource(InputFiles):
         """Read what a file says of its tensors, and no weights; return their names."""
         if isinstance(file, StorePath):
             raise InputError(
-                f"{file}: stores its weights as a pickle, which is read only from this "
-                "machine; save it as safetensors, or download it"
+                f"{file}: is a pickle in a store; save it as safetensors, or download it"
             )
         with self.first_look(file) as opened:
             assert isinstance(opened, LocalFile)
@@ -190,24 +191,63 @@ def _check_pickles(pickles: Sequence[bytes], file: Path) -> None:
     """Refuse values that stand in each other so often that nobody can hash or print them."""
     for pickled in pickles:
         try:
-            values = count_values(pickled)
+            values = _count_values(pickled)
         except (ValueError, IndexError, struct.error, OverflowError):
             return  # damaged: torch says so
         if values > MOST_VALUES:
-            raise InputError(
-                f"{file}: its pickle has a value with more than {MOST_VALUES} nested "
-                "values, which torch.save does not write"
-            )
+            raise InputError(f"{file}: its pickle has a value of more than {MOST_VALUES} values")
+
+
+def _count_values(pickled: bytes) -> int:
+    """How many values the largest value of a pickle stands for; ValueError if it is damaged.
+
+    A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
+    stand for 2⁵⁰ values, and whoever hashes or prints the last one never comes to an end. The
+    opcodes are walked without being run, by the effect that `pickletools` says each has.
+    """
+    stack: list[int | None] = []  # sizes; None is a mark
+    memo: dict[Any, int] = {}
+    largest = 0
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo.get(argument, 1))
+        elif name == "MARK":
+            stack.append(None)
+        else:
+            taken = _take(stack, opcode)
+            results = len(opcode.stack_after)
+            stack += [1 + sum(taken)] * results if results else []
+            largest = max(largest, _top(stack))
+            if largest > MOST_VALUES:
+                return largest
+    return largest
+
+
+def _top(stack: list[int | None]) -> int:
+    return (stack[-1] if stack else 0) or 0
+
+
+def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
+    """Take off the stack what an opcode takes: a number of values, or all down to the last mark."""
+    count = len(opcode.stack_before)
+    taken: list[int] = []
+    if pickletools.markobject in opcode.stack_before:
+        while stack and (size := stack.pop()) is not None:
+            taken.append(size)
+        count = opcode.stack_before.index(pickletools.markobject)
+    for _ in range(min(count, len(stack))):
+        taken.append(stack.pop() or 0)
+    return taken
 
 
 def _what_else(file_descriptor: int) -> str:
     """What a file is that is no archive."""
     beginning = os.pread(file_descriptor, 64, 0)
     if beginning.startswith(b"\x80"):
-        return (
-            "in the format of torch before 1.6, which cannot be read in parts; save it again with "
-            "torch.save(torch.load(FILE, weights_only=True), FILE)"
-        )
+        return "in the format of torch before 1.6; load it with torch and save it again"
     if beginning.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the weights; run git lfs pull"
     return "not a file of torch.save (a zip archive), or it is truncated"
@@ -256,10 +296,7 @@ def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> Tenso
     """Say what a tensor is and where it begins; check that all of it lies in one record."""
     dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_conj():
-        raise InputError(
-            f"{file}: {name} is {tensor.dtype}, {tensor.layout}; only plain tensors of "
-            f"{', '.join(BY_TORCH_NAME)} can be read"
-        )
+        raise InputError(f"{file}: {name} is {tensor.dtype}, {tensor.layout}; give a plain tensor")
     shape = tuple(tensor.shape)
     record = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
     info = TensorInfo(name, dtype, shape, record + tensor.storage_offset() * dtype.itemsize)

@@ -203,11 +203,7 @@ def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
         if token not in base.tokens.ids and token not in other.tokens.added
     }
     if inner:
-        yield (
-            f"{other.name}: {len(inner):,} tokens are not in the base and were not added to a "
-            f'tokenizer but belong to another one: {_listed(inner)}; set vocabulary = "base" to '
-            "merge only what is shared"
-        )
+        yield (f'{other.name}: is of another tokenizer ({_listed(inner)}); set vocabulary = "base"')
 
 
 def _token_ids(
@@ -231,9 +227,7 @@ def _tokenizer_files(
     tokenizer = read_json(directory, TOKENIZER_FILE)
     if tokenizer is None:
         raise MismatchError(
-            f"{directory}: has no {TOKENIZER_FILE} to add tokens to; make one with "
-            "AutoTokenizer.from_pretrained(…).save_pretrained(…), or set vocabulary "
-            '= "base"'
+            f'{directory}: has no {TOKENIZER_FILE}; make one, or set vocabulary = "base"'
         )
     flags = dict(base.tokens.added)
     for model in models:

@@ -2,7 +2,7 @@
 
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import AdapterPlan, merge_adapters, plan_adapters, run_plan
-from dare.lora.reports import AdapterReport, ExtractionReport, LeftOut, ModuleReport
+from dare.lora.writing import AdapterReport, ExtractionReport, LeftOut, ModuleReport
 
 __all__ = [
     "AdapterPlan",

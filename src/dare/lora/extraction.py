@@ -35,9 +35,8 @@ from dare.inputs.names import match_names
 from dare.inputs.reading import read_float_chunks
 from dare.inputs.sources import Source
 from dare.lora.reading import list_findings, reading
-from dare.lora.reports import ExtractionReport, LeftOut, ModuleReport
 from dare.lora.svd import Wanted, truncate_matrix
-from dare.lora.writing import AdapterOutput, peft_config
+from dare.lora.writing import AdapterOutput, ExtractionReport, LeftOut, ModuleReport, peft_config
 from dare.output.places import short_name, told
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import weight_type
@@ -126,7 +125,6 @@ def extract_adapter(
     save_others: bool = False,
     base_name: str | None = None,
     as_stored: bool = False,
-    fan_in_fan_out: bool = False,
     dtype: str = "F32",
     overwrite: bool = False,
 ) -> ExtractionReport:
@@ -136,14 +134,12 @@ def extract_adapter(
     all linear layers are taken that are no head. `save_others` stores in full what else has
     changed. Names and kinds of modules are those that transformers loads by the base's
     `config.json`. For a model that something else loads, `as_stored` takes names as they are
-    stored and matrices for layers; `fan_in_fan_out` says that these store inputs × outputs.
+    stored and matrices for layers.
     """
     started = time.perf_counter()
     base, model = to_path(base), to_path(model)
     config, wanted, kind = read_config(base), Wanted(rank, energy), weight_type(dtype)
-    if fan_in_fan_out and not as_stored:
-        raise RecipeError("fan_in_fan_out: is known for each layer; leave it out, or set as_stored")
-    change = _open(base, model, as_stored, fan_in_fan_out)
+    change = _open(base, model, as_stored)
     chosen = _choose(change, modules)
     inputs = [*change.base.files, *change.model.files]
     with AdapterOutput(to_path(output), kind, inputs, overwrite=overwrite) as writing:
@@ -152,8 +148,7 @@ def extract_adapter(
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
                 raise InputError(
-                    f"the model equals its base in {times(len(chosen), 'compared module')}; "
-                    "there is nothing to extract"
+                    f"nothing to extract: {times(len(chosen), 'module')} as in the base"
                 )
             saved, left_out = _sort_others(change, set(ranks), save_others)
             for tensor in saved:
@@ -204,7 +199,7 @@ def _config(
     )
 
 
-def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Change:
+def _open(base: Path, model: Path, as_stored: bool) -> Change:
     opened = open_model(base)
     if opened.is_partial:
         raise InputError(f"{base}: is an adapter; the base must be a whole model")
@@ -217,14 +212,12 @@ def _open(base: Path, model: Path, as_stored: bool, fan_in_fan_out: bool) -> Cha
     problems += [f"{name}: in {model}, not in the base" for name in sorted(theirs - ours)]
     if problems:
         raise MismatchError(
-            "the model's tensors do not match this base; give the base that it was "
-            "fine-tuned from:",
+            "the model's tensors do not match; give the base that it was fine-tuned from:",
             *list_findings(problems),
         )
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True
-        stored = places_as_stored(opened.tensors, is_conv1d=fan_in_fan_out, is_tied=is_tied)
-        loaded = Loaded(stored)
+        loaded = Loaded(places_as_stored(opened.tensors, is_tied=is_tied))
     else:
         loaded = find_places(base, configs["base_config"], opened.tensors)
     return Change(opened, tuned, loaded.places, (*matched.notes, *loaded.notes))

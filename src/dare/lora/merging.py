@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from dare.errors import InputError, RecipeError
 from dare.inputs.reading import read_float_chunks, read_floats
 from dare.inputs.sources import ArraySource
-from dare.lora.reading import AdapterFile, Pair, open_adapters, reading
-from dare.lora.reports import AdapterReport, ModuleReport
+from dare.lora.reading import HOW_ELSE, AdapterFile, Pair, open_adapters, reading
 from dare.lora.svd import LowRank, Wanted, truncate_matrix, truncate_product, working_bytes
-from dare.lora.writing import AdapterOutput, peft_config
+from dare.lora.writing import AdapterOutput, AdapterReport, ModuleReport, peft_config
 from dare.output.places import short_name, told
 from dare.output.repeated_inputs import check_inputs
 from dare.output.writer import ArraySink
@@ -140,8 +139,7 @@ class AdapterPlan:
         lines = [
             (
                 f"{self.method} of {times(len(self.adapters), 'adapter')} "
-                f"({', '.join(self.names)}): {times(len(self.modules), 'module')}, "
-                f"{self.route}"
+                f"({', '.join(self.names)}): {times(len(self.modules), 'module')}, {self.route}"
             ),
             f"one module at a time, about {show_size(self.working_bytes)} for {largest}",
             *(f"note: {note}" for note in self.notes),
@@ -189,9 +187,7 @@ def plan_adapters(
     combine = recipe.chain[-1][0].name
     if combine not in COMBINES:
         raise RecipeError(
-            f"method {method!r}: {combine} needs the base; use one of "
-            f"{', '.join(COMBINES)}, or merge the adapters into the base: dare merge "
-            "BASE ADAPTER ADAPTER … -o OUT"
+            f"method {method!r}: {combine} needs the base; use {', '.join(COMBINES)}, {HOW_ELSE}"
         )
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
@@ -206,8 +202,7 @@ def plan_adapters(
     )
     if wanted is None and not plan.is_additive:
         raise RecipeError(
-            f"method {plan.method!r}: the result of dropping or voting has full rank; "
-            "set how much of it to keep: rank = 16 or energy = 0.9"
+            f"method {plan.method!r}: its result has full rank; set rank = 16 or energy = 0.9"
         )
     if not plan.modules:
         raise InputError("no adapter has a LoRA module and a weight other than 0")
@@ -312,27 +307,19 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
     bases = {str(adapter.adapter.base_name) for adapter in plan.adapters}
     if len(bases) > 1:
         yield (
-            f"the adapters name different bases ({', '.join(sorted(bases))}); the "
-            "result names the first; it works only if they are the same model"
+            f"different bases are named ({', '.join(sorted(bases))}); the result names the first"
         )
     partial = [module for module in plan.modules if len(module.owners) < len(plan.adapters)]
     if partial:
-        yield (
-            f"{len(partial)} of {len(plan.modules)} modules are not in every adapter; "
-            "an adapter without a module changes nothing there"
-        )
+        yield (f"{len(partial)} of {len(plan.modules)} modules are not in every adapter")
     if plan.adapters[0].saved.tensors:
         total = math.fsum(plan.weights)
         if total == 0:
             raise RecipeError(
-                "weights: they sum to 0, so tensors that are stored in full "
-                "(modules_to_save, biases) cannot be averaged; give other weights"
+                "weights: they sum to 0, so what is stored in full cannot be averaged; give others"
             )
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
-        yield (
-            f"tensors that are stored in full are averaged with {how}; nothing in "
-            "them is dropped or scaled"
-        )
+        yield (f"tensors that are stored in full are averaged with {how}, not dropped or scaled")
     if plan.is_additive:
         return
     yield from (str(warning) for warning in plan.elementwise.warnings)
@@ -341,15 +328,9 @@ def _notes(plan: AdapterPlan) -> Iterator[str]:
     tables += [entry.settings for entry in recipe.models]
     tables += [rule.settings for rule in recipe.tensors]
     if any(isinstance(value, list) for table in tables for value in table.values()):
-        yield (
-            "some settings change over the layers; the base is not known, so the "
-            "last layer is taken to be the last one that an adapter changes"
-        )
+        yield ("settings that change over the layers end at the last layer that an adapter changes")
     if "dare" in plan.method:
-        yield (
-            "dropping adds noise of full rank, and a low rank removes it again; most "
-            "of the reported error is this noise"
-        )
+        yield ("most of the error is the noise of dropping, which a low rank removes again")
 
 
 # ---------------------------------------------------------------- the modules

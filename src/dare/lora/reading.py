@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.lora import LoraSource
-from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json, read_limited
-from dare.inputs.sources import Source
-from dare.inputs.views import RenamedSource
+from dare.inputs.small_files import MAX_CONFIG_BYTES, parse_json
+from dare.inputs.sources import RenamedSource, Source
+from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo
 
 Floats = NDArray[np.float32]
 
-WITH_THE_BASE = "or merge the adapters into the base: dare merge BASE ADAPTER ADAPTER … -o OUT"
+HOW_ELSE = "or merge into the base: dare merge BASE ADAPTER ADAPTER … -o OUT"
 FINDINGS_SHOWN = 10
 
 
@@ -120,18 +120,13 @@ def _find_problems(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     yield from _different_shapes(adapters)
     yield from _different_names(adapters)
     if len({adapter.adapter.fan_in_fan_out for adapter in adapters}) > 1:
-        yield (
-            "fan_in_fan_out is true for some adapters and false for others, so they were made for "
-            "different kinds of layers; only adapters of one base can be merged"
-        )
+        yield ("fan_in_fan_out differs; only adapters of one base can be merged")
     yield from _saved_by_some(adapters)
     modules = {module for adapter in adapters for module in adapter.pairs}
     biases = {module for adapter in adapters for module in adapter.biases}
     if biases and modules - biases:
         yield (
-            f"{min(biases)} has a lora_bias and {min(modules - biases)} does not, but "
-            "an adapter needs it for all modules or for none; leave out the adapters "
-            f"with lora_bias, {WITH_THE_BASE}"
+            f"{min(biases)} has a lora_bias, {min(modules - biases)} none; leave it out, {HOW_ELSE}"
         )
 
 
@@ -144,8 +139,7 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
             name, expected = first.setdefault(module, (adapter.name, layer))
             if layer != expected:
                 yield (
-                    f"{module}: {name} changes {expected}, and {adapter.name} changes "
-                    f"{layer}; only adapters of one base can be merged"
+                    f"{module}: {expected} in {name}, {layer} in {adapter.name}; give one base's"
                 )
 
 
@@ -158,9 +152,8 @@ def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
                 ends = (module[place:] for place, char in enumerate(module) if char == ".")
                 if end := next((end for end in ends if end in shorter), None):
                     yield (
-                        f"{module} in {adapter.name} is {end[1:]} in {other.name}: the adapters "
-                        "were made for different classes of one model; save both from the same "
-                        f"class, {WITH_THE_BASE}"
+                        f"{module} in {adapter.name} is {end[1:]} in {other.name}; save both "
+                        f"from one class, {HOW_ELSE}"
                     )
                     break
 
@@ -172,13 +165,8 @@ def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
         forms = {info.shape: info.form for info in infos if info is not None}
         if lacking:
             yield (
-                f"{tensor}: is stored in full (modules_to_save, bias or a resized "
-                f"embedding), but not by {', '.join(lacking)}, so it cannot be averaged; "
-                f"leave that adapter out, {WITH_THE_BASE}"
+                f"{tensor}: is not stored in full by {', '.join(lacking)}; leave it out, {HOW_ELSE}"
             )
         elif len(forms) > 1:
             listed = ", ".join(forms[shape] for shape in sorted(forms))
-            yield (
-                f"{tensor}: is stored in full with different shapes ({listed}), so it "
-                "cannot be averaged"
-            )
+            yield (f"{tensor}: has different shapes ({listed}) and cannot be averaged")

@@ -52,8 +52,7 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.rank is None and self.energy is None:
             raise RecipeError(
-                "rank and energy: one of them is needed; set how large the adapter may "
-                "be (rank = 16), or how much of each change it keeps (energy = 0.95)"
+                "rank and energy: one of them is needed; set rank = 16, or energy = 0.95"
             )
         if self.rank is not None and self.rank < 1:
             raise RecipeError(f"rank = {self.rank}: must be at least 1")
@@ -199,7 +198,4 @@ def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
 
 def _check_finite(figure: float, where: str) -> None:
     if not isfinite(figure):
-        raise InputError(
-            f"{where}: the change has NaN or infinite values, so it cannot be written "
-            "at a low rank; check the inputs for values that are not finite"
-        )
+        raise InputError(f"{where}: the change has values that are not finite; check the inputs")
