@@ -26,7 +26,6 @@ from dare.inputs.small_files import (
     is_there,
     list_names,
     parse_json,
-    read_limited,
     some_of,
 )
 from dare.stores.locations import StorePath, to_path

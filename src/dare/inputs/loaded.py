@@ -27,7 +27,7 @@ from dare.errors import InputError
 from dare.inputs.formats import read_config
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
-from dare.inputs.small_files import MAX_CONFIG_BYTES, read_limited
+from dare.inputs.small_files import MAX_CONFIG_BYTES
 from dare.inputs.sources import RenamedSource, Source
 from dare.stores.locations import StorePath
 from dare.tensors.files import read_limited

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import HeaderError, InputError
-from dare.inputs.small_files import is_directory, list_names, read_limited, some_of
+from dare.inputs.small_files import is_directory, list_names, some_of
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.digest import bytes_digest
 from dare.tensors.dtypes import StorageType

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import InputError, OutputError
-from dare.inputs.small_files import read_limited
 from dare.planning.layout import Layout
 from dare.planning.slices import Slice
 from dare.stores.locations import StorePath, home_folder
 from dare.tensors.digest import DIGEST_LENGTH, bytes_digest, file_digest
-from dare.tensors.files import open_input, read_beginning
+from dare.tensors.files import open_input, read_beginning, read_limited
 from dare.tensors.header import read_header
 from dare.tensors.json_values import json_bytes
 
