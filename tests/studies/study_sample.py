@@ -98,7 +98,7 @@ def make_search(count: int = 24, *, items: bool = True, **known: Any) -> StudyDa
             "planned": count,
             "seeds": (0,),
             "evaluator": "python score.py {model}",
-            "objective": "mean(add, sort)",
+            "objective": {"add": 1.0, "sort": 1.0},
             "guards": ("english:max:1.25",),
             "baselines": make_baselines(items),
             "trials": tuple(made),
@@ -182,7 +182,6 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
             "importance": {"drop_rate": 0.62, "method": 0.2, "scale": 0.05} if ranking else {},
             "front": (0, 1) if len(ranking) > 1 else (),
             "noise": 0.002,
-            "subset_error": None,
             "holdout": Holdout(
                 Estimate(0.78, 0.7, 0.85),
                 (Difference("sum", Estimate(0.02, -0.04, 0.08), "no difference shown"),),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,16 +8,15 @@ import pytest
 
 from dare.errors import RecipeError
 from dare.studies.conclusions import conclude
-from dare.studies.items import choose_subset, estimate, scores_of
-from dare.studies.page.assembly import _tiles
-from dare.studies.page.words import holdout_text
 from dare.studies.results import Conclusion, Estimate, Role, Scored, State, StudyData, Trial
+from dare.studies.scores import group_means
+from dare.studies.words import holdout_text
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
 
 
 def of_items(items, **more) -> Scored:
-    return Scored(scores_of(items) | more, items)
+    return Scored(group_means(items) | more, items)
 
 
 def right(count: int, of: int = 100, **more) -> Scored:
@@ -44,13 +42,18 @@ def study(trials, baselines=(), **more) -> StudyData:
             "planned": len(trials),
             "seeds": (0,),
             "evaluator": "score.py",
-            "objective": "mean",
+            "objective": {},
             "guards": (),
             "baselines": tuple(baselines),
             "trials": tuple(trials),
             **more,
         }
     )
+
+
+def mentions(found: Conclusion, *subjects: str) -> bool:
+    """Whether a remark names all of these."""
+    return any(all(subject in remark for subject in subjects) for remark in found.remarks)
 
 
 def rates(*counts: int) -> list[Trial]:
@@ -76,7 +79,7 @@ def test_settings_are_ranked_by_their_mean_over_seeds():
     assert [r.objective.value for r in found.ranking] == [pytest.approx(0.6), pytest.approx(0.55)]
     assert found.best is found.ranking[0]
     assert found.best.scores == {"add": pytest.approx(0.6)}
-    assert "1 of 6 trials failed." in found.remarks
+    assert mentions(found, "1 of 6 trials")
 
 
 def test_the_best_is_compared_with_the_runner_up_and_each_baseline():
@@ -101,12 +104,9 @@ def test_the_best_is_compared_with_the_runner_up_and_each_baseline():
     assert found.noise == pytest.approx(0.01)
     assert [r.baseline for r in found.better] == ["math alone"]
     assert found.simplest == found.better[0]
-    assert "The baseline advice failed: no rule fits." in found.remarks
-    assert (
-        "The baseline math alone has a larger objective than the best setting, beyond chance."
-        in found.remarks
-    )
-    assert any(r.startswith("The best was chosen from 3 settings") for r in found.remarks)
+    assert mentions(found, "advice", "no rule fits")
+    assert mentions(found, "math alone", "beyond chance")
+    assert mentions(found, "3 settings", "holdout")
 
 
 def test_guards_come_before_the_objective():
@@ -120,7 +120,7 @@ def test_guards_come_before_the_objective():
         baseline("math alone", right(72, english=1.1)),
         baseline("sum", right(71, english=2.0)),
     ]
-    data = study(trials, baselines, objective="add", guards=guards)
+    data = study(trials, baselines, objective={"add": 1.0}, guards=guards)
     found = conclude(data)
     assert [r.settings["scale"] for r in found.ranking] == [2.0, 1.0, 3.0]
     assert found.ranking[1].broken == ("english is 1.5, above 1.25",)
@@ -132,14 +132,14 @@ def test_guards_come_before_the_objective():
     assert found.simplest == found.best
     none = conclude(replace(data, guards=("english:max:0.5",)))
     assert (none.best, none.simplest, none.against, none.tied) == (None, None, (), ())
-    assert "Every setting breaks a guard (3 settings), so there is no best one." in none.remarks
+    assert mentions(none, "guard", "3 settings")
     assert len(none.ranking) == 3
 
 
 def test_a_share_to_keep_is_not_judged_without_single_models():
     found = conclude(study(rates(50), guards=("add:keep:0.9",)))
     assert found.best is not None
-    assert any("add:keep:0.9 is not checked" in remark for remark in found.remarks)
+    assert mentions(found, "add:keep:0.9")
 
 
 def test_what_nothing_is_known_of():
@@ -149,9 +149,7 @@ def test_what_nothing_is_known_of():
     assert {d.verdict for d in found.against} == {"not known"}
     assert found.tied == ()
     assert found.simplest == found.best
-    assert found.remarks[0] == (
-        "The evaluator gives no items, so it is not known whether a difference is chance."
-    )
+    assert "no items" in found.remarks[0]
 
 
 def test_seeds_alone_tell_chance():
@@ -163,28 +161,24 @@ def test_seeds_alone_tell_chance():
     found = conclude(study(trials, [baseline("average", Scored({"x": 1.02}))], seeds=range(5)))
     assert [d.verdict for d in found.against] == ["better", "no difference shown"]
     assert found.best.objective.low < 1.02 < found.best.objective.high
-    assert found.remarks[0] == (
-        "The evaluator gives no items, so intervals cover only the chance of the "
-        "seeds, not that of the items."
-    )
+    assert "no items" in found.remarks[0]
+    assert "seeds" in found.remarks[0]
 
 
 def test_before_anything_is_scored():
     found = conclude(study([trial(0, {"scale": 1.0}, None)], [baseline("base", None)]))
     assert (found.ranking, found.best, found.baselines) == ((), None, ())
-    assert found.remarks == (
-        "Nothing is scored yet.",
-        "1 of 1 trial failed.",
-        "The baseline base failed.",
-    )
+    assert len(found.remarks) == 3
+    assert mentions(found, "1 of 1 trial")
+    assert mentions(found, "base")
     only = conclude(study([], [baseline("base", right(10))]))
     assert only.baselines[0].objective.value == 0.1
-    assert "No setting is scored yet." in only.remarks
+    assert mentions(only, "setting")
 
 
 def test_an_objective_that_the_evaluator_does_not_give_is_refused():
-    with pytest.raises(RecipeError, match="no score 'ad'"):
-        conclude(study(rates(5), objective="ad"))
+    with pytest.raises(RecipeError, match="'ad'"):
+        conclude(study(rates(5), objective={"ad": 1.0}))
 
 
 # ------------------------------------------------------------------------------------- simplicity
@@ -217,7 +211,7 @@ def test_a_rule_for_some_tensors_can_make_a_merge_random():
     assert not any("seed" in remark for remark in plain.remarks)
     rule = {"match": "*mlp*", "drop_rate": 0.5}
     ruled = conclude(study(trials, seeds=(0, 1), recipe={**RECIPE, "tensors": [rule]}))
-    assert "The best setting has been scored with 1 of 2 seeds." in ruled.remarks
+    assert mentions(ruled, "1 of 2 seeds")
 
 
 def test_of_equally_simple_ones_the_better_is_taken_and_plain_merges_go_first():
@@ -238,52 +232,41 @@ def test_a_recipe_that_cannot_be_read_here_is_no_hindrance():
 # ------------------------------------------------------------------------------------- remarks
 
 
-def ends(data: StudyData) -> list[str]:
-    return [remark for remark in conclude(data).remarks if "value searched" in remark]
-
-
 @pytest.mark.parametrize(
-    ("space", "settings", "remarks"),
+    ("space", "settings", "end"),
     [
-        ({"scale": [0.5, 1.0]}, {"scale": 1.0}, ["scale is at the largest value searched (1)"]),
-        ({"scale": [0.5, 1.0]}, {"scale": 0.5}, ["scale is at the smallest value searched (0.5)"]),
-        ({"scale": [0.5, 1.0, 2.0]}, {"scale": 1.0}, []),
-        ({"scale": [1.0]}, {"scale": 1.0}, []),
-        ({"scale": {"from": 0.5, "to": 2.5}}, {"scale": 2.47}, ["scale is at the largest"]),
-        ({"scale": {"from": 0.5, "to": 2.5}}, {"scale": 2.4}, []),
-        ({"scale": {"from": 1e-4, "to": 1, "log": True}}, {"scale": 1.1e-4}, ["scale is at the"]),
-        ({"scale": {"from": 1e-4, "to": 1, "log": True}}, {"scale": 1e-3}, []),
-        ({"weight": {"math": [0.5, 1.0]}}, {"weight.math": 1.0}, ["weight.math is at the largest"]),
-        ({"drop_rate": [0.0, 0.9]}, {"drop_rate": 0.0}, []),  # there is nothing below
-        ({"drop_rate": [0.1, 0.9]}, {"drop_rate": 0.9}, ["drop_rate is at the largest"]),
-        ({"method": ["dare+ties", "linear"]}, {"method": "linear"}, []),
-        ({"drop_rate": [[0.1, 0.2], 0.5]}, {"drop_rate": 0.5}, []),
-        ({"seed": [1, 2]}, {"seed": 2}, ["seed is at the largest"]),
+        ({"scale": [0.5, 1.0]}, {"scale": 1.0}, ("scale", "largest")),
+        ({"scale": [0.5, 1.0]}, {"scale": 0.5}, ("scale", "smallest")),
+        ({"scale": [0.5, 1.0, 2.0]}, {"scale": 1.0}, ()),
+        ({"scale": [1.0]}, {"scale": 1.0}, ()),
+        ({"scale": {"from": 0.5, "to": 2.5}}, {"scale": 2.47}, ("scale", "largest")),
+        ({"scale": {"from": 0.5, "to": 2.5}}, {"scale": 2.4}, ()),
+        ({"scale": {"from": 1e-4, "to": 1, "log": True}}, {"scale": 1.1e-4}, ("scale", "small")),
+        ({"scale": {"from": 1e-4, "to": 1, "log": True}}, {"scale": 1e-3}, ()),
+        ({"weight.math": [0.5, 1.0]}, {"weight.math": 1.0}, ("weight.math", "largest")),
+        ({"drop_rate": [0.0, 0.9]}, {"drop_rate": 0.0}, ()),  # there is nothing below
+        ({"drop_rate": [0.1, 0.9]}, {"drop_rate": 0.9}, ("drop_rate", "largest")),
+        ({"method": ["dare+ties", "linear"]}, {"method": "linear"}, ()),
+        ({"drop_rate": [[0.1, 0.2], 0.5]}, {"drop_rate": 0.5}, ()),
     ],
 )
-def test_a_best_at_the_end_of_a_range_asks_for_more(space, settings, remarks):
-    found = ends(study([trial(0, settings, right(50))], space=space))
-    assert len(found) == len(remarks)
-    for sentence, start in zip(found, remarks, strict=True):
-        assert sentence.startswith(start)
-        assert sentence.endswith(": widen the range.")
+def test_a_best_at_the_end_of_a_range_asks_for_more(space, settings, end):
+    found = conclude(study([trial(0, settings, right(50))], space=space))
+    assert mentions(found, "widen") == bool(end)
+    assert mentions(found, "widen", *end) == bool(end)
 
 
 def test_noise_beyond_the_gap_is_said():
     again = [baseline("average", right(50)), baseline("average again", right(55))]
-    sentence = (
-        "Two scorings of the same weights differ by 0.05; the best and the "
-        "runner-up differ by only 0.01."
-    )
-    assert sentence in conclude(study(rates(70, 69), again)).remarks
-    assert not any("twice" in r for r in conclude(study(rates(70, 60), again)).remarks)
+    assert mentions(conclude(study(rates(70, 69), again)), "0.05", "0.01")
+    assert not mentions(conclude(study(rates(70, 60), again)), "0.05")
     assert conclude(study(rates(70, 60), again[:1])).noise is None
 
 
 def test_seeds_that_are_missing_or_few_are_said():
     few = conclude(study([trial(0, {"scale": 1.0}, right(50))], seeds=(0, 1, 2)))
-    assert "The best setting has been scored with 1 of 3 seeds." in few.remarks
-    assert any("with one seed" in remark for remark in few.remarks)
+    assert mentions(few, "1 of 3 seeds")
+    assert mentions(few, "one seed")
     exact = conclude(study([trial(0, {"method": "linear"}, right(50))], seeds=(0, 1, 2)))
     assert not any("seed" in remark for remark in exact.remarks)
 
@@ -294,54 +277,29 @@ def test_scores_that_are_not_made_of_items_and_items_that_differ_are_said():
         trial(1, {"scale": 2.0}, right(40, 90, loss=2.0)),
     ]
     remarks = conclude(study(trials)).remarks
-    assert remarks[0] == (
-        "Intervals leave out the chance in loss (not means of items that every setting has)."
-    )
-    assert remarks[1] == (
-        "Not all settings were scored on the same items: the 90 common ones are "
-        "compared, 10 are left out."
-    )
-    assert any("a larger loss is better" in remark for remark in remarks)
+    assert "loss" in remarks[0]
+    assert "90" in remarks[1]
+    assert "10" in remarks[1]
+    assert any("loss=-1" in remark for remark in remarks)
     rounded = [trial(0, {"scale": 1.0}, Scored({"add": 0.1}, right(50).items))]
-    assert conclude(study(rounded)).remarks[0].startswith("No score of the objective is a mean")
+    assert "objective" in conclude(study(rounded)).remarks[0]
 
 
-def test_importance_and_front():
+def test_the_front_has_what_is_not_beaten_in_every_score():
     scores = [(0.1, 1.0), (0.9, 1.5), (0.5, 2.0), (0.2, 0.9)]
     trials = [
         trial(n, {"scale": float(n)}, Scored({"a": a, "e": e, "other": -n}))
         for n, (a, e) in enumerate(scores)
     ]
-    found = conclude(study(trials, objective="a", guards=("e:max:9",)))
+    found = conclude(study(trials, objective={"a": 1.0}, guards=("e:max:9",)))
     assert [r.settings["scale"] for r in found.ranking] == [1.0, 2.0, 3.0, 0.0]
     assert found.front == (0, 2)  # the second and the last are beaten in both
-    assert set(found.importance) == {"scale"}
 
 
-# ------------------------------------------------------------------------------------- subsets
-
-
-def test_the_error_of_a_subset_is_that_of_its_estimate():
-    random = np.random.default_rng(0)
-    chance = random.random(200)
-    runs = [
-        {f"{'ab'[n % 2]}/{n}": float(v) for n, v in enumerate(random.random(200) < chance)}
-        for _ in range(4)
-    ]
-    subset = choose_subset({str(n): items for n, items in enumerate(runs[:3])}, 50, seed=0)
-    part = {i: runs[3][i] for i in subset.ids}
-    scores, errors = estimate(subset, part)
-    data = study(
-        [trial(0, {"scale": 1.0}, Scored(scores, part))],
-        [baseline("average", of_items(runs[0]))],
-        subset=subset,
-    )
-    found = conclude(data)
-    expected = math.hypot(errors["a"], errors["b"]) / 2
-    assert found.subset_error == pytest.approx(expected, rel=0.03)
-    assert found.against[0].estimate.low is not None
-    assert not any("same items" in remark for remark in found.remarks)
-    assert conclude(replace(data, subset=None, trials=())).subset_error is None
+def test_importance_is_spoken_of_only_where_settings_differ():
+    known = {"drop_rate": 0.75, "scale": 0.25}
+    assert conclude(study(rates(70, 30), importance=known)).importance == known
+    assert conclude(study(rates(70, 69), importance=known)).importance == {}
 
 
 # ------------------------------------------------------------------------------------- holdout
@@ -389,31 +347,23 @@ def test_harder_data_is_not_taken_for_flattery():
         )
     )
     assert found.holdout.loss == found.holdout.usual_loss == pytest.approx(0.2)
-    assert "no sign of a lucky choice" in holdout_text(found.holdout)
-    assert not any("held out" in remark for remark in found.remarks)
+    assert "no sign" in holdout_text(found.holdout)
+    assert not mentions(found, "held out")
 
 
 @pytest.mark.parametrize(
     ("held", "average", "moved", "usual", "curse"),
     [
-        (
-            72,
-            65,
-            "0.7 where the same weights were chosen: 0.02 higher",
-            "0.05 higher",
-            "by about 0.03",
-        ),
-        (69, 58, ": 0.01 lower", "0.02 lower", "no sign"),
-        (70, 60, ": no change", "no change", "no sign"),
+        (72, 65, "0.02 higher", "0.05 higher", "0.03"),
+        (69, 58, "0.01 lower", "0.02 lower", "no sign"),
+        (70, 60, "no change", "no change", "no sign"),
     ],
 )
 def test_the_change_of_the_winner_is_said_as_it_is(held, average, moved, usual, curse):
     winner = trial(0, {"drop_rate": 0.1}, right(held), name="winner")
     found = conclude(held_out(winner, baseline("average", right(average))))
-    said = holdout_text(found.holdout)
-    assert (moved in said, f"average: {usual}" in said, curse in said) == (True,) * 3
-    (_, value, remark), *_ = (tile for tile in _tiles(held_out(), found) if "held-out" in tile[0])
-    assert (float(value), remark.split()[0]) == (held / 100, "0.7")
+    own, of_baselines, luck = holdout_text(found.holdout).split(". ")
+    assert (moved in own, usual in of_baselines, curse in luck) == (True,) * 3
 
 
 def test_a_second_winner_is_a_second_look():
@@ -421,10 +371,10 @@ def test_a_second_winner_is_a_second_look():
     second = trial(1, {"drop_rate": 0.1}, right(55), name="winner")
     found = conclude(held_out(first, second))
     assert (found.holdout.looks, found.holdout.objective.value) == (2, 0.55)
-    assert any(remark.startswith("2 winners have been scored") for remark in found.remarks)
+    assert mentions(found, "2 winners")
     stale = conclude(held_out(first))
     assert (stale.holdout.looks, stale.holdout.validation) == (1, 0.65)
-    assert any("earlier winner" in remark for remark in stale.remarks)
+    assert mentions(stale, "earlier winner")
     seeds = [replace(second, seed=seed) for seed in range(3)]
     assert conclude(held_out(*seeds)).holdout.looks == 1
 
@@ -433,15 +383,15 @@ def test_a_holdout_that_failed_or_does_not_fit_is_said():
     failed = trial(0, {"drop_rate": 0.1}, None, name="winner", message="exit status 1")
     found = conclude(held_out(failed))
     assert found.holdout is None
-    assert "The winner has no score on the holdout: exit status 1." in found.remarks
+    assert mentions(found, "holdout", "exit status 1")
     other = trial(0, {"drop_rate": 0.1}, Scored({"sort": 0.5}), name="winner")
-    misfit = conclude(held_out(other, objective="add"))
+    misfit = conclude(held_out(other, objective={"add": 1.0}))
     assert misfit.holdout is None
-    assert any("The holdout cannot be compared" in remark for remark in misfit.remarks)
+    assert mentions(misfit, "holdout", "'add'")
     broken = conclude(
         held_out(trial(0, {"drop_rate": 0.1}, right(5), name="winner"), guards=("add:min:0.2",))
     )
-    assert "On the holdout the winner breaks a guard: add is 0.05, below 0.2." in broken.remarks
+    assert mentions(broken, "holdout", "add is 0.05, below 0.2")
     assert conclude(held_out()).holdout is None
 
 
@@ -529,7 +479,7 @@ def test_models_that_are_called_like_roles_are_models():
     assert found.noise is None
     assert {r.role for r in found.baselines} == {Role.SINGLE, Role.AVERAGE, Role.BASE}
     assert found.best.broken == ()
-    assert not any("not checked" in remark for remark in found.remarks)
+    assert not mentions(found, "add:keep:0.9")
 
 
 # ------------------------------------------------------------------------------------- as a whole

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 
 from dare.errors import InputError
@@ -26,10 +27,9 @@ CHARTER = Charter(
     sampler="tpe",
     seeds=1,
     evaluator="score.py:score",
-    objective="mean",
+    objective={},
     guards=(),
     race=False,
-    items=None,
     seed=0,
 )
 
@@ -58,14 +58,12 @@ def run(study: Study, planned: int, *, stop_after: int = 1000) -> list[dict]:
     return done
 
 
-@pytest.mark.parametrize("sampler", ["tpe"])
-def test_a_study_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, sampler):
-    charter = replace(CHARTER, sampler=sampler)
-    with closing(Study(tmp_path / "whole.db", charter)) as study:
+def test_a_study_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path):
+    with closing(Study(tmp_path / "whole.db", CHARTER)) as study:
         whole = run(study, 12)
     parts = []
     for count in (4, 7, 100):
-        with closing(Study(tmp_path / "parts.db", charter)) as study:
+        with closing(Study(tmp_path / "parts.db", CHARTER)) as study:
             parts += run(study, 12, stop_after=count)
     assert parts == whole
     assert len({str(settings) for settings in whole}) == 12
@@ -168,23 +166,43 @@ def test_racing_stops_what_is_among_the_worse(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "subject"),
     [
-        (
-            {"evaluator": "other.py:score"},
-            "evaluator: score.py:score before, other.py:score now",
-        ),
-        ({"seeds": 5}, "number of seeds: 1 before, 5 now"),
+        ({"evaluator": "other.py:score"}, "evaluator: score.py:score before, other.py:score now"),
+        ({"seeds": 5}, "seeds: 1 before, 5 now"),
         ({"recipe": {"models": {}}}, "recipe: "),
-        ({"space": {"scale": [1.0]}}, "settings that are searched over"),
+        ({"space": {"scale": [1.0]}}, "settings"),
+        ({"objective": {"math": 1.0}}, "objective: .*math"),
     ],
 )
-def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, message):
+def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, subject):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
         finish(study.take_beside(BASELINE, {"base": {}}), 0.5)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"{subject}.*--study"):
         Study(tmp_path / "study.db", replace(CHARTER, **changed))
     Study(tmp_path / "study.db", CHARTER).close()
+
+
+def test_a_study_of_another_version_is_refused(tmp_path: Path):
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        study.keep("format", 1)
+    with pytest.raises(InputError, match="format 1.*--study"):
+        Study(tmp_path / "study.db", CHARTER)
+
+
+def test_optuna_opens_a_study_and_tells_what_matters(tmp_path: Path):
+    """What its dashboard shows is read like this."""
+    with closing(Study(tmp_path / "study.db", CHARTER)) as study:
+        run(study, 20)
+        shares = study.importance()
+    assert set(shares) == {"drop_rate", "scale"}
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["scale"] > shares["drop_rate"]  # whose range is wider
+    opened = optuna.load_study(study_name="trials", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert len(opened.trials) == 20
+    assert opened.best_value == max(map(quality, (trial.params for trial in opened.trials)))
+    with closing(Study(tmp_path / "new.db", CHARTER)) as study:
+        assert study.importance() == {}
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dare.output.page.charts import THEMES
 from dare.output.page.writing import draw_file
-from dare.studies.page import assembly, figures, series, write_study_page
+from dare.studies.page import assemble_study_page, figures, series, write_study_page
 from dare.studies.results import Estimate, State, Trial
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>${x}")
@@ -50,7 +50,7 @@ class Outline(HTMLParser):
 def assemble(data, conclusion=None, drawn=()):
     """The page; without figures, which take most of the time, unless they are given."""
     conclusion = conclusion or sample.make_conclusion(data)
-    return assembly.assemble_study_page(data, conclusion, list(drawn), "/* library */")
+    return assemble_study_page(data, conclusion, list(drawn), "/* library */")
 
 
 def embedded(text, name):
@@ -111,12 +111,9 @@ def test_nothing_is_fetched_and_nothing_runs_but_scripts_with_a_digest(outline, 
 
 def test_the_verdict_names_the_best_the_simplest_and_the_holdout(text):
     top = text[text.index('<section class="verdict change"') : text.index("</section>")]
-    assert "The best is within noise of 1 other" in top
-    assert "method=sum scale=1: 0.7 (0.66 … 0.73)" in top
-    assert "0.78 (0.7 … 0.85) on held-out data, 0.85 where" in top
-    assert "chosen: 0.07 lower" in top
-    assert "average: 0.01 lower" in top
-    assert "by about 0.06" in top
+    best, held_out = "method=sum scale=1: 0.7 (0.66 … 0.73)", "0.78 (0.7 … 0.85)"
+    for fact in (best, held_out, "0.85", "0.07 lower", "0.01 lower", "0.06"):
+        assert fact in top
 
 
 def test_the_table_has_every_baseline_and_trial(outline):
@@ -186,7 +183,7 @@ def test_names_and_messages_cannot_become_elements():
         trials=trials,
         baselines=(baseline,),
         evaluator=image,
-        objective=f"'{script}'",
+        objective={script: 1.0},
         guards=(f"{image}:max:1",),
         space={script: [image], other: [0, 1]},
         remarks=(other,),
@@ -236,7 +233,7 @@ def test_without_trials_the_baselines_are_shown():
 
 def test_one_trial_makes_a_page():
     data = sample.make_search(1)
-    assert list(drawn_figures(data)) == ["ranking", "importance", "pareto", "history"]
+    assert list(drawn_figures(data)) == ["ranking", "importance", "pareto"]
     assert "The best stands out" in assemble(
         data,
         replace(
@@ -300,9 +297,7 @@ def test_what_is_not_finite_is_never_drawn():
     data = sample.make_search(0, trials=tuple(broken))
     conclusion = sample.make_conclusion(data)
     odd = replace(conclusion.ranking[0], objective=Estimate(math.nan, -math.inf, math.inf))
-    conclusion = replace(
-        conclusion, ranking=(odd, *conclusion.ranking[1:]), importance={"scale": math.nan}
-    )
+    conclusion = replace(conclusion, ranking=(odd, *conclusion.ranking[1:]), importance={})
     found = drawn_figures(data, conclusion)
     assemble(data, conclusion, found.values())  # whose JSON must not have NaN
     assert "curve-1" in found
@@ -314,7 +309,7 @@ def test_what_is_not_finite_is_never_drawn():
 
 
 def test_a_search_and_a_sweep_have_their_figures(all_drawn):
-    others = ["importance", "parallel", "pareto", "history"]
+    others = ["importance", "pareto"]
     assert list(all_drawn["search"]) == ["ranking", "curve-1", "curve-2", *others]
     assert list(all_drawn["sweep"]) == ["ranking", "curve-1", *others]
 
@@ -350,13 +345,13 @@ def leaves(spec, data):
 def test_tooltips_name_fields_that_the_data_have(drawn):
     seen = 0
     for figure in drawn.values():
-        made = {"x", "y", "axis", "place"} if figure.name in ("pareto", "parallel") else set()
+        made = {"x", "y"} if figure.name == "pareto" else set()
         for chart, data in leaves(figure.spec, None):
             rows = figure.spec["datasets"][data["name"]]
             for tooltip in chart["encoding"].get("tooltip", []):
                 seen += 1
                 assert all(tooltip["field"] in {*row, *made} for row in rows), tooltip
-    assert seen > 20
+    assert seen > 10
 
 
 def test_a_sweep_has_a_line_through_its_means_with_bands(all_drawn):
@@ -378,35 +373,13 @@ def test_points_of_a_search_are_told_apart_by_their_method(all_drawn):
     assert "The colours stand for method." in figure.caption
 
 
-def test_history_keeps_the_best_that_breaks_no_guard():
-    rows = series.history_rows(sample.make_search())
-    assert len(rows) == 21
-    bests = [row["best"] for row in rows]
-    assert bests == sorted(bests)
-    kept = [row["objective"] for row in rows if row["state"] == "done"]
-    assert bests[-1] == max(kept)
-    assert {row["state"] for row in rows} == set(series.STATES)
-
-
 def test_less_of_what_is_guarded_or_subtracted_is_better(all_drawn):
-    data = sample.make_search(objective="add - 0.5 * loss", guards=("english:max:1.25",))
-    assert series.smaller_is_better(data, ("add", "loss", "english", "lo")) == {"loss", "english"}
+    data = sample.make_search(objective={"add": 1.0, "sort": -0.5}, guards=("english:max:1.25",))
+    assert series.smaller_is_better(data) == {"sort", "english"}
     figure = all_drawn["search"]["pareto"]
     (signs,) = (p["value"] for p in figure.spec["params"] if p["name"] == "signs")
     assert signs == {"add": 1, "sort": 1, "english": -1}
     assert "(less of english is better)" in figure.caption
-
-
-def test_lines_pass_below_axes_that_do_not_apply():
-    data = sample.make_search(6)
-    axes = series.axes_of(data)
-    assert [axis.name for axis in axes] == ["method", "scale", "drop_rate", "objective"]
-    by_trial = {row["trial"]: row for row in series.line_rows(data, axes)}
-    assert by_trial[2]["p2"] == series.NOT_USED  # a sum has no drop rate
-    assert by_trial[5]["p3"] == series.NOT_USED  # it failed
-    assert by_trial[5]["faint"]
-    assert by_trial[0]["p0"] == 0.0
-    assert {by_trial[n]["p0"] for n in range(6)} == {0.0, 0.5, 1.0}
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=9), st.floats(-5, 5), st.floats(-5, 5))
