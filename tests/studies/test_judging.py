@@ -60,14 +60,14 @@ def test_formulas_of_earlier_versions_are_refused_with_what_to_write(text):
 def test_what_is_no_weight_is_refused(weights):
     with pytest.raises(RecipeError, match="objective"):
         Objective(weights)
-    with pytest.raises(RecipeError, match="objective.*much"):
+    with pytest.raises(RecipeError, match=r"objective.*much"):
         Search(objective=["add=much"])
 
 
 def test_unknown_scores_are_named_with_what_was_meant():
-    with pytest.raises(RecipeError, match="'ad'.*'add'"):
+    with pytest.raises(RecipeError, match=r"'ad'.*'add'"):
         Objective({"ad": 1.0}).value(SCORES)
-    with pytest.raises(RecipeError, match="englsh.*'english'"):
+    with pytest.raises(RecipeError, match=r"englsh.*'english'"):
         Judge.by({}, ["englsh:max:1"]).check_names(SCORES)
     Judge.by({"add": 1.0}, ["*:keep:0.9"]).check_names(SCORES)
 

@@ -213,5 +213,5 @@ def test_a_sampler_whose_packages_are_missing_is_refused_at_once(tmp_path: Path,
 
 def test_what_is_one_for_all_layers_takes_no_list():
     space = Space(Recipe(base="base", models=["math"]), {"scale": parse_over("x=1:2:layers=3")[1]})
-    with pytest.raises(RecipeError, match="over scale.*layers"):
+    with pytest.raises(RecipeError, match=r"over scale.*layers"):
         space.check()

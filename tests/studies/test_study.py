@@ -186,7 +186,7 @@ def test_a_study_of_another_search_is_refused(tmp_path: Path, changed, subject):
 def test_a_study_of_another_version_is_refused(tmp_path: Path):
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
         study.keep("format", 1)
-    with pytest.raises(InputError, match="format 1.*--study"):
+    with pytest.raises(InputError, match=r"format 1.*--study"):
         Study(tmp_path / "study.db", CHARTER)
 
 

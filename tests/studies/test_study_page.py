@@ -195,7 +195,7 @@ def test_names_and_messages_cannot_become_elements():
     assert tags.count("script") == 7
     assert "img" not in tags
     assert not any(name.startswith("on") for _, a in outline.elements for name in a)
-    assert embedded(text, "study-data")["columns"][5]["name"] == script
+    assert embedded(text, "study-data")["columns"][5] == script
 
 
 def test_names_are_data_and_never_code():
@@ -249,32 +249,6 @@ def test_a_study_with_nothing_at_all_makes_a_page():
     assert "No trials yet" in assemble(data)
 
 
-def test_without_items_there_are_none_to_compare():
-    study = embedded(assemble(sample.make_search(items=False)), "study-data")
-    assert study["items"] == {"ids": [], "of": {}}
-
-
-def test_items_are_digits_where_all_are_right_or_wrong():
-    data = sample.make_search(3)
-    items = series.trial_table(data).items
-    assert items["ids"][:2] == ["add/0+0", "add/1+1"]
-    assert items["of"]["0"] == "1000000000" + "0000000000"
-    assert items["of"]["3"] == "1111111000" + "1111100000"
-    shares = replace(data.trials[0].scored, items={"add/0+0": 0.25, "add/1+1": 1.0})
-    data = replace(data, trials=(replace(data.trials[0], scored=shares),))
-    assert series.trial_table(data).items["of"]["5"][:3] == [0.25, 1.0, None]
-
-
-def test_items_are_cut_to_those_of_baselines_and_the_best(monkeypatch):
-    monkeypatch.setattr(series, "MOST_ITEM_VALUES", 20 * 7)
-    table = series.trial_table(sample.make_search())
-    assert list(table.items["of"])[:5] == ["0", "1", "2", "3", "4"]
-    kept = [table.values[int(place)][1] for place in list(table.items["of"])[5:]]
-    done = [row[1] for row in table.values[5:] if row[-3] == "done"]
-    assert sorted(kept) == sorted(done)[-2:]
-    assert table.items_cut == 5 + 24 - 3 - 7
-
-
 def test_two_thousand_trials_fit_in_a_page():
     data = sample.make_search(2000)
     items = {f"task/{n}": float(n % 2) for n in range(1000)}
@@ -284,7 +258,6 @@ def test_two_thousand_trials_fit_in_a_page():
     data = replace(data, trials=trials)
     text = assemble(data, drawn=drawn_figures(data).values())
     assert len(text.encode()) < 5_000_000  # and 0.9 MB of library
-    assert "rows are left out, to keep the page small" in text
 
 
 def test_what_is_not_finite_is_never_drawn():

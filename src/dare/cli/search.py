@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json as jsonlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 from rich.console import Console
@@ -28,7 +28,7 @@ from dare.cli.flags import (
 )
 from dare.cli.texts import COMMANDS, SUBCOMMANDS
 from dare.errors import OutputError
-from dare.recipe.search import Search
+from dare.recipe.search import Sampler, Search
 from dare.studies.reading import SIGNED, SearchResult, read_result
 from dare.studies.request import make_request
 from dare.studies.searching import search as run_search
@@ -46,6 +46,8 @@ search = App(name="search", help=COMMANDS["search"], help_format="rich", help_ep
 WHAT = Group("What is searched", sort_key=0)
 SCORES = Group("What decides", sort_key=0.5)
 WATCH_SECONDS = 2.0
+AS_THEY_ARE = ("holdout", "seeds", "sampler", "trials", "objective", "time_limit")
+"""Options that a search is given under their names."""
 
 
 def _help(name: str) -> str | None:
@@ -68,6 +70,8 @@ class Options:
         ),
     ] = None
     seeds: Annotated[int | None, Parameter(group=WHAT, help=_help("seeds"))] = None
+    sampler: Annotated[Sampler | None, Parameter(group=WHAT, help=_help("sampler"))] = None
+    trials: Annotated[int | None, Parameter(group=WHAT, help=_help("trials"))] = None
     eval: Annotated[
         str | None,
         Parameter(
@@ -104,6 +108,7 @@ class Options:
             "95 % of the best single model).",
         ),
     ] = None
+    race: Annotated[bool, switch(_help("race") or "", group=SCORES)] = False
     time_limit: Annotated[
         float | None, Parameter(group=SCORES, metavar="SECONDS", help=_help("time_limit"))
     ] = None
@@ -150,12 +155,6 @@ def run(
     /,
     *,
     options: Options | None = None,
-    sampler: Annotated[
-        Literal["grid", "random", "tpe", "cmaes", "gp"] | None,
-        Parameter(group=WHAT, help=_help("sampler")),
-    ] = None,
-    trials: Annotated[int | None, Parameter(group=WHAT, help=_help("trials"))] = None,
-    race: Annotated[bool, switch(_help("race") or "", group=SCORES)] = False,
     config: Config = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -165,8 +164,7 @@ def run(
     **flags: Any,
 ) -> int:
     """Search."""
-    more = {"sampler": sampler, "trials": trials, "race": race or None}
-    asked = recipe or config, flags, options or Options(), more
+    asked = recipe or config, flags, options or Options()
     return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
 
 
@@ -185,7 +183,10 @@ def sweep(
     **flags: Any,
 ) -> int:
     """Try every combination."""
-    asked = recipe or config, flags, options or Options(), {"sampler": "grid"}
+    given = options or Options()
+    if given.trials is not None or given.sampler not in (None, "grid"):
+        raise UsageError("a sweep tries every combination; use `dare search` for others")
+    asked = recipe or config, flags, replace(given, sampler="grid")
     return _search(*asked, overwrite=overwrite, quiet=quiet, json=json)
 
 
@@ -193,7 +194,6 @@ def _search(
     place: Path | None,
     flags: dict[str, Any],
     options: Options,
-    more: dict[str, Any],
     *,
     overwrite: bool,
     quiet: bool,
@@ -205,13 +205,10 @@ def _search(
     asked: dict[str, Any] = {
         "over": dict(map(parse_over, options.over or [])),
         "evaluate": options.eval,
-        "holdout": options.holdout,
-        "seeds": options.seeds,
-        "objective": options.objective,
-        "guards": None if options.guard is None else tuple(options.guard),
-        "time_limit": options.time_limit,
-        **more,
+        "guards": options.guard,
+        "race": options.race or None,
     }
+    asked |= {name: getattr(options, name) for name in AS_THEY_ARE}
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
         checked = make_request(recipe, **asked)

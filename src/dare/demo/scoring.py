@@ -3,8 +3,7 @@
     dare search recipe.toml --eval dare.demo.scoring:validation --holdout dare.demo.scoring:holdout
 
 The scores are shares of right answers on each task, and `english`, the bits needed for a byte of
-English, of which fewer are better; an item is a prompt. The objective is
-`mean(add, sort, say)`.
+English, of which fewer are better; an item is a prompt. The objective is `add sort say`.
 """
 
 from __future__ import annotations

@@ -312,13 +312,6 @@ def _of_others(
             + (f"; the intervals of its differences allow for {allowed}" if is_known else "")
             + ("." if data.holdout else "; add a holdout to see by how much.")
         )
-    for place, ranked in enumerate(standing):
-        if ranked.baseline and not ranked.broken and table.values[place] > table.values[best]:
-            is_shown = verdict(table.difference(best, place, feasible)) == WORSE
-            yield (
-                f"The baseline {ranked.baseline} has a larger objective than the best setting"
-                + (", beyond chance." if is_shown else ".")
-            )
 
 
 def _of_seeds(data: StudyData, best: Entry) -> Iterator[str]:
@@ -363,36 +356,24 @@ def _at_ends(
     space: Mapping[str, Any], settings: Settings, judge: Judge
 ) -> Iterator[tuple[str, str]]:
     """Numbers of a setting that lie at an end of their range, where the recipe would take more."""
-    for name, (low, high, is_log) in _ranges(space):
-        value = settings.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or low >= high:
+    for name, over in space.items():
+        value, is_log = settings.get(name), isinstance(over, Mapping) and over.get("log", False)
+        values = [over["from"], over["to"]] if isinstance(over, Mapping) else over
+        if not all(map(_is_number, [value, *values])) or min(values) >= max(values):
             continue
+        low, high = min(values), max(values)
         for end, edge, other in (("smallest", low, high), ("largest", high, low)):
-            if is_log and min(value, edge, other) > 0:
+            if is_log:
                 share = math.log(value / edge) / math.log(other / edge)
                 beyond = edge * (edge / other) ** _NEAR
             else:
                 share = (value - edge) / (other - edge)
                 beyond = edge + (edge - other) * _NEAR
-            is_whole = isinstance(value, int)
-            further = edge + (1 if edge > other else -1) if is_whole else beyond
+            further = edge + (1 if edge > other else -1) if isinstance(value, int) else beyond
             could = judge.recipe is None or judge.with_settings({**settings, name: further})
             if share <= _NEAR and could:
                 yield name, end
 
 
-def _ranges(
-    space: Mapping[str, Any], before: str = ""
-) -> Iterator[tuple[str, tuple[float, float, bool]]]:
-    """The ends of each numeric range, and whether it is searched by its logarithm."""
-    for key, over in space.items():
-        name = before + key
-        if isinstance(over, list | tuple):
-            numbers = [v for v in over if isinstance(v, int | float) and not isinstance(v, bool)]
-            if numbers and len(numbers) == len(over):
-                yield name, (min(numbers), max(numbers), False)
-        elif isinstance(over, Mapping):
-            if "from" in over and "to" in over:
-                yield name, (over["from"], over["to"], bool(over.get("log")))
-            else:
-                yield from _ranges(over, f"{name}.")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

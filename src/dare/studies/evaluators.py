@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
 from dare.studies import harness
-from dare.studies.functions import FunctionScorer, OnDisk, check_asked, look_at, split_name
+from dare.studies.functions import (
+    FormScorer,
+    FunctionScorer,
+    OnDisk,
+    check_asked,
+    look_at,
+    split_name,
+)
 from dare.studies.results import Scored
 from dare.studies.scores import check_items, checked, read_scores
 from dare.studies.scoring_process import READY_SECONDS, Asked, ProcessScorer
@@ -167,7 +174,7 @@ def _run_shell(*words: str) -> subprocess.CompletedProcess[bytes]:
 # ---------------------------------------------------------------- commands
 
 
-class CommandScorer:
+class CommandScorer(FormScorer):
     """Scores candidates by a shell command, which is given a file or directory."""
 
     def __init__(
@@ -178,19 +185,10 @@ class CommandScorer:
         work: Path | None,
         threads: int | None,
     ) -> None:
-        self.takes_items = ITEMS in command
+        super().__init__(OnDisk(recipe, work), takes_items=ITEMS in command)
         self._command = command
         self._time_limit = time_limit
         self._threads = threads
-        self._form = OnDisk(recipe, work)
-        self._is_made = False
-
-    def make(self, recipe: Recipe) -> str:
-        """Write the candidate of a recipe; return the digest of its weights."""
-        self._is_made = False
-        digest = self._form.make(recipe)
-        self._is_made = True
-        return digest
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
         """Run the command on the candidate that was made last."""
@@ -223,11 +221,6 @@ class CommandScorer:
         if problem:
             raise EvaluationError(f"{self._command!r}: {problem}", process.printed.shown())
         return process.stdout.last_line(), process.printed.shown()
-
-    def close(self) -> None:
-        """Delete the candidate."""
-        self._is_made = False
-        self._form.close()
 
 
 def _filled(command: str, model: Path, items: str) -> str:

@@ -266,20 +266,12 @@ def _open_form(function: Function, recipe: Recipe, work: Path | None, threads: i
     return InMemory(recipe, threads)
 
 
-class FunctionScorer:
-    """Scores candidates by a function, in this process."""
+class FormScorer:
+    """Makes candidates in a form, of which each is scored when it was made."""
 
-    def __init__(
-        self, function: Function, recipe: Recipe, *, work: Path | None, threads: int | None
-    ) -> None:
-        self.takes_items = function.takes_items
-        self._call = function.call
-        try:
-            self._form = _open_form(function, recipe, work, threads)
-        except DareError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise failed("the model to score could not be made", error) from error
+    def __init__(self, form: Form, *, takes_items: bool) -> None:
+        self.takes_items = takes_items
+        self._form = form
         self._is_made = False
 
     def make(self, recipe: Recipe) -> str:
@@ -288,6 +280,27 @@ class FunctionScorer:
         digest = self._form.make(recipe)
         self._is_made = True
         return digest
+
+    def close(self) -> None:
+        """Let go of the candidate."""
+        self._is_made = False
+        self._form.close()
+
+
+class FunctionScorer(FormScorer):
+    """Scores candidates by a function, in this process."""
+
+    def __init__(
+        self, function: Function, recipe: Recipe, *, work: Path | None, threads: int | None
+    ) -> None:
+        self._call = function.call
+        try:
+            form = _open_form(function, recipe, work, threads)
+        except DareError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise failed("the model to score could not be made", error) from error
+        super().__init__(form, takes_items=function.takes_items)
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
         """Score the candidate that was made last, on all items or on these."""
@@ -300,11 +313,6 @@ class FunctionScorer:
             raise failed("the evaluator failed", error) from error
         seconds = time.perf_counter() - started
         return replace(checked(read_scores(returned), items), seconds=seconds)
-
-    def close(self) -> None:
-        """Let go of the candidate."""
-        self._is_made = False
-        self._form.close()
 
 
 def check_asked(items: Sequence[str] | None, *, is_made: bool, takes_items: bool) -> None:

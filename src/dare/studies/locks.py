@@ -9,6 +9,7 @@ closes the file once. So a process has each such file open once, for all that wo
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import threading
@@ -99,10 +100,6 @@ def _opened(path: Path) -> tuple[tuple[int, int], _LockFile]:
 def _lock(file: int, place: int, *, wait: bool) -> bool:
     """Lock one byte; say whether that was possible."""
     try:
-        import fcntl
-    except ImportError:  # Windows
-        return _lock_on_windows(file, place, wait=wait)
-    try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, place)
     except BlockingIOError:
         return False
@@ -110,26 +107,4 @@ def _lock(file: int, place: int, *, wait: bool) -> bool:
 
 
 def _unlock(file: int, place: int) -> None:
-    try:
-        import fcntl
-    except ImportError:
-        import msvcrt
-
-        os.lseek(file, place, os.SEEK_SET)
-        msvcrt.locking(file, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]
-        return
     fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
-
-
-def _lock_on_windows(file: int, place: int, *, wait: bool) -> bool:
-    import msvcrt
-
-    while True:
-        os.lseek(file, place, os.SEEK_SET)
-        try:
-            msvcrt.locking(file, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            if not wait:
-                return False
-        else:
-            return True

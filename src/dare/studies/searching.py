@@ -19,7 +19,7 @@ from typing import Any
 
 from dare.analysis.judge.advice import judge as judge_analysis
 from dare.analysis.measure.analyzing import analyze
-from dare.api import AnyRecipe, make_recipe, plan
+from dare.api import AnyRecipe, make_recipe
 from dare.errors import DareError, EvaluationError, InputError, RecipeError
 from dare.planning.machine import available_cores
 from dare.recipe.document import recipe_from_document
@@ -40,7 +40,6 @@ from dare.studies.scores import check_items, group_means, rungs
 from dare.studies.study import BASELINE, HOLDOUT, Claim, Placed, Planned, Study
 from dare.studies.terminal import Display, show_search
 from dare.studies.words import time_text
-from dare.tensors.sizes import show_size
 
 POLL_SECONDS = 0.3
 
@@ -322,18 +321,9 @@ class _Story:
         left = self.request.planned - len(self.study.trials())
         if left <= 0:
             return
-        cost = plan(baseline_recipes(self.request.recipe, None)[Role.AVERAGE]).cost
-        size = show_size(cost.bytes_written)
-        room = (
-            f"{size} of disk for each job"
-            if "{model}" in evaluator_name(self.request.evaluator)
-            else f"{show_size(cost.bytes_read)} of models and {size} of candidate in memory"
-        )
-        self.display.announce(
-            f"{left} trials × {each:.1f} s"
-            + (f" / {self.jobs} jobs" if self.jobs > 1 else "")
-            + f" = {time_text(left * each / self.jobs)}; {room}"
-        )
+        jobs = f" / {self.jobs} jobs" if self.jobs > 1 else ""
+        expected = time_text(left * each / self.jobs)
+        self.display.announce(f"{left} trials × {each:.1f} s{jobs} = {expected}")
 
     # ------------------------------------------------------------ trials
 
@@ -360,11 +350,10 @@ class _Story:
         space, shifts = self.request.space, self.request.shifts
         starts = self.study.note("starts")
         if self.request.sampler == "grid":
-            settings = space.grid(starts[0] if starts else None)
             plan = [
                 Planned(setting, shift)
                 for shift in shifts
-                for setting in settings
+                for setting in space.grid()
                 if shift == 0 or space.is_random(setting)
             ]
             return lambda place, _found: plan[place]

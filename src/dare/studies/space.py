@@ -139,8 +139,8 @@ class Space:
         """Whether there is a finite number of settings, so that all can be tried."""
         return all(_listed(dimension) is not None for dimension in self.over.values())
 
-    def grid(self, start: Settings | None = None) -> list[dict[str, Any]]:
-        """Every setting once; those nearest to a start come first."""
+    def grid(self) -> list[dict[str, Any]]:
+        """Every setting once."""
         settings = []
         for method in self.methods:
             own = {METHOD: method} if METHOD in self.over else {}
@@ -154,8 +154,6 @@ class Space:
                 {**own, **dict(zip(names, values, strict=True))}
                 for values in itertools.product(*lists)
             ]
-        if start is not None:
-            settings.sort(key=lambda setting: self._distance(setting, start))
         return settings
 
     def draw(self, number: int, seed: int) -> dict[str, Any]:
@@ -203,10 +201,6 @@ class Space:
         for name in self.names_in(same[0]):
             settings[name] = _snapped(self.over[name], _value_of(recipe, name))
         return settings
-
-    def _distance(self, one: Settings, other: Settings) -> float:
-        names = set(one) | set(other)
-        return sum(_apart(self.over[n], one.get(n), other.get(n)) for n in sorted(names))
 
 
 def is_random(recipe: Recipe) -> bool:
@@ -320,14 +314,3 @@ def _gap(one: Any, other: Any) -> float:
         return abs(float(one) - float(other))
     except (TypeError, ValueError):
         return 0.0 if one == other else math.inf
-
-
-def _apart(dimension: Choices | Range, one: Any, other: Any) -> float:
-    """How far two values of a dimension are from each other, from 0 to 1."""
-    if one == other:
-        return 0.0
-    listed = _listed(dimension) or ()
-    if one in listed and other in listed and all(isinstance(v, int | float) for v in listed):
-        ranked = sorted(listed)
-        return abs(ranked.index(one) - ranked.index(other)) / len(ranked)
-    return 1.0

@@ -35,6 +35,14 @@ KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state",
 """What of a trial is written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
 """What is written with a trial: by whom it was taken and for what, and what became of it."""
+OPTUNAS = {
+    State.DONE: "COMPLETE",
+    State.STOPPED: "PRUNED",
+    State.FAILED: "FAIL",
+    State.RUNNING: "RUNNING",
+    State.WAITING: "WAITING",
+}
+"""What Optuna calls the states."""
 CALLED = {"space": "settings that are searched over", "seeds": "number of seeds"}
 """What parts of a charter are called in messages, where that is not their name."""
 
@@ -346,45 +354,33 @@ class Claim:
         self, scored: Scored, objective: float, *, slacks: Mapping[str, float], **notes: Any
     ) -> Trial:
         """Write down the scores; what is written last makes them count."""
-        ended = self._note(State.DONE, scored=scored, objective=objective, **notes)
         for name, slack in slacks.items():
             self._taken.set_constraint(name, slack)
-        with self.study.turn(), _quiet():
-            self._within.tell(self._taken, objective)
-        return ended
+        return self._end(State.DONE, scored=scored, objective=objective, **notes)
 
     def stop(self, scored: Scored, objective: float, message: str, **notes: Any) -> Trial:
         """Write down the scores on a part of the items, and that there will be no more."""
         known = {"scored": scored, "objective": objective, "message": message}
-        return self._end(State.STOPPED, _optuna().trial.TrialState.PRUNED, **known, **notes)
+        return self._end(State.STOPPED, **known, **notes)
 
     def fail(self, message: str, **notes: Any) -> Trial:
         """Write down why there are no scores."""
-        return self._end(State.FAILED, _optuna().trial.TrialState.FAIL, message=message, **notes)
+        return self._end(State.FAILED, message=message, **notes)
 
-    def _note(self, state: State, **outcome: Any) -> Trial:
+    def _end(self, state: State, **outcome: Any) -> Trial:
         ended = Trial(self.number, dict(self.settings), outcome.pop("seed", 0), state, **outcome)
         kept = asdict(replace(ended, name=self.name))
         self._taken.set_user_attr(OUTCOME, {name: kept[name] for name in KEPT})
-        return ended
-
-    def _end(self, state: State, optunas: Any, **outcome: Any) -> Trial:
-        ended = self._note(state, **outcome)
+        optunas = _optuna().trial.TrialState[OPTUNAS[state]]
+        value = ended.objective if state is State.DONE else None
         with self.study.turn(), _quiet():
-            self._within.tell(self._taken, state=optunas)
+            self._within.tell(self._taken, value, state=optunas)
         return ended
 
 
 def _read(found: Any) -> Trial:
     """A trial as a plain value."""
-    states = _optuna().trial.TrialState
-    state = {
-        states.COMPLETE: State.DONE,
-        states.PRUNED: State.STOPPED,
-        states.FAIL: State.FAILED,
-        states.RUNNING: State.RUNNING,
-        states.WAITING: State.WAITING,
-    }[found.state]
+    state = next(state for state, name in OPTUNAS.items() if name == found.state.name)
     taken = found.user_attrs[TAKEN]
     kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
     if kept.get("scored") is not None:

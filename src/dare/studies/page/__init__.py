@@ -15,7 +15,7 @@ from dare.recipe.toml import write_toml
 from dare.studies import words
 from dare.studies.page import series
 from dare.studies.reading import recipe_of
-from dare.studies.results import Conclusion, Ranked, StudyData, settings_text, value_text
+from dare.studies.results import Conclusion, Ranked, StudyData, settings_text
 
 MOST_FAILED = 50
 """Failed trials that are shown with their output."""
@@ -64,7 +64,6 @@ def assemble_study_page(
         filters={"verdict_tone": lambda verdict: words.VERDICTS.get(verdict, "note")},
         title=f"{summary.headline} – dare",
         summary=summary,
-        tiles=list(_tiles(data, conclusion)),
         sections=list(
             _sections(
                 figures,
@@ -77,11 +76,7 @@ def assemble_study_page(
         held_out=listing(conclusion.holdout.against if conclusion.holdout else (), DIFFERENCES),
         data=data,
         table=table,
-        study={
-            "columns": [{"name": column.name, "kind": column.kind} for column in table.columns],
-            "rows": table.values,
-            "items": table.items,
-        },
+        study={"columns": table.columns, "rows": table.rows},
         failed=[(trial, trial.output[-MOST_OUTPUT:]) for trial in failed[:MOST_FAILED]],
         more_failed=max(0, len(failed) - MOST_FAILED),
         settings_text=settings_text,
@@ -112,28 +107,6 @@ def _sections(
     yield Section("study", "The study", "facts.html.jinja")
 
 
-def _tiles(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str, str]]:
-    """Label, value and remark of the most telling numbers."""
-    best, holdout = conclusion.best, conclusion.holdout
-    if best is not None:
-        interval = best.objective.interval()
-        known = f"95%: {interval}" if interval else "without an interval"
-        yield "Best objective", value_text(best.objective.value), known
-    baselines = [ranked for ranked in conclusion.baselines if not ranked.broken]
-    if baselines:
-        top = max(baselines, key=lambda ranked: ranked.objective.value)
-        yield "Best baseline", value_text(top.objective.value), top.baseline
-    if holdout is not None:
-        value = value_text(holdout.objective.value)
-        chosen = value_text(holdout.validation)
-        yield "On held-out data", value, f"{chosen} for the same weights where they were chosen"
-    done = sum(trial.is_done for trial in data.trials)
-    others = words.counted(data).partition(" done")[2].lstrip(", ")
-    yield "Trials done", f"{done} of {data.planned}", others or f"sampler: {data.sampler}"
-    seconds = sum(trial.seconds for trial in (*data.baselines, *data.trials))
-    yield "Time", words.time_text(seconds), "merging and scoring, in total"
-
-
 def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
     """What was searched, and how."""
     yield "Evaluator", data.evaluator
@@ -141,7 +114,8 @@ def _study_facts(data: StudyData) -> Iterator[tuple[str, str]]:
         yield "Holdout", data.holdout_evaluator
     yield "Objective", words.objective_text(data.objective)
     yield "Guards", "; ".join(data.guards) or "none"
-    yield "Sampler", data.sampler
+    seconds = sum(trial.seconds for trial in (*data.baselines, *data.trials))
+    yield "Trials", f"{words.counted(data)}, in {words.time_text(seconds)} by {data.sampler}"
     yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
     for name, values in data.space.items():
         yield name, words.range_text(values)

@@ -6,7 +6,7 @@ Names of settings and scores come from outside: they are values here, never part
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ from dare.studies.words import state_text
 
 MOST_GROUPS = 7
 """Lines in one figure that colours can tell apart."""
-MOST_ITEM_VALUES = 1_500_000
-"""Scores of items that a page holds, of all trials together."""
 
 
 def setting_names(data: StudyData) -> tuple[str, ...]:
@@ -35,12 +33,14 @@ def is_number(value: Any) -> bool:
 
 
 def numeric_settings(data: StudyData) -> tuple[str, ...]:
-    """Settings whose values are numbers, of which there is more than one."""
-    found = {
-        name: [t.settings[name] for t in data.trials if name in t.settings]
-        for name in setting_names(data)
-    }
-    return tuple(n for n, v in found.items() if all(map(is_number, v)) and len(set(v)) > 1)
+    """Settings whose values are numbers, of which more than one can be drawn."""
+    found = []
+    for name in setting_names(data):
+        values = [trial.settings[name] for trial in data.trials if name in trial.settings]
+        are_numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        if are_numbers and len(set(filter(is_number, values))) > 1:
+            found.append(name)
+    return tuple(found)
 
 
 def objective_of(trial: Trial) -> float | None:
@@ -235,56 +235,41 @@ def level_rows(conclusion: Conclusion, low: float, high: float) -> tuple[list[Ro
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of the table of trials."""
-
-    name: str
-    kind: str
-    """`trial`, `state`, `setting`, `objective`, `score` or `other`."""
-
-
-@dataclass(frozen=True)
 class TrialTable:
-    """All baselines and trials: what is shown, what it is sorted by, and the scores of items."""
+    """All baselines and trials: what is shown, and what it is sorted by."""
 
-    columns: tuple[Column, ...]
-    texts: tuple[tuple[str, ...], ...]
-    values: tuple[tuple[float | str | None, ...], ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[float | str | None, ...], ...]
     comparable: tuple[bool, ...]
     """Whether a row has scores to compare."""
-    items: dict[str, Any]
-    """The ids of all items, and for rows by number a text of digits or a list of scores."""
-    items_cut: int
-    """How many rows have items that the page has no room for."""
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The cells as they are shown."""
+        return [[NOTHING if cell is None else value_text(cell) for cell in r] for r in self.rows]
+
+    @property
+    def of_text(self) -> list[bool]:
+        """Whether a column has texts."""
+        places = range(len(self.columns))
+        return [any(isinstance(row[place], str) for row in self.rows) for place in places]
 
 
 def trial_table(data: StudyData) -> TrialTable:
     """A row for each baseline and trial."""
     settings, scores = setting_names(data), data.score_names
-    columns = (
-        Column("trial", "trial"),
-        Column("objective", "objective"),
-        *(Column(name, "score") for name in scores),
-        *(Column(name, "setting") for name in settings),
-        Column("seed", "other"),
-        Column("state", "state"),
-        Column("guards broken", "other"),
-        Column("seconds", "other"),
-    )
-    rows = (*data.baselines, *data.trials)
-    values = [_values(trial, settings, scores) for trial in rows]
-    items, cut = _packed_items(rows)
+    trials = (*data.baselines, *data.trials)
     return TrialTable(
-        columns,
-        tuple(tuple(map(_cell, row)) for row in values),
-        tuple(values),
-        tuple(bool(trial.scored and trial.scored.scores) for trial in rows),
-        items,
-        cut,
+        (
+            *("trial", "objective", *scores, *settings),
+            *("seed", "state", "guards broken", "seconds"),
+        ),
+        tuple(_cells(trial, settings, scores) for trial in trials),
+        tuple(trial.scored is not None for trial in trials),
     )
 
 
-def _values(
+def _cells(
     trial: Trial, settings: Sequence[str], scores: Sequence[str]
 ) -> tuple[float | str | None, ...]:
     given = trial.scored.scores if trial.scored else {}
@@ -304,41 +289,3 @@ def _sortable(value: Any) -> float | str | None:
     if value is None:
         return None
     return finite(value) if is_number(value) else value_text(value)
-
-
-def _cell(value: float | str | None) -> str:
-    return NOTHING if value is None else value_text(value)
-
-
-def _packed_items(rows: Sequence[Trial]) -> tuple[dict[str, Any], int]:
-    """Scores of items in as few characters as they take; the best trials' where all are too many.
-
-    Each row has a text of 0, 1 and - (no score) where all its items are right or wrong.
-    """
-    having = [place for place, trial in enumerate(rows) if trial.scored and trial.scored.items]
-    having.sort(key=lambda place: (not rows[place].name, _worst_last(rows[place])))
-    ids: dict[str, None] = {}
-    chosen: list[int] = []
-    for place in having:
-        ids |= dict.fromkeys(_items(rows[place]))
-        if len(ids) * (len(chosen) + 1) > MOST_ITEM_VALUES:
-            break
-        chosen.append(place)
-    known = dict.fromkeys(name for place in chosen for name in _items(rows[place]))
-    packed = {str(place): _packed(_items(rows[place]), list(known)) for place in sorted(chosen)}
-    return {"ids": list(known), "of": packed}, len(having) - len(chosen)
-
-
-def _worst_last(trial: Trial) -> tuple[bool, float, int]:
-    objective = objective_of(trial)
-    return (not trial.is_done, math.inf if objective is None else -objective, trial.number)
-
-
-def _items(trial: Trial) -> dict[str, float]:
-    return trial.scored.items if trial.scored else {}
-
-
-def _packed(items: Mapping[str, float], ids: Sequence[str]) -> str | list[float | None]:
-    if all(value in (0, 1) for value in items.values()):
-        return "".join(str(int(items[name])) if name in items else "-" for name in ids)
-    return [finite(items[name]) if name in items else None for name in ids]

@@ -1,7 +1,7 @@
 // Sorts and filters the table of trials, and shows two of them side by side.
 "use strict";
 (() => {
-  const { columns, rows, items } = darePage.read("study-data");
+  const { columns, rows } = darePage.read("study-data");
   const table = document.getElementById("trial-table");
   const body = table.tBodies[0];
   const lines = [...body.rows];
@@ -34,7 +34,7 @@
     });
     body.append(...sorted);
     const order = descending ? "descending" : "ascending";
-    darePage.say(`Sorted by ${columns[column].name}, ${order}.`);
+    darePage.say(`Sorted by ${columns[column]}, ${order}.`);
   }
 
   // ---- filtering
@@ -49,7 +49,7 @@
 
   function condition(word) {
     const [, name, sign, value] = word.match(/^(.+?)(<=|>=|<|>|=)(.+)$/) ?? [];
-    const column = columns.findIndex((known) => known.name.toLowerCase() === name);
+    const column = columns.findIndex((known) => known.toLowerCase() === name);
     if (column < 0) return (place) => texts[place].includes(word);
     return (place) => rows[place][column] !== null && holds[sign](rows[place][column], value);
   }
@@ -99,53 +99,8 @@
       const [one, other] = [rows[a][place + 1], rows[b][place + 1]];
       const numbers = typeof one === "number" && typeof other === "number";
       const gap = numbers && one !== other ? signed(one - other) : "";
-      return { cells: [column.name, shown(one), shown(other), gap], differs: one !== other };
+      return { cells: [column, shown(one), shown(other), gap], differs: one !== other };
     });
-  }
-
-  function scoreOf(packed, place) {
-    if (typeof packed === "string") return packed[place] === "-" ? null : Number(packed[place]);
-    return packed[place] ?? null;
-  }
-
-  function countItems([a, b]) {
-    const groups = new Map();
-    let binary = true;
-    items.ids.forEach((id, place) => {
-      const [one, other] = [scoreOf(items.of[a], place), scoreOf(items.of[b], place)];
-      if (one === null || other === null) return;
-      binary &&= [0, 1].includes(one) && [0, 1].includes(other);
-      const name = id.includes("/") ? id.slice(0, id.indexOf("/")) : "all";
-      const group = groups.get(name) ?? { first: [], second: [], both: 0, neither: 0 };
-      groups.set(name, group);
-      if (one > other) group.first.push(id);
-      else if (other > one) group.second.push(id);
-      else if (one === 1) group.both += 1;
-      else group.neither += 1;
-    });
-    return { groups, binary };
-  }
-
-  function itemTables(pair) {
-    if (!pair.every((place) => place in items.of)) return [];
-    const { groups, binary } = countItems(pair);
-    const [one, other] = pair.map(nameOf);
-    const head = binary
-      ? ["items", `only ${one} right`, `only ${other} right`, "both right", "both wrong"]
-      : ["items", `${one} higher`, `${other} higher`, "equal"];
-    const counted = [...groups].map(([name, group]) => {
-      const equal = binary ? [group.both, group.neither] : [group.both + group.neither];
-      return { cells: [name, group.first.length, group.second.length, ...equal].map(String) };
-    });
-    if (!counted.length) return [];
-    const details = make("details");
-    details.append(make("summary", "Items on which they differ"));
-    for (const [title, side] of [[head[1], "first"], [head[2], "second"]]) {
-      const ids = [...groups.values()].flatMap((group) => group[side]);
-      const more = ids.length > 60 ? ` … and ${ids.length - 60} more` : "";
-      details.append(make("p", `${title}: ${ids.slice(0, 60).join(", ") || "none"}${more}`));
-    }
-    return [makeTable("Items", head, counted), details];
   }
 
   function showPair() {
@@ -162,10 +117,9 @@
       return;
     }
     const [one, other] = picked.map(nameOf);
-    const withItems = itemTables(picked);
-    hint.textContent = `${one} and ${other}.${withItems.length ? "" : " There are no items to compare."}`;
+    hint.textContent = `${one} and ${other}.`;
     const head = ["", one, other, "difference"];
-    tables.append(makeTable("Scores and settings", head, comparedValues(picked)), ...withItems);
+    tables.append(makeTable("Scores and settings", head, comparedValues(picked)));
   }
 
   table.addEventListener("click", (event) => {
