@@ -40,8 +40,8 @@ const cases = [
   ["dare+ties", { dare: { drop_rate: 0.5 } }],
   ["dare+ties", { dare: { drop_rate: 0.9 } }],
   ["dare+sum", { dare: { drop_rate: 0.9 } }],
-  ["dare+trim+ties", { dare: { drop_rate: 0.5 } }],
-  ["trim+linear", {}],
+  ["dare+trim+ties", { dare: { drop_rate: 0.5 }, trim: { keep_ratio: 0.2 } }],
+  ["trim+linear", { trim: { keep_ratio: 0.2 } }],
 ];
 for (const [place, [method, stages]] of cases.entries()) {
   const merge = (seed, weight) => mergeModels(settingOf(method, stages, seed, weight), models);

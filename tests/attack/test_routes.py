@@ -24,7 +24,7 @@ from mutating import TEXTS, change_bytes, change_json
 
 from dare.web import jobs
 from dare.web.guard import LOOPBACK, Key
-from dare.web.job_process import ANALYSIS, PAGE
+from dare.web.job_process import ANALYSIS
 from dare.web.jobs import MOST_FINISHED, MOST_WAITING
 from dare.web.own import OwnModels
 from dare.web.server import make_app
@@ -59,10 +59,9 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
 STAND_IN = f"""
 import json, os, sys
 asked = json.loads(sys.stdin.readline())
-name = {{"analyze": {ANALYSIS!r}, "draw": {PAGE!r}}}.get(asked["kind"])
-if name:
-    open(os.path.join(asked["folder"], name), "w").write("{{}}")
-print(json.dumps({{"result": {{"takes": None}}}}))
+if asked["kind"] == "analyze":
+    open(os.path.join(asked["folder"], {ANALYSIS!r}), "w").write("{{}}")
+print(json.dumps({{"result": {{}}}}))
 """
 """What runs in place of a job: nothing is computed, and what the job would write is there."""
 
@@ -167,23 +166,10 @@ class Requests:
                 "output_file": f"{folder}/out.safetensors",
             },
         }
-        setting = {
-            "base": "base",
-            "method": "dare+sum",
-            "scale": 1.0,
-            "seed": 3,
-            "models": [{"name": "add", "weight": 1.0}, {"name": "say"}],
-            "stages": {"dare": {"drop_rate": 0.5}},
-        }
-        amount = {"prompts": 1, "englishBytes": 256}
         self.bodies: dict[str, list[Any]] = {
-            "/api/merge": [{"setting": setting}],
-            "/api/score": [{"setting": setting, "amount": amount}],
-            "/api/write": [{"setting": setting, "prompts": ["1+1="]}],
             "/api/own/folders": [None],
             "/api/own/recipe": [None],
             "/api/own/plan": [{"recipe": recipe, "overwrite": False}],
-            "/api/own/estimate": [{"recipe": recipe}],
             "/api/own/jobs": [
                 None,
                 {"kind": "merge", "recipe": recipe, "overwrite": True},
@@ -193,7 +179,6 @@ class Requests:
             "/api/own/jobs/{number}/cancel": [{}],
             "/api/own/jobs/{number}/again": [{}],
             "/api/own/jobs/{number}/analysis": [None],
-            "/api/own/jobs/{number}/report": [None],
             "/{name:path}": [None],
         }
 
@@ -242,9 +227,6 @@ class Requests:
     def _long_list(self, random: Random, document: Any) -> bytes:
         """The same with one model several thousand times."""
         match document:
-            case {"setting": setting}:
-                models = setting["models"] * random.choice((2, 1500, 10_000))
-                return json.dumps({**document, "setting": {**setting, "models": models}}).encode()
             case {"recipe": recipe}:
                 files = recipe["models"]["merge_files"] * random.choice((2, 1500, 10_000))
                 models = {**recipe["models"], "merge_files": files}

@@ -39,14 +39,14 @@ def static_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield Site(f"http://127.0.0.1:{server.server_port}/", "browser", folder)
+        yield Site(f"http://127.0.0.1:{server.server_port}/", folder)
         server.shutdown()
         thread.join()
 
 
 @pytest.fixture(scope="session")
 def local_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The page from the command, with the package behind it."""
+    """The page from the command, with a server for own models."""
     with serving(tmp_path_factory.mktemp("local-site")) as (site, _):
         yield site
 

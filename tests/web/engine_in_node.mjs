@@ -7,7 +7,7 @@ const page = (name) => import(new URL(`web/page/${name}`, source));
 const { readSafetensors } = await page("engine/safetensors.js");
 export const { CONFIG, Llama } = await page("engine/llama.js");
 export const { createHandler } = await page("engine/worker.js");
-export const { openBrowserEngine } = await page("engine/browser.js");
+export const { openEngine } = await page("engine/browser.js");
 export const scoring = new URL("web/page/engine/scoring.js", source);
 
 const loaded = new Map();

@@ -23,17 +23,15 @@ def merge(
     method: str,
     models: Sequence[str] = tuple(TUNED),
     weights: Sequence[float] | None = None,
-    rates: Sequence[float] | None = None,
     seeds: Sequence[int] | None = None,
     **more: Any,
 ) -> Arrays:
-    """The merged weights; weights, drop rates and seeds are one for each model."""
+    """The merged weights; weights and seeds are one for each model."""
     entries = [
         dare.ModelEntry(
             file=TUNED[name],
             weight=None if weights is None else weights[place],
             seed=None if seeds is None else seeds[place],
-            settings={} if rates is None else {"drop_rate": rates[place]},
         )
         for place, name in enumerate(models)
     ]

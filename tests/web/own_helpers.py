@@ -93,10 +93,9 @@ def run_a_little(look: Callable[[], Mapping[str, Any]]) -> int:
 MAIN = """
 import * as own from "./parts/own.js";
 import { createState } from "./state.js";
-const kind = document.querySelector("meta[name=dare-engine]").content;
 window.ownState = createState();
 window.ownState.add(own.defaults);
-own.mount(document.getElementById("own"), { state: ownState, engine: { kind } });
+own.mount(document.getElementById("own"), { state: ownState });
 document.documentElement.dataset.ready = "true";
 """
 

@@ -23,8 +23,6 @@ class Site:
 
     address: str
     """What a browser opens, with the token where there is one."""
-    kind: str
-    """Of its engine: `browser` or `local`."""
     folder: Path
     """The built files, or the folder that the server was pointed at."""
 
@@ -73,7 +71,7 @@ def serving(folder: Path, **environment: str) -> Iterator[tuple[Site, subprocess
         document = json.loads(line)
         assert document["pid"] == process.pid
         try:
-            yield Site(document["address"], "local", folder), process
+            yield Site(document["address"], folder), process
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)

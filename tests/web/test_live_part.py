@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from statistics import fmean
 from typing import Any
 from urllib.parse import unquote
@@ -71,9 +72,8 @@ def test_moving_a_slider_by_keyboard_gives_the_merge_that_it_says(static_site, o
     arrays = merge("dare+sum", stages={"dare": {"drop_rate": 0.9}}, scale=0.8, seed=43)
     assert_scores(shown_scores(page), arrays)
     assert shown_digest(page) == digest(arrays)
-    command = page.inner_text("#live-text")
-    assert "--drop-rate 0.9" in command
-    assert "--seed 43 --scale 0.8" in command
+    recipe = tomllib.loads(page.inner_text("#live-text"))
+    assert (recipe["dare"]["drop_rate"], recipe["scale"], recipe["seed"]) == (0.9, 0.8, 43)
 
     page.fill("#live-prompt", "75+16=")
     (text,) = Llama(arrays, CONFIG).write(["75+16="])
@@ -87,102 +87,28 @@ def test_moving_a_slider_by_keyboard_gives_the_merge_that_it_says(static_site, o
 
 
 EVERYTHING = (
-    "live.m=own&live.c=dare%2Btrim%2Bties&live.sort=false&live.w=true&live.wadd=0.8&live.wsay=1.3"
-    "&live.each=true&live.padd=0.2&live.psay=0.4&live.scale=1.5&live.seed=7"
-    "&live.s=trim.keep_ratio-0.6%2Cties.divide_by-count&live.as=python&live.ask=say+347%3A"
-    "&live.pins=m-sum+scale-0.9*m-own+c-trim%2Blinear+w-true"
+    "live.m=dare%2Btrim%2Bties&live.sort=false&live.w=true&live.wadd=0.8&live.wsay=1.3&live.p=0.4"
+    "&live.rescale=false&live.keep=0.6&live.scale=1.5&live.seed=7&live.ask=say+347%3A"
 )
 
 
-def test_a_link_restores_everything(static_site, open_tab):
+def test_a_link_restores_everything_and_start_again_forgets_it(static_site, open_tab):
     tab = open_tab(f"{static_site.with_state(EVERYTHING)}#live")
     page = tab.page
-    arrays = merge(
-        "dare+trim+ties",
-        ["add", "say"],
-        weights=[0.8, 1.3],
-        rates=[0.2, 0.4],
-        scale=1.5,
-        seed=7,
-        stages={"trim": {"keep_ratio": 0.6}, "ties": {"divide_by": "count"}},
-    )
+    stages = {"dare": {"drop_rate": 0.4, "rescale": False}, "trim": {"keep_ratio": 0.6}}
+    settings = {"weights": [0.8, 1.3], "scale": 1.5, "seed": 7, "stages": stages}
+    arrays = merge("dare+trim+ties", ["add", "say"], **settings)
     assert shown_digest(page) == digest(arrays)
     assert_scores(shown_scores(page), arrays)
-    assert page.input_value("#control-live-c-1") == "trim"
-    assert page.input_value("#control-trim-keep_ratio") == "0.6"
+    assert page.input_value("#control-live-keep") == "0.6"
     assert page.input_value("#live-prompt") == "say 347:"
     assert not page.is_checked("#control-live-sort")
-    assert "dare.ModelEntry(" in page.inner_text("#live-text")
-
-    pinned = page.locator("#live-pins tbody tr")
-    assert "sum of add, sort, say; λ 0.9, seed 42" in pinned.nth(0).inner_text()
     assert unquote(page.evaluate("location.search")) == f"?{unquote(EVERYTHING)}"
-    pinned.nth(1).get_by_role("button", name="Load").press("Enter")
+    page.get_by_role("button", name="Start again").press("Enter")
     page.wait_for_selector("#live-code[data-stale]", state="attached")
-    assert shown_digest(page) == digest(merge("trim+linear", weights=[1.0, 1.0, 1.0]))
-    assert tab.said == []
-
-
-def test_runs_are_pinned_compared_and_loaded_back(static_site, open_tab):
-    tab = open_tab(f"{static_site.with_state('live.m=sum')}#live")
-    page = tab.page
-    first = shown_digest(page)
-    page.get_by_role("button", name="Pin this run").press("Enter")
-    page.select_option("#control-live-m", "ties")
-    page.get_by_role("button", name="Pin this run").press("Enter")
-    rows = page.locator("#live-pins tbody tr")
-    assert rows.count() == 2
-
-    plain = score(merge("sum"))
-    mean = fmean(plain[task] for task in TASKS)
-    expected = [f"{value:.0f} %" for value in (*(plain[task] for task in TASKS), mean)]
-    page.wait_for_function(
-        "digest => document.querySelector('#live-pins tbody code').title === digest", arg=first
-    )
-    assert rows.nth(0).locator("td").all_inner_texts()[:4] == expected
-
-    rows.nth(0).get_by_role("button", name="Load").press("Enter")
-    assert page.input_value("#control-live-m") == "sum"
-    assert shown_digest(page) == first
-    rows.nth(1).get_by_role("button", name="Remove").press("Enter")
-    assert rows.count() == 1
-    assert tab.said == []
-
-
-def test_what_the_engine_lacks_is_said_with_a_way_out(static_site, open_tab):
-    tab = open_tab(f"{static_site.with_state('live.m=della%2Bsum')}#live")
-    page = tab.page
-    reason = page.locator("#live-scores [data-place=reason]")
-    reason.wait_for()
-    assert "della" in reason.inner_text()
-    assert "dare playground" in reason.inner_text()
-    assert "--method della+sum" in page.inner_text("#live-text")
-
-    page.select_option("#control-live-m", "slerp")  # which merges two
-    assert not page.is_checked("#control-live-say")
-    assert reason.is_hidden()
-    press(page, "live-say", "Space")
-    assert "Take one out" in reason.inner_text()
-    assert tab.said == []
-
-
-def test_the_local_engine_has_what_the_browser_lacks(local_site, open_tab):
-    tab = open_tab(f"{local_site.with_state('live.m=della%2Bsum&live.p=0.8')}#live")
-    arrays = merge("della+sum", stages={"della": {"drop_rate": 0.8}})
-    assert shown_digest(tab.page) == digest(arrays)
-    assert_scores(shown_scores(tab.page), arrays)
-    assert tab.said == []
-
-
-def test_the_curve_for_this_setting_is_measured_and_can_be_cancelled(static_site, open_tab):
-    tab = open_tab(f"{static_site.address}#live")
-    page = tab.page
-    page.get_by_role("button", name="Measure it for this setting").press("Enter")
-    page.get_by_role("button", name="Cancel").press("Enter")
-    progress = page.locator("#live-curve [data-place=progress]")
-    page.wait_for_function("text => document.body.textContent.includes(text)", arg="Cancelled.")
-    assert progress.inner_text() == "Cancelled."
-    assert page.get_by_role("button", name="Measure it for this setting").is_enabled()
+    opened = merge("dare+sum", stages={"dare": {"drop_rate": 0.5}})
+    assert shown_digest(page) == digest(opened)
+    assert page.is_hidden("#control-live-wadd")
     assert tab.said == []
 
 

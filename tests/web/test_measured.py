@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
 from dare.demo.merges import BASE, Job, measure
 from dare.web.assets import ENGLISH_BYTES, PAGE, PROMPTS
-from dare.web.measuring import CURVES, RATES, SEEDS, find_broken
 
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "playground_figures.py"))
 MEASURED = json.loads((PAGE / "measured.json").read_text("utf-8"))
 
 
@@ -22,15 +24,15 @@ def test_the_base_scores_what_is_said():
 
 @pytest.mark.parametrize(("curve", "rate", "seed"), [(0, 0.9, 1042), (4, 0.5, 42), (7, 0.7, 2042)])
 def test_points_of_the_curves_are_measured_again(curve, rate, seed):
-    place = SEEDS.index(seed)
-    score = measure(CURVES[curve].jobs(rate)[place])
+    place = SCRIPT["SEEDS"].index(seed)
+    described = SCRIPT["CURVES"][curve]
+    score = measure(described.jobs(rate)[place])
     said = MEASURED["curves"][curve]
-    assert said["name"] == CURVES[curve].name
-    right = said["points"][RATES.index(rate)]["right"][place]
+    assert said["name"] == described.name
+    right = said["points"][SCRIPT["RATES"].index(rate)]["right"][place]
     assert right == pytest.approx(score.mean, abs=0.7)  # one prompt that is nearly a tie
 
 
 def test_the_findings_are_those_of_an_analysis():
-    assert json.loads((PAGE / "broken.json").read_text("utf-8")) == json.loads(
-        json.dumps(find_broken())
-    )
+    found = json.loads(json.dumps(SCRIPT["find_broken"]()))
+    assert json.loads((PAGE / "broken.json").read_text("utf-8")) == found

@@ -125,7 +125,7 @@ def test_what_the_package_refuses_is_said_in_its_words(jobs, models, output):
     output.write_bytes(b"mine")
     job = ended(jobs.add(merge_of(models, output)))
     assert job.state == "failed"
-    assert job.problem.startswith(f"{output}: exists already; choose another output")
+    assert str(output) in job.problem
     assert output.read_bytes() == b"mine"
 
 
@@ -336,8 +336,6 @@ def test_a_plan_says_what_will_be_done(client, models, output):
     written = tomllib.loads(answer["toml"])
     assert (written["base"], written["output"]) == (str(models / "base"), str(output))
     assert recipe_of(written) == recipe_of(small(models, output))
-    taken = client.post("/api/own/estimate", json={"recipe": small(models, output)}).json()
-    assert taken["takes"].endswith(" on this machine")
 
 
 def test_what_does_not_fit_is_said_in_the_packages_words(client, models):
@@ -379,7 +377,7 @@ def test_an_output_that_dare_did_not_write_is_not_replaced(client, models, outpu
         ({"merge_files": []}, "no models"),
     ],
 )
-@pytest.mark.parametrize("address", ["plan", "jobs", "estimate"])
+@pytest.mark.parametrize("address", ["plan", "jobs"])
 def test_recipes_that_lead_out_are_refused(client, models, output, change, message, address):
     recipe = small(models, output)
     recipe["models"] |= change
@@ -422,8 +420,7 @@ def test_there_are_no_other_jobs(client, number):
     for name in ("cancel", "again"):
         answer = client.post(f"/api/own/jobs/{number}/{name}", json={})
         assert (answer.status_code, len(answer.text) < 200) == (400, True)
-    for name in ("report", "analysis"):
-        assert client.get(f"/api/own/jobs/{number}/{name}").status_code == 400
+    assert client.get(f"/api/own/jobs/{number}/analysis").status_code == 400
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -433,7 +430,7 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_a_request_holds_is_bounded(client, models, output):
     recipe = small(models, output)
     recipe["models"]["merge_files"] = [str(models / "add")] * (MOST_ITEMS + 1)
-    for address in ("plan", "estimate", "jobs"):
+    for address in ("plan", "jobs"):
         answer = client.post(f"/api/own/{address}", json={"kind": "merge", "recipe": recipe})
         assert answer.status_code == 400
         assert f"at most {MOST_ITEMS} entries" in answer.json()["error"]
@@ -467,7 +464,7 @@ def test_a_recipe_is_read(client, models, output):
     assert client.get("/api/own/recipe", params={"path": "/etc/hosts"}).status_code == 403
 
 
-def test_an_analysis_and_its_report(client, models):
+def test_an_analysis(client, models):
     body = {"kind": "analyze", "recipe": small(models)}
     number = client.post("/api/own/jobs", json=body).json()["number"]
     found: dict[str, Any] = {}
@@ -481,6 +478,3 @@ def test_an_analysis_and_its_report(client, models):
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
     assert document["schema"] == "dare-analysis/2"
     assert [model["name"] for model in document["models"]] == ["add", "say"]
-    page = client.get(f"/api/own/jobs/{number}/report")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "merge report" in page.text

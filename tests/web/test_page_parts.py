@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from functools import cache, partial
+from functools import cache
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -77,7 +77,7 @@ def expect_laws(tab, name, rate, seed, model="add", *, rescale=True) -> None:
 @pytest.fixture
 def tab(static_site, open_tab):
     """The page with settings of its own; nothing goes wrong while a test looks at it."""
-    state = "drop.p=0.8&drop.seed=7&signs.dare=true&signs.p=0.3&arc.t=0.25&arc.second=say"
+    state = "drop.p=0.8&drop.seed=7&signs.dare=true&signs.p=0.3"
     tab = open_tab(static_site.with_state(state))
     yield tab
     assert tab.said == []
@@ -120,10 +120,8 @@ def test_the_rate_moves_by_keyboard_and_mouse_and_all_numbers_follow(static_site
     assert tab.asked_elsewhere(static_site) == []
 
 
-@pytest.mark.parametrize("kind", ["static_site", "local_site"])
-def test_the_model_writes_what_the_package_makes_it_write(kind, request, open_tab, tmp_path):
-    site = request.getfixturevalue(kind)
-    tab = open_tab(site.with_state("drop.p=0.9"))
+def test_the_model_writes_what_the_package_makes_it_write(static_site, open_tab, tmp_path):
+    tab = open_tab(static_site.with_state("drop.p=0.9"))
     tab.page.wait_for_selector("#drop .answers td")
     merge = Merge("sum", 0.9, 1.0, 42, (TUNED["add"],))
     model = Llama(merge.carry_out(tmp_path / "merged.safetensors"), CONFIG)
@@ -144,10 +142,9 @@ def test_the_model_writes_what_the_package_makes_it_write(kind, request, open_ta
     tab.page.wait_for_selector("#top [data-answers] li")
     merged = tab.page.locator("#top figure").last.locator("li.right")
     assert merged.count() == 3
-    links = tab.page.locator("main a[href^='../']").count()
-    assert (links > 0) is (site.kind == "browser")  # the documentation is beside the static page
+    assert tab.page.locator("main a[href^='../']").count() > 0  # the documentation lies beside it
     assert tab.said == []
-    assert tab.asked_elsewhere(site) == []
+    assert tab.asked_elsewhere(static_site) == []
 
 
 def check_pictures(tab) -> None:
@@ -217,34 +214,10 @@ def check_signs(tab) -> None:
     eventually(check_without)
 
 
-def check_arc(tab) -> None:
-    for space in ("deltas", "weights"):
-        tab.page.select_option("#control-arc-on", space)
-        read = delta_of if space == "deltas" else tensor
-        eventually(partial(check_lengths, tab, *(read(name, ATTENTION) for name in ("add", "say"))))
-
-
-def check_lengths(tab, a, b) -> None:
-    first, second = a.ravel().astype(np.float64), b.ravel().astype(np.float64)
-    cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
-    angle = np.arccos(cosine)
-    straight = 0.75 * first + 0.25 * second
-    curved = (np.sin(0.75 * angle) * first + np.sin(0.25 * angle) * second) / np.sin(angle)
-    is_parallel = bool(cosine > 0.9995)
-    expected = np.linalg.norm(straight if is_parallel else curved)
-    assert ("straight line too" in shown(tab, "arc", "note")) is is_parallel
-    assert number(shown(tab, "arc", "angle")) == round(np.degrees(angle), 1)
-    assert shown(tab, "arc", "angle-remark").replace("−", "-") == f"cosine {cosine:.4f}"
-    assert number(shown(tab, "arc", "arc")) == pytest.approx(expected, abs=6e-4)
-    length = np.linalg.norm(straight)
-    assert number(shown(tab, "arc", "line")) == pytest.approx(length, abs=6e-4)
-
-
-def test_pictures_votes_and_the_arc_are_as_computed_apart_from_the_page(tab):
-    """One visit for all of them: opening the page is what takes time."""
+def test_pictures_and_votes_are_as_computed_apart_from_the_page(tab):
+    """One visit for both: opening the page is what takes time."""
     check_pictures(tab)
     check_signs(tab)
-    check_arc(tab)
 
 
 def test_the_address_keeps_the_state(static_site, open_tab):
@@ -253,13 +226,13 @@ def test_the_address_keeps_the_state(static_site, open_tab):
     page.focus("#control-drop-p")
     page.keyboard.press("End")
     page.select_option("#control-drop-tensor", VALUES)
-    page.select_option("#control-arc-on", "weights")
-    page.wait_for_function("() => location.search.includes('arc.on')")
+    page.select_option("#control-breaking-way", "nan")
+    page.wait_for_function("() => location.search.includes('breaking.way')")
     kept = parse_qs(urlsplit(page.url).query)
-    assert kept == {"drop.p": ["0.99"], "drop.tensor": [VALUES], "arc.on": ["weights"]}
+    assert kept == {"drop.p": ["0.99"], "drop.tensor": [VALUES], "breaking.way": ["nan"]}
     page.reload()
     page.wait_for_selector("html[data-ready=true]", state="attached")
-    assert page.input_value("#control-arc-on") == "weights"
+    assert page.input_value("#control-breaking-way") == "nan"
     expect_laws(tab, VALUES, 0.99, 42)
 
     page.get_by_role("button", name="Reset everything").click()
@@ -269,12 +242,12 @@ def test_the_address_keeps_the_state(static_site, open_tab):
 
 
 def test_a_phone_in_the_dark_with_an_address_that_makes_no_sense(static_site, open_tab):
-    state = "drop.p=7&drop.model=nobody&arc.t=x&signs.row=999&drop.seed=-3"
+    state = "drop.p=7&drop.model=nobody&live.scale=x&signs.row=999&drop.seed=-3"
     tab = open_tab(static_site.with_state(state), width=390, theme="dark")
     page = tab.page
     assert rate_of(tab) == 0.99
     assert page.input_value("#control-drop-model") == "add"
-    assert page.input_value("#control-arc-t") == "0.5"
+    assert page.input_value("#control-live-scale") == "1"
     assert "Row 121, " in shown(tab, "signs", "written-vote")
 
     page.wait_for_selector("html[data-drawn=dark]", state="attached")
@@ -291,8 +264,7 @@ def test_a_part_that_fails_says_so_and_leaves_the_others(static_site, browser):
     page.route("**/models/sort.safetensors", lambda route: route.fulfill(status=404, body=""))
     page.goto(static_site.address)
     page.wait_for_selector("html[data-ready=true]", state="attached")
-    message = "This part does not work: The model sort could not be loaded (404)."
-    assert page.inner_text("#signs .failed") == message
+    assert "sort" in page.inner_text("#signs .failed")
     assert page.inner_text("#drop [data-shows=dropped]").endswith("%")
     assert page.locator("#drop .failed").count() == 0
     page.close()

@@ -1,13 +1,10 @@
-"""The whole page, both engines: silent, by keyboard alone, and for those who do not see it.
+"""The whole page, with and without a server: silent, by keyboard, for those who do not see it.
 
-The SHA-256 on the page is that of the merge which its command and its Python make.
+The SHA-256 on the page is that of the merge which its recipe makes.
 """
 
 from __future__ import annotations
 
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +13,6 @@ from sites import Tab
 
 from dare.cli import main
 from dare.output.verification import verify
-from dare.web.single import single_page
 
 MOST_TABS = 400
 LOOKS = [(1280, "light"), (390, "dark")]
@@ -87,32 +83,15 @@ def sections(tab: Tab) -> Iterator[str]:
     yield from tab.page.eval_on_selector_all("main section[id]", "all => all.map(e => e.id)")
 
 
-def test_it_opens_from_the_disk_with_no_server(open_tab, tmp_path):
-    page = tmp_path / "playground.html"
-    page.write_bytes(single_page())
-    tab = open_tab(f"{page.as_uri()}?live.m=dare%2Bties", offline=True)
-    merged = tab.page.locator(".three figure:last-child li")
-    merged.first.wait_for()
-    assert [item.get_attribute("class") for item in merged.all()] == 3 * ["right"]
-    tab.page.evaluate("document.getElementById('live').scrollIntoView()")
-    assert len(shown_sha(tab)) == 64
-    assert tab.said == []
-    assert [a for a in tab.asked if not a.startswith(("file:", "blob:", "data:"))] == []
-
-
-def test_page_command_and_python_give_one_sha256(site, open_tab, tmp_path, monkeypatch):
+def test_page_and_recipe_give_one_sha256(static_site, open_tab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tab = open_tab(site.with_state("live.m=dare%2Btrim%2Bties&live.p=0.6&live.seed=7"))
+    tab = open_tab(static_site.with_state("live.m=dare%2Btrim%2Bties&live.p=0.6&live.seed=7"))
     tab.page.evaluate("document.getElementById('live').scrollIntoView()")
     shown = shown_sha(tab)
-    for line in shown_code(tab, "command").replace("\\\n", " ").splitlines():
-        assert main(shlex.split(line)[1:]) == 0
-    merged = Path("merged.safetensors")
-    assert verify(merged).sha256 == shown
-    merged.rename("by-command.safetensors")
-    code = shown_code(tab, "python")
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert verify(merged).sha256 == shown
+    Path("recipe.toml").write_text(tab.page.inner_text("#live-text"))
+    assert main(["demo", "--models", "demo-models"]) == 0
+    assert main(["recipe.toml"]) == 0
+    assert verify("merged.safetensors").sha256 == shown
 
 
 def shown_sha(tab: Tab) -> str:
@@ -122,8 +101,3 @@ def shown_sha(tab: Tab) -> str:
         " && !document.getElementById('live-code').dataset.stale"
     )
     return tab.page.inner_text("#live-digest")
-
-
-def shown_code(tab: Tab, form: str) -> str:
-    tab.page.select_option("#live-code select", form)
-    return tab.page.inner_text("#live-text")

@@ -39,8 +39,7 @@ def playground(
         Path | None,
         Parameter(
             group=RUN,
-            metavar="FOLDER|FILE.html",
-            help="Write the page as static files, or as one file that needs no server, and exit.",
+            help="Write the page as static files into a folder, and exit.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -54,8 +53,6 @@ def playground(
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
     _check_installed()
     if build is not None:
-        if build.suffix == ".html":
-            return _build_single(build, overwrite=overwrite, json=json)
         return _build(build, overwrite=overwrite, json=json)
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
     for root in roots:
@@ -72,7 +69,7 @@ def playground(
             show.next_steps(show.console(), "The playground is running", steps)
         sys.stdout.flush()
 
-    from dare.web.serving import serve
+    from dare.web.server import serve
 
     was_cut = serve(roots, port=port, announce=announce, opens_browser=not no_browser)
     return INTERRUPTED if was_cut else DONE
@@ -100,18 +97,4 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
     else:
         command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
         show.next_steps(show.console(), f"{folder} is written", {"look": command})
-    return DONE
-
-
-def _build_single(file: Path, *, overwrite: bool, json: bool) -> int:
-    from dare.output.page.writing import write_file
-    from dare.output.targets import check_free
-    from dare.web.single import single_page
-
-    check_free(file, "page", overwrite=overwrite)
-    write_file(file, single_page(), "page")
-    if json:
-        show.json(jsonlib.dumps({"file": str(file)}))
-    else:
-        show.next_steps(show.console(), f"{file} is written", {"look": "open it in a browser"})
     return DONE

@@ -1,27 +1,30 @@
-"""Everything that the page is made of, by name: what the server answers with, or a folder holds."""
+"""Everything that the page is made of, by name: what the server answers with, or a folder holds.
+
+The JavaScript that draws figures is made once and kept: making it takes seconds, in which the maker
+lets no other thread of its process go on. So `python -m dare.web.assets` prints it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
 
 from dare.demo.broken import BROKEN, WEIGHTS, broken_model
 from dare.demo.merges import BASE, TUNED
 from dare.demo.tasks import TASKS, held_out_english
 from dare.errors import OutputError
+from dare.kernels.kept import cache_folder, read_private, write_private
 from dare.output.page.shell import SHELL, Section, render_template
 from dare.output.page.writing import write_file
-from dare.stages import STAGES
-from dare.stages.catalogue import catalogue
-from dare.stages.outside import load_installed_stages
-from dare.web.drawing import drawing_library
-from dare.web.modules import needed_by
 
-EngineKind = Literal["browser", "local"]
 PACKAGE = "dare.web"
 INDEX = "index.html"
 PAGE = Path(__file__).parent / "page"
@@ -33,11 +36,11 @@ MODELS: Mapping[str, Callable[[], bytes]] = {
 PROMPTS = 100
 """For each task, of those that no model was trained on; as many as `dare demo` asks."""
 ENGLISH_BYTES = 4096
+DIGEST_BYTES = 32
 
 SECTIONS = (
     Section("drop", "Drop and rescale", "drop.html.jinja"),
     Section("signs", "Signs and conflict", "signs.html.jinja"),
-    Section("arc", "The arc", "arc.html.jinja"),
     Section("live", "Merge live", "live.html.jinja"),
     Section("predict", "Predict first", "predict.html.jinja"),
     Section("breaking", "Break it", "breaking.html.jinja"),
@@ -45,21 +48,17 @@ SECTIONS = (
 )
 STYLES = ("playground.css", "live.css", "own.css")
 POLICY = (
-    "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; "
-    "style-src 'unsafe-inline'; frame-src 'self' blob:"
+    "connect-src 'self'; worker-src 'self'; img-src 'self' data: blob:; style-src 'unsafe-inline'"
 )
-SINGLE_POLICY = "connect-src blob:; img-src data: blob:; style-src 'unsafe-inline'"
-"""Of a page that is one file."""
 
 Assets = Mapping[str, Callable[[], bytes]]
 
 
-def page_assets(kind: EngineKind) -> Assets:
-    """Each file of the page with what makes its content."""
+def page_assets(*, is_server: bool) -> Assets:
+    """Each file of the page with what makes its content; only a server has own models."""
     found: dict[str, Callable[[], bytes]] = {
-        INDEX: partial(render_index, kind),
+        INDEX: partial(render_index, is_server=is_server),
         "vega.js": drawing_library,
-        "methods.json": partial(methods, kind),
         "prompts.json": prompts,
     }
     for path in PAGE.rglob("*"):
@@ -70,44 +69,24 @@ def page_assets(kind: EngineKind) -> Assets:
     return found
 
 
-def render_index(
-    kind: EngineKind, embedded: Mapping[str, Any] | None = None, drawing: str = ""
-) -> bytes:
-    """The page itself; with all that it needs embedded it loads nothing."""
-    scripts = [files(SHELL).joinpath("templates", "page.js").read_text("utf-8")]
-    if embedded is not None:
-        scripts = [drawing, *scripts, _template("single.js")]
+def render_index(*, is_server: bool) -> bytes:
+    """The page itself."""
     return render_template(
         PACKAGE,
         "playground.html.jinja",
-        scripts=scripts,
+        scripts=[files(SHELL).joinpath("templates", "page.js").read_text("utf-8")],
         styles=[_template(name) for name in STYLES],
-        policy=POLICY if embedded is None else SINGLE_POLICY,
-        allowed=("'self'" if embedded is None else "blob:", "'wasm-unsafe-eval'"),
+        policy=POLICY,
+        allowed=("'self'", "'wasm-unsafe-eval'"),
         title="dare playground",
         sections=SECTIONS,
         drawings=[],
-        kind=kind,
-        modules=needed_by("main.js", _modules()),
-        embedded=embedded,
+        is_server=is_server,
     ).encode()
-
-
-def _modules() -> dict[str, str]:
-    """The page's scripts, by name."""
-    found = PAGE.rglob("*.js")
-    return {path.relative_to(PAGE).as_posix(): path.read_text("utf-8") for path in found}
 
 
 def _template(name: str) -> str:
     return files(PACKAGE).joinpath("templates", name).read_text("utf-8")
-
-
-def methods(kind: EngineKind) -> bytes:
-    """Every stage and alias: what it does, and what can be set of it."""
-    if kind == "local":
-        load_installed_stages()
-    return json.dumps(catalogue(STAGES), ensure_ascii=False).encode()
 
 
 def prompts() -> bytes:
@@ -122,7 +101,7 @@ def prompts() -> bytes:
 
 def write_folder(folder: Path) -> list[str]:
     """Write the page for any web server that hands out files; return the names of its files."""
-    assets = page_assets("browser")
+    assets = page_assets(is_server=False)
     there = [name for name in assets if (folder / name).exists()]
     if there and not (folder / INDEX).exists():
         raise OutputError(
@@ -137,6 +116,55 @@ def write_folder(folder: Path) -> list[str]:
 
 def others_in(folder: Path) -> list[str]:
     """What a folder holds that is not of the page."""
-    names = page_assets("browser")
+    names = page_assets(is_server=False)
     found = [path for path in folder.rglob("*") if not path.is_dir()]
     return sorted({path.relative_to(folder).as_posix() for path in found} - names.keys())
+
+
+# ---------------------------------------------------------------- the library that draws
+
+
+def drawing_library() -> bytes:
+    """The library that was kept, or a new one."""
+    path = cache_folder() / f"vega-{version('altair')}-{version('vl-convert-python')}.js"
+    kept = _kept(path)
+    if kept is None:
+        kept = _made_elsewhere()
+        _keep(path, kept)
+    return kept
+
+
+def _make_library() -> bytes:
+    """The library for figures as Altair's version of Vega-Lite has them."""
+    from dare.output.page.charts import alt
+    from dare.output.page.writing import drawing_bundle
+
+    return drawing_bundle(".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])).encode()
+
+
+def _made_elsewhere() -> bytes:
+    command = [sys.executable, "-m", "dare.web.assets"]
+    done = subprocess.run(command, capture_output=True, check=False)  # noqa: S603
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise OutputError(f"the library that draws figures cannot be made: {reason}")
+    return done.stdout
+
+
+def _kept(path: Path) -> bytes | None:
+    """Return what was kept, if it is whole and nobody else can have written it."""
+    with suppress(OSError):
+        content = read_private(path)
+        digest, library = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        if hashlib.sha256(library).digest() == digest:
+            return library
+    return None
+
+
+def _keep(path: Path, library: bytes) -> None:
+    with suppress(OSError):
+        write_private(path, hashlib.sha256(library).digest() + library)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(_make_library())

@@ -32,14 +32,13 @@ from dare.run.progress import Display, progress_shown_by
 from dare.tensors.json_values import json_ready
 
 if TYPE_CHECKING:
-    from dare.analysis.results import Analysis
     from dare.output.report import Report
     from dare.recipe.schema import Recipe
 
 Request = dict[str, Any]
 EVERY_SECONDS = 0.1
 """How often progress is sent, at the most."""
-ANALYSIS, PAGE = "analysis.json", "report.html"
+ANALYSIS = "analysis.json"
 """What an analysis writes into the folder of its job."""
 INTERRUPTED = 130
 
@@ -133,37 +132,8 @@ def analyze(request: Request, line: Line) -> None:
     line.send(result={"verdict": readiness.verdict, "seconds": analysis.seconds})
 
 
-def draw(request: Request, line: Line) -> None:
-    """Make the report's page of an analysis that was written."""
-    from dare.analysis.judge.advice import judge
-    from dare.analysis.page.assembly import assemble_page
-    from dare.analysis.page.figures import draw_figures
-    from dare.analysis.results import Analysis
-    from dare.output.page.writing import write_file
-    from dare.web.drawing import drawing_library  # which is kept, and takes seconds to make
-
-    folder = Path(request["folder"])
-    analysis: Analysis = Analysis.load(folder / ANALYSIS)
-    readiness, advice = judge(analysis)
-    figures = draw_figures(analysis, advice, None)
-    library = drawing_library().decode()
-    page = assemble_page(analysis, readiness, advice, None, figures, library)
-    write_file(folder / f"{PAGE}.partial", page.encode(), "page")
-    (folder / f"{PAGE}.partial").replace(folder / PAGE)
-    line.send(result={})
-
-
-def estimate(request: Request, line: Line) -> None:
-    """Measure how fast this machine is, if that is not known, and say how long a merge takes."""
-    from dare import api
-    from dare.run.rates import estimate as expect
-
-    expected = expect(api.plan(_recipe(request)))
-    line.send(result={"takes": expected and str(expected)})
-
-
 WORK: dict[str, Callable[[Request, Line], None]] = {
-    work.__name__: work for work in (merge, verify, analyze, draw, estimate)
+    work.__name__: work for work in (merge, verify, analyze)
 }
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from dare.errors import DareError, InputError
+from dare.errors import InputError
 from dare.studies.watched import describe_status
-from dare.web.job_process import INTERRUPTED, PAGE, Request
+from dare.web.job_process import INTERRUPTED, Request
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 GRACE_SECONDS = 20.0
@@ -34,8 +34,6 @@ LAST_BYTES = 2000
 MOST_WAITING = 20
 MOST_FINISHED = 100
 """Those that ended first are forgotten first, with what they wrote for the page."""
-MOST_AT_ONCE = 4
-"""Short things that are done beside the queue."""
 COMMAND = [sys.executable, "-P", "-m", "dare.web.job_process"]
 
 
@@ -80,7 +78,6 @@ class Jobs:
         self._lock = threading.Lock()
         self._running: Worker | None = None
         self._closed = False
-        self._drawing = threading.Lock()
         self._thread = threading.Thread(target=self._run_all, name="jobs", daemon=True)
         self._thread.start()
 
@@ -129,14 +126,6 @@ class Jobs:
             elif job.state == "running" and self._running is not None:
                 job.note = "stopping …"
                 self._running.interrupt()
-
-    def draw(self, job: Job) -> Path:
-        """The report's page of an analysis, made when it is first asked for."""
-        page = job.folder / PAGE
-        with self._drawing:
-            if not page.exists():
-                do_now({"kind": "draw", "folder": str(job.folder)})
-        return page
 
     def close(self) -> None:
         """Interrupt what runs, and wait until it has ended."""
@@ -232,35 +221,6 @@ class Worker:
         self._log.seek(max(0, size - LAST_BYTES))
         said = self._log.read().decode(errors="replace").strip()
         return f"the process {describe_status(status)}{f': {said}' if said else ''}"
-
-
-_AT_ONCE = threading.BoundedSemaphore(MOST_AT_ONCE)
-
-
-def do_now(request: Request) -> dict[str, Any]:
-    """Do something short in a process of its own, beside the queue; return its result."""
-    if not _AT_ONCE.acquire(timeout=GRACE_SECONDS):
-        raise InputError("the server is busy; try again when it has answered other requests")
-    try:
-        return _do_now(request)
-    finally:
-        _AT_ONCE.release()
-
-
-def _do_now(request: Request) -> dict[str, Any]:
-    with tempfile.TemporaryFile() as log:
-        process = start_process(request, log)
-        with process:
-            assert process.stdout is not None
-            messages = [json.loads(line) for line in process.stdout]
-            hang_up(process)
-            status = process.wait()
-    for message in reversed(messages):
-        if "error" in message:
-            raise DareError(message["error"])
-        if "result" in message:
-            return dict(message["result"])
-    raise DareError(f"the process {describe_status(status)}")
 
 
 def start_process(request: Request, log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -3,11 +3,10 @@
     GET   folders?path=        what lies in a folder, or the folders that the user pointed to
     GET   recipe?path=         the tables of a recipe
     POST  plan                 what a recipe would do {recipe, overwrite}
-    POST  estimate             how long it takes, measured if need be {recipe}
     GET   jobs                 all jobs; POST adds one {kind, recipe, overwrite} or {kind, path}
     POST  jobs/NUMBER/cancel   interrupt it
     POST  jobs/NUMBER/again    the same once more: an interrupted merge resumes
-    GET   jobs/NUMBER/analysis, jobs/NUMBER/report    the JSON, the page
+    GET   jobs/NUMBER/analysis its JSON
 
 A recipe is the tables of its TOML form. An answer that is no success is `{"error": message}`.
 """
@@ -38,7 +37,7 @@ from dare.tensors.json_values import json_ready
 from dare.tensors.sizes import show_size, times
 from dare.web.guard import Json, read_object
 from dare.web.job_process import ANALYSIS
-from dare.web.jobs import Job, Jobs, do_now
+from dare.web.jobs import Job, Jobs
 from dare.web.roots import OutsideError, Roots
 
 Asked = Mapping[str, Any]
@@ -65,21 +64,19 @@ class OwnModels:
     @property
     def routes(self) -> list[Route]:
         """All routes."""
-        answers: dict[str, dict[str, Callable[[Asked], Any]]] = {
-            "folders": {"GET": lambda asked: self._roots.listing(asked.get("path"))},
-            "recipe": {"GET": self._read_recipe},
-            "plan": {"POST": self._plan},
-            "estimate": {"POST": self._estimate},
-            "jobs": {"GET": self._list_jobs, "POST": self._add_job},
-            "jobs/{number}/cancel": {"POST": self._cancel},
-            "jobs/{number}/again": {"POST": self._repeat},
-            "jobs/{number}/analysis": {"GET": self._send_analysis},
-            "jobs/{number}/report": {"GET": self._send_report},
-        }
+        answers: list[tuple[str, str, Callable[[Asked], Any]]] = [
+            ("GET", "folders", lambda asked: self._roots.listing(asked.get("path"))),
+            ("GET", "recipe", self._read_recipe),
+            ("POST", "plan", self._plan),
+            ("GET", "jobs", lambda _asked: [job.to_dict() for job in self._jobs.all()]),
+            ("POST", "jobs", self._add_job),
+            ("POST", "jobs/{number}/cancel", self._cancel),
+            ("POST", "jobs/{number}/again", lambda asked: self._add_job(self._find(asked).request)),
+            ("GET", "jobs/{number}/analysis", self._send_analysis),
+        ]
         return [
             Route(f"/api/own/{name}", _endpoint(answer), methods=[method])
-            for name, by_method in answers.items()
-            for method, answer in by_method.items()
+            for method, name, answer in answers
         ]
 
     # ------------------------------------------------------------ recipes and plans
@@ -111,9 +108,6 @@ class OwnModels:
             if job.state in ("waiting", "running")
         }
 
-    def _estimate(self, asked: Asked) -> dict[str, Any]:
-        return do_now({"kind": "estimate", "recipe": self._recipe(asked).to_document()})
-
     def _recipe(self, asked: Asked) -> Recipe:
         document = asked.get("recipe")
         if not isinstance(document, dict):
@@ -121,9 +115,6 @@ class OwnModels:
         return self._roots.admit(recipe_from_document(document, "recipe"))
 
     # ------------------------------------------------------------ jobs
-
-    def _list_jobs(self, _asked: Asked) -> list[dict[str, Any]]:
-        return [job.to_dict() for job in self._jobs.all()]
 
     def _add_job(self, asked: Asked) -> dict[str, Any]:
         kind = asked.get("kind")
@@ -146,25 +137,14 @@ class OwnModels:
         self._jobs.cancel(job)
         return job.to_dict()
 
-    def _repeat(self, asked: Asked) -> dict[str, Any]:
-        return self._add_job(self._find(asked).request)
-
     def _find(self, asked: Asked) -> Job:
         return self._jobs.find(asked["number"])
 
-    # ------------------------------------------------------------ analyses
-
     def _send_analysis(self, asked: Asked) -> Response:
-        return FileResponse(self._analysed(asked).folder / ANALYSIS, media_type="application/json")
-
-    def _send_report(self, asked: Asked) -> Response:
-        return FileResponse(self._jobs.draw(self._analysed(asked)), media_type="text/html")
-
-    def _analysed(self, asked: Asked) -> Job:
         job = self._find(asked)
         if not (job.folder / ANALYSIS).exists():
             raise InputError(f"job {job.number} has no analysis")
-        return job
+        return FileResponse(job.folder / ANALYSIS, media_type="application/json")
 
 
 # ---------------------------------------------------------------- plans in words

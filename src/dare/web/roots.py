@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,6 @@ class Entry:
     """Of a model: its weights."""
     opens: bool = False
     """Whether it is a folder that may hold more."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The entry as plain values, ready for JSON."""
-        return dict(vars(self))
 
 
 class Roots:
@@ -137,13 +133,13 @@ class Roots:
         """A folder with what one can open or choose in it; without a path, the folders."""
         if given is None:
             entries = [_folder(folder, str(folder)) for folder in self.folders]
-            return {"path": None, "above": None, "entries": [e.to_dict() for e in entries]}
+            return {"path": None, "above": None, "entries": [asdict(entry) for entry in entries]}
         folder = self.find(given)
         if not folder.is_dir():
             entry = _described(folder)
             if entry is None:
                 raise InputError(f"{folder}: is neither a model nor a recipe")
-            return {**self.listing(str(folder.parent)), "found": entry.to_dict()}
+            return {**self.listing(str(folder.parent)), "found": asdict(entry)}
         try:
             paths = sorted(folder.iterdir(), key=lambda path: path.name.lower())
         except OSError as error:
@@ -154,9 +150,9 @@ class Roots:
         return {
             "path": str(folder),
             "above": None if at_top else str(folder.parent),
-            "entries": [entry.to_dict() for entry in entries[:MOST_ENTRIES]],
+            "entries": [asdict(entry) for entry in entries[:MOST_ENTRIES]],
             "more": max(0, len(entries) - MOST_ENTRIES),
-            **({"found": itself.to_dict()} if itself.kind == "model" else {}),
+            **({"found": asdict(itself)} if itself.kind == "model" else {}),
         }
 
     def _entries(self, paths: Iterable[Path]) -> Iterator[Entry]:

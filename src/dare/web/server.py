@@ -1,14 +1,17 @@
-"""What the server answers: the page's files, and what the page asks of the local engine."""
+"""The server from its start to its end: the page's files, the routes for own models, Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+import webbrowser
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -17,10 +20,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from dare.errors import DareError, printable
+from dare.errors import OutputError, printable
 from dare.web.assets import Assets, page_assets
-from dare.web.engine import Engine
-from dare.web.guard import Guard, Json, Key, read_object, refuse
+from dare.web.guard import LOOPBACK, Guard, Json, Key, refuse
+from dare.web.own import OwnModels
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -33,20 +36,85 @@ TYPES = {
 SLOW = ("vega.js", "index.html")
 """What takes a while to make, and is begun before anybody asks."""
 
-Check = Callable[[], None]
-Work = Callable[[dict[str, Any], Check], Any]
-"""What makes an answer of what was asked; `check` raises when nobody waits for it any more."""
-Handler = Callable[[Request], Awaitable[Response]]
+USUAL_PORT = 8787
+BACKLOG = 128
+GRACE_SECONDS = 2
+"""How long answers that are on their way are waited for at the end."""
 
 
-class Cancelled(Exception):  # noqa: N818 (nothing went wrong)
-    """Nobody waits for the answer any more."""
+def serve(
+    roots: tuple[Path, ...],
+    *,
+    port: int | None = None,
+    announce: Callable[[str], None],
+    opens_browser: bool,
+) -> bool:
+    """Serve the page until Ctrl-C; return whether that has cut a merge of the user's short.
+
+    `announce` is called with the page's address when it can be opened. Without a port it is the
+    usual one, or another if that is taken; 0 is any free one.
+    """
+    ends: list[bool] = []
+    with suppress(KeyboardInterrupt), listen(port) as listening:
+        key = Key(listening.getsockname()[1])
+        announce(key.address)  # a browser that comes early waits for its answer
+        if opens_browser:
+            threading.Thread(target=webbrowser.open, args=(key.address_once,), daemon=True).start()
+        _run(key, roots, listening, ends)
+    return any(ends)
+
+
+def _run(key: Key, roots: tuple[Path, ...], listening: socket.socket, ends: list[bool]) -> None:
+    import uvicorn
+
+    own = OwnModels(roots)
+    app = make_app(key, own.routes, lambda: ends.append(own.close()))
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    uvicorn.Server(settings).run(sockets=[listening])
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket that takes connections from this machine."""
+    try:
+        return _listen(USUAL_PORT if port is None else port)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return _listen(0)
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"port {port} cannot be used: {reason}; give another, or --port 0 for a free one"
+        ) from None
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((LOOPBACK, port))
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+# ---------------------------------------------------------------- the app
 
 
 def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> ASGIApp:
-    """The page, the engine behind it, and other routes, all guarded; `end` is called at the end."""
-    files = Files(page_assets("local"))
-    engine = Engine()
+    """The page and other routes, all guarded; `end` is called at the end."""
+    files = Files(page_assets(is_server=True))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -54,18 +122,11 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
             files.begin(name)
         yield
         await files.close()
-        engine.close()
         await run_in_threadpool(end)
 
     app = Starlette(
-        routes=[
-            Route("/api/merge", answering(engine.merge), methods=["POST"]),
-            Route("/api/score", answering(engine.score), methods=["POST"]),
-            Route("/api/write", answering(engine.write), methods=["POST"]),
-            *others,
-            Route("/{name:path}", files.answer),
-        ],
-        exception_handlers={DareError: _explain, Exception: _apologise},
+        routes=[*others, Route("/{name:path}", files.answer)],
+        exception_handlers={Exception: _apologise},
         lifespan=lifespan,
     )
     return Guard(app, key)
@@ -117,46 +178,6 @@ class Files:
 def _make_file(make: Callable[[], bytes]) -> File:
     content = make()
     return File(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-
-
-# ---------------------------------------------------------------- questions
-
-
-def answering(work: Work) -> Handler:
-    """A handler that does some work in a thread, and has it end when the asker goes away."""
-
-    async def handle(request: Request) -> Response:
-        asked = await read_object(request)
-        gone = threading.Event()
-
-        def check() -> None:
-            if gone.is_set():
-                raise Cancelled
-
-        doing = asyncio.create_task(run_in_threadpool(work, asked, check))
-        leaving = asyncio.create_task(_until_gone(request))
-        try:
-            await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                gone.set()
-            return Json(await doing)
-        except Cancelled:
-            return Response(status_code=204)  # which nobody sees
-        finally:
-            gone.set()
-            leaving.cancel()
-
-    return handle
-
-
-async def _until_gone(request: Request) -> None:
-    """Wait until the asker has gone away."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _explain(_request: Request, error: Exception) -> Response:
-    return Json({"error": str(error)}, 400)
 
 
 async def _apologise(_request: Request, error: Exception) -> Response:

@@ -4,12 +4,12 @@
 // Every name in an analysis comes from outside: it is only ever put into the page as text.
 import { listOf, paragraph, wideTable } from "./analysis/elements.js";
 import * as figures from "./analysis/figures.js";
-import { writeToml } from "./analysis/toml.js";
 import {
   amount, bytes, cosine, duration, listed, number, origin, share, shortName, times,
 } from "./analysis/words.js";
 import { make } from "./controls.js";
 import { addFigure } from "./figures.js";
+import { writeToml } from "./toml.js";
 
 export { readAnalysis, readFile } from "./analysis/reading.js";
 

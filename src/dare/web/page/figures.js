@@ -66,7 +66,43 @@ export function addFigure(name, spec, description) {
       waiting = { ...waiting, ...datasets };
       if (idle) drawing = drawing.then(drawLast);
     },
-    /** When everything that was asked for so far is drawn. */
-    drawn: () => drawing,
   };
 }
+
+// ---------------------------------------------------------------- what specs are made of
+
+/** A quantity along an axis. */
+export const quantity = (field, title, domain, axis = {}, scale = {}) => ({
+  field, type: "quantitative", title, scale: { domain, ...scale }, axis,
+});
+
+export const RATE = quantity("p", "drop rate p", [0, 1], { tickCount: 5, grid: false });
+export const RIGHT = quantity("mean", "right answers, %", [0, 100], { tickCount: 5 });
+
+/** A colour for each of some words. */
+export const colours = (field, domain, more = {}) => ({
+  field, type: "nominal", title: null, scale: { domain }, ...more,
+});
+
+export const layer = (name, mark, encoding) => ({ data: { name }, mark, encoding });
+
+/** A large dot where the reader is, in the second colour unless it has another. */
+export const dot = (encoding) => layer("here",
+  { type: "point", filled: true, size: 150, opacity: 1 },
+  { color: { datum: "you", scale: { domain: ["all", "you"] }, legend: null }, ...encoding });
+
+/** Rows of a measured curve: the mean over seeds, with the lowest and the highest. */
+export const rowsOf = (curve, kind) => curve.points.map(({ drop_rate: p, right }) => ({
+  p,
+  kind,
+  mean: right.reduce((sum, value) => sum + value, 0) / right.length,
+  low: Math.min(...right),
+  high: Math.max(...right),
+}));
+
+/** The band from the lowest seed to the highest, and the line of their means. */
+export const band = (color, mark = { type: "line" }) => [
+  layer("measured", { type: "area", opacity: 0.2 },
+    { x: RATE, y: { ...RIGHT, field: "low" }, y2: { field: "high" }, color }),
+  layer("measured", mark, { x: RATE, y: RIGHT, color }),
+];

@@ -1,7 +1,6 @@
 // Starts the page: the state from the address, the engine, and every part in its section.
 /* global darePage */
-import { openEngine } from "./engines.js";
-import { loadModel } from "./models.js";
+import { openEngine } from "./engine/browser.js";
 import { breathe } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
@@ -10,7 +9,6 @@ import * as drop from "./parts/drop.js";
 const others = {
   top: () => import("./parts/top.js"),
   signs: () => import("./parts/signs.js"),
-  arc: () => import("./parts/arc.js"),
   live: () => import("./parts/live.js"),
   predict: () => import("./parts/predict.js"),
   breaking: () => import("./parts/breaking.js"),
@@ -18,8 +16,7 @@ const others = {
 };
 const page = {
   state: createState(),
-  engine: openEngine(document.querySelector("meta[name=dare-engine]").content),
-  loadModel,
+  engine: openEngine(),
   complain,
 };
 

@@ -1,8 +1,10 @@
 // The matrices that pictures show: square ones of the demo's models, 128 by 128.
 import { toFloats } from "./engine/floats.js";
 import { deltaOf } from "./engine/merge.js";
+import { loadModel } from "./loading.js";
 
 export const SIDE = 128;
+export const NAMES = ["add", "sort", "say"];
 export const MODELS = [
   ["add", "add: sums"],
   ["sort", "sort: letters in order"],
@@ -19,16 +21,8 @@ export const TENSORS = [0, 1, 2, 3, 4].flatMap((layer) =>
   ]),
 );
 
-/** One tensor of a model as numbers. */
-export async function weightsOf(loadModel, model, name) {
-  return toFloats((await loadModel(model)).get(name));
-}
-
 /** What a model changed in one tensor of the base. */
-export async function changeOf(loadModel, model, name) {
-  const [tuned, base] = await Promise.all([
-    weightsOf(loadModel, model, name),
-    weightsOf(loadModel, "base", name),
-  ]);
-  return deltaOf(tuned, base);
+export async function changeOf(model, name) {
+  const [tuned, base] = await Promise.all([model, "base"].map(loadModel));
+  return deltaOf(toFloats(tuned.get(name)), toFloats(base.get(name)));
 }

@@ -11,6 +11,12 @@ export const signed = (value, digits = 4) => (value < 0 ? "" : "+") + decimal(va
 /** A share of one in per cent. */
 export const percent = (share, digits = 1) => `${decimal(100 * share, digits)} %`;
 
+/** A score that is in per cent already. */
+export const points = (value) => `${Math.round(value)} %`;
+
+/** Bits that a byte takes. */
+export const bits = (value) => (Number.isFinite(value) ? value.toFixed(3) : "NaN");
+
 /** A whole number with thousands set apart. */
 export const whole = (value) => value.toLocaleString("en-US");
 

@@ -1,6 +1,5 @@
 // Mask v1: which elements of a delta are kept. docs/mask.md of the repository defines it.
 import { blake2b } from "./blake2b.js";
-import { roundEven } from "./floats.js";
 
 const ROUNDS = 7;
 const GROUP = 128;  // elements whose lanes come from the same calls
@@ -12,60 +11,41 @@ const laneWords = new Uint32Array(GROUP / 4);
 const lanes = new Uint8Array(laneWords.buffer);
 const tieWords = new Uint32Array(4);
 
-/** For each of the elements start … start + size of a tensor 1 if it is kept, and 0 if not. */
-export function keepMask(name, size, dropRate, seed, start = 0, draw = 0) {
-  const [k0, k1] = maskKey(seed, name, draw);
+/** For each of the elements of a tensor 1 if it is kept, and 0 if not. */
+export function keepMask(name, size, dropRate, seed) {
+  const text = new TextEncoder().encode(`dare mask v1\n${seed}\n${name}`);
+  const [k0, k1] = new Uint32Array(blake2b(text, 8).buffer, 0, 2);
   const threshold = keepThreshold(dropRate);
   const high = Math.floor(threshold / WORD);
   const low = threshold % WORD;
   const keep = new Uint8Array(size);
-  for (let group = start - (start % GROUP); group < start + size; group += GROUP) {
-    fillLanes((group / GROUP) * CALLS, k0, k1);
-    const first = Math.max(0, start - group);
-    const end = Math.min(GROUP, start + size - group);
-    keepLow(keep, (group - start) | 0, first | 0, end | 0, high | 0);
-    for (let i = lanes.indexOf(high, first); 0 <= i && i < end; i = lanes.indexOf(high, i + 1)) {
-      keep[group - start + i] = tieWord(group + i, k0, k1) < low ? 1 : 0;
+  for (let group = 0; group < size; group += GROUP) {
+    const call = (group / GROUP) * CALLS;
+    for (let i = 0; i < CALLS; i++) philox(call + i, 0, k0, k1, laneWords, i, CALLS);
+    const end = Math.min(GROUP, size - group);
+    for (let i = 0; i < end; i++) keep[group + i] = (lanes[i] - high) >>> 31;  // without a branch
+    for (let i = lanes.indexOf(high); 0 <= i && i < end; i = lanes.indexOf(high, i + 1)) {
+      philox(group + i, TIE_BREAK, k0, k1, tieWords, 0, 1);
+      keep[group + i] = tieWords[0] < low ? 1 : 0;
     }
   }
   return keep;
 }
 
-/** Keep what is below the threshold's first byte; without a branch, which nothing could foresee. */
-function keepLow(keep, place, first, end, high) {
-  for (let i = first; i < end; i++) keep[place + i] = (lanes[i] - high) >>> 31;
-}
-
-/** The two words that the masks of a tensor are drawn by. */
-export function maskKey(seed, name, draw = 0) {
-  const later = draw ? ` draw ${draw}` : "";
-  const text = new TextEncoder().encode(`dare mask v1${later}\n${seed}\n${name}`);
-  const digest = blake2b(text, 8);
-  return new Uint32Array(digest.buffer, 0, 2);
-}
-
-/** The share that is kept, as a whole number of 2⁻⁴⁰. */
+/** The share that is kept, as a whole number of 2⁻⁴⁰: the nearest, the even one of two as near. */
 export function keepThreshold(dropRate) {
-  return roundEven((1 - dropRate) * 2 ** 40);
-}
-
-/** One byte for each element of a group: all first words of its calls, then all second ones, … */
-function fillLanes(call, k0, k1) {
-  const above = Math.floor(call / WORD);
-  for (let i = 0; i < CALLS; i++) philox(call + i, above, 0, 0, k0, k1, laneWords, i, CALLS);
-}
-
-function tieWord(element, k0, k1) {
-  philox(element, Math.floor(element / WORD), TIE_BREAK, 0, k0, k1, tieWords, 0, 1);
-  return tieWords[0];
+  const share = (1 - dropRate) * 2 ** 40;
+  const below = Math.floor(share);
+  const rest = share - below;
+  return rest > 0.5 || (rest === 0.5 && below % 2 !== 0) ? below + 1 : below;
 }
 
 /** Philox4x32 with seven rounds; its words go to `out` from `place` on, `stride` apart. */
-export function philox(c0, c1, c2, c3, k0, k1, out, place, stride) {
+function philox(c0, c2, k0, k1, out, place, stride) {
   let a = c0 | 0;
-  let b = c1 | 0;
+  let b = 0;
   let c = c2 | 0;
-  let d = c3 | 0;
+  let d = 0;
   let key0 = k0 | 0;
   let key1 = k1 | 0;
   for (let round = 0; round < ROUNDS; round++) {

@@ -1,212 +1,151 @@
 // Merges models as the package does, bit for bit: docs/numbers.md of the repository says in which
 // order and with which roundings, src/dare/kernels/reference.py is the definition.
-import { arc, cosineOf } from "./arcs.js";
-import { addScaled, countVotes, elect, weightedSum } from "./combine.js";
-import { added, deltaOf, dropped } from "./deltas.js";
-import {
-  MERGED_TYPES, OTHER_WEIGHT_TYPES, bitsOf, fromFloats, keptFloats, toFloats,
-} from "./floats.js";
+//
+// A setting is what a recipe says:
+//   { base: "base", method: "dare+trim+ties", scale: 1, seed: 42,
+//     models: [{ name: "add" }, { name: "say", weight: 0.5, seed: 7 }],
+//     stages: { dare: { drop_rate: 0.5, rescale: true }, trim: { keep_ratio: 0.2 } } }
+// Without models it is the base as it is. A tensor is { shape, data }, its data the bits of BF16.
+import { keptFloats, toBfloats } from "./floats.js";
 import { keepMask } from "./mask.js";
-import { byName } from "./names.js";
-import { readSetting, whyNot } from "./setting.js";
-import { sumMagnitudes } from "./sums.js";
-import { trimmed, trimmedTogether } from "./trim.js";
+import { trimmed } from "./trim.js";
 
-export { arc, cosineOf, deltaOf, dropped, elect, trimmed, whyNot };
+const round = Math.fround;
+const WEIGHTS = { linear: (count) => 1 / count, sum: () => 1, ties: () => 1 };
 
-/**
- * The merged tensors, like the base's: a Map from names to { dtype, shape, data }.
- *
- * `models` has the tensors of the base and of all models by name; `engines.js` says what a setting
- * is. Tensors that are not changed are the base's own.
- */
+/** The merged tensors, like the base's; `models` has those of the base and of all models by name. */
 export function mergeModels(setting, models) {
-  const base = tensorsOf(models, setting.base ?? "base");
+  const { method, scale, seed } = setting;
+  const base = models.get(setting.base);
   if (!setting.models.length) return new Map(base);
-  const recipe = readSetting(setting);
-  for (const { name } of recipe.models) checkFit(base, tensorsOf(models, name), name);
-  const alone = isModel(recipe) ? models.get(recipe.models[0].name) : base;
-  const byModel = recipe.models.map((model) => prepare(base, models.get(model.name), model));
-  const merged = new Map();
-  for (const [name, tensor] of base) {
-    const deltas = byModel.map((deltasOfModel) => deltasOfModel.get(name));
-    const isCopied = alone !== base && alone.get(name).dtype === tensor.dtype;
-    if (!isMerged(tensor) || isCopied) merged.set(name, alone.get(name));
-    else merged.set(name, mergeTensor(tensor, deltas, recipe));
+  const chain = method.split("+");
+  const combine = chain.pop();
+  if (!Object.hasOwn(WEIGHTS, combine) || chain.some((stage) => !DELTA_STAGES[stage])) {
+    throw new Error(`method '${method}': this page merges by dare, trim, linear, sum and ties`);
   }
-  return merged;
+  const stages = chain.map((stage) => [stage, setting.stages[stage] ?? {}]);
+  const weights = setting.models.map(
+    ({ weight }) => weight ?? WEIGHTS[combine](setting.models.length));
+  if (isModel(stages, weights, scale)) return new Map(models.get(setting.models[0].name));
+  const byModel = setting.models.map(({ name, seed: own }, place) =>
+    prepare(base, models.get(name), stages, own ?? seed + place));
+  return new Map([...base].map(([name, tensor]) => {
+    const deltas = byModel.map((deltasOfModel) => deltasOfModel.get(name));
+    const scaled = weights.map((weight, place) => weight * deltas[place].factor);
+    const values = deltas.map((delta) => delta.values);
+    const shares = weights.map(Math.abs);
+    const merged =
+      combine === "ties" ? elect(values, scaled, shares).merged : weightedSum(values, scaled);
+    return [name, { ...tensor, data: added(tensor, merged, scale) }];
+  }));
 }
 
 /** Whether the result is, by the method's definition, the one model that is given. */
-function isModel({ combine, models, scale }) {
-  const [{ stages, weight }, ...others] = models;
+function isModel(stages, [weight, ...others], scale) {
   const dropsNothing = stages.every(([, { drop_rate: rate = 0, keep_ratio: ratio = 1 }]) =>
     rate === 0 && ratio === 1);
-  return !others.length && combine !== "slerp" && weight === 1 && scale === 1 && dropsNothing;
+  return !others.length && weight === 1 && scale === 1 && dropsNothing;
 }
 
-function tensorsOf(models, name) {
-  const tensors = models.get(name);
-  if (tensors) return tensors;
-  throw new Error(`there is no model '${name}'; there are ${[...models.keys()].join(", ")}`);
-}
-
-function isMerged(tensor) {
-  return MERGED_TYPES.includes(tensor.dtype);
-}
-
-function checkFit(base, tuned, model) {
-  for (const [name, tensor] of base) {
-    const other = tuned.get(name);
-    if (!other) throw new Error(`${name}: not in ${model}`);
-    const { dtype, shape, data } = tensor;
-    const isType = other.dtype === dtype || (isMerged(other) && isMerged(tensor));
-    if (!isType || `${other.shape}` !== `${shape}`) {
-      throw new Error(
-        `${name}: base is ${dtype} [${shape.join(", ")}], `
-          + `${model} is ${other.dtype} [${other.shape.join(", ")}]`,
-      );
-    }
-    if (OTHER_WEIGHT_TYPES.includes(dtype)) {
-      throw new Error(`${name}: weights of type ${dtype} need the local engine, dare playground`);
-    }
-    if (!isMerged(tensor) && data.some((value, i) => value !== other.data[i])) {
-      throw new Error(
-        `${name}: the ${dtype} values of ${model} differ from the base's and cannot be merged`,
-      );
-    }
-  }
-  const extra = [...tuned.keys()].find((name) => !base.has(name));
-  if (extra !== undefined) throw new Error(`${extra}: in ${model}, not in the base`);
+/** base + scale·merged as BF16; where nothing is changed the base's bits are kept. */
+function added(base, merged, scale) {
+  const factor = round(scale);
+  const sum = Float32Array.from(keptFloats(base));
+  for (let i = 0; i < sum.length; i++) sum[i] += round(factor * merged[i]);
+  const data = toBfloats(sum);
+  for (let i = 0; i < data.length; i++) if (merged[i] === 0) data[i] = base.data[i];
+  return data;
 }
 
 // ---------------------------------------------------------------- delta stages
 
-const taken = new WeakMap();  // by a model's tensors, its deltas from the base that was last used
-const prepared = new WeakMap();  // and what its last settings have made of them
+const prepared = new WeakMap();  // by a model's tensors, what its last settings have made of them
 
-/** A model's deltas after all its stages: by name { values, factor }. */
-function prepare(base, tuned, { stages, seed }) {
+/** A model's deltas after all its stages: by name { values, factor, keep }. */
+function prepare(base, tuned, stages, seed) {
   const key = JSON.stringify([seed, stages]);
   const last = prepared.get(tuned);
   if (last?.key === key && last.base === base) return last.deltas;
-  let deltas = takeDeltas(base, tuned);
-  for (const [stage, settings] of stages) deltas = DELTA_STAGES[stage](deltas, settings, seed);
-  const found = new Map(deltas.map((delta) => [delta.name, delta]));
-  prepared.set(tuned, { key, base, deltas: found });
-  return found;
-}
-
-/** A model's deltas in the order of names. */
-function takeDeltas(base, tuned) {
-  const last = taken.get(tuned);
-  if (last?.base === base) return last.deltas;
-  const names = byName(base.keys()).filter((name) => isMerged(base.get(name)));
-  const deltas = names.map((name) => {
-    const values = deltaOf(toFloats(tuned.get(name)), keptFloats(base.get(name)));
-    return { name, values, factor: 1, keep: null };
-  });
-  taken.set(tuned, { base, deltas });
+  const deltas = new Map([...base].map(([name, tensor]) => {
+    const values = deltaOf(keptFloats(tuned.get(name)), keptFloats(tensor));
+    const start = { values, factor: 1, keep: null };
+    return [name, stages.reduce(
+      (delta, [stage, settings]) => DELTA_STAGES[stage](delta, settings, seed, name), start)];
+  }));
+  prepared.set(tuned, { key, base, deltas });
   return deltas;
 }
 
-// A chain has each of them once. So every mask is a first draw, and a trim comes upon deltas that
-// are whole or were dropped from by one mask.
 const DELTA_STAGES = {
-  dare(deltas, { drop_rate: rate, rescale }, seed) {
-    if (rate === 0) return deltas;
-    return deltas.map(({ name, values, factor }) => {
-      const keep = keepMask(name, values.length, rate, seed);
-      const kept = dropped(values, keep);
-      const grown = rescale === "l1" ? l1Factor(values, kept) : rescale ? 1 / (1 - rate) : 1;
-      return { name, values: kept, factor: factor * grown, keep };
-    });
+  dare(delta, { drop_rate: rate, rescale = true }, seed, name) {
+    if (rate === 0) return delta;
+    const keep = keepMask(name, delta.values.length, rate, seed);
+    const factor = rescale ? delta.factor / (1 - rate) : delta.factor;
+    return { values: dropped(delta.values, keep), factor, keep };
   },
 
-  trim(deltas, { keep_ratio: ratio, scope }) {
-    if (ratio === 1) return deltas;
-    const all = deltas.map((delta) => delta.values);
-    const counts = deltas.map(countSurvivors);
-    const kept = scope === "model"
-      ? trimmedTogether(all, ratio, counts.reduce((total, count) => total + count, 0))
-      : all.map((values, place) => trimmed(values, ratio, counts[place]));
-    return deltas.map((delta, place) => ({ ...delta, values: kept[place] }));
+  trim(delta, { keep_ratio: ratio }) {
+    if (ratio === 1) return delta;
+    const { values, keep } = delta;
+    const survivors = keep ? keep.reduce((count, kept) => count + kept, 0) : values.length;
+    return { ...delta, values: trimmed(values, ratio, survivors) };
   },
 };
 
-/** How many elements no earlier stage has dropped, be they zero or not. */
-function countSurvivors({ values, keep }) {
-  if (keep === null) return values.length;
-  let count = 0;
-  for (let i = 0; i < keep.length; i++) count += keep[i];
-  return count;
+/** tuned − base. */
+export function deltaOf(tuned, base) {
+  const delta = new Float32Array(base.length);
+  for (let i = 0; i < delta.length; i++) delta[i] = tuned[i] - base[i];
+  return delta;
 }
 
-function l1Factor(values, kept) {
-  const after = sumMagnitudes(kept);
-  return after === 0 ? 1 : sumMagnitudes(values) / after;
+/** The delta where `keep` is 1, times the factor; elsewhere zero, whatever stood there. */
+export function dropped(delta, keep, factor = 1) {
+  const scale = round(factor);
+  const kept = new Float32Array(delta.length);
+  for (let i = 0; i < kept.length; i++) if (keep[i]) kept[i] = delta[i] * scale;
+  return kept;
 }
 
 // ---------------------------------------------------------------- combine stages
 
-let sums = new Float32Array(0);  // what is only there until it is rounded
+// Weights are rounded to float32 before they are used, and sums go in the order of the models.
 
-function mergeTensor(base, deltas, { combine, options, models, scale }) {
-  const floats = keptFloats(base);
-  const weights = models.map((model) => model.weight);
-  const merged = COMBINE_STAGES[combine](deltas, weights, options, floats);
-  if (sums.length < floats.length) sums = new Float32Array(floats.length);
-  const sum = added(floats, merged, scale, sums.subarray(0, floats.length));
-  const data = fromFloats(sum, base.dtype);
-  putBack(data, base.data, merged);
-  return { ...base, data };
-}
-
-/** Where the merged delta is zero the base's bits are kept. */
-function putBack(data, stored, merged) {
-  const [to, from] = data.BYTES_PER_ELEMENT === 4 ? [bitsOf(data), bitsOf(stored)] : [data, stored];
-  for (let i = 0; i < merged.length; i++) {
-    const isChanged = -((merged[i] !== 0) | 0);
-    to[i] = (to[i] & isChanged) | (from[i] & ~isChanged);
-  }
-}
-
-const COMBINE_STAGES = { linear: sumDeltas, sum: sumDeltas, ties: electDeltas, slerp: turnDeltas };
-
-/** A weight times the factor of its model's stages is rounded once. */
-function sumDeltas(deltas, weights) {
-  const all = weights.map((weight, model) => (weight === 0 ? 0 : weight * deltas[model].factor));
-  return weightedSum(deltas.map((delta) => delta.values), all);
-}
-
-function electDeltas(deltas, weights, { divide_by: divisor, vote, weighted }) {
-  const isPlain = vote === "sum" && weighted;
-  const used = deltas.flatMap((delta, model) =>
-    isPlain || weights[model] !== 0 ? [{ ...delta, weight: weights[model] }] : [],
-  );
-  if (!used.length) return new Float32Array(deltas[0].values.length);
-  const values = used.map((delta) => delta.values);
-  const all = used.map(({ weight, factor }) => weight * factor);
-  const sizes = used.map(({ weight }) => Math.abs(weight));
-  const ones = sizes.map(() => 1);
-  const shares = { weights: sizes, count: ones, nothing: sizes.map(() => 0) }[divisor];
-  if (isPlain) return elect(values, all, shares).merged;
-  const balance = vote === "count"
-    ? countVotes(values, all, weighted ? sizes : ones)
-    : weightedSum(values, used.map(({ weight, factor }) => Math.sign(weight) * factor));
-  return elect(values, all, shares, balance).merged;
-}
-
-function turnDeltas(deltas, _weights, { t, on }, base) {
-  const origin = on === "weights" ? withoutInfinities(base) : new Float32Array(base.length);
-  const [a, b] = deltas.map(({ values, factor }) => added(origin, values, factor));
-  const coefficients = arc(cosineOf(a, b), t);
-  const total = sumDeltas(deltas, coefficients);
-  const excess = coefficients[0] + coefficients[1] - 1;
-  if (on === "weights" && excess !== 0) addScaled(total, origin, Math.fround(excess));
+/** Σ weight·delta; a model whose weight is 0 is left out, so that 0·NaN spreads nothing. */
+function weightedSum(deltas, weights) {
+  const total = new Float32Array(deltas[0].length);
+  deltas.forEach((delta, model) => {
+    const weight = round(weights[model]);
+    if (weights[model] === 0) return;
+    for (let i = 0; i < total.length; i++) total[i] += round(weight * delta[i]);
+  });
   return total;
 }
 
-function withoutInfinities(values) {
-  return values.map((value) => (Math.abs(value) === Infinity ? 0 : value));
+/**
+ * The sign that outweighs the other in each element, and the sum of the terms that have it, divided
+ * by the shares of their models.
+ */
+export function elect(deltas, weights, shares = weights.map(Math.abs)) {
+  const size = deltas[0].length;
+  const merged = new Float32Array(size);
+  const sign = new Int8Array(size);
+  const factors = weights.map(round);
+  const parts = shares.map(round);
+  for (let i = 0; i < size; i++) {
+    let [above, below, aboveShare, belowShare] = [0, 0, 0, 0];
+    for (let model = 0; model < deltas.length; model++) {
+      const value = round(factors[model] * deltas[model][i]);
+      if (!(value < 0)) above = round(above + value);
+      if (!(value > 0)) below = round(below + value);
+      if (value > 0) aboveShare = round(aboveShare + parts[model]);
+      if (value < 0) belowShare = round(belowShare + parts[model]);
+    }
+    const total = round(above + below);
+    sign[i] = Math.sign(total);
+    merged[i] = total > 0 ? above / (aboveShare || 1)
+      : total < 0 ? below / (belowShare || 1)
+      : total;
+  }
+  return { merged, sign };
 }

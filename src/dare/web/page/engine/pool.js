@@ -1,8 +1,6 @@
 // Workers that share the jobs of requests. A worker has one job at a time, so a request that is
 // aborted stops within one; the latest request comes first, so that it waits for no earlier one.
 
-export const aborted = () => new DOMException("Not needed any more.", "AbortError");
-
 export class Pool {
   #start;
   #free;  // how many workers may still be started
@@ -19,9 +17,9 @@ export class Pool {
   run(messages, done, signal) {
     return new Promise((resolve, reject) => {
       const request = { messages: [...messages], left: messages.length, done, resolve, reject };
-      if (signal?.aborted) return reject(aborted());
+      if (signal?.aborted) return reject(signal.reason);
       if (!messages.length) return resolve();
-      signal?.addEventListener("abort", () => this.#drop(request, aborted()), { once: true });
+      signal?.addEventListener("abort", () => this.#drop(request, signal.reason), { once: true });
       this.#requests.unshift(request);
       this.#work();
     });
@@ -71,37 +69,4 @@ export class Pool {
     request.left -= 1;
     if (!request.left) request.resolve();
   }
-}
-
-/**
- * Begin work for all who will wait for it: a function of a signal that gives each a promise.
- *
- * When all have aborted, so is the work. Then, and when it fails, `forget` is called at once.
- */
-export function share(work, forget) {
-  const ended = new AbortController();
-  let waiting = 0;
-  let isOver = false;
-  const result = work(ended.signal);
-  const end = () => {
-    isOver = true;
-  };
-  result.then(end, () => {
-    end();
-    if (!ended.signal.aborted) forget();
-  });
-
-  return (signal) => new Promise((resolve, reject) => {
-    const leave = () => {
-      reject(aborted());
-      waiting -= 1;
-      if (waiting || isOver) return;
-      forget();
-      ended.abort();
-    };
-    waiting += 1;
-    result.then(resolve, reject);
-    if (signal?.aborted) leave();
-    else signal?.addEventListener("abort", leave, { once: true });
-  });
 }

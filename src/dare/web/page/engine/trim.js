@@ -10,50 +10,35 @@ const lowCounts = new Int32Array(1 << 15);
  * equals those with the lowest index; `survivors` counts what no earlier stage has dropped.
  */
 export function trimmed(values, keepRatio, survivors = values.length) {
-  return trimmedTogether([values], keepRatio, survivors)[0];
-}
-
-/** The same for several tensors that are ranked together; of equals the first tensor's are kept. */
-export function trimmedTogether(tensors, keepRatio, survivors) {
-  const cut = findCut(tensors, Math.max(1, Math.floor(keepRatio * survivors)));
-  return tensors.map((values) => keepLargest(values, cut));
+  const bits = bitsOf(values);
+  const kept = new Float32Array(values.length);
+  const cut = findCut(bits, Math.max(1, Math.floor(keepRatio * survivors)));
+  for (let i = 0; i < bits.length; i++) {
+    const magnitude = bits[i] & 0x7fffffff;
+    if (magnitude > cut.bits || (magnitude === cut.bits && cut.equals-- > 0)) kept[i] = values[i];
+  }
+  return kept;
 }
 
 /** The bits of the k-th largest magnitude, and how many that equal it are kept; zeros never are. */
-function findCut(tensors, wanted) {
-  if (countHigh(tensors) <= wanted) return { bits: 0, equals: 0 };
-  const high = countDown(highCounts, wanted);
-  countLow(tensors, high.place);
-  const low = countDown(lowCounts, high.rank);
-  return { bits: (high.place << 15) | low.place, equals: low.rank };
-}
-
-/** Count all magnitudes but zero by their upper bits; return how many there are. */
-function countHigh(tensors) {
+function findCut(bits, wanted) {
   let nonzero = 0;
   highCounts.fill(0);
-  for (const values of tensors) {
-    const bits = bitsOf(values);
-    for (let i = 0; i < bits.length; i++) {
-      const magnitude = bits[i] & 0x7fffffff;
-      if (magnitude === 0) continue;
-      highCounts[magnitude >>> 15]++;
-      nonzero++;
-    }
+  for (let i = 0; i < bits.length; i++) {
+    const magnitude = bits[i] & 0x7fffffff;
+    if (magnitude === 0) continue;
+    highCounts[magnitude >>> 15]++;
+    nonzero++;
   }
-  return nonzero;
-}
-
-/** Count those whose upper bits are these by their lower bits. */
-function countLow(tensors, high) {
+  if (nonzero <= wanted) return { bits: 0, equals: 0 };
+  const high = countDown(highCounts, wanted);
   lowCounts.fill(0);
-  for (const values of tensors) {
-    const bits = bitsOf(values);
-    for (let i = 0; i < bits.length; i++) {
-      const magnitude = bits[i] & 0x7fffffff;
-      if (magnitude !== 0 && magnitude >>> 15 === high) lowCounts[magnitude & 0x7fff]++;
-    }
+  for (let i = 0; i < bits.length; i++) {
+    const magnitude = bits[i] & 0x7fffffff;
+    if (magnitude !== 0 && magnitude >>> 15 === high.place) lowCounts[magnitude & 0x7fff]++;
   }
+  const low = countDown(lowCounts, high.rank);
+  return { bits: (high.place << 15) | low.place, equals: low.rank };
 }
 
 /** Where the k-th largest was counted, and its rank among those that were counted there. */
@@ -61,14 +46,4 @@ function countDown(counts, wanted) {
   let place = counts.length - 1;
   for (; counts[place] < wanted; place--) wanted -= counts[place];
   return { place, rank: wanted };
-}
-
-function keepLargest(values, cut) {
-  const bits = bitsOf(values);
-  const kept = new Float32Array(values.length);
-  for (let i = 0; i < bits.length; i++) {
-    const magnitude = bits[i] & 0x7fffffff;
-    if (magnitude > cut.bits || (magnitude === cut.bits && cut.equals-- > 0)) kept[i] = values[i];
-  }
-  return kept;
 }

@@ -3,7 +3,7 @@
 //   { kind, items, key, tensors }     the answers to a job of scoring.js about the model `key`
 // As { answers, holds } or { error, holds }: `holds` are the keys of models that it still has,
 // whose tensors need not be sent again.
-import { loadModel } from "../models.js";
+import { load, loadModel } from "../loading.js";
 import { Llama } from "./llama.js";
 import { mergeModels } from "./merge.js";
 import { answersTo } from "./scoring.js";
@@ -61,15 +61,10 @@ export function createHandler(openKernels, load) {
 let compiling;
 
 /** The exports of a new instance of llama.wasm. */
-export async function openKernels() {
-  const module = await (compiling ??= fetchKernels());
-  return (await WebAssembly.instantiate(module)).exports;
-}
-
-async function fetchKernels() {
-  const response = await fetch(new URL("llama.wasm", import.meta.url));
-  if (!response.ok) throw new Error(`llama.wasm could not be loaded (${response.status}).`);
-  return WebAssembly.compile(await response.arrayBuffer());
+async function openKernels() {
+  compiling ??= load("engine/llama.wasm").then(async (response) =>
+    WebAssembly.compile(await response.arrayBuffer()));
+  return (await WebAssembly.instantiate(await compiling)).exports;
 }
 
 if (globalThis.WorkerGlobalScope) {

@@ -1,12 +1,11 @@
 // Break it: four ways to spoil a merge, in the merged model's own answers and in dare's findings.
 /* global darePage */
 import { choice, make, slider, toggle } from "../controls.js";
+import { isAbort, loadJson, markBusy, whenNear } from "../loading.js";
 import { whenRested } from "../pace.js";
-import { isAbort, loadJson, markBusy, whenNear } from "./live/loading.js";
-import { FULL, inPercent, measurerOf, QUICK } from "./live/measuring.js";
-import { percent } from "./live/numbers.js";
-import { showAnswer } from "./live/samples.js";
-import { scoreTable } from "./live/scores.js";
+import { points } from "../words.js";
+import { samplesTable } from "./live/samples.js";
+import { FULL, inPercent, QUICK, scoreTable } from "./live/scores.js";
 
 export const defaults = {
   "breaking.way": "seed",
@@ -24,35 +23,30 @@ const WAYS = [
 ];
 const METHODS = ["dare+ties", "dare+sum", "dare+linear"].map((method) => [method, method]);
 const FOUND = { seed: "one-seed", base: "wrong-base", nan: "nan", far: "too-far" };
-const ENGLISH = "And God said unto ";
 const TONES = { stop: "Stop", change: "Change", note: "Note" };
 const REST_MS = 40;
-const LONGEST = 30;  // longer than any answer
 
 /** The merge of all three, sound or broken in this way. */
 export function settingOf(get, way) {
   const adder = { nan: "add-nan", far: "add-far" }[way] ?? "add";
-  const seed = way === "seed" ? get("breaking.seed") : null;
-  const models = [adder, "sort", "say"].map((name) => (
-    { name, weight: null, drop_rate: null, seed }));
+  const seed = get("breaking.seed");
   return {
     base: way === "base" ? "base-permuted" : "base",
     method: get("breaking.m"),
     scale: 1,
-    seed: get("breaking.seed"),
-    models,
+    seed,
+    models: [adder, "sort", "say"].map((name) => (way === "seed" ? { name, seed } : { name })),
     stages: { dare: { drop_rate: get("breaking.p") } },
   };
 }
 
 export async function mount(section, { state, engine }) {
-  const measurer = measurerOf(engine);
   const at = (name) => section.querySelector(`[data-place=${name}]`);
   addControls(at("controls"), state);
   const table = section.querySelector("#breaking-scores");
   const scores = scoreTable(table);
   const { tasks } = await loadJson("prompts.json");
-  const samples = sampleRows(section.querySelector("#breaking-samples tbody"), tasks);
+  const samples = samplesTable(section.querySelector("#breaking-samples tbody"), tasks, 1, 2);
 
   function change() {
     const [way, isOn] = [state.get("breaking.way"), state.get("breaking.on")];
@@ -68,18 +62,15 @@ export async function mount(section, { state, engine }) {
   }
 
   async function follow(signal) {
-    const isOn = state.get("breaking.on");
     const sound = settingOf(state.get, null);
-    const broken = settingOf(state.get, state.get("breaking.way"));
+    const broken = state.get("breaking.on") && settingOf(state.get, state.get("breaking.way"));
+    const write = (setting) => setting && engine.write(setting, samples.prompts, signal);
     const ready = markBusy(table);
     try {
-      const isSeen = measurer.seen(isOn ? broken : sound, FULL);
-      await score(sound, isOn && broken, isSeen ? FULL : QUICK, signal);
-      samples.show(
-        await measurer.write(sound, samples.prompts, signal),
-        isOn && await measurer.write(broken, samples.prompts, signal));
-      await score(sound, isOn && broken, FULL, signal);
-      if (isOn) darePage.say(at("measured").textContent);
+      await score(sound, broken, QUICK, signal);
+      samples.show(await write(sound), await write(broken));
+      await score(sound, broken, FULL, signal);
+      if (broken) darePage.say(at("measured").textContent);
     } catch (error) {
       if (!isAbort(error)) at("reason").textContent = error.message;
     } finally {
@@ -88,8 +79,8 @@ export async function mount(section, { state, engine }) {
   }
 
   async function score(sound, broken, amount, signal) {
-    const before = await measurer.score(sound, amount, signal);
-    const after = broken ? await measurer.score(broken, amount, signal) : before;
+    const before = await engine.score(sound, amount, signal);
+    const after = broken ? await engine.score(broken, amount, signal) : before;
     scores.show(after, amount, before.bitsPerByte, "the sound merge");
     const sounds = Object.entries(inPercent(before).tasks);
     scores.mark(Object.fromEntries(sounds.map(([task, value]) => [task, { sound: value }])));
@@ -98,9 +89,9 @@ export async function mount(section, { state, engine }) {
   }
 
   const rested = whenRested(REST_MS, follow);
-  showFindings(section, state);
   state.on(NAMES, change);
   whenNear(section, change);
+  await showFindings(section, state);
 }
 
 function addControls(place, state) {
@@ -115,8 +106,8 @@ function addControls(place, state) {
 
 /** What was measured, also where it is little. */
 function inWords(before, after) {
-  const means = `Mean of the three tasks: ${percent(before.mean)} sound, `
-    + `${percent(after.mean)} broken.`;
+  const means = `Mean of the three tasks: ${points(before.mean)} sound, `
+    + `${points(after.mean)} broken.`;
   if (!Number.isFinite(after.bitsPerByte)) return `${means} Every output is NaN.`;
   if (after.mean < 3) return `${means} Nothing is left of the three skills.`;
   const falls = Object.entries(before.tasks)
@@ -125,45 +116,13 @@ function inWords(before, after) {
   const [{ task, from, to }] = falls;
   if (from - to <= 2) return `${means} At this seed and p it does no harm.`;
   if (from - to <= 10) return `${means} At this seed and p it does little.`;
-  return `${means} Most is lost in ${task}: ${percent(from)} → ${percent(to)}.`;
-}
-
-const short = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text);
-
-/** Rows of prompts with what both merges write. */
-function sampleRows(body, tasks) {
-  const asked = tasks.map(({ examples: [[prompt, answer]] }) => ({ prompt, answer }));
-  asked.push({ prompt: ENGLISH, answer: null });
-  const rows = asked.map(({ prompt }) => {
-    const cells = [0, 1].map(() => make("td", { className: "written" }, "…"));
-    body.append(make("tr", {}, make("th", { scope: "row" }, make("code", {}, prompt)), ...cells));
-    return cells;
-  });
-  const card = body.closest(".card");
-  return {
-    prompts: asked.map(({ prompt }) => prompt),
-    show(sound, broken) {
-      for (const [index, { answer }] of asked.entries()) {
-        showAnswer(rows[index][0], short(sound[index]), answer);
-        if (broken) showAnswer(rows[index][1], short(broken[index]), answer);
-        else rows[index][1].textContent = "–";
-      }
-      delete card.dataset.stale;
-    },
-    dim() { card.dataset.stale = "true"; },
-  };
+  return `${means} Most is lost in ${task}: ${points(from)} → ${points(to)}.`;
 }
 
 /** What `dare analyze` finds in the broken inputs, or what a plan warns of. */
 async function showFindings(section, state) {
   const list = section.querySelector("#breaking-findings");
-  let broken;
-  try {
-    broken = await loadJson("broken.json");
-  } catch (error) {
-    list.replaceChildren(make("li", { className: "note" }, error.message));
-    return;
-  }
+  const broken = await loadJson("broken.json");
   for (const place of section.querySelectorAll("[data-command]")) {
     place.textContent = broken[place.dataset.command].command;
   }

@@ -23,7 +23,7 @@ const SEEDS = 8;
 const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 20), 0.97, 0.99];
 
 /** The picture comes first, so that there is something to see; the figures when it is there. */
-export async function mount(section, { state, engine, loadModel, complain }) {
+export async function mount(section, { state, engine, complain }) {
   addControls(section.querySelector(".panel"), state);
   const canvases = [...section.querySelectorAll("canvas")];
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
@@ -36,7 +36,7 @@ export async function mount(section, { state, engine, loadModel, complain }) {
 
   async function load() {
     const [model, tensor] = [state.get("drop.model"), state.get("drop.tensor")];
-    const loaded = await changeOf(loadModel, model, tensor);
+    const loaded = await changeOf(model, tensor);
     if (model !== state.get("drop.model") || tensor !== state.get("drop.tensor")) return;
     delta = loaded;
     limit = usualSize(delta);

@@ -1,5 +1,5 @@
-// Your own models. With the local engine: choose models, see plan and analysis, write the recipe,
-// merge. Without: what to do for that, and an analysis file can be dropped on the page.
+// Your own models. With the server: choose models, see plan and analysis, write the recipe, merge.
+// Without: what to do for that, and an analysis file can be dropped on the page.
 import { tellIn } from "../analysis/elements.js";
 import { openAnalysisView, readFile } from "../analysis.js";
 import { mountLocal } from "./own/local.js";
@@ -42,7 +42,7 @@ function acceptFiles(section, view) {
 }
 
 export function mount(section, page) {
-  const local = page.engine.kind === "local" ? mountLocal(section, page) : null;
+  const local = section.querySelector("#own-choose") ? mountLocal(section, page) : null;
   const place = section.querySelector("#own-analysis");
   const view = openAnalysisView(place, { onTake: local?.takeRecipe });
   acceptFiles(section, view);

@@ -1,9 +1,8 @@
 // Predict first: the reader draws the curve of right answers over p, then sees the measured one.
 /* global darePage */
 import { button, choice, slider } from "../controls.js";
-import { addFigure } from "../figures.js";
-import { rowsOf } from "./live/curve.js";
-import { loadJson } from "./live/loading.js";
+import { addFigure, band, colours, layer, RATE, RIGHT, rowsOf } from "../figures.js";
+import { loadJson } from "../loading.js";
 import { guessState, offBy, RATES, readGuess } from "./predict/guess.js";
 
 export const defaults = {
@@ -137,36 +136,14 @@ const nearest = (p) =>
     Math.abs(rate - p) < Math.abs(RATES[best] - p) ? index : best, 0);
 
 function spec() {
-  const x = {
-    field: "p", type: "quantitative", title: "drop rate p", scale: { domain: [0, 1] },
-    axis: { tickCount: 10 },
-  };
-  const y = (field) => ({
-    field, type: "quantitative", title: "right answers, %", scale: { domain: [0, 100] },
-    axis: { tickCount: 5 },
-  });
-  const color = {
-    field: "kind", type: "nominal", title: null, scale: { domain: [GUESS, MEASURED] },
-  };
+  const color = colours("kind", [GUESS, MEASURED]);
+  const guess = { type: "line", strokeDash: [6, 4], point: { filled: true, size: 110 } };
   return {
     height: 265,
     datasets: { guess: [], measured: [] },
     layer: [
-      {
-        data: { name: "measured" },
-        mark: { type: "area", opacity: 0.25 },
-        encoding: { x, y: y("low"), y2: { field: "high" }, color },
-      },
-      {
-        data: { name: "measured" },
-        mark: { type: "line", point: { filled: true, size: 30 } },
-        encoding: { x, y: y("mean"), color },
-      },
-      {
-        data: { name: "guess" },
-        mark: { type: "line", strokeDash: [6, 4], point: { filled: true, size: 110 } },
-        encoding: { x, y: y("mean"), color },
-      },
+      ...band(color, { type: "line", point: { filled: true, size: 30 } }),
+      layer("guess", guess, { x: RATE, y: RIGHT, color }),
     ],
   };
 }

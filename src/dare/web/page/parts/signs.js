@@ -2,13 +2,14 @@
 /* global darePage */
 import { choice, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
-import { dropped, elect, trimmed } from "../engine/merge.js";
+import { dropped, elect } from "../engine/merge.js";
+import { trimmed } from "../engine/trim.js";
 import { conflictsOf, droppedBy } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
 import { addCursor, drawMatrix, usualSize } from "../pictures.js";
-import { changeOf, SIDE, TENSORS } from "../tensors.js";
+import { changeOf, NAMES, SIDE, TENSORS } from "../tensors.js";
 import { decimal, percent, show } from "../words.js";
-import { addFigures, BEFORE, NAMES, NOW } from "./signs/figures.js";
+import { addFigures, BEFORE, NOW } from "./signs/figures.js";
 import { drawPatch, PATCH, writeVote } from "./signs/patch.js";
 
 export const defaults = {
@@ -25,7 +26,7 @@ export const defaults = {
 const RATES = [...Array.from({ length: 20 }, (_, at) => at / 20), 0.97, 0.99];
 const PALE = 0.3;
 
-export function mount(section, { state, loadModel, complain }) {
+export function mount(section, { state, complain }) {
   putInside(state);
   addControls(section.querySelector(".panel"), state);
   const pictures = [...section.querySelectorAll("canvas[data-picture]")];
@@ -48,7 +49,7 @@ export function mount(section, { state, loadModel, complain }) {
 
   async function load() {
     const tensor = state.get("signs.tensor");
-    const loaded = await Promise.all(NAMES.map((name) => changeOf(loadModel, name, tensor)));
+    const loaded = await Promise.all(NAMES.map((name) => changeOf(name, tensor)));
     if (tensor !== state.get("signs.tensor")) return;
     deltas = loaded;
     limits = deltas.map(usualSize);

@@ -3,21 +3,20 @@
 import { button, make } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { dropped } from "../engine/merge.js";
+import { examplesOf } from "../loading.js";
 import { drawMatrix, usualSize } from "../pictures.js";
-import { examplesOf } from "../prompts.js";
-import { changeOf, SIDE } from "../tensors.js";
+import { changeOf, NAMES, SIDE } from "../tensors.js";
 
 export const defaults = {};
 
-const NAMES = ["add", "sort", "say"];
 const TENSOR = "model.layers.4.self_attn.o_proj.weight";
 const RATE = 0.5;
 const SEED = 42;
 
-export async function mount(section, { state, engine, loadModel }) {
+export async function mount(section, { state, engine }) {
   addButtons(section.querySelector(".buttons"), state);
   const asked = writeAll(section, engine);
-  await drawAll(section, loadModel);
+  await drawAll(section);
   asked.catch((error) => {
     section.querySelector("[data-shows=failure]").textContent = error.message;
   });
@@ -39,8 +38,8 @@ function addButtons(place, state) {
 }
 
 /** A picture for each model, and one of what is added to the base when they are merged. */
-async function drawAll(section, loadModel) {
-  const deltas = await Promise.all(NAMES.map((name) => changeOf(loadModel, name, TENSOR)));
+async function drawAll(section) {
+  const deltas = await Promise.all(NAMES.map((name) => changeOf(name, TENSOR)));
   const limit = Math.max(...deltas.map(usualSize));
   const kept = deltas.map((delta, at) =>
     dropped(delta, keepMask(TENSOR, delta.length, RATE, SEED + at), 1 / (1 - RATE)));
@@ -62,7 +61,7 @@ async function writeAll(section, engine) {
     const place = places[(at + NAMES.length) % places.length];
     const texts = await engine.write(settingOf(models), examples.map(([prompt]) => prompt));
     place.replaceChildren(...examples.map(([prompt, answer], task) => {
-      const text = texts[task].split("\n")[0];
+      const text = texts[task];
       const isRight = text === answer;
       return make("li", { className: isRight ? "right" : "wrong" },
         make("span", { ariaHidden: "true" }, isRight ? "✓" : "✗"),
@@ -80,7 +79,7 @@ function settingOf(models) {
     method: "dare+sum",
     scale: 1,
     seed: SEED,
-    models: models.map((name) => ({ name, weight: null, drop_rate: null, seed: null })),
+    models: models.map((name) => ({ name })),
     stages: { dare: { drop_rate: rate, rescale: true } },
   };
 }

@@ -1,12 +1,11 @@
 // What one model writes after DARE, and how many answers were right at the rates tried so far.
 import { button, make } from "../../controls.js";
-import { addFigure } from "../../figures.js";
+import { addFigure, colours, layer, quantity, RATE } from "../../figures.js";
+import { examplesOf, isAbort, markBusy } from "../../loading.js";
 import { whenRested } from "../../pace.js";
-import { examplesOf } from "../../prompts.js";
 
 const ASKED = 8;
 const RESTED_MS = 200;
-const WAITING_MS = 300;
 const SERIES = ["rescaled", "not rescaled"];
 const RATES = [0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99];
 
@@ -19,47 +18,40 @@ export function addAnswers(section, state, engine) {
     + "for the settings that were tried, with and without rescaling.");
   const tried = new Map();  // by setting: what was right
 
-  async function write(signal) {
-    const setting = settingOf(state);
-    const waiting = setTimeout(() => verdict.classList.add("waiting"), WAITING_MS);
-    try {
-      const examples = await examplesOf(state.get("drop.model"), ASKED);
-      const prompts = examples.map(([prompt]) => prompt);
-      const texts = await engine.write(setting, prompts, signal);
-      if (signal.aborted) return;
-      const right = showAnswers(body, examples, texts.map(firstLine));
-      verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
-      const whole = await engine.write(settingOf(state, 0), prompts, signal);
-      itself.textContent = `With nothing dropped it gets ${countRight(examples, whole)} right.`;
-      remember(setting, right);
-    } catch (error) {
-      if (error.name !== "AbortError") verdict.textContent = error.message;
-    } finally {
-      clearTimeout(waiting);
-      if (!signal.aborted) verdict.classList.remove("waiting");
-    }
-  }
-
-  function remember(setting, right) {
+  /** What a setting has right, among the dots from now on; the texts for the table. */
+  async function ask(setting, signal) {
+    const [{ name: model }] = setting.models;
+    const examples = await examplesOf(model, ASKED);
+    const texts = await engine.write(setting, examples.map(([prompt]) => prompt), signal);
+    const right = texts.filter((text, at) => text === examples[at][1]).length;
     const { drop_rate: p, rescale } = setting.stages.dare;
-    const model = setting.models[0].name;
     const what = SERIES[rescale ? 0 : 1];
     tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
     figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
+    return { examples, texts, right };
+  }
+
+  async function write(signal) {
+    const ready = markBusy(verdict);
+    try {
+      const { examples, texts, right } = await ask(settingOf(state), signal);
+      body.replaceChildren(...examples.map((example, at) => row(example, texts[at])));
+      verdict.textContent = `${right} of ${ASKED} right at p = ${state.get("drop.p").toFixed(2)}`;
+      const whole = await ask(settingOf(state, 0), signal);
+      itself.textContent = `With nothing dropped it gets ${whole.right} right.`;
+    } catch (error) {
+      if (!isAbort(error)) verdict.textContent = error.message;
+    } finally {
+      ready();
+    }
   }
 
   /** Dots at all rates, with and without rescaling, for the model and the seed of now. */
-  async function tryAll(event) {
-    const { currentTarget: pressed } = event;
+  async function tryAll({ currentTarget: pressed }) {
     pressed.disabled = true;
     try {
-      const examples = await examplesOf(state.get("drop.model"), ASKED);
       for (const p of RATES) {
-        for (const rescale of [true, false]) {
-          const setting = settingOf(state, p, rescale);
-          const texts = await engine.write(setting, examples.map(([prompt]) => prompt));
-          remember(setting, countRight(examples, texts));
-        }
+        for (const rescale of [true, false]) await ask(settingOf(state, p, rescale));
       }
     } catch (error) {
       verdict.textContent = error.message;
@@ -68,9 +60,9 @@ export function addAnswers(section, state, engine) {
   }
 
   button(section.querySelector("[data-place=try-all]"), "Try all rates", tryAll);
-  const ask = whenRested(RESTED_MS, write);
-  state.on(["drop.p", "drop.rescale", "drop.seed", "drop.model"], ask);
-  ask();
+  const rested = whenRested(RESTED_MS, write);
+  state.on(["drop.p", "drop.rescale", "drop.seed", "drop.model"], rested);
+  rested();
 }
 
 function settingOf(state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) {
@@ -79,50 +71,32 @@ function settingOf(state, p = state.get("drop.p"), rescale = state.get("drop.res
     method: "dare+sum",
     scale: 1,
     seed: state.get("drop.seed"),
-    models: [{ name: state.get("drop.model"), weight: null, drop_rate: null, seed: null }],
+    models: [{ name: state.get("drop.model") }],
     stages: { dare: { drop_rate: p, rescale } },
   };
 }
 
-const firstLine = (text) => text.split("\n")[0];
-const countRight = (examples, texts) =>
-  texts.filter((text, at) => firstLine(text) === examples[at][1]).length;
-
-/** One row for each example; the number of right ones. */
-function showAnswers(body, examples, texts) {
-  const rows = examples.map(([prompt, answer], at) => {
-    const isRight = texts[at] === answer;
-    return make("tr", { className: isRight ? "right" : "wrong" },
-      make("th", { scope: "row" }, make("code", {}, prompt)),
-      make("td", { className: "text" }, make("code", {}, texts[at] || "(nothing)")),
-      make("td", { className: "text" }, isRight ? "✓ right" : `✗ it is ${answer}`),
-    );
-  });
-  body.replaceChildren(...rows);
-  return body.querySelectorAll(".right").length;
+function row([prompt, answer], text) {
+  const isRight = text === answer;
+  return make("tr", { className: isRight ? "right" : "wrong" },
+    make("th", { scope: "row" }, make("code", {}, prompt)),
+    make("td", { className: "text" }, make("code", {}, text || "(nothing)")),
+    make("td", { className: "text" }, isRight ? "✓ right" : `✗ it is ${answer}`),
+  );
 }
 
 function triedSpec() {
-  const by = { field: "what", type: "nominal", title: null, scale: { domain: SERIES } };
+  const by = colours("what", SERIES);
+  const fields = [{ field: "p", format: ".2f" }, ...["right", "seed", "what"].map((field) => ({ field }))];
   return {
     height: 200,
     datasets: { tried: [] },
-    data: { name: "tried" },
-    mark: { type: "point", filled: true, size: 60, opacity: 0.8 },
-    encoding: {
-      x: {
-        field: "p", type: "quantitative", title: "drop rate p", scale: { domain: [0, 1] },
-        axis: { tickCount: 5, grid: false },
-      },
-      y: {
-        field: "right", type: "quantitative", title: `right, of ${ASKED}`,
-        scale: { domain: [0, ASKED] }, axis: { tickCount: 4 },
-      },
+    ...layer("tried", { type: "point", filled: true, size: 60, opacity: 0.8 }, {
+      x: RATE,
+      y: quantity("right", `right, of ${ASKED}`, [0, ASKED], { tickCount: 4 }),
       color: by,
       shape: by,
-      tooltip: [
-        { field: "p", format: ".2f" }, { field: "right" }, { field: "seed" }, { field: "what" },
-      ],
-    },
+      tooltip: fields,
+    }),
   };
 }

@@ -1,5 +1,5 @@
 // The figures of the first part: sizes before and after, and DARE's two laws over drop rates.
-import { addFigure } from "../../figures.js";
+import { addFigure, colours, dot, layer, quantity, RATE } from "../../figures.js";
 
 export const SMALLEST = 2 ** -15;
 export const LARGEST = 2;  // of the sizes that are shown
@@ -27,78 +27,48 @@ const NOT_RESCALED = {
 export const captionsOf = (rescale) => (rescale ? RESCALED : NOT_RESCALED);
 
 export function addFigures() {
+  const share = quantity("average", "share of δ that is left", [0, 2], { tickCount: 4 });
+  const error = quantity("noise", "error, in δ²", [0.01, 200],
+    { values: [0.01, 0.1, 1, 10, 100], format: "~g" }, { type: "log", clamp: true });
   return {
     sizes: addFigure("drop-sizes", sizesSpec(), "Histogram of the sizes of the changes, before "
       + "and after. After it, the same shape is lower by 1 − p and further right by 1/(1 − p)."),
-    average: addFigure("drop-average", lawSpec("average", "share of δ that is left", {
-      domain: [0, 2],
-    }), "The average over drop rates for eight seeds, around the law's line, and yours."),
-    noise: addFigure("drop-noise", lawSpec("noise", "error, in δ²", {
-      type: "log", domain: [0.01, 200],
-    }), "The noise over drop rates for eight seeds, around the law's line, and yours."),
+    average: addFigure("drop-average", lawSpec(share),
+      "The average over drop rates for eight seeds, around the law's line, and yours."),
+    noise: addFigure("drop-noise", lawSpec(error),
+      "The noise over drop rates for eight seeds, around the law's line, and yours."),
   };
 }
 
 function sizesSpec() {
-  const bars = (name, words, opacity) => ({
-    data: { name },
-    transform: [{ calculate: `'${words}'`, as: "what" }],
-    mark: { type: "rect", opacity },
-    encoding: {
-      x: {
-        field: "from", type: "quantitative", title: "size of the change, |δ|",
-        scale: { type: "log", domain: [SMALLEST, LARGEST] },
-        axis: { values: [0.0001, 0.001, 0.01, 0.1, 1], format: "~g", grid: false },
-      },
+  const bars = (name, opacity) => ({
+    ...layer(name, { type: "rect", opacity }, {
+      x: quantity("from", "size of the change, |δ|", [SMALLEST, LARGEST],
+        { values: [0.0001, 0.001, 0.01, 0.1, 1], format: "~g", grid: false }, { type: "log" }),
       x2: { field: "to" },
-      y: {
-        field: "share", type: "quantitative", title: "elements",
-        scale: { domain: [0, 0.4], clamp: true }, axis: { format: "%", tickCount: 4 },
-      },
+      y: quantity("share", "elements", [0, 0.4], { format: "%", tickCount: 4 }, { clamp: true }),
       y2: { datum: 0 },
-      color: {
-        field: "what", type: "nominal", title: null, scale: { domain: ["before", "after"] },
-        legend: { symbolOpacity: 1 },
-      },
-      tooltip: [
-        { field: "from", title: "from", format: ".2~g" },
-        { field: "to", title: "to", format: ".2~g" },
-        { field: "share", title: words, format: ".2%" },
-      ],
-    },
+      color: colours("what", ["before", "after"], { legend: { symbolOpacity: 1 } }),
+    }),
+    transform: [{ calculate: `'${name}'`, as: "what" }],
   });
   return {
     height: 190,
     datasets: { before: [], after: [] },
-    layer: [bars("before", "before", 0.45), bars("after", "after", 0.85)],
+    layer: [bars("before", 0.45), bars("after", 0.85)],
   };
 }
 
-function lawSpec(field, title, scale) {
-  const x = {
-    field: "p", type: "quantitative", title: "drop rate p", scale: { domain: [0, 1] },
-    axis: { tickCount: 5, grid: false },
-  };
-  const axis = scale.type ? { values: [0.01, 0.1, 1, 10, 100], format: "~g" } : { tickCount: 4 };
-  const y = { field, type: "quantitative", title, scale: { ...scale, clamp: true }, axis };
+function lawSpec(y) {
+  const place = { x: RATE, y: { ...y, scale: { ...y.scale, clamp: true } } };
+  const tooltip = [{ field: "p", format: ".2f" }, { field: y.field, format: ".3f" }];
   return {
     height: 190,
     datasets: { theory: [], seeds: [], here: [] },
     layer: [
-      {
-        data: { name: "seeds" },
-        mark: { type: "circle", size: 14, opacity: 0.35, aria: false },
-        encoding: { x, y },
-      },
-      { data: { name: "theory" }, mark: { type: "line", strokeWidth: 2 }, encoding: { x, y } },
-      {
-        data: { name: "here" },
-        mark: { type: "point", filled: true, size: 150, opacity: 1 },
-        encoding: {
-          x, y, color: { datum: "you", scale: { domain: ["seeds", "you"] }, legend: null },
-          tooltip: [{ field: "p", format: ".2f" }, { field, format: ".3f" }],
-        },
-      },
+      layer("seeds", { type: "circle", size: 14, opacity: 0.35, aria: false }, place),
+      layer("theory", { type: "line", strokeWidth: 2 }, place),
+      dot({ ...place, tooltip }),
     ],
   };
 }

@@ -1,27 +1,32 @@
-// What the merged model writes: fixed prompts with their right answers, and the reader's own.
+// What merged models write: fixed prompts with their right answers, and the reader's own.
 import { make } from "../../controls.js";
-import { isAbort } from "./loading.js";
+import { isAbort } from "../../loading.js";
 
-const EACH = 2;
 const ENGLISH = "And God said unto ";
-const LONGEST = 60;
 
-/** The samples' rows; `tasks` are those of prompts.json. */
-export function samplesTable(place, tasks) {
+/**
+ * Rows of `each` prompts of every task and a line of English, with a cell for each of `columns`
+ * models; `tasks` are those of prompts.json.
+ */
+export function samplesTable(place, tasks, each, columns = 1) {
   const card = place.closest(".card");
   const asked = tasks.flatMap(({ name, examples }) =>
-    examples.slice(0, EACH).map(([prompt, answer]) => ({ task: name, prompt, answer })));
+    examples.slice(0, each).map(([prompt, answer]) => ({ task: name, prompt, answer })));
   asked.push({ task: "english", prompt: ENGLISH, answer: null });
-  const cells = asked.map(({ task, prompt }) => {
-    const cell = make("td", { className: "written" }, "…");
+  const rows = asked.map(({ task, prompt }) => {
+    const cells = Array.from({ length: columns }, () => make("td", { className: "written" }, "…"));
     const head = make("th", { scope: "row" }, make("code", {}, prompt));
-    place.append(make("tr", { className: task }, head, cell));
-    return cell;
+    place.append(make("tr", { className: task }, head, ...cells));
+    return cells;
   });
   return {
     prompts: asked.map(({ prompt }) => prompt),
-    show(texts) {
-      texts.forEach((text, index) => showAnswer(cells[index], text, asked[index].answer));
+    /** The texts of each model; null for one that is not asked. */
+    show(...written) {
+      written.forEach((texts, column) => rows.forEach((cells, index) => {
+        if (texts) showAnswer(cells[column], texts[index], asked[index].answer);
+        else cells[column].textContent = "–";
+      }));
       delete card.dataset.stale;
     },
     dim() { card.dataset.stale = "true"; },
@@ -29,7 +34,7 @@ export function samplesTable(place, tasks) {
 }
 
 /** Put what was written into a cell, and whether it is right; with answer null it is neither. */
-export function showAnswer(cell, text, answer) {
+function showAnswer(cell, text, answer) {
   const code = make("code", {}, text === "" ? "(nothing)" : printable(text));
   if (answer === null) return cell.replaceChildren(code);
   const isRight = text === answer;
@@ -43,7 +48,7 @@ export function showAnswer(cell, text, answer) {
 /** Bytes that have no picture as dots. */
 const printable = (text) => text.replace(/[\u0000-\u001f\u007f-\u00a0\u00ad]/g, "·");
 
-/** The field for the reader's own prompt; `write(prompt, signal)` gives texts, or null: not now. */
+/** The field for the reader's own prompt; `write(prompt, signal)` gives texts. */
 export function ownPrompt(place, state, write) {
   const field = place.querySelector("input");
   const answer = place.querySelector("[data-place=answer]");
@@ -54,19 +59,16 @@ export function ownPrompt(place, state, write) {
     controller = new AbortController();
     const { signal } = controller;
     const prompt = state.get("live.ask");
-    const why = whyNotAsk(prompt);
-    if (why || !prompt) return answer.replaceChildren(why ?? "");
+    if (!prompt) return answer.replaceChildren();
     try {
-      const texts = await write(prompt, signal);
-      if (texts) showAnswer(answer, texts[0], null);
+      showAnswer(answer, (await write(prompt, signal))[0], null);
     } catch (error) {
       if (!isAbort(error)) answer.replaceChildren(error.message);
     }
   }
 
   const follow = () => {
-    const prompt = state.get("live.ask");
-    if (field.value !== prompt) field.value = prompt;
+    if (field.value !== state.get("live.ask")) field.value = state.get("live.ask");
   };
   field.addEventListener("input", () => state.set({ "live.ask": field.value }));
   state.on(["live.ask"], () => {
@@ -75,13 +77,4 @@ export function ownPrompt(place, state, write) {
   });
   follow();
   return { ask };
-}
-
-/** Why a prompt cannot be asked, or null. */
-export function whyNotAsk(prompt) {
-  if (prompt.length > LONGEST) return `A prompt has at most ${LONGEST} characters here.`;
-  if ([...prompt].some((letter) => letter.charCodeAt(0) > 255)) {
-    return "These models read bytes: letters up to ÿ.";
-  }
-  return null;
 }

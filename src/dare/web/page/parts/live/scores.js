@@ -1,51 +1,51 @@
 // A table of scores: a bar for each task with marks to compare it with, and English below.
 import { make } from "../../controls.js";
-import { inPercent } from "./measuring.js";
-import { bits, percent } from "./numbers.js";
+import { bits, points } from "../../words.js";
+
+export const QUICK = { prompts: 25, englishBytes: 1024 };
+export const FULL = { prompts: 100, englishBytes: 4096 };
+const WORDS = { base: "the base", own: "the model trained for it", sound: "the sound merge" };
+
+/** Right answers in per cent by task, their mean, and bits per byte of English. */
+export function inPercent({ right, asked, bitsPerByte }) {
+  const tasks = Object.fromEntries(
+    Object.keys(right).map((task) => [task, (100 * right[task]) / asked[task]]));
+  const values = Object.values(tasks);
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return { tasks, mean, bitsPerByte };
+}
 
 /**
  * The table in its place, whose rows are in the page already: `[data-task]` with a bar, marks, and
  * a value.
  */
 export function scoreTable(place) {
-  const rows = new Map();
-  for (const row of place.querySelectorAll("[data-task]")) rows.set(row.dataset.task, row);
+  const rowOf = (task) => place.querySelector(`[data-task=${task}]`);
   const status = place.querySelector(".asked");
   const english = place.querySelector("[data-english]");
-  let shown = null;  // the score and its amount
 
-  /** Say how the English is beside another's; nothing where that is not known yet. */
-  function compare(otherBits, whose) {
-    const { bitsPerByte } = shown.score;
-    const more = bitsPerByte - otherBits;
+  /** How the English is beside another's, which may not be known. */
+  function compare(bitsPerByte, other, whose) {
+    if (other === undefined) return "";
+    const more = bitsPerByte - other;
     const words = !Number.isFinite(bitsPerByte) ? "" :
       Math.abs(more) < 0.0005 ? ", the same" :
       `, ${Math.abs(more).toFixed(3)} ${more > 0 ? "more" : "fewer"}`;
-    const text = otherBits === undefined ? "" : `${whose}: ${bits(otherBits)}${words}`;
-    english.querySelector(".beside").textContent = text;
+    return `${whose}: ${bits(other)}${words}`;
   }
 
   return {
-    place,
-
     /** Show a score that was measured with this amount, the English beside another's. */
-    show(score, amount, otherBits, whose = "the base") {
-      shown = { score, amount };
+    show(score, amount, otherBits, whose) {
       for (const [task, value] of Object.entries(inPercent(score).tasks)) {
-        const row = rows.get(task);
-        row.querySelector(".gauge").style.setProperty("--value", `${value}%`);
-        row.querySelector(".value").textContent = percent(value);
+        rowOf(task).querySelector(".gauge").style.setProperty("--value", `${value}%`);
+        rowOf(task).querySelector(".value").textContent = points(value);
       }
       english.querySelector(".value").textContent = bits(score.bitsPerByte);
-      compare(otherBits, whose);
+      english.querySelector(".beside").textContent = compare(score.bitsPerByte, otherBits, whose);
       status.textContent = `${amount.prompts} prompts each`;
       status.dataset.prompts = amount.prompts;
       delete place.dataset.stale;
-    },
-
-    /** The base's bits for so much English are known now: say them if that is what is shown. */
-    compareWithBase(baseBits, englishBytes) {
-      if (shown.amount.englishBytes === englishBytes) compare(baseBits, "the base");
     },
 
     /** Numbers of another setting stay, dimmed, until there are new ones. */
@@ -53,12 +53,10 @@ export function scoreTable(place) {
 
     /** Marks to compare with, in per cent: by task { base, own } or { sound }. */
     mark(marks) {
-      for (const [task, values] of Object.entries(marks)) setMarks(rows.get(task), values);
+      for (const [task, values] of Object.entries(marks)) setMarks(rowOf(task), values);
     },
   };
 }
-
-const WORDS = { base: "the base", own: "the model trained for it", sound: "the sound merge" };
 
 function setMarks(row, values) {
   const gauge = row.querySelector(".gauge");
@@ -67,11 +65,5 @@ function setMarks(row, values) {
     gauge.querySelector(`.${kind}`).style.left = `${value}%`;
   }
   row.querySelector(".marks").textContent =
-    Object.entries(values).map(([kind, value]) => `${WORDS[kind]} ${percent(value)}`).join(", ");
+    Object.entries(values).map(([kind, value]) => `${WORDS[kind]} ${points(value)}`).join(", ");
 }
-
-/** Marks from measured.json: what the base and the model of each task have. */
-export const marksOf = ({ models }) =>
-  Object.fromEntries(Object.keys(models.base.right).map((task) => [
-    task, { base: models.base.right[task], own: models[task].right[task] },
-  ]));

@@ -19,8 +19,6 @@ function actionsOf(job, act) {
     element.setAttribute("aria-label", `${text}: ${titleOf(job)}`);
     made.push(element);
   };
-  const link = (text, path, properties) =>
-    made.push(make("a", { href: addressOf(`jobs/${job.number}/${path}`), ...properties }, text));
   if (isBusy(job)) add("Cancel", () => act.post(`jobs/${job.number}/cancel`));
   if (job.state === "stopped" || job.state === "failed") {
     const goesOn = job.kind === "merge" && job.state === "stopped";
@@ -31,8 +29,8 @@ function actionsOf(job, act) {
   }
   if (job.state === "done" && job.kind === "analyze") {
     add("Show", () => act.showAnalysis(job, { focus: true }));
-    link("Full report", "report", { target: "_blank" });
-    link("Save as JSON", "analysis", { download: "analysis.json" });
+    const href = addressOf(`jobs/${job.number}/analysis`);
+    made.push(make("a", { href, download: "analysis.json" }, "Save as JSON"));
   }
   if (!isBusy(job) && job.request.recipe) {
     add("Choose its models", () => act.takeRecipe(job.request.recipe));

@@ -1,4 +1,4 @@
-// The part with the local engine: its pieces, and what they tell each other.
+// The part with the server: its pieces, and what they tell each other.
 import { tellIn } from "../../analysis/elements.js";
 import { readAnalysis } from "../../analysis.js";
 import { mountFolders } from "./folders.js";

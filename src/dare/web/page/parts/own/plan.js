@@ -10,9 +10,7 @@ const REST = 250;  // milliseconds without a change
 const NOTHING = "Choose a base and at least one fine-tune.";
 
 const facts = (entries) => make("dl", { className: "own-facts" },
-  ...entries.flatMap(([name, text, id]) => [
-    make("dt", {}, name), make("dd", id ? { id } : {}, text),
-  ]));
+  ...entries.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 
 const shown = (value) => (Array.isArray(value) ? value.map(number).join(" to ") : number(value));
 
@@ -35,19 +33,13 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
       facts([
         ["method", plan.chain.join(", then ")],
         ...Object.entries(plan.facts),
-        ["takes", plan.takes ?? "being measured …", "own-takes"],
+        ["takes", plan.takes ?? "not known"],
       ]),
       models(plan),
       ...list("Warnings", plan.warnings, "plain own-warnings"),
       ...list("Notes", plan.notes, "plain"),
       ...list("Left out", plan.left_out, "plain"),
     );
-  }
-
-  async function measure(plan, signal) {
-    if (plan.error || plan.takes) return;
-    const { takes } = await ask("estimate", { recipe: recipe.read() }, signal);
-    section.querySelector("#own-takes").textContent = takes ?? "not known";
   }
 
   const update = whenRested(REST, async (signal) => {
@@ -61,7 +53,6 @@ export function mountPlan(section, recipe, { onPlan, overwrites }) {
       if (signal.aborted) return;
       showPlan(plan);
       onPlan(plan.toml ? plan : null, plan.error);
-      await measure(plan, signal);
     } catch (error) {
       if (error.name === "AbortError") return;
       place.replaceChildren(paragraph("own-problem", error.message));

@@ -1,6 +1,4 @@
 // The recipe that is being written: the tables of its TOML form, kept as text in the state.
-import { chainOf } from "../../recipe.js";
-
 const MODELS = { base_file: "", merge_files: [] };
 const isEmpty = (value) => value === undefined || value === null || value === "";
 
@@ -78,22 +76,15 @@ export function openRecipe(state) {
       const recipe = read();
       write({ ...recipe, [stage]: { ...recipe[stage], [name]: value } });
     },
-    /** Another method; what belongs to stages that it does not have goes, if those are known. */
-    setMethod(method, methods) {
-      if (!methods) {
-        write({ ...read(), method });
-        return;
-      }
-      const chain = chainOf(method, methods);
-      const stages = methods.stages.map(({ name }) => name);
-      const known = methods.stages
-        .filter(({ name, kind }) => kind === "delta" && chain.includes(name))
-        .flatMap(({ parameters }) => parameters.map(({ name }) => name));
+    /** Another method; the tables of stages that it does not name go. */
+    setMethod(method) {
+      const chain = method.split("+");
+      const stays = ([name, value]) =>
+        typeof value !== "object" || Array.isArray(value) || chain.includes(name);
       const { models, ...others } = read();
-      const stays = ([name]) => chain.includes(name) || !stages.includes(name);
+      const entries = chain.length > 1 ? models.merge_files : models.merge_files.map((entry) =>
+        withKeys(entry, (name) => OF_MODELS.includes(name)));
       const kept = Object.fromEntries(Object.entries(others).filter(stays));
-      const entries = models.merge_files.map((entry) =>
-        withKeys(entry, (name) => OF_MODELS.includes(name) || known.includes(name)));
       write({ ...kept, method, models: { ...models, merge_files: entries } });
     },
     /** A value of one model: its weight, its drop rate. */

@@ -80,23 +80,16 @@ function mountText(section) {
   };
 }
 
-async function loadMethods() {
-  const response = await fetch(new URL("../../methods.json", import.meta.url));
-  return response.ok ? response.json() : null;
-}
-
 export function mountSettings(section, recipe) {
   const place = section.querySelector("#own-settings");
   const showText = mountText(section);
-  let methods = null;
-  loadMethods().then((loaded) => { methods = loaded; });
   const listeners = [];
   let plan = null;
 
   const known = METHODS.map((value) => make("option", { value }));
   place.append(make("datalist", { id: "own-methods" }, ...known));
   const method = field(place, "own-method", "Method", { type: "text" },
-    (input) => recipe.setMethod(input.value.trim(), methods));
+    (input) => recipe.setMethod(input.value.trim()));
   method.setAttribute("list", "own-methods");
 
   const stage = () => plan?.drops ?? "dare";

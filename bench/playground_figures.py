@@ -1,21 +1,19 @@
-"""What the page shows without computing it: curves over drop rates, and what broken models show.
+"""Measure what the playground shows without computing it: curves, and findings in broken models.
 
-    python -m dare.web.measuring
+    python bench/playground_figures.py
 
-writes page/measured.json and page/broken.json; the first takes some minutes. Both are data of the
-package, and tests measure parts of them again.
+Writes measured.json and broken.json into src/dare/web/page; the first takes some minutes. Both are
+data of the package, and tests measure parts of them again.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dare
 from dare.demo.broken import write_models
@@ -28,16 +26,14 @@ SEEDS = (42, 1042, 2042, 3042, 4042)
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Right answers over drop rates: of one fine-tune on its own task, or of all on all tasks."""
 
     name: str
     models: tuple[str, ...]
     combine: str
     rescale: bool = True
-    task: str | None = None
-    """None is the mean of all."""
+    task: str | None = None  # None is the mean of all
 
     def jobs(self, rate: float) -> list[Job]:
         """A job for each seed; one if there is no chance in it."""
@@ -55,22 +51,19 @@ CURVES = (
     Curve("all three by dare+sum", tuple(TUNED), "sum"),
     Curve("all three by dare+ties", tuple(TUNED), "ties"),
 )
-
-BROKEN_MERGES: Mapping[str, tuple[str, ...]] = {
+BROKEN_MERGES = {  # base and models, by what is broken
     "wrong-base": ("base-permuted", "add", "sort", "say"),
     "nan": ("base", "add-nan", "sort", "say"),
     "too-far": ("base", "add-far", "sort", "say"),
 }
-"""Base and models, by what is broken."""
-BROKEN_SEED = 40
-"""Of the page's broken merges: the one that is kept of `add-nan` is not a number."""
+BROKEN_SEED = 40  # with which the weight of `add-nan` that is not a number is kept
 
 
 def measure_curves() -> dict[str, Any]:
     """Score the models, and merges of them at every drop rate."""
     models = [Job(path, PROMPTS, ENGLISH_BYTES) for path in (BASE, *TUNED.values())]
     jobs = [*models, *(job for curve in CURVES for rate in RATES for job in curve.jobs(rate))]
-    scores = dict(zip(jobs, measure_all(jobs, _dots(len(jobs))), strict=True))
+    scores = dict(zip(jobs, measure_all(jobs, lambda: print(".", end="", flush=True)), strict=True))
     return {
         "prompts": PROMPTS,
         "english_bytes": ENGLISH_BYTES,
@@ -105,37 +98,22 @@ def find_broken() -> dict[str, Any]:
         folder = Path(name)
         write_models(folder)
         found = {case: _analysed(folder, names) for case, names in BROKEN_MERGES.items()}
-        warned = list(_warnings_of_one_seed(folder))
+        entries = [dare.ModelEntry(file=folder / name, seed=BROKEN_SEED) for name in TUNED]
+        recipe = dare.Recipe(base=folder / "base", models=entries, method="dare+sum", verbose=False)
+        warned = list(map(str, dare.plan(recipe).warnings))
         return {**found, "one-seed": {"seed": BROKEN_SEED, "warnings": warned}}
 
 
 def _analysed(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     base, *models = (folder / name for name in names)
     readiness = dare.assess(dare.analyze(base, models, verbose=False))
+    told = ("models", "seen", "matters", "remedy")
     findings = [
-        {
-            "severity": str(finding.severity),
-            "models": finding.models,
-            "seen": finding.seen,
-            "matters": finding.matters,
-            "remedy": finding.remedy,
-        }
-        for finding in readiness.findings
+        {"severity": str(one.severity), **{name: getattr(one, name) for name in told}}
+        for one in readiness.findings
     ]
     command = " ".join(["dare analyze", *(f"demo-models/{name}" for name in names)])
     return {"verdict": str(readiness.verdict), "command": command, "findings": findings}
-
-
-def _warnings_of_one_seed(folder: Path) -> Iterator[str]:
-    entries = [dare.ModelEntry(file=folder / name, seed=BROKEN_SEED) for name in TUNED]
-    recipe = dare.Recipe(base=folder / "base", models=entries, method="dare+sum", verbose=False)
-    for notice in dare.plan(recipe).warnings:
-        yield str(notice)
-
-
-def _dots(total: int) -> Any:
-    done = iter(range(1, total + 1))
-    return lambda: print(f"\r{next(done)} of {total}", end="", file=sys.stderr)
 
 
 def main() -> None:
