@@ -1,4 +1,4 @@
-"""Measure the time from a new setting to its scores in the playground, with both engines.
+"""Measure the time from a new setting to its scores in the playground.
 
 Chromium opens the page's modules from `dare playground` and asks them as the page does: three
 models merged by dare+ties, a new drop rate each time. The first score of an engine is told apart:
@@ -30,18 +30,14 @@ AMOUNTS = {
     "100 prompts, 4,096 bytes": {"prompts": 100, "englishBytes": 4096},
 }
 OPEN = {
-    "local": "(await import('/local.js')).openLocalEngine()",
-    **{
-        f"browser, {count} worker{'s' * (count > 1)}": (
-            f"(await import('/engine/browser.js')).openBrowserEngine(undefined, {count})"
-        )
-        for count in (1, 2, 4)
-    },
+    f"{count} worker{'s' * (count > 1)}": (
+        f"(await import('/engine/browser.js')).openEngine(undefined, {count})"
+    )
+    for count in (1, 2, 4)
 }
 MEASURE = """
 async ({ method, rates, amount }) => {
-  const models = ["add", "sort", "say"].map(
-    (name) => ({ name, weight: null, drop_rate: null, seed: null }));
+  const models = ["add", "sort", "say"].map((name) => ({ name }));
   const times = [];
   for (const rate of rates) {
     const stages = { dare: { drop_rate: rate, rescale: true } };

@@ -1,11 +1,11 @@
 """Photograph a page for the documentation: `python docs/make_screenshots.py report.html`.
 
 Writes images/report-{light,dark}-{desktop,tablet,phone}.png, or into --folder; the first part of
-the names is that of the page. The playground is photographed as one file, when its models have
-answered:
+the names is that of the page. The playground is photographed from its folder, which is served
+meanwhile, when its models have answered:
 
-    dare playground --build playground.html
-    python docs/make_screenshots.py playground.html --height 1000 --wait 10 --sizes desktop phone
+    dare playground --build playground
+    python docs/make_screenshots.py playground --height 1000 --wait 10 --sizes desktop phone
 
 Needs playwright and a chromium that is installed on the machine; nothing is fetched.
 """
@@ -16,7 +16,12 @@ import argparse
 import io
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
@@ -36,18 +41,30 @@ def find_chromium() -> str:
     sys.exit("no chromium found; install it (Debian: apt install chromium)")
 
 
+@contextmanager
+def served(page: Path) -> Iterator[str]:
+    """The address of a page: a file's own, or that of a server for a folder."""
+    if page.is_file():
+        yield page.resolve().as_uri()
+        return
+    handler = partial(SimpleHTTPRequestHandler, directory=str(page))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
 def photograph(
-    browser: Browser, page: Path, theme: str, size: tuple[int, int], wait_seconds: float
+    browser: Browser, address: str, theme: str, size: tuple[int, int], wait_seconds: float
 ) -> bytes:
     """The top of a page, some time after its figures are drawn."""
     width, height = size
     context = browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme="dark" if theme == "dark" else "light",
-        offline=True,
     )
     tab = context.new_page()
-    tab.goto(page.resolve().as_uri())
+    tab.goto(address)
     tab.wait_for_selector(f"html[data-drawn={theme}]")
     tab.wait_for_timeout(1000 * wait_seconds)
     picture = tab.screenshot()
@@ -66,20 +83,20 @@ def compress(picture: bytes) -> bytes:
 def main() -> None:
     """Write the pictures, light and dark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("page", type=Path, help="an HTML page that dare wrote")
+    parser.add_argument("page", type=Path, help="an HTML page, or a folder with one")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--height", type=int, help="pixels of the page to show")
     parser.add_argument("--wait", type=float, default=0, help="seconds after the first drawing")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
+    with sync_playwright() as playwright, served(arguments.page) as address:
         browser = playwright.chromium.launch(executable_path=find_chromium())
         for theme in ("light", "dark"):
             for device in arguments.sizes:
                 width, height = SIZES[device]
                 size = (width, arguments.height or height)
-                picture = compress(photograph(browser, arguments.page, theme, size, arguments.wait))
+                picture = compress(photograph(browser, address, theme, size, arguments.wait))
                 target = arguments.folder / f"{arguments.page.stem}-{theme}-{device}.png"
                 target.write_bytes(picture)
                 print(f"{target}: {len(picture) / 1000:.0f} kB")
