@@ -10,7 +10,7 @@ import pytest
 import study_sample as sample
 
 from dare.studies.page import write_study_page
-from helpers import PATIENCE_SECONDS
+from pages import Tab, open_address
 
 DESKTOP = {"width": 1280, "height": 900}
 
@@ -24,27 +24,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said() -> list[str]:
-    return []
+def opened(browser, path) -> Tab:
+    looks = {"viewport": DESKTOP, "color_scheme": "light", "offline": True}
+    return open_address(browser, path.as_uri(), "html[data-drawn=light]", **looks)
 
 
-@pytest.fixture(scope="module")
-def tab(browser, path, said) -> Any:
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light", offline=True)
-    context.set_default_timeout(PATIENCE_SECONDS * 1000)
-    page = context.new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: said.append(request.url))
-    page.goto(path.as_uri())
-    page.wait_for_selector("html[data-drawn=light]")
-    return page
+@pytest.fixture
+def tab(opened) -> Any:
+    return opened.page
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_said_or_asked_for(tab, said, path) -> Iterator[None]:
+def nothing_is_said_or_asked_for(opened, path) -> Iterator[None]:
     yield
-    assert [line for line in said if line != path.as_uri() and not line.startswith("data:")] == []
+    assert opened.said == []
+    assert [a for a in opened.asked if not a.startswith("data:")] == [path.as_uri()]
 
 
 def names(page) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import study_sample as sample
@@ -15,36 +14,9 @@ from dare.output.page.charts import THEMES
 from dare.output.page.writing import draw_file
 from dare.studies.page import assemble_study_page, figures, series, write_study_page
 from dare.studies.results import Estimate, State, Trial
+from pages import Outline
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>${x}")
-
-
-class Outline(HTMLParser):
-    """The elements of a page, the text of its tables' cells, and its visible texts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: dict[str, list[list[str]]] = {}
-        self._rows: list[list[str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag == "table":
-            label = next(a["aria-label"] for t, a in reversed(self.elements) if "aria-label" in a)
-            self._rows = self.tables[label] = []
-        elif tag == "tr":
-            self._rows.append([])
-        elif tag in ("td", "th"):
-            self._rows[-1].append("")
-
-    def handle_data(self, data):
-        if self._rows and self._rows[-1]:
-            self._rows[-1][-1] += data.strip()
-
-    def ids(self) -> list[str]:
-        return [a["id"] for _, a in self.elements if "id" in a]
 
 
 def assemble(data, conclusion=None, drawn=()):
@@ -118,7 +90,7 @@ def test_the_verdict_names_the_best_the_simplest_and_the_holdout(text):
 
 def test_the_table_has_every_baseline_and_trial(outline):
     data = sample.make_search()
-    head, *rows = outline.tables["Baselines and trials"]
+    head, *rows = outline.labelled["Baselines and trials"]
     columns = ["trial", "objective", *sample.SCORES, "method", "scale", "drop_rate", "seed"]
     assert head[1:] == [*columns, "state", "guards broken", "seconds"]
     assert len(rows) == len(data.baselines) + len(data.trials)

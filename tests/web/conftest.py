@@ -12,7 +12,7 @@ import pytest
 from sites import Site, Tab, serving
 
 from dare.web.assets import write_folder
-from helpers import PATIENCE_SECONDS
+from pages import open_address
 
 HEIGHTS = {390: 844, 1280: 900}
 
@@ -58,15 +58,9 @@ def open_tab(browser: Any) -> Iterator[OpenTab]:
 
     def open_one(address: str, width: int = 1280, theme: str = "light", **settings: Any) -> Tab:
         size = {"width": width, "height": HEIGHTS.get(width, 900)}
-        context = browser.new_context(viewport=size, color_scheme=theme, **settings)
-        context.set_default_timeout(PATIENCE_SECONDS * 1000)
-        contexts.append(context)
-        tab = Tab(context.new_page())
-        tab.page.on("console", lambda message: tab.said.append(message.text))
-        tab.page.on("pageerror", lambda error: tab.said.append(str(error)))
-        tab.page.on("request", lambda request: tab.asked.append(request.url))
-        tab.page.goto(address)
-        tab.page.wait_for_selector("html[data-ready=true]", state="attached")
+        looks = {"viewport": size, "color_scheme": theme, **settings}
+        tab = open_address(browser, address, "html[data-ready=true]", Tab, **looks)
+        contexts.append(tab.page.context)
         return tab
 
     yield open_one

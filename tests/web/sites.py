@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
+import pages
 from helpers import PATIENCE_SECONDS
 
 
@@ -37,15 +37,8 @@ class Site:
         return f"{self.address}{'&' if '?' in self.address else '?'}{query}"
 
 
-@dataclass
-class Tab:
-    """A page in the browser, and everything that it said and asked for."""
-
-    page: Any
-    said: list[str] = field(default_factory=list)
-    """On the console, or as an error."""
-    asked: list[str] = field(default_factory=list)
-    """The addresses of all requests."""
+class Tab(pages.Tab):
+    """A tab that shows a site."""
 
     def asked_elsewhere(self, site: Site) -> list[str]:
         """Requests that went to no page of ours."""

@@ -111,7 +111,7 @@ def test_the_rate_moves_by_keyboard_and_mouse_and_all_numbers_follow(static_site
 
     page.click("#drop .panel button")
     expect_laws(tab, ATTENTION, rate_of(tab), 43)
-    page.get_by_label("Rescale what is kept").focus()
+    page.focus("#control-drop-rescale")
     page.keyboard.press("Space")
     expect_laws(tab, ATTENTION, rate_of(tab), 43, rescale=False)
     page.select_option("#control-drop-model", "sort")
@@ -135,7 +135,7 @@ def test_the_model_writes_what_the_package_makes_it_write(static_site, open_tab,
     assert shown(tab, "drop", "verdict") == f"{right} of 8 right at p = 0.90"
     assert len(tab.page.query_selector_all("#drop .answers .right")) == right
 
-    tab.page.get_by_label("Rescale what is kept").uncheck()
+    tab.page.uncheck("#control-drop-rescale")
     tab.page.wait_for_function(
         "() => document.querySelectorAll('#chart-drop-tried .mark-symbol path').length > 3"
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,23 +11,19 @@ import sample
 from safetensors.numpy import save_file
 
 import dare
+import pages
 from dare.analysis.judge.advice import judge
 from dare.analysis.page.assembly import write_page
 from dare.cli import main
-from helpers import PATIENCE_SECONDS, eventually
+from helpers import eventually
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 WIDTHS = (390, 820, 1280)
 HOSTILE = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "${alert(3)}")
 
 
-@dataclass
-class Tab:
-    """A page in the browser, and everything that it said and asked for."""
-
-    page: Any
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+class Tab(pages.Tab):
+    """A tab that shows a report."""
 
     def chart(self, name: str) -> str:
         return self.page.inner_html(f"#chart-{name} svg")
@@ -43,15 +37,8 @@ class Tab:
 
 
 def open_tab(browser, path: Path, size=DESKTOP, theme="light", **settings) -> Tab:
-    context = browser.new_context(viewport=size, color_scheme=theme, offline=True, **settings)
-    context.set_default_timeout(PATIENCE_SECONDS * 1000)
-    tab = Tab(context.new_page())
-    tab.page.on("console", lambda message: tab.said.append(message.text))
-    tab.page.on("pageerror", lambda error: tab.said.append(str(error)))
-    tab.page.on("request", lambda request: tab.asked.append(request.url))
-    tab.page.goto(path.as_uri())
-    tab.page.wait_for_selector(f"html[data-drawn={theme}]")
-    return tab
+    looks = {"viewport": size, "color_scheme": theme, "offline": True, **settings}
+    return pages.open_address(browser, path.as_uri(), f"html[data-drawn={theme}]", Tab, **looks)
 
 
 @pytest.fixture(scope="module")

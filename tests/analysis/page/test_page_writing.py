@@ -6,7 +6,6 @@ import re
 import tomllib
 from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 
 import pytest
 import sample
@@ -26,37 +25,9 @@ from dare.errors import InputError, OutputError
 from dare.output.page import writing
 from dare.output.page.charts import THEMES
 from dare.output.page.words import number, share
+from pages import Outline
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")
-
-
-class Outline(HTMLParser):
-    """The elements of a page, its tables as lists of texts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: list[list[list[str]]] = []
-        self._cell: list[str] | None = None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self._cell = []
-
-    def handle_data(self, data):
-        if self._cell is not None:
-            self._cell.append(data)
-
-    def handle_endtag(self, tag):
-        if tag in ("td", "th") and self._cell is not None:
-            self.tables[-1][-1].append("".join(self._cell))
-            self._cell = None
 
 
 def assemble(analysis, readiness, advice, outcome=None):
