@@ -65,9 +65,9 @@ from dare.recipe.document import read_toml
 from dare.recipe.naming import OTHER_NAMES, with_our_names
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.recipe.settings import overlaid
+from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors
-from dare.run.merge_job import check_for_cluster, execute_on_cluster
 from dare.run.progress import COMPILING, Display, Meter, show_progress
 from dare.run.slices import Feedback, SharedCensuses
 from dare.stores.locations import to_path

@@ -104,7 +104,6 @@ GIVEN = {
     "shard_size": (["--shard-size", "5GB"], 5 * 10**9),
     "scratch": (["--scratch", "scratch"], Path("scratch")),
     "cluster": (["--cluster", "auto"], "auto"),
-    "cluster_log": (["--cluster-log", "batches.jsonl"], Path("batches.jsonl")),
     "delta_threshold": (["--delta-threshold", "0.001"], 0.001),
 }
 

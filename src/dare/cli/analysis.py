@@ -75,12 +75,6 @@ class Options:
             help=Recipe.model_fields["cluster"].description,
         ),
     ] = None
-    cluster_log: Annotated[
-        Path | None,
-        Parameter(
-            group=RESOURCES, metavar="FILE", help=Recipe.model_fields["cluster_log"].description
-        ),
-    ] = None
 
 
 Judged = tuple[Analysis, Readiness, Advice]

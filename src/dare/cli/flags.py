@@ -135,7 +135,6 @@ FIELDS: dict[str, Flag] = {
     "shard_size": Flag(str, RESOURCES, metavar="SIZE"),
     "scratch": Flag(Path, RESOURCES, metavar="FOLDER"),
     "cluster": Flag(str, RESOURCES, metavar="auto|ADDRESS"),
-    "cluster_log": Flag(Path, RESOURCES, metavar="FILE"),
     "delta_threshold": Flag(float, OUTPUT),
 }
 """The fields of a recipe, in the order of `--help`."""

@@ -31,7 +31,6 @@ EXAMPLES = {
     "threads": 4,
     "scratch": "/data/scratch",
     "cluster": "auto",
-    "cluster_log": "batches.jsonl",
 }
 """What stands in a comment for fields whose default is nothing, or hard to read."""
 

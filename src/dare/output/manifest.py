@@ -170,7 +170,6 @@ def _told_recipe(plan: Plan) -> Recipe:
             "output_digest": None,
             "search": None,
             "cluster": None,
-            "cluster_log": None,
             "scratch": None,
         }
     )

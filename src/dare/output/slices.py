@@ -210,8 +210,7 @@ class SliceOutput(PartialOutput):
             self._files.close()
             with self._joining():
                 self._files.make()
-            for file in self._files.opened.values():
-                file.sync()
+            self._files.sync()
 
     def _is_expected(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
@@ -220,8 +219,7 @@ class SliceOutput(PartialOutput):
         """See all chunks to the disk, and say so."""
         assert self._journal is not None
         with self._explaining(self.folder):
-            for file in self._files.opened.values():
-                file.sync()
+            self._files.sync()
             self._journal.end_slice(Synced(bytes_read, len(self.resumed)))
 
     def unfinished(self) -> tuple[int, ...]:

@@ -104,10 +104,15 @@ class OutputFiles:
             self.opened[file] = OutputFile(self.folder / file, size)
             self.opened[file].write(header, 0)
 
-    def join(self) -> None:
-        """Open the files that another process has made."""
-        for file in self.built:
+    def join(self, files: Iterable[str] | None = None) -> None:
+        """Open files that another process has made: all of them, or only these."""
+        for file in self.built if files is None else files:
             self.opened[file] = OutputFile(self.folder / file, None)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        for file in self.opened.values():
+            file.sync()
 
     def reserve(self) -> None:
         """Take the room that the files need."""

@@ -8,8 +8,8 @@ few pages of a file have bytes of two slices. What a stage surveys as a whole st
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dare.errors import RecipeError
@@ -47,7 +47,7 @@ class Slice:
         return f"{self.number}/{self.of}"
 
 
-Share = Mapping[str, range]
+Share = Mapping[str, Sequence[int]]
 """The chunks of a slice, by tensor; tensors that it has no part of are not there."""
 
 
@@ -80,16 +80,19 @@ class Division:
 
     def share(self, number: int) -> Share:
         """What one slice has to do."""
-        share: dict[str, range] = {}
+        return self.shares()[number - 1]
+
+    def shares(self) -> list[Share]:
+        """What each slice has to do."""
+        shares: list[dict[str, range]] = [{} for _ in range(self.of)]
         for name, tensor in self._tensors.items():
-            chunks = range(tensor.chunks)
-            first, end = (
-                bisect_left(chunks, slice_, key=lambda chunk: self.owner(name, chunk))
-                for slice_ in (number, number + 1)
-            )
-            if first < end:
-                share[name] = range(first, end)
-        return share
+            chunks, first = range(tensor.chunks), 0
+            while first < tensor.chunks:
+                owner = self.owner(name, first)
+                end = bisect_right(chunks, owner, first, key=lambda chunk: self.owner(name, chunk))
+                shares[owner - 1][name] = range(first, end)
+                first = end
+        return list(shares)
 
     def nbytes(self, share: Share) -> int:
         """About how many of the total belong to a share."""

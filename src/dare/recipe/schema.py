@@ -54,8 +54,7 @@ DEFAULT_MEMORY = 1 << 30
 SAME_WEIGHTS = {
     *("output", "copy_from", "chat_template", "allow_pickle", "allow_not_finite"),
     *("delta_threshold", "verbose"),
-    *("shard_size", "max_memory", "threads", "cluster", "cluster_log", "output_digest", "search"),
-    "scratch",
+    *("shard_size", "max_memory", "threads", "cluster", "scratch", "output_digest", "search"),
 }
 """Fields that say where and how a merge is done, and not what the merged weights are."""
 
@@ -145,9 +144,6 @@ class Recipe(Strict, Resolving):
     )
     cluster: str | None = Field(
         None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
-    )
-    cluster_log: AnyPath | None = Field(
-        None, description="Where a line of JSON goes for each batch that a cluster has done."
     )
     scratch: AnyPath | None = Field(
         None,

@@ -112,7 +112,7 @@ class Roots:
 
     def admit(self, recipe: Recipe) -> Recipe:
         """The recipe with absolute paths, all inside; what would leave the machine is refused."""
-        if recipe.cluster is not None or recipe.cluster_log is not None:
+        if recipe.cluster is not None:
             raise RecipeError(
                 "cluster: the page merges on this machine; use the command line for a cluster"
             )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import spectra as costs
-from dare.analysis.measure.job import AnalysisJob, tensor_of
+from dare.analysis.measure.job import AnalysisJob, cut
 from dare.analysis.measure.measuring import (
     AddUp,
     Measured,
@@ -51,11 +51,10 @@ from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
-from dare.run.cluster import BATCH_BYTES, Settings, run_on_cluster
+from dare.run.cluster import portable_recipe, sample_inputs
 from dare.run.graph import Step
-from dare.run.node import bundle
 from dare.run.progress import Display, show_progress
-from dare.run.sightings import look_at_all, with_absolute_paths
+from dare.run.ray import connect
 from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
@@ -79,7 +78,6 @@ def analyze(
     max_memory: int | str | None = None,
     threads: int | None = None,
     cluster: str | None = None,
-    cluster_log: AnyPath | None = None,
     verbose: bool = True,
 ) -> Analysis:
     """Look at all weights of a base and its fine-tunes once, and say what their deltas look like.
@@ -97,7 +95,6 @@ def analyze(
         max_memory=max_memory,
         threads=threads,
         cluster=cluster,
-        cluster_log=cluster_log,
         verbose=verbose,
     )
     folder = inputs.folders[0]
@@ -279,24 +276,18 @@ def _measure_there(
     assert recipe.cluster is not None
     sources = (study.base, *study.models.values())
     shapes = [s.subject.base.shape for s in steps if isinstance(s, MeasureSpectrum)]
-    whole = max((costs.bytes_of(shape) for shape in shapes), default=0)
-    job = AnalysisJob(with_absolute_paths(recipe), look_at_all(recipe, sources), whole)
-    widest = max(info.dtype.itemsize for source in sources for info in source.tensors.values())
-    settings = Settings(
-        recipe.cluster,
-        recipe.threads,
-        BATCH_BYTES // (len(sources) * widest),
-        recipe.cluster_log,
-        display.announce,
-    )
+    least = workspace_bytes(study.base, sources[1:])
+    least += max((costs.bytes_of(shape) for shape in shapes), default=0)
+    limit = memory_limit(recipe.max_memory, least)
     display.announce(f"analyzing on the cluster {recipe.cluster}")
-    run_on_cluster(
-        job,
-        bundle(steps, tensor_of),
-        settings,
-        collect=study.collect,
-        progress=display.advance,
-    )
+    with connect(recipe.cluster, verbose=recipe.verbose) as cluster:
+        cluster.share_out(least, limit, recipe.max_memory, recipe.threads)
+        there = portable_recipe(recipe, cluster.task_memory)
+        for _, found, nbytes in cluster.run(
+            AnalysisJob(there, sample_inputs(recipe, sources)), cut(steps)
+        ):
+            study.collect(*zip(*found, strict=True))
+            display.advance(nbytes)
 
 
 # ---------------------------------------------------------------- before the pass

@@ -2,74 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from dare.analysis.measure.measuring import (
-    MeasureSpectrum,
-    MeasureStep,
-    Worker,
-    workspace_bytes,
-)
+from dare.analysis.measure.measuring import AddUp, MeasureSpectrum, MeasureStep, Worker
 from dare.inputs.opening import open_inputs
-from dare.inputs.sources import Source
 from dare.kernels.linalg import one_blas_thread
-from dare.planning.machine import memory_limit
 from dare.recipe.schema import Recipe
-from dare.run.sightings import Sighting
+from dare.run.cluster import InputSample
+from dare.run.ray import Do
+from dare.run.threads import run_steps
+
+PIECE_BYTES = 256 << 20
+"""What a piece reads at the most, unless a single tensor has more."""
 
 
 @dataclass(frozen=True)
 class AnalysisJob:
-    """Which models are looked at, and what they look like to the driver."""
+    """Models to look at, and what they look like to the driver; a piece is some tensors."""
 
     recipe: Recipe
-    inputs: tuple[Sighting, ...]
-    matrix_bytes: int
-    """The most that the spectrum of a matrix takes."""
+    inputs: tuple[InputSample, ...]
 
-    def open(self, threads: int) -> OpenedAnalysis:
-        """Open the inputs and compare them."""
-        _, inputs = open_inputs(self.recipe)
-        opened = OpenedAnalysis(inputs.base, inputs.models)
-        for source, sighting in zip((inputs.base, *inputs.models), self.inputs, strict=True):
-            opened.enter(source)
-            sighting.check(source)
-        each = workspace_bytes(inputs.base, inputs.models) + self.matrix_bytes
-        opened.threads = max(1, min(threads, memory_limit(self.recipe.max_memory, each) // each))
-        return opened
-
-    def confirm(self, mark: str) -> None:
-        """Nodes write nothing, and leave no mark."""
-
-
-class OpenedAnalysis:
-    """An analysis as one node has it open."""
-
-    threads = 1
-    mark = ""
-
-    def __init__(self, base: Source, models: tuple[Source, ...]) -> None:
-        self._base = base
-        self._models = models
-        self._stack = ExitStack()
-        self._stack.enter_context(one_blas_thread())
-
-    def enter(self, source: Source) -> None:
-        """Open a source for as long as the node works."""
-        self._stack.enter_context(source)
-
-    def make_worker(self, progress: Callable[[int], None]) -> Worker:
+    def open(self, stack: ExitStack) -> Do:
+        """Open the inputs; refuse others than the driver has."""
         from dare.analysis.measure import kernels
 
-        return Worker(self._base, self._models, kernels, progress)
+        _, inputs = open_inputs(self.recipe)
+        stack.enter_context(one_blas_thread())
+        for source, sample in zip((inputs.base, *inputs.models), self.inputs, strict=True):
+            stack.enter_context(source)
+            sample.check(source)
 
-    def finish(self) -> None:
-        for source in (self._base, *self._models):
-            source.check_unchanged()
+        def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
+            found: dict[Any, Any] = {}
+            read: list[int] = []
+
+            def collect(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
+                pairs = zip(steps, results, strict=True)
+                found.update((step.id, result) for step, result in pairs if is_kept(step))
+
+            run_steps(
+                steps,
+                lambda _stop: Worker(inputs.base, inputs.models, kernels, read.append),
+                threads=1,
+                collect=collect,
+            )
+            for source in (inputs.base, *inputs.models):
+                source.check_unchanged()
+            return [(step, found[step.id]) for step in steps if is_kept(step)], sum(read)
+
+        return do
 
 
-def tensor_of(step: MeasureStep) -> str | None:
-    """What steps stay together by: sums of chunks are large, and added up in their order."""
-    return None if isinstance(step, MeasureSpectrum) else step.subject.name
+def is_kept(step: MeasureStep) -> bool:
+    """Whether what a step finds is needed beyond its tensor."""
+    return isinstance(step, MeasureSpectrum) or (isinstance(step, AddUp) and step.is_last)
+
+
+def cut(steps: Iterable[MeasureStep]) -> Iterator[list[MeasureStep]]:
+    """Pieces of whole tensors: sums of chunks are large, and added up in their order."""
+    piece: list[MeasureStep] = []
+    for step in steps:
+        is_new = piece and piece[-1].subject.name != step.subject.name
+        if is_new and sum(before.nbytes for before in piece) >= PIECE_BYTES:
+            yield piece
+            piece = []
+        piece.append(step)
+    if piece:
+        yield piece
