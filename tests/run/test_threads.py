@@ -1,6 +1,7 @@
 """Steps on threads: all of them, in order, and errors come out."""
 
 import gc
+import random
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import weakref
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dare.run.threads import READ_AHEAD, run_steps
+from dare.run.threads import BATCH, READ_AHEAD, run_steps
 
 
 class Task:
@@ -191,6 +194,39 @@ def test_results_are_passed_on_to_the_steps_that_need_them(threads, ahead):
 
 def test_a_result_that_is_known_is_not_waited_for():
     assert results_of([Step("b", ("a",))], 2, known={"a": "known"}) == {"b": "b(known)"}
+
+
+def test_batches_get_smaller_towards_the_end():
+    sizes = []
+
+    class Worker(Adder):
+        def run_batch(self, batch):
+            sizes.append(len(batch.steps))
+            return super().run_batch(batch)
+
+    steps = [Step(str(n), elements=BATCH // 4) for n in range(32)]
+    run_steps(steps, lambda _stop: Worker(), 1)
+    assert sizes == [4, 4, 4, 4, 4, 4, 4, 2, 1, 1]
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=50)
+def test_every_step_is_done_once_with_what_it_needs(seed):
+    chance = random.Random(seed)
+    steps = [
+        Step(
+            str(n),
+            needs=tuple(map(str, chance.sample(range(n), min(n, chance.randint(0, 3))))),
+            group=n // 4,
+            elements=chance.randint(0, BATCH),
+        )
+        for n in range(chance.randint(1, 30))
+    ]
+    expected = {}
+    for step in steps:
+        expected[step.id] = f"{step.id}({''.join(expected[need] for need in step.needs)})"
+    ahead = chance.choice([None, 0, 2])
+    assert results_of(steps, chance.randint(1, 4), groups_ahead=ahead) == expected
 
 
 def test_a_step_that_waits_lets_later_ones_pass():

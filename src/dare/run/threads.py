@@ -1,13 +1,20 @@
-"""Run a list of steps on the threads of this process."""
+"""Run a list of steps on the threads of this process.
+
+A step says by id what it needs; it is handed out once that is there, in the order of the list as
+far as possible, with the results it needs as values. A result is let go of when the last step that
+needs it has been done.
+"""
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from dare.run.schedule import AnyStep, Batch, Schedule
 from dare.tensors.chunks import CHUNK
 
 READ_AHEAD = 4
@@ -16,8 +23,41 @@ READ_AHEAD = 4
 BATCH = 4 * CHUNK
 """Elements that a thread takes at a time: the interpreter's lock is asked for less often."""
 
+
+class AnyStep(Protocol):
+    """A piece of work."""
+
+    @property
+    def id(self) -> Hashable:
+        """What its result is called."""
+
+    @property
+    def needs(self) -> Sequence[Hashable]:
+        """The ids of the results that it needs."""
+
+    @property
+    def group(self) -> int:
+        """Which part of the work it belongs to; groups follow each other in the list."""
+
+    @property
+    def elements(self) -> int:
+        """How much it has to see, by which batches are measured."""
+
+
 Step = TypeVar("Step", bound=AnyStep)
+Step_co = TypeVar("Step_co", bound=AnyStep, covariant=True)
 Step_contra = TypeVar("Step_contra", bound=AnyStep, contravariant=True)
+
+
+@dataclass(frozen=True)
+class Batch(Generic[Step_co]):
+    """Some steps that can be done now, none of which needs another."""
+
+    places: tuple[int, ...]
+    """Of the steps in the list of all."""
+    steps: tuple[Step_co, ...]
+    results: Mapping[Any, Any]
+    """What the steps need, by id."""
 
 
 class AnyWorker(Protocol[Step_contra]):
@@ -42,10 +82,11 @@ def run_steps(
     """Carry out all steps; the first error, or Ctrl-C, stops the others and is raised here.
 
     `make_worker` makes the worker of one thread; the event it is given is set when work is to stop.
-    `collect` is told of the results of every batch, in the thread that has them. `known` and
-    `groups_ahead` are as in `Schedule`.
+    `collect` is told of the results of every batch, in the thread that has them. `known` are
+    results that are there already. Steps wait that are more than `groups_ahead` groups ahead of the
+    first that is not done, if results take much room.
     """
-    schedule = Schedule(steps, known, takers=threads, groups_ahead=groups_ahead)
+    schedule = _Schedule(steps, known, threads, groups_ahead)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
     errors: list[BaseException] = []
     asking = threading.Lock()
@@ -61,7 +102,7 @@ def run_steps(
     def work() -> None:
         try:
             worker = make_worker(schedule.stop)
-            while (batch := schedule.take(BATCH)) is not None:
+            while (batch := schedule.take()) is not None:
                 for place in to_prefetch(max(batch.places)):
                     worker.prefetch(steps[place])
                 results: list[Any] = []
@@ -90,3 +131,95 @@ def run_steps(
         raise
     if errors:
         raise errors[0]
+
+
+class _Schedule(Generic[Step]):
+    """Hands out steps, and passes on what came of them; any thread may ask."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        known: Mapping[Any, Any],
+        takers: int,
+        groups_ahead: int | None,
+    ) -> None:
+        self.stop = threading.Event()
+        """Set when no more steps are to be done."""
+        self._steps = steps
+        self._takers = takers
+        self._groups_ahead = groups_ahead
+        self._changed = threading.Condition()
+        self._results = dict(known)
+        self._wanted = Counter(need for step in steps for need in step.needs)
+        self._waiting: dict[Hashable, list[int]] = defaultdict(list)
+        self._missing = [0] * len(steps)
+        self._is_done = [False] * len(steps)
+        self._first_undone = 0
+        self._left = sum(step.elements for step in steps)
+        """Elements of the steps that nobody has taken."""
+        self._ready: list[int] = []
+        for place, step in enumerate(steps):
+            needs = [need for need in step.needs if need not in self._results]
+            self._missing[place] = len(needs)
+            for need in needs:
+                self._waiting[need].append(place)
+            if not needs:
+                self._ready.append(place)  # in order, so it is a heap
+
+    def take(self) -> Batch[Step] | None:
+        """Wait for steps that can be done; None when there will be no more.
+
+        Batches get smaller towards the end, so that all threads end together.
+        """
+        with self._changed:
+            while not self.stop.is_set() and self._first_undone < len(self._steps):
+                room = min(BATCH, self._left // (2 * self._takers))
+                if places := self._take(room):
+                    steps = tuple(self._steps[place] for place in places)
+                    results = {need: self._results[need] for step in steps for need in step.needs}
+                    return Batch(tuple(places), steps, results)
+                self._changed.wait()
+            return None
+
+    def _take(self, room: int) -> list[int]:
+        """At least one step, if one can be done, and more as far as there is room for them."""
+        places: list[int] = []
+        while self._ready and self._is_near(self._ready[0]):
+            elements = self._steps[self._ready[0]].elements
+            if places and elements > room:
+                break
+            places.append(heapq.heappop(self._ready))
+            room -= elements
+            self._left -= elements
+        return places
+
+    def _is_near(self, place: int) -> bool:
+        if self._groups_ahead is None:
+            return True
+        first = self._steps[self._first_undone].group
+        return self._steps[place].group <= first + self._groups_ahead
+
+    def hand_in(self, batch: Batch[Step], results: Sequence[Any]) -> None:
+        """Pass the results of a batch on to the steps that wait for them."""
+        with self._changed:
+            for place, step, result in zip(batch.places, batch.steps, results, strict=True):
+                self._is_done[place] = True
+                if self._wanted[step.id]:
+                    self._results[step.id] = result
+                for waiting in self._waiting.pop(step.id, ()):
+                    self._missing[waiting] -= 1
+                    if not self._missing[waiting]:
+                        heapq.heappush(self._ready, waiting)
+                for need in step.needs:
+                    self._wanted[need] -= 1
+                    if not self._wanted[need]:
+                        self._results.pop(need, None)
+            while self._first_undone < len(self._steps) and self._is_done[self._first_undone]:
+                self._first_undone += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let everybody leave."""
+        self.stop.set()
+        with self._changed:
+            self._changed.notify_all()

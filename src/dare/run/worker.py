@@ -29,7 +29,7 @@ from dare.run.graph import (
     survey_all_id,
     survey_id,
 )
-from dare.run.schedule import Batch
+from dare.run.threads import Batch
 from dare.stages import Block, Deltas
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.files import ALIGNMENT
