@@ -1,6 +1,6 @@
-"""Ray nodes of one processor each that listen on loopback only, until standard input ends.
+"""Ray nodes that listen on loopback only, until standard input ends.
 
-    python local.py NODES
+    python local.py NODES [PROCESSORS]
 
 Its first line says, as JSON, where the cluster is and which processes its nodes are.
 """
@@ -18,7 +18,7 @@ TRIES = 4
 """A node gives up if its agents take more than 15 s to start, on a machine that is very busy."""
 
 
-def add_node(cluster: Any) -> int:
+def add_node(cluster: Any, processors: int) -> int:
     """Start a node; return its process."""
     before = set(raylets())
     for tries_left in reversed(range(TRIES)):
@@ -26,7 +26,7 @@ def add_node(cluster: Any) -> int:
             cluster.add_node(
                 wait=False,
                 node_ip_address="127.0.0.1",
-                num_cpus=1,
+                num_cpus=processors,
                 object_store_memory=STORE_BYTES,
                 include_dashboard=False,
                 include_log_monitor=False,
@@ -61,7 +61,8 @@ if __name__ == "__main__":
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    found = [add_node(cluster) for _ in range(int(sys.argv[1]))]
+    count, processors = map(int, (*sys.argv[1:], 1)[:2])
+    found = [add_node(cluster, processors) for _ in range(count)]
     print(json.dumps({"address": cluster.address, "raylets": found}), flush=True)
     sys.stdin.read()
     cluster.shutdown()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dare import RecipeError
-from dare.run.looks import read_looks, write_looks
+from dare.run.slices import read_looks, write_looks
 from helpers import listing
 
 
@@ -75,7 +75,7 @@ def test_what_has_no_plain_form_is_refused(tmp_path, value):
 @pytest.mark.parametrize("name", ["pytest", "RecipeError", "listing", "nobody"])
 def test_a_file_cannot_name_code(tmp_path, monkeypatch, name):
     monkeypatch.setattr(
-        "dare.run.looks._pack", lambda *_given: {"class": name, "parts": [{"list": []}]}
+        "dare.run.slices._pack", lambda *_given: {"class": name, "parts": [{"list": []}]}
     )
     write_looks(tmp_path / "f", "id", {"a": 1}, look)
     assert read_looks(tmp_path / "f", "id", look) is None

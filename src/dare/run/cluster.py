@@ -48,60 +48,39 @@ SAMPLES = 3
 # ---------------------------------------------------------------- the same inputs
 
 
-@dataclass(frozen=True)
-class InputSample:
-    """What an input looks like to the driver: its headers, and some of its chunks."""
+Sample = dict[str, str]
+"""Digests of an input's headers, by an empty name, and of some of its chunks, by tensor."""
 
-    file: str
-    headers: str
-    """A digest of what they say."""
-    chunks: Mapping[tuple[str, int], str]
-    """Digests by tensor and chunk."""
 
-    @classmethod
-    def of(cls, file: Path, source: Source) -> InputSample:
-        """Read a sample of an input, which must be open."""
-        names = [name for name, info in source.tensors.items() if info.elements]
-        last = max(len(names) - 1, 0)
-        places = {last * part // max(SAMPLES - 1, 1) for part in range(SAMPLES)}
-        chunks = {}
-        for name in (names[place] for place in sorted(places) if names):
-            chunk = chunk_count(source.tensors[name].elements) - 1
-            chunks[name, chunk] = _digest(source, name, chunk)
-        return cls(str(file), _headers(source), chunks)
+def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
+    """Say what inputs look like here, so that others can say whether they see the same."""
+    with ExitStack() as stack:
+        return tuple(_sample(stack.enter_context(source)) for source in sources)
 
-    def check(self, source: Source) -> None:
-        """Refuse an input that does not look like this."""
-        names = (
-            name for (name, chunk), d in self.chunks.items() if _digest(source, name, chunk) != d
-        )
-        differing = "its headers" if _headers(source) != self.headers else next(names, None)
-        if differing is not None:
+
+def check_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sample]) -> None:
+    """Refuse inputs that do not look like the driver's."""
+    files = (recipe.base, *(entry.file for entry in recipe.models))
+    for file, found, sample in zip(files, sample_inputs(sources), samples, strict=True):
+        if differing := [name for name in sample if found.get(name) != sample[name]]:
             raise InputError(
-                f"{self.file}: is another file here than where the work was started: {differing} "
-                "differ; every node must see the same inputs"
+                f"{file}: is another file here than where the work was started: "
+                f"{differing[0] or 'what its headers say'} differs; every node must see the same "
+                "inputs"
             )
 
 
-def sample_inputs(recipe: Recipe, sources: Sequence[Source]) -> tuple[InputSample, ...]:
-    """Read samples of the base and the models of a recipe."""
-    files = (recipe.base, *(entry.file for entry in recipe.models))
-    found = []
-    for file, source in zip(files, sources, strict=True):
-        with source:
-            found.append(InputSample.of(file, source))
-    return tuple(found)
-
-
-def _headers(source: Source) -> str:
-    return bytes_digest(repr(source.fingerprint()).encode())
-
-
-def _digest(source: Source, name: str, chunk: int) -> str:
-    info = source.tensors[name]
-    start, count = chunk_span(chunk, info.elements)
-    raw = read_stored(source, name, start, count, np.empty(count * info.dtype.itemsize, np.uint8))
-    return bytes_digest(raw.data)
+def _sample(source: Source) -> Sample:
+    names = [name for name, info in source.tensors.items() if info.elements]
+    last = max(len(names) - 1, 0)
+    places = {last * part // (SAMPLES - 1) for part in range(SAMPLES)}
+    sample = {"": bytes_digest(repr(source.fingerprint()).encode())}
+    for name in (names[place] for place in sorted(places) if names):
+        info = source.tensors[name]
+        start, count = chunk_span(chunk_count(info.elements) - 1, info.elements)
+        room = np.empty(count * info.dtype.itemsize, np.uint8)
+        sample[name] = bytes_digest(read_stored(source, name, start, count, room).data)
+    return sample
 
 
 def portable_recipe(recipe: Recipe, memory: int) -> Recipe:
@@ -129,7 +108,7 @@ class MergeJob:
     backend: str
     stage_files: tuple[str, ...]
     fingerprint: str
-    inputs: tuple[InputSample, ...]
+    inputs: tuple[Sample, ...]
     folder: Path
     """Of the partial output."""
     metadata: Mapping[str, str]
@@ -146,7 +125,7 @@ class MergeJob:
             plan.backend,
             tuple(dict.fromkeys(stage.file for stage in plan.stages if stage.file)),
             fingerprint(plan),
-            sample_inputs(plan.recipe, (plan.base, *plan.models)),
+            sample_inputs((plan.base, *plan.models)),
             folder.absolute(),
             metadata,
             fetches=not any(isinstance(file, StorePath) for file in files),
@@ -161,9 +140,9 @@ class MergeJob:
         plan = make_plan(
             recipe, inputs.base, inputs.models, inputs.names, inputs.notes, backend=self.backend
         )
-        for source, sample in zip((plan.base, *plan.models), self.inputs, strict=True):
+        for source in (plan.base, *plan.models):
             stack.enter_context(source)
-            sample.check(source)
+        check_inputs(recipe, (plan.base, *plan.models), self.inputs)
         if fingerprint(plan) != self.fingerprint:
             raise InputError(
                 f"{self.recipe.output}: the plan is another one here than where the merge was "

@@ -283,9 +283,7 @@ def _measure_there(
     with connect(recipe.cluster, verbose=recipe.verbose) as cluster:
         cluster.share_out(least, limit, recipe.max_memory, recipe.threads)
         there = portable_recipe(recipe, cluster.task_memory)
-        for _, found, nbytes in cluster.run(
-            AnalysisJob(there, sample_inputs(recipe, sources)), cut(steps)
-        ):
+        for _, found, nbytes in cluster.run(AnalysisJob(there, sample_inputs(sources)), cut(steps)):
             study.collect(*zip(*found, strict=True))
             display.advance(nbytes)
 

@@ -11,7 +11,7 @@ from dare.analysis.measure.measuring import AddUp, MeasureSpectrum, MeasureStep,
 from dare.inputs.opening import open_inputs
 from dare.kernels.linalg import one_blas_thread
 from dare.recipe.schema import Recipe
-from dare.run.cluster import InputSample
+from dare.run.cluster import Sample, check_inputs
 from dare.run.ray import Do
 from dare.run.threads import run_steps
 
@@ -24,7 +24,7 @@ class AnalysisJob:
     """Models to look at, and what they look like to the driver; a piece is some tensors."""
 
     recipe: Recipe
-    inputs: tuple[InputSample, ...]
+    inputs: tuple[Sample, ...]
 
     def open(self, stack: ExitStack) -> Do:
         """Open the inputs; refuse others than the driver has."""
@@ -32,9 +32,9 @@ class AnalysisJob:
 
         _, inputs = open_inputs(self.recipe)
         stack.enter_context(one_blas_thread())
-        for source, sample in zip((inputs.base, *inputs.models), self.inputs, strict=True):
+        for source in (inputs.base, *inputs.models):
             stack.enter_context(source)
-            sample.check(source)
+        check_inputs(self.recipe, (inputs.base, *inputs.models), self.inputs)
 
         def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
             found: dict[Any, Any] = {}
