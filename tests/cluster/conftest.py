@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dare.output.targets import JOURNAL_NAME, partial_folder
 from helpers import save
 
 HERE = Path(__file__).parent
@@ -163,6 +164,15 @@ def wait_for(condition, seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
+
+
+def chunks_done(output: Path) -> int:
+    """How many chunks of an output under way are in its journal."""
+    try:
+        lines = (partial_folder(output) / JOURNAL_NAME).read_text().splitlines()
+    except OSError:
+        return 0
+    return sum('"tensor"' in line for line in lines)
 
 
 SHAPES = {
