@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dare.kernels import kept, native, reference
+from dare.kernels import cpu, kept, native, reference
 
 RAW = np.arange(16256, 16256 + 1000, dtype=np.uint16)
 
@@ -31,16 +31,21 @@ def compiled(monkeypatch):
     compile_kernel = native.Kernel._compile
 
     def noted(kernel, types):
-        names.append(kernel._name)
+        names.append(kernel.name)
         return compile_kernel(kernel, types)
 
     monkeypatch.setattr(native.Kernel, "_compile", noted)
     return names
 
 
+def decoder():
+    """The kernel, with no machine code in memory."""
+    return kept.Kernel("decode", "dare.kernels.cpu", kept.SOURCES)
+
+
 def decoded(raw=RAW):
     out = np.zeros(raw.shape, np.float32)
-    native.Kernel("decode")(raw, out)
+    decoder()(raw, out)
     return out
 
 
@@ -101,28 +106,36 @@ def test_what_is_spoilt_is_compiled_again(folder, compiled):
 
 def test_another_text_of_the_kernels_is_compiled_again(folder, compiled, monkeypatch):
     decoded()
-    monkeypatch.setattr(kept, "_source", lambda: "another")
+    monkeypatch.setattr(kept, "_digest_of", lambda _sources: "another")
     decoded()
     assert compiled == ["decode", "decode"]
 
 
-def test_each_kind_of_array_has_its_own(folder, compiled):
+def test_kernels_take_arrays_however_they_lie(folder, compiled):
     unaligned = np.zeros(2001, np.uint8)[1:].view(np.uint16)
     unaligned[:] = RAW
     constant = RAW.copy()
     constant.flags.writeable = False
     for raw in (RAW, RAW[::3], unaligned, constant, RAW[:0]):
         assert (decoded(raw) == expected(raw)).all()
-    assert len(compiled) == 3  # constant and empty arrays need none of their own
+    assert len(compiled) == 5  # one for each new kernel: all are run as plain arrays
+    assert len([*folder.glob("*.kernel")]) == 1
+
+
+def test_results_come_back_into_arrays_that_do_not_lie_together(folder):
+    out = np.zeros(2 * RAW.size, np.float32)
+    decoder()(RAW, out[::2])
+    assert (out[::2] == expected()).all()
+    assert not out[1::2].any()
 
 
 def test_the_byte_order_must_be_the_machine_s(folder):
-    with pytest.raises(TypeError, match="byte order of the machine"):
+    with pytest.raises(TypeError, match=">u2"):
         decoded(RAW.astype(">u2"))
 
 
 def test_threads_compile_once(folder, compiled):
-    kernel, out = native.Kernel("decode"), [np.zeros(RAW.shape, np.float32) for _ in range(4)]
+    kernel, out = decoder(), [np.zeros(RAW.shape, np.float32) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda room: kernel(RAW, room), out))
     assert compiled == ["decode"]
@@ -135,14 +148,19 @@ def test_what_cannot_be_kept_is_run_all_the_same(tmp_path, monkeypatch):
     assert (decoded() == expected()).all()
 
 
-def test_numba_runs_what_cannot_be_kept_and_that_is_known_the_next_time(folder, monkeypatch):
-    from dare.kernels import compiling
-
-    monkeypatch.setattr(compiling, "_foreign_functions", lambda _module: {"foreign"})
-    assert (decoded() == expected()).all()
-    assert [*folder.glob("*.kernel")]
-    monkeypatch.setattr(compiling, "compile_kernel", None)
-    assert (decoded() == expected()).all()
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda raw, out: out[:] + np.empty(3, np.float32).sum(),
+        lambda raw, out: out.reshape((3, raw.size)),
+    ],
+    ids=["makes an array", "raises an error"],
+)
+def test_a_kernel_that_needs_numba_s_runtime_is_refused(folder, monkeypatch, broken):
+    monkeypatch.setattr(cpu, "decode", cpu.kernel(broken))
+    with pytest.raises(TypeError, match="decode"):
+        decoded()
+    assert not [*folder.iterdir()]
 
 
 def test_there_is_no_other_kernel():
@@ -160,13 +178,13 @@ def sevens(raw, out):
     for place in range(out.size):
         out[place] = 7
 cpu.decode = njit(sevens)
-native.Kernel("decode")(np.zeros(1000, np.uint16), np.zeros(1000, np.float32))
+native.KERNELS.decode(np.zeros(1000, np.uint16), np.zeros(1000, np.float32))
 """
 DECODE = """
 import numpy as np
 from dare.kernels import native
 out = np.zeros(1000, np.float32)
-native.Kernel("decode")(np.full(1000, 16256, np.uint16), out)
+native.KERNELS.decode(np.full(1000, 16256, np.uint16), out)
 print(set(out.tolist()))
 """
 PLANTED, RIGHT = "{7.0}", "{1.0}"
@@ -269,18 +287,14 @@ def test_folders_are_this_user_s_alone_under_any_umask(tmp_path):
     code = f"import os\nos.umask(0)\n{DECODE}\nimport dare.analysis.measure.kernels"
     assert python(code, NUMBA_CACHE_DIR=str(place)) == RIGHT
     assert [*place.glob("decode-*.kernel")]
-    for folder in (place.parent, place, place / "numba"):
+    for folder in (place.parent, place):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(f.stat().st_mode) for f in place.glob("*.kernel")} == {0o600}
 
 
-@needs_owners
-def test_pickles_of_numba_in_a_folder_that_others_can_write_are_not_touched(tmp_path):
-    tmp_path.chmod(0o777)
-    code = "from dare.kernels import cpu\nprint(cpu.decode._cache.cache_path)"
-    used = python(code, NUMBA_CACHE_DIR=str(tmp_path))
-    assert not used.startswith(str(tmp_path))
-    assert not [*tmp_path.iterdir()]
+def test_numba_keeps_no_pickles(tmp_path):
+    assert python(f"{DECODE}\nimport dare.analysis.measure.kernels", NUMBA_CACHE_DIR=str(tmp_path))
+    assert {path.suffix for path in tmp_path.rglob("*")} == {".kernel"}
 
 
 NOWHERE = """
@@ -303,7 +317,7 @@ for command in (["plan", {base!r}, {model!r}], ["merge", {base!r}, {model!r}, "-
 def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path):
     package = tmp_path / "package"
     ours = shutil.ignore_patterns("__pycache__", "page", "assets")
-    shutil.copytree(kept.HERE.parent, package / "dare", ignore=ours)
+    shutil.copytree(kept.PACKAGE, package / "dare", ignore=ours)
     for place in (package / "dare").rglob("__init__.py"):
         (place.parent / "__pycache__").touch()  # so not even root makes a folder there
     files = [tmp_path / f"{name}.safetensors" for name in ("base", "model", "output")]

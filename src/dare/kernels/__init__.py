@@ -17,7 +17,11 @@ from dare.errors import RecipeError, did_you_mean
 MODULES = {"cpu": "native", "reference": "reference"}
 BACKENDS = tuple(MODULES)
 LANES_MULTIPLE = 8192
-"""Arrays of lanes have a multiple of this length."""
+"""Arrays of lanes have a multiple of this length; kernels work on so much at a time, in caches."""
+ROW = LANES_MULTIPLE + 16
+"""Distance between rows of sums: not a power of two, or they would share cache sets."""
+AT_ONCE = 8
+"""Lanes of 64 that are looked for without asking whether there are as many."""
 
 
 class Part(NamedTuple):

@@ -1,7 +1,9 @@
 """The kernels in Numba: one simple loop each, written so that LLVM vectorises it.
 
 Selections are made on bit patterns, not with branches, because a branch in the loop body keeps
-LLVM from vectorising it. No fast-math: each operation rounds once, as in `reference`.
+LLVM from vectorising it. No fast-math: each operation rounds once, as in `reference`. Kernels
+neither make arrays nor raise errors (`kept` says why); scratch arrays are their last arguments,
+brought by `native`.
 
 A function here has the name, the arguments and the bits of its namesake in `reference`, whose
 docstring says what it computes. Merges call them through `native`.
@@ -9,57 +11,127 @@ docstring says what it computes. Merges call them through `native`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
-from numba.core import event
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 
-from dare.kernels import LANES_MULTIPLE
+from dare.kernels import AT_ONCE, LANES_MULTIPLE, ROW
+from dare.kernels.kept import DATA, LENGTHS
 from dare.kernels.reference import (
     EVEN_STEPS,
     FINE_PARTS,
+    INVERSES,
     LARGEST,
     ODD_STEPS,
     PARTS,
     SCALE_GROUP,
+    SUM_LANES,
 )
-from dare.kernels.xxh3 import digest_pieces, jit  # noqa: F401 (a kernel like those below)
 from dare.tensors.chunks import CHUNK
 from dare.tensors.mask import CALLS_PER_GROUP, GROUP, ROUNDS, TIE_BREAK
 
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
 i8, i16, i32, i64, f32, f64 = np.int8, np.int16, np.int32, np.int64, np.float32, np.float64
 
-kernel = jit(nogil=True, error_model="numpy")
-helper = jit(nogil=True, inline="always")
+kernel = njit(error_model="numpy")
+helper = njit(inline="always")
 
 MAGNITUDE = u32(0x7FFFFFFF)
 INFINITY = i32(0x7F800000)
-SUM_LANES = 64
 
 
-@contextmanager
-def announcing(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` once if anything has to be compiled inside the `with` block."""
+# ---------------------------------------------------------------- entries for C
 
-    class FirstCompilation(event.Listener):  # type: ignore[misc]
-        told = False
 
-        def on_start(self, _event: event.Event) -> None:
-            if not self.told:
-                self.told = True
-                announce()
+@intrinsic
+def pointer_to(_typing, address, like):
+    """The address as a pointer to elements of a type, or of the type of an array."""
 
-        def on_end(self, _event: event.Event) -> None:
-            pass
+    def build(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    with event.install_listener("numba:compile", FirstCompilation()):
-        yield
+    return types.CPointer(like.dtype)(types.int64, like), build
+
+
+def _loader(kind, loaded):
+    """An intrinsic that loads what lies at an address."""
+
+    @intrinsic
+    def load(_typing, address):
+        def build(_context, builder, _signature, arguments):
+            return builder.load(builder.inttoptr(arguments[0], loaded.as_pointer()))
+
+        return kind(types.int64), build
+
+    return load
+
+
+word_at, double_at = _loader(types.int64, ir.IntType(64)), _loader(types.float64, ir.DoubleType())
+
+
+@intrinsic
+def put(_typing, address, value):
+    """Store a number at an address, as int64 or float64."""
+
+    def build(_context, builder, _signature, arguments):
+        address, value = arguments
+        builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    stored = types.float64 if isinstance(value, types.Float) else types.int64
+    return types.none(types.int64, stored), build
+
+
+@njit
+def put_both(address, values):
+    put(address, values[0])
+    put(address + 8, values[1])
+
+
+@helper
+def words_of(values):
+    """An array's elements eight bytes at a time."""
+    return carray(pointer_to(values.ctypes.data, u64), values.nbytes // 8)
+
+
+def entry_of(dispatcher, described):
+    """Make a C callback that calls a kernel with what lies in a block of words.
+
+    There is a word for each argument, of the types that `kept.describe` names, and after them one
+    for each result, up to two. Return it, and the results' letters as `kept.Code` has them.
+    """
+    given = tuple(map(_numba_type, described))
+    dispatcher.compile(given)
+    (returned,) = (s.return_type for s in dispatcher.nopython_signatures if s.args == given)
+    is_tuple = isinstance(returned, types.BaseTuple)
+    results = [*returned] if is_tuple else [] if returned == types.none else [returned]
+    call = f"kernel({', '.join(map(_argument, range(len(described)), described))})"
+    if results:
+        call = f"{'put_both' if is_tuple else 'put'}(block + {8 * len(described)}, {call})"
+    entry = eval(f"lambda block: {call}", {**globals(), "kernel": dispatcher})  # noqa: S307 (as above)
+    letters = "".join("d" if isinstance(kind, types.Float) else "q" for kind in results)
+    return cfunc(types.void(types.int64))(entry), f"({letters})" if is_tuple else letters
+
+
+def _numba_type(described):
+    dtype, *dimensions = described.split()
+    element = from_dtype(np.dtype(dtype))
+    return types.Array(element, int(dimensions[0]), "C") if dimensions else element
+
+
+def _argument(place, described):
+    """What a call passes for an argument of a type, in Python."""
+    at = f"block + {8 * place}"
+    dtype, *dimensions = described.split()
+    if not dimensions:
+        name = dtype.replace("bool", "bool_")
+        return f"np.{name}({'double_at' if dtype.startswith('float') else 'word_at'}({at}))"
+    lengths = f"word_at(word_at({at}) + {LENGTHS})"
+    shape = [f"word_at({lengths} + {8 * axis})," for axis in range(int(dimensions[0]))]
+    data = f"pointer_to(word_at(word_at({at}) + {DATA}), np.{dtype.replace('bool', 'bool_')})"
+    return f"carray({data}, ({''.join(shape)}))"
 
 
 # ---------------------------------------------------------------- bits
@@ -205,8 +277,6 @@ PHILOX_WIDTH = CALLS_PER_GROUP
 """Philox calls computed side by side: LLVM splits the vectors to the machine's width."""
 TILE = LANES_MULTIPLE
 """Elements whose lanes, values and sums stay in a close cache; a multiple of GROUP."""
-ROW = TILE + 16
-"""Distance between a tile's rows of sums: not a power of two, or they would share cache sets."""
 
 _word = ir.IntType(32)
 _narrow = ir.VectorType(_word, PHILOX_WIDTH)
@@ -323,7 +393,7 @@ def trailing_zeros(_typing, value):  # uint64, not zero
 def draw_tile(lanes, used, start, key0, key1, high, low, ties, elements, words):
     """Set the first `used` lanes of a tile to 255 where kept, all others to 0; return how many."""
     found = 0
-    tie_words = ties.view(u64)
+    tie_words = words_of(ties)
     for i in range(0, used, GROUP):
         call = u64((start + i) // GROUP * CALLS_PER_GROUP)
         address = lanes.ctypes.data + i
@@ -342,14 +412,11 @@ def draw_tile(lanes, used, start, key0, key1, high, low, ties, elements, words):
             lanes[i64(elements[i]) - start] = u8(255)
     for i in range(used, TILE):
         lanes[i] = u8(0)
-    return count_set(lanes.view(u64))
+    return count_set(words_of(lanes))
 
 
 @kernel
-def draw(lanes, size, start, key0, key1, high, low):
-    ties = np.empty(GROUP, u8)
-    elements = np.empty(TILE + PHILOX_WIDTH, u64)
-    words = np.empty(TILE + PHILOX_WIDTH, u32)
+def draw(lanes, size, start, key0, key1, high, low, ties, elements, words):
     kept = 0
     for first in range(0, size, TILE):
         tile = lanes[first : first + TILE]
@@ -477,9 +544,7 @@ def count_equal(found, ends, cut, counts):
 
 
 @kernel
-def count_magnitudes(raw, base_raw, out, counts):
-    base = np.empty(TILE, f32)
-    bits = np.empty(TILE, u32)
+def count_magnitudes(raw, base_raw, out, counts, base, bits):
     count = 0
     peak = u32(0)
     for first in range(0, raw.size, TILE):
@@ -501,7 +566,7 @@ def count_magnitudes(raw, base_raw, out, counts):
 def gather(raw, base, lanes, out):
     """`magnitudes` of a delta that has not been taken, of which little is kept."""
     count = 0
-    eights = lanes.view(u64)
+    eights = words_of(lanes)
     for eight in range((raw.size + 7) // 8):
         left = eights[eight]
         while left:
@@ -650,16 +715,6 @@ def keep_needed(total, counts, least):
 # ---------------------------------------------------------------- all of it, tile by tile
 
 
-@intrinsic
-def pointer_to(_typing, address, like):
-    """The address as a pointer to elements of the array `like`."""
-
-    def build(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like.dtype)(types.int64, like), build
-
-
 @kernel
 def tile_sum(raw, base, lanes, weight, total, threshold_bits):
     peak = i32(0)
@@ -714,15 +769,15 @@ def combine_tiles(
     threshold_bits,
     out,
     figures,
+    ties,
+    elements,
+    words,
+    lanes,
+    base,
+    values,
+    sums,
 ):
     size = base_raw.size
-    ties = np.empty(GROUP, u8)
-    elements = np.empty(TILE + PHILOX_WIDTH, u64)
-    words = np.empty(TILE + PHILOX_WIDTH, u32)
-    lanes = np.empty(TILE, u8)
-    base = np.empty(TILE, f32)
-    values = np.empty(TILE, f32)
-    sums = np.empty(4 * ROW, f32)
     for first in range(0, size, TILE):
         chunk = first // CHUNK
         used = min(TILE, size - first)
@@ -781,8 +836,7 @@ def fold(lanes):
 
 
 @kernel
-def sum_magnitudes(values):
-    lanes = np.zeros(SUM_LANES, f64)
+def sum_magnitudes(values, lanes):
     whole = values.size // SUM_LANES * SUM_LANES
     for start in range(0, whole, SUM_LANES):
         for lane in range(SUM_LANES):
@@ -793,8 +847,7 @@ def sum_magnitudes(values):
 
 
 @kernel
-def sum_products(left, right):
-    lanes = np.zeros(SUM_LANES, f64)
+def sum_products(left, right, lanes):
     whole = left.size // SUM_LANES * SUM_LANES
     for start in range(0, whole, SUM_LANES):
         for lane in range(SUM_LANES):
@@ -861,10 +914,7 @@ def philox_bytes(_typing, first, key0, key1, address):
 
 
 @kernel
-def draw_uniform(out, start, key0, key1):
-    lanes = np.empty(GROUP, u8)
-    elements = np.empty(GROUP, u64)
-    words = np.empty(GROUP, u32)
+def draw_uniform(out, start, key0, key1, lanes, elements, words):
     for i in range(0, out.size, GROUP):
         call = u64((start + i) // GROUP * CALLS_PER_GROUP)
         philox_bytes(call, key0, key1, lanes.ctypes.data)
@@ -890,9 +940,6 @@ def add_products(left, right, first, columns, by_column, sums):
 
 
 # ---------------------------------------------------------------- scores
-
-
-INVERSES = tuple(1 / i for i in range(9, 1, -1))
 
 
 @helper
@@ -939,15 +986,13 @@ DIGITS = 256
 
 
 @kernel
-def rank_rows(keys, out):
+def rank_rows(keys, out, items, places):
     rows, columns = keys.shape
-    items, others = np.empty(columns, u64), np.empty(columns, u64)
-    places = np.empty((2, DIGITS), u32)
     for row in range(rows):
         if columns <= SHORT_ROW:
             rank_by_pairs(keys[row], out[row])
         else:
-            rank_by_digits(keys[row], out[row], items, others, places)
+            rank_by_digits(keys[row], out[row], items[0], items[1], places)
 
 
 @kernel
@@ -1014,9 +1059,10 @@ def move(item, part, others, places, shift):
 
 
 @helper
-def mark_groups(keys, columns, least, end, out):
+def mark_groups(keys, rows, columns, least, end, out):
     """As `mark_ranks`, for flat groups of a length that is known when this is compiled."""
-    for first in range(0, keys.size, columns):
+    for row in range(rows):
+        first = row * columns
         for i in range(columns):
             smaller = i64(0)
             for j in range(i):
@@ -1027,20 +1073,19 @@ def mark_groups(keys, columns, least, end, out):
 
 
 @kernel
-def mark_ranks(keys, least, end, out):
+def mark_ranks(keys, least, end, out, ranks, items, places):
     rows, columns = keys.shape
-    flat = carray(pointer_to(keys.ctypes.data, keys), keys.size)  # reshape is not in machine code
+    flat = carray(pointer_to(keys.ctypes.data, keys), keys.size)  # reshape can raise an error
     marks = carray(pointer_to(out.ctypes.data, out), out.size)
     if columns == 4:
-        mark_groups(flat, 4, least, end, marks)
+        mark_groups(flat, rows, 4, least, end, marks)
     elif columns == 8:
-        mark_groups(flat, 8, least, end, marks)
+        mark_groups(flat, rows, 8, least, end, marks)
     elif columns <= SHORT_ROW:
-        mark_groups(flat, columns, least, end, marks)
+        mark_groups(flat, rows, columns, least, end, marks)
     else:
-        ranks = np.empty((1, columns), u32)
         for row in range(rows):
-            rank_rows(keys[row : row + 1], ranks)
+            rank_rows(keys[row : row + 1], ranks, items, places)
             for i in range(columns):
                 inside = (ranks[0, i] >= least) & (ranks[0, i] < end)
                 out[row, i] = u8(255) if inside else u8(0)
@@ -1054,11 +1099,9 @@ def multiply_kept(values, factors):
 
 
 @kernel
-def drop_by_rank(values, ranks, thresholds, factors, start, key0, key1, kept):
-    lanes = np.empty(GROUP, u8)
-    elements = np.empty(PHILOX_WIDTH, u64)
-    words = np.empty(PHILOX_WIDTH, u32)
-    elements[:] = u64(0)
+def drop_by_rank(
+    values, ranks, thresholds, factors, start, key0, key1, kept, lanes, elements, words
+):
     for i in range(0, values.size, GROUP):
         call = u64((start + i) // GROUP * CALLS_PER_GROUP)
         philox_bytes(call, key0, key1, lanes.ctypes.data)
@@ -1138,9 +1181,7 @@ ROUNDER = f32(3 << 22)
 
 
 @kernel
-def quantise(values, bits, codes, scales):
-    parts = np.empty(SCALE_GROUP, i32)
-    fields = np.empty(SCALE_GROUP, u8)
+def quantise(values, bits, codes, scales, parts, fields):
     for group in range(scales.size):
         first = group * SCALE_GROUP
         some = values[first : first + SCALE_GROUP]
@@ -1362,8 +1403,6 @@ def find_places(coded, size, low, kept, lanes):
 
 # ---------------------------------------------------------------- into a live model
 
-AT_ONCE = 8
-"""Of 64 lanes, how many are looked for without asking whether there are as many."""
 LAST_BIT = u64(1 << 63)
 
 
@@ -1376,8 +1415,7 @@ def count_bits(_typing, value):  # uint64
 
 
 @kernel
-def apply_values(base, packed, lanes, factor, out, saved):
-    places, fresh = np.empty(TILE + AT_ONCE, u16), np.empty(TILE, base.dtype)
+def apply_values(base, packed, lanes, factor, out, saved, places, fresh):
     count = 0
     for first in range(0, base.size, TILE):
         last = min(first + TILE, base.size)
@@ -1396,8 +1434,7 @@ def apply_values(base, packed, lanes, factor, out, saved):
 
 
 @kernel
-def apply_deltas(base, deltas, lanes, factor, out, saved):
-    places, fresh = np.empty(TILE + AT_ONCE, u16), np.empty(TILE, base.dtype)
+def apply_deltas(base, deltas, lanes, factor, out, saved, places, fresh):
     count = 0
     for first in range(0, base.size, TILE):
         last = min(first + TILE, base.size)
@@ -1442,3 +1479,114 @@ def moved(stored, origin, change):
     """The base's element plus a change; itself where the change is zero."""
     value = from_float(origin + change, stored)
     return stored if change == f32(0) else value
+
+
+# ---------------------------------------------------------------- digests
+
+# XXH3-128 of many pieces of memory in one call. The library `xxhash` has the same digests and is as
+# fast, one piece at a time: threads would ask for the interpreter's lock after every piece.
+
+STRIPE, STRIPES = 64, 16
+"""Bytes that are taken at a time, and how often between two scrambles."""
+BLOCK = STRIPE * STRIPES
+
+PRIME32 = (u64(0x9E3779B1), u64(0x85EBCA77), u64(0xC2B2AE3D))
+PRIME64 = (
+    *(u64(0x9E3779B185EBCA87), u64(0xC2B2AE3D27D4EB4F), u64(0x165667B19E3779F9)),
+    *(u64(0x85EBCA77C2B2AE63), u64(0x27D4EB2F165667C5)),
+)
+FIRST, SECOND = PRIME64[:2]
+SCRAMBLING, AVALANCHE = PRIME32[0], u64(0x165667919E3779F9)
+START = (
+    *(PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2]),
+    *(PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0]),
+)
+HALF, ALL = u64(32), u64(0xFFFFFFFF)
+SCRAMBLE, LOW, HIGH = 0, 8, 16
+"""Where the words of the secret for each use begin, in the array of words."""
+LAST_STRIPE = 192 - STRIPE - 7
+"""Where in the secret that for the last bytes begins."""
+
+_eight_words = ir.VectorType(ir.IntType(64), 8)
+
+
+def _take(count):
+    """An intrinsic that takes so many stripes into the eight sums at an address."""
+
+    @intrinsic
+    def take(_typing, sums, data, secret):
+        def build(_context, builder, _signature, arguments):
+            def pointer(address, offset):
+                place = builder.add(address, ir.IntType(64)(offset))
+                return builder.inttoptr(place, _eight_words.as_pointer())
+
+            def splat(value):
+                return ir.Constant(_eight_words, [value] * 8)
+
+            sums, data, secret = arguments
+            total = builder.load(pointer(sums, 0), align=8)
+            for number in range(count):
+                values = builder.load(pointer(data, STRIPE * number), align=1)
+                keyed = builder.xor(values, builder.load(pointer(secret, 8 * number), align=1))
+                low = builder.and_(keyed, splat(0xFFFFFFFF))
+                product = builder.mul(low, builder.lshr(keyed, splat(32)))
+                swapped = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
+                others = builder.shuffle_vector(
+                    values, ir.Constant(_eight_words, ir.Undefined), swapped
+                )
+                total = builder.add(total, builder.add(others, product))
+            builder.store(total, pointer(sums, 0), align=8)
+            return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+        return types.none(types.intp, types.intp, types.intp), build
+
+    return take
+
+
+take_block, take_stripe = _take(STRIPES), _take(1)
+
+
+@helper
+def folded(left, right):
+    """The product of two words, its upper half on its lower one."""
+    a, b = u64(left >> HALF), u64(left & ALL)
+    c, d = u64(right >> HALF), u64(right & ALL)
+    lowest = u64(b * d)
+    middle = u64(u64(a * d) + u64(lowest >> HALF))
+    other = u64(u64(b * c) + u64(middle & ALL))
+    high = u64(u64(a * c) + u64(u64(middle >> HALF) + u64(other >> HALF)))
+    low = u64(u64(other << HALF) | u64(lowest & ALL))
+    return u64(high ^ low)
+
+
+@helper
+def joined(sums, words, first, start):
+    result = start
+    for i in range(0, 8, 2):
+        left = u64(sums[i] ^ words[first + i])
+        right = u64(sums[i + 1] ^ words[first + i + 1])
+        result = u64(result + folded(left, right))
+    result = u64(u64(result ^ u64(result >> u64(37))) * AVALANCHE)
+    return u64(result ^ u64(result >> HALF))
+
+
+@kernel
+def digest_pieces(addresses, sizes, secret, words, out, sums):
+    """Digest pieces of more than 240 bytes each: upper and lower half."""
+    place, keys = sums.ctypes.data, secret.ctypes.data
+    for number in range(addresses.size):
+        address, size = addresses[number], sizes[number]
+        for i in range(8):
+            sums[i] = START[i]
+        blocks = (size - 1) // BLOCK
+        for block in range(blocks):
+            take_block(place, address + BLOCK * block, keys)
+            for i in range(8):
+                value = u64(u64(sums[i] ^ u64(sums[i] >> u64(47))) ^ words[SCRAMBLE + i])
+                sums[i] = u64(value * SCRAMBLING)
+        rest = address + BLOCK * blocks
+        for stripe in range((size - 1 - BLOCK * blocks) // STRIPE):
+            take_stripe(place, rest + STRIPE * stripe, keys + 8 * stripe)
+        take_stripe(place, address + size - STRIPE, keys + LAST_STRIPE)
+        out[number, 0] = joined(sums, words, HIGH, ~u64(u64(size) * SECOND))
+        out[number, 1] = joined(sums, words, LOW, u64(u64(size) * FIRST))

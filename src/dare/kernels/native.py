@@ -1,7 +1,4 @@
-"""The kernels of `cpu` without Numba: it is only imported to compile what was never compiled.
-
-Importing Numba takes longer than a small merge. So what it makes of a kernel, for arguments of some
-types, is kept (`kept`) and runs by itself from then on.
+"""The kernels of `cpu` as merges run them: by `kept`, without Numba once they are compiled.
 
 A name here is a kernel of `cpu`, or a function below that calls some; `reference` says what each
 computes.
@@ -9,121 +6,77 @@ computes.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Part, kept, reference
-from dare.kernels.reference import places_low_bits, places_nbytes
+from dare.kernels import AT_ONCE, LANES_MULTIPLE, ROW, Part, reference
+from dare.kernels.kept import SOURCES, Kernel, Kernels, announcing  # noqa: F401 (all backends')
+from dare.kernels.reference import SCALE_GROUP, SUM_LANES, places_low_bits, places_nbytes
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
+from dare.tensors.mask import CALLS_PER_GROUP, GROUP
 
-C_ORDER, FORTRAN_ORDER, ALIGNED = 0x1, 0x2, 0x100
-"""Of the flags of an array, those that a kernel is compiled for."""
-
-_loading = threading.Lock()
-_announcers: list[Callable[[], None]] = []
+TILE = LANES_MULTIPLE
+DIGITS = 256
 
 
-class Kernel:
-    """A kernel of `cpu`, with machine code for each kind of arguments."""
+def _draw_room(*_arguments: Any) -> list[NDArray[Any]]:
+    return [
+        np.empty(GROUP, np.uint8),
+        np.empty(TILE + CALLS_PER_GROUP, np.uint64),
+        np.empty(TILE + CALLS_PER_GROUP, np.uint32),
+    ]
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._variants: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Run it; only here the interpreter's lock is held."""
-        kinds: list[Any] = []
-        values: list[Any] = []
-        for argument in arguments:
-            if isinstance(argument, np.ndarray):
-                kinds += (
-                    argument.dtype.char,
-                    argument.ndim,
-                    argument.flags.num & (C_ORDER | FORTRAN_ORDER | ALIGNED),
-                )
-                values.append(id(argument))  # its address, where the kernel finds data and shape
-            else:
-                kinds.append(type(argument))
-                values.append(argument.item() if isinstance(argument, np.generic) else argument)
-        key = tuple(kinds)
-        run = self._variants.get(key) or self._load(key, arguments)
-        return run(arguments, values)
+def _combine_room(*_arguments: Any) -> list[NDArray[Any]]:
+    lanes, floats = np.empty(TILE, np.uint8), (np.empty(n, np.float32) for n in (TILE, TILE))
+    return [*_draw_room(), lanes, *floats, np.empty(4 * ROW, np.float32)]
 
-    def _load(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> Callable[..., Any]:
-        types = [describe(argument) for argument in arguments]
-        with _loading:
-            if key not in self._variants:
-                code = kept.find(self._name, types) or self._compile(types)
-                run = kept.load(self._name, code) if code.machine_code else self._by_numba()
-                self._variants[key] = run
-            return self._variants[key]
 
-    def _compile(self, types: Sequence[str]) -> kept.Code:
-        for announce in _announcers:
-            announce()
-        from dare.kernels.compiling import compile_kernel
+def _group_room(*_arguments: Any) -> list[NDArray[Any]]:
+    return [np.zeros(GROUP, kind) for kind in (np.uint8, np.uint64, np.uint32)]
 
-        code = compile_kernel(self._name, types)
-        kept.keep(self._name, types, code)
-        return code
 
-    def _by_numba(self) -> Callable[..., Any]:
-        from dare.kernels import cpu
+def _rank_room(keys: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
+    return [np.empty((2, keys.shape[1]), np.uint64), np.empty((2, DIGITS), np.uint32)]
 
-        kernel = getattr(cpu, self._name)
-        return lambda arguments, _values: kernel(*arguments)
+
+def _apply_room(base: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
+    return [np.empty(TILE + AT_ONCE, np.uint16), np.empty(TILE, base.dtype)]
+
+
+ROOMS = {
+    "draw": _draw_room,
+    "combine_tiles": _combine_room,
+    "count_magnitudes": lambda *_: [np.empty(TILE, kind) for kind in (np.float32, np.uint32)],
+    "sum_magnitudes": lambda *_: [np.zeros(SUM_LANES)],
+    "sum_products": lambda *_: [np.zeros(SUM_LANES)],
+    "draw_uniform": _group_room,
+    "drop_by_rank": _group_room,
+    "rank_rows": _rank_room,
+    "mark_ranks": lambda keys, *_: [np.empty((1, keys.shape[1]), np.uint32), *_rank_room(keys)],
+    "quantise": lambda *_: [np.empty(SCALE_GROUP, kind) for kind in (np.int32, np.uint8)],
+    "apply_values": _apply_room,
+    "apply_deltas": _apply_room,
+    "digest_pieces": lambda *_: [np.empty(8, np.uint64)],
+}
+"""Scratch arrays of kernels that need some, after their other arguments."""
+
+
+KERNELS = Kernels("dare.kernels.cpu", SOURCES, ROOMS)
 
 
 def __getattr__(name: str) -> Kernel:
     if name.startswith("_") or not callable(getattr(reference, name, None)):
         raise AttributeError(f"there is no kernel {name!r}")
-    kernel: Kernel = globals().setdefault(name, Kernel(name))
+    kernel: Kernel = globals().setdefault(name, getattr(KERNELS, name))
     return kernel
 
 
-def describe(argument: Any) -> str:
-    """The type of an argument, as a kernel is compiled for it.
-
-    >>> describe(np.zeros((2, 3), np.float32)), describe(7), describe(np.uint8(7))
-    ('float32 2 C', 'int64', 'uint8')
-    """
-    if not isinstance(argument, np.ndarray):
-        return np.dtype(type(argument)).name
-    if not argument.dtype.isnative:
-        raise TypeError(f"a kernel needs the byte order of the machine, not {argument.dtype.str}")
-    flags = argument.flags
-    order = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
-    words = [argument.dtype.name, str(argument.ndim), order]
-    return " ".join(words if flags.aligned else [*words, "unaligned"])
-
-
-@contextmanager
-def announcing(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` once if anything has to be compiled inside the `with` block."""
-    waiting = [announce]
-
-    def once() -> None:
-        if waiting:
-            waiting.pop()()
-
-    _announcers.append(once)
-    try:
-        yield
-    finally:
-        _announcers.remove(once)
-
-
 # ---------------------------------------------------------------- functions that call kernels
-
-_combine_tiles, _digest_pieces = Kernel("combine_tiles"), Kernel("digest_pieces")
-_select, _expand = Kernel("select_integers"), Kernel("expand_integers")
-_set_places, _find_places = Kernel("set_places"), Kernel("find_places")
 
 
 def combine(
@@ -136,7 +89,7 @@ def combine(
 ) -> NDArray[np.int64]:
     figures = np.zeros((chunk_count(base_raw.size), len(parts), 4), np.int64)
     masks = [part.mask or (0, 0, 256, 0) for part in parts]
-    _combine_tiles(
+    KERNELS.combine_tiles(
         base_raw,
         parts[0].tuned[:0],
         np.array([part.tuned.ctypes.data for part in parts], np.int64),
@@ -183,17 +136,17 @@ def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
     ]
     out = np.empty((len(addresses), 2), np.uint64)
     sizes = np.array([size for sizes in spans for size in sizes], np.int64)
-    _digest_pieces(np.array(addresses, np.int64), sizes, SECRET, SECRET_WORDS, out)
+    KERNELS.digest_pieces(np.array(addresses, np.int64), sizes, SECRET, SECRET_WORDS, out)
     found = iter(out.tolist())
     return [[f"{high:016x}{low:016x}" for high, low in islice(found, len(s))] for s in spans]
 
 
 def select(raw: NDArray[Any], lanes: NDArray[np.uint8], out: NDArray[Any]) -> int:
-    return int(_select(_as_integers(raw), lanes, _as_integers(out)))
+    return int(KERNELS.select_integers(_as_integers(raw), lanes, _as_integers(out)))
 
 
 def expand(packed: NDArray[Any], lanes: NDArray[np.uint8], into: NDArray[Any]) -> int:
-    return int(_expand(_as_integers(packed), lanes, _as_integers(into)))
+    return int(KERNELS.expand_integers(_as_integers(packed), lanes, _as_integers(into)))
 
 
 def _as_integers(raw: NDArray[Any]) -> NDArray[Any]:
@@ -204,11 +157,13 @@ def _as_integers(raw: NDArray[Any]) -> NDArray[Any]:
 def code_places(lanes: NDArray[np.uint8], size: int, kept: int, out: NDArray[np.uint8]) -> None:
     if kept:
         out[:] = 0
-        _set_places(lanes, size, places_low_bits(size, kept), kept, out)
+        KERNELS.set_places(lanes, size, places_low_bits(size, kept), kept, out)
 
 
 def uncode_places(coded: NDArray[np.uint8], size: int, kept: int, lanes: NDArray[np.uint8]) -> bool:
     lanes[:] = 0
     if not 0 <= kept <= size <= lanes.size or coded.size != places_nbytes(size, kept):
         return False
-    return kept == 0 or bool(_find_places(coded, size, places_low_bits(size, kept), kept, lanes))
+    if kept == 0:
+        return True
+    return bool(KERNELS.find_places(coded, size, places_low_bits(size, kept), kept, lanes))

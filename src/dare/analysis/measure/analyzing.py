@@ -48,6 +48,7 @@ from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.formats import read_config
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source
+from dare.kernels.kept import announcing
 from dare.kernels.linalg import one_blas_thread
 from dare.planning.machine import available_cores, check_memory, memory_limit
 from dare.recipe.schema import ModelEntry, Recipe
@@ -251,9 +252,6 @@ def measure(
 def _measure_here(
     study: Study, steps: Sequence[MeasureStep], threads: int, display: Display
 ) -> None:
-    from dare.analysis.measure import kernels
-    from dare.kernels.cpu import announcing
-
     sources = tuple(study.models.values())
     with ExitStack() as stack:
         for source in (study.base, *sources):
@@ -262,7 +260,7 @@ def _measure_here(
         stack.enter_context(announcing(lambda: display.announce(COMPILING)))
         run_steps(
             steps,
-            lambda _stop: Worker(study.base, sources, kernels, display.advance),
+            lambda _stop: Worker(study.base, sources, display.advance),
             threads,
             collect=study.collect,
         )

@@ -28,8 +28,6 @@ class AnalysisJob:
 
     def open(self, stack: ExitStack) -> Do:
         """Open the inputs; refuse others than the driver has."""
-        from dare.analysis.measure import kernels
-
         _, inputs = open_inputs(self.recipe)
         stack.enter_context(one_blas_thread())
         for source in (inputs.base, *inputs.models):
@@ -46,7 +44,7 @@ class AnalysisJob:
 
             run_steps(
                 steps,
-                lambda _stop: Worker(inputs.base, inputs.models, kernels, read.append),
+                lambda _stop: Worker(inputs.base, inputs.models, read.append),
                 threads=1,
                 collect=collect,
             )

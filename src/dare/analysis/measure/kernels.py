@@ -12,7 +12,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from dare.analysis.measure.tallies import BIN_SHIFT, BINS
+from dare.analysis.measure.tallies import (
+    BIN_SHIFT,
+    BINS,
+    CHANGED,
+    LEAST,
+    LEAST_OF_NONE,
+    NOT_FINITE,
+    PEAK,
+    ROW,
+    TILE,
+)
 from dare.kernels.cpu import (
     INFINITY,
     bits_of,
@@ -21,40 +31,24 @@ from dare.kernels.cpu import (
     float_of,
     helper,
     intrinsic,
-    jit,
     kernel,
     magnitude_of,
+    njit,
     pointer_to,
     to_float,
     types,
+    words_of,
 )
 
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
 i32, i64, f32, f64 = np.int32, np.int64, np.float32, np.float64
 
-summing = jit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+summing = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
-TILE = 4096
-ROW = TILE + 16
-"""Distance between a tile's rows: not a power of two, or they would share cache sets."""
-WORDS = TILE // 32
-"""Words of a tile's signs, two bits for each element."""
-WAYS = 2
-"""Rows of counters that take turns, because equal magnitudes often follow each other."""
-COUNTERS = BINS + 16
-"""Length of such a row, for the same reason as ROW's."""
 RUN = 64
 """Elements that are sampled together."""
 ABOVE = u64(0x5555555555555555)
 """The bit of each pair that says that an element is above zero; the other says below."""
-LEAST_OF_NONE = u32(0xFFFFFFFF)
-
-SUMS = 5
-"""Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|."""
-CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
-"""Elements that are not zero, those that are not finite, and the bits of the extremes; the least
-is that of a magnitude that is not zero, less 1."""
-COUNTS = 4
 
 
 # ---------------------------------------------------------------- one model
@@ -132,7 +126,7 @@ def encode_signs(values, out):
 def count_magnitudes(values, counts):
     """Count into rows of bins that take turns; `counts`: uint32[WAYS, ≥ BINS]."""
     first, second = counts[0], counts[1]
-    pairs = values[: values.size // 2 * 2].view(u64)
+    pairs = words_of(values)
     for i in range(pairs.size):
         pair = pairs[i]
         first[(pair >> u64(BIN_SHIFT)) & u64(BINS - 1)] += u32(1)
@@ -156,7 +150,7 @@ def bits_set(_typing, word):  # uint64
 @kernel
 def pack_signs(codes, out):
     """From a byte for each element to two bits, in an order of their own."""
-    eights = codes.view(u64)
+    eights = words_of(codes)
     size = out.size
     for i in range(size):
         low = eights[i] | (eights[size + i] << u64(2))
@@ -247,6 +241,12 @@ def measure(
     shared_sums,
     shared_counts,
     magnitudes,
+    base,
+    zeros,
+    codes,
+    deltas,
+    scales,
+    signs,
 ):
     """Look at a chunk of all models; add what is seen to the arrays from `sums` on.
 
@@ -255,12 +255,9 @@ def measure(
     sums: float64[models, SUMS]. counts: int64[models, COUNTS], PEAK and LEAST replaced.
     pair_sums: float64[pairs], dot products. pair_counts: int64[pairs, 2], both and agreeing.
     shared_sums: float64[2], Σbase² and Σ|Σδ|. shared_counts: int64[2], shared and conflicted.
-    magnitudes: uint32[models, WAYS, COUNTERS].
+    magnitudes: uint32[models, WAYS, COUNTERS]. The others are scratch arrays, `zeros` of zeros.
     """
     models, size = addresses.size, base_raw.size
-    base, zeros, codes = np.empty(TILE, f32), np.zeros(TILE, f32), np.empty(TILE, u8)
-    deltas, scales = np.empty(models * ROW, f32), np.empty(models, f32)
-    signs = np.empty((models, WORDS), u64)
     for first in range(0, size, TILE):
         used = min(TILE, size - first)
         decode(base_raw[first : first + used], base)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.measure import spectra
+from dare.analysis.measure import spectra, tallies
 from dare.analysis.measure.tallies import (
     BIN_SHIFT,
     BINS,
@@ -39,6 +39,7 @@ from dare.analysis.measure.tallies import (
 from dare.analysis.results import OUTSIDE, Kind, Spectrum
 from dare.inputs.reading import read_floats, read_stored
 from dare.inputs.sources import Raw, Source
+from dare.kernels.kept import SOURCES, Kernels
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.run.graph import Step
 from dare.run.threads import Batch
@@ -56,6 +57,23 @@ SAMPLE = CHUNK
 """About how many elements of a tensor are looked at for the overlap of the tops."""
 TOGETHER = 8
 """Chunks that are added up at once, so that no more of them have to be kept."""
+
+
+def _room(_base: Raw, _like: Raw, addresses: NDArray[np.int64], *_others: Any) -> list[Any]:
+    """The scratch arrays of `measure`."""
+    models, tile = addresses.size, tallies.TILE
+    return [
+        *(np.empty(tile, np.float32), np.zeros(tile, np.float32), np.empty(tile, np.uint8)),
+        *(np.empty(models * tallies.ROW, np.float32), np.empty(models, np.float32)),
+        np.empty((models, tallies.WORDS), np.uint64),
+    ]
+
+
+KERNELS = Kernels(
+    "dare.analysis.measure.kernels",
+    (*SOURCES, "analysis/measure/kernels.py", "analysis/measure/tallies.py"),
+    {"measure": _room},
+)
 
 
 @dataclass(frozen=True)
@@ -284,16 +302,15 @@ class Worker:
     """Does the steps of an analysis, with buffers of its own; the inputs must be open."""
 
     def __init__(
-        self, base: Source, models: Sequence[Source], kernels: Any, progress: Callable[[int], None]
+        self, base: Source, models: Sequence[Source], progress: Callable[[int], None]
     ) -> None:
         self._base = base
         self._models = models
-        self._kernels = kernels
         self._progress = progress
         widest = widest_of(base, models)
         self._bytes = [np.empty(CHUNK * widest, np.uint8) for _ in (base, *models)]
         self._floats = [np.empty(CHUNK, np.float32) for _ in (base, *models)]  # not always needed
-        self._counters = np.zeros((len(models), kernels.WAYS, kernels.COUNTERS), np.uint32)
+        self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
         """Empty between chunks."""
 
     def prefetch(self, step: MeasureStep) -> None:
@@ -327,7 +344,7 @@ class Worker:
     # ------------------------------------------------------------ a chunk
 
     def _measure(self, subject: Subject, chunk: int) -> Measured:
-        kernels, name, models, pairs = self._kernels, subject.name, subject.models, subject.pairs
+        name, models, pairs = subject.name, subject.models, subject.pairs
         sources = self._sources(subject)
         start, count = chunk_span(chunk, subject.elements)
         base, *tuned = (
@@ -336,14 +353,14 @@ class Worker:
         )
         given = np.array([source.holds_delta(name) for source in sources[1:]], np.bool_)
         base, tuned = self._alike(base, tuned, given)
-        sums = np.zeros((len(models), kernels.SUMS))
-        counts = np.zeros((len(models), kernels.COUNTS), np.int64)
-        counts[:, kernels.LEAST] = int(kernels.LEAST_OF_NONE)
+        sums = np.zeros((len(models), tallies.SUMS))
+        counts = np.zeros((len(models), tallies.COUNTS), np.int64)
+        counts[:, tallies.LEAST] = int(tallies.LEAST_OF_NONE)
         dots, pair_counts = np.zeros(len(pairs)), np.zeros((len(pairs), 2), np.int64)
         shared_sums, shared_counts = np.zeros(2), np.zeros(2, np.int64)
         counters = self._counters[: len(models)]
         addresses = np.array([raw.ctypes.data for raw in tuned], np.int64)
-        kernels.measure(
+        KERNELS.measure(
             *(base, (tuned or [base])[0][:0], addresses, given),
             *(sums, counts, dots, pair_counts, shared_sums, shared_counts, counters),
         )
@@ -386,11 +403,11 @@ class Worker:
             if raw.dtype != np.float32:
                 alike[place] = floats[1 + place]
                 if given[place]:
-                    self._kernels.decode(raw, alike[place])
+                    KERNELS.decode(raw, alike[place])
                 else:
-                    self._kernels.subtract(raw, base, alike[place])
+                    KERNELS.subtract(raw, base, alike[place])
                 given[place] = True
-        self._kernels.decode(base, floats[0])
+        KERNELS.decode(base, floats[0])
         return floats[0], alike
 
     def _sample(
@@ -405,7 +422,7 @@ class Worker:
         size = CHUNK // period if subject.elements > CHUNK else -(-subject.elements // 64) * 64
         sample = np.zeros((len(tuned), size), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
-            self._kernels.sample(raw, base, is_delta, start, period, row)
+            KERNELS.sample(raw, base, is_delta, start, period, row)
         return sample
 
     # ------------------------------------------------------------ a tensor
@@ -427,10 +444,10 @@ class Worker:
         if not total.samples:
             return replace(total, summed_magnitude=_apart(total))
         tops = {model: self._top(subject, total, model) for model in subject.models}
-        sizes = {model: self._kernels.count_changed(signs) for model, signs in tops.items()}
+        sizes = {model: KERNELS.count_changed(signs) for model, signs in tops.items()}
         pairs = {}
         for (one, other), sums in total.pairs.items():
-            shared, agreeing = self._kernels.compare_signs(tops[one], tops[other])
+            shared, agreeing = KERNELS.compare_signs(tops[one], tops[other])
             pairs[one, other] = replace(
                 sums,
                 tops=sizes[one] + sizes[other] if sizes[one] and sizes[other] else 0,
@@ -449,8 +466,8 @@ class Worker:
         codes, signs = np.zeros(sample.size, np.uint8), np.zeros(sample.size // 32, np.uint64)
         if magnitudes.counts.size:
             least = top_bin(magnitudes, math.ceil(TOP * subject.elements)) << BIN_SHIFT
-            self._kernels.encode_top(sample, np.int32(max(least, 1)), codes)
-            self._kernels.pack_signs(codes, signs)
+            KERNELS.encode_top(sample, np.int32(max(least, 1)), codes)
+            KERNELS.pack_signs(codes, signs)
         return signs
 
     def _spectrum(self, step: MeasureSpectrum) -> Spectrum | None:

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from dare.analysis.results import Statistics
 
 BIN_SHIFT = 15
-"""Bits of a magnitude that its bin does not tell.
-
-Whoever changes this must also touch kernels.py, which is all that Numba's cache looks at.
-"""
+"""Bits of a magnitude that its bin does not tell."""
 BINS = 1 << 16
 OCTAVE = 1 << (23 - BIN_SHIFT)
 """Bins in an octave."""
@@ -36,6 +33,24 @@ NEGLIGIBLE = 0.01
 """Share of the largest magnitude under which an element counts as negligible."""
 ROUNDING = 1e-6
 """Relative error of power sums; a variance below this share of the mean square is none."""
+
+TILE = 4096
+"""Elements that the kernels look at together."""
+ROW = TILE + 16
+"""Distance between a tile's rows: not a power of two, or they would share cache sets."""
+WORDS = TILE // 32
+"""Words of a tile's signs, two bits for each element."""
+WAYS = 2
+"""Rows of counters that take turns, because equal magnitudes often follow each other."""
+COUNTERS = BINS + 16
+"""Length of such a row, for the same reason as ROW's."""
+SUMS = 5
+"""Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|."""
+CHANGED, NOT_FINITE, PEAK, LEAST = range(4)
+"""Elements that are not zero, those that are not finite, and the bits of the extremes; the least
+is that of a magnitude that is not zero, less 1."""
+COUNTS = 4
+LEAST_OF_NONE = np.uint32(0xFFFFFFFF)
 
 PANEL = 1 << 18
 """Elements of an array that are counted at once."""
