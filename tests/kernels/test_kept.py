@@ -118,7 +118,7 @@ def test_kernels_take_arrays_however_they_lie(folder, compiled):
     constant.flags.writeable = False
     for raw in (RAW, RAW[::3], unaligned, constant, RAW[:0]):
         assert (decoded(raw) == expected(raw)).all()
-    assert len(compiled) == 5  # one for each new kernel: all are run as plain arrays
+    assert compiled == ["decode"]  # all are run as plain arrays
     assert len([*folder.glob("*.kernel")]) == 1
 
 
