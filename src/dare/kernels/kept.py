@@ -77,7 +77,7 @@ class Kernel:
             if isinstance(argument, np.ndarray):
                 array = argument
                 if array.flags.num & PLAIN != PLAIN:
-                    array = np.require(argument, requirements="CA")
+                    array = np.require(argument, requirements=["C", "A"])
                     copies.append((argument, array))
                 kinds += (array.dtype.str, array.ndim)
                 values.append(id(array))  # its address, where the kernel finds data and shape
@@ -139,7 +139,8 @@ class Kernels:
 
     def __getattr__(self, name: str) -> Kernel:
         kernel = Kernel(name, self._module, self._sources, self._rooms.get(name))
-        return self.__dict__.setdefault(name, kernel)
+        self.__dict__[name] = kernel
+        return kernel
 
 
 def describe(argument: Any) -> str:
@@ -191,7 +192,9 @@ def compile_kernel(module: str, name: str, types: Sequence[str]) -> Code:
     """
     from dare.kernels import cpu
 
-    entry, returns = cpu.entry_of(getattr(importlib.import_module(module), name), types)
+    entry, returns = cpu.entry_of(  # type: ignore[no-untyped-call]
+        getattr(importlib.import_module(module), name), types
+    )
     llvm = _llvm()
     made = llvm.parse_assembly(entry.inspect_llvm())
     for part in (*made.functions, *made.global_variables):

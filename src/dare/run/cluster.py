@@ -20,10 +20,9 @@ from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import open_inputs
 from dare.inputs.reading import read_stored
 from dare.inputs.sources import Source
-from dare.output.destinations import AnyOutput
-from dare.output.fingerprint import fingerprint
 from dare.output.journal import Record
-from dare.output.writer import OutputFiles, explaining
+from dare.output.manifest import fingerprint
+from dare.output.writer import OutputFiles, PartialOutput, explaining
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
@@ -187,7 +186,7 @@ def check_for_cluster(plan: Plan) -> None:
 
 def execute_on_cluster(
     plan: Plan,
-    output: AnyOutput,
+    output: PartialOutput,
     metadata: Mapping[str, str],
     *,
     done: Sequence[Record] = (),
