@@ -138,8 +138,8 @@ class Kernels:
         self._module, self._sources, self._rooms = module, sources, rooms
 
     def __getattr__(self, name: str) -> Kernel:
-        kernel = Kernel(name, self._module, self._sources, self._rooms.get(name))
-        self.__dict__[name] = kernel
+        made = Kernel(name, self._module, self._sources, self._rooms.get(name))
+        kernel: Kernel = self.__dict__.setdefault(name, made)
         return kernel
 
 
@@ -190,11 +190,8 @@ def compile_kernel(module: str, name: str, types: Sequence[str]) -> Code:
 
     The block has a word for each argument (for an array its address), then one for each result.
     """
-    from dare.kernels import cpu
-
-    entry, returns = cpu.entry_of(  # type: ignore[no-untyped-call]
-        getattr(importlib.import_module(module), name), types
-    )
+    cpu: Any = importlib.import_module("dare.kernels.cpu")
+    entry, returns = cpu.entry_of(getattr(importlib.import_module(module), name), types)
     llvm = _llvm()
     made = llvm.parse_assembly(entry.inspect_llvm())
     for part in (*made.functions, *made.global_variables):
