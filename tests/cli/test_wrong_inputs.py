@@ -249,7 +249,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def test_a_disk_that_is_too_small_is_noticed_before_the_merge(folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(10**9, 10**9 - 1000, 1000))
-    words = "merged.safetensors: ", "13.3 kB", "1.0 kB", "make room"
+    words = "merged.safetensors", "13.3 kB", "1.0 kB", "make room"
     assert_refused(f"{MERGE_TWO} --quiet", "OutputError", *words)
 
 
