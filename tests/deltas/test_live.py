@@ -100,6 +100,15 @@ def as_torch(array):
     return raw.view(getattr(torch, kind.torch_name))
 
 
+def there_and_back(delta, model, expected):
+    """Apply a delta and remove it; in between the model has the bytes that are expected."""
+    before = contents(model)
+    delta.apply_(model)
+    assert contents(model) == expected
+    delta.remove_(model)
+    assert contents(model) == before
+
+
 class Tied(torch.nn.Module):
     """An embedding that is the head as well, a layer, and a buffer."""
 
@@ -178,11 +187,7 @@ def test_values_that_are_not_finite(tmp_path, scheme):
     base = {"w": np.resize(odd, 60)}
     tuned = {"w": np.resize(odd[::-1], 60)}
     delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
-    model = copies(base)
-    delta.apply_(model)
-    assert contents(model) == written_model(tmp_path)
-    delta.remove_(model)
-    assert contents(model) == contents(base)
+    there_and_back(delta, copies(base), written_model(tmp_path))
 
 
 @pytest.mark.parametrize("bits", ["native", 4])
@@ -190,11 +195,7 @@ def test_a_fine_tune_in_another_type_than_the_base(tmp_path, bits):
     base = {"w": numbers(500, 1, ml_dtypes.bfloat16)}
     tuned = {"w": numbers(500, 2, np.float32, base["w"])}
     delta = dare.load_delta(write(tmp_path, base, tuned, bits=bits))
-    model = copies(base)
-    delta.apply_(model)
-    assert contents(model) == written_model(tmp_path)
-    delta.remove_(model)
-    assert contents(model) == contents(base)
+    there_and_back(delta, copies(base), written_model(tmp_path))
 
 
 def test_a_value_by_hand(tmp_path):
@@ -278,10 +279,7 @@ def test_names_of_one_tensor_that_lie_apart_are_both_changed(tmp_path):
     assert dare.load_delta(file).notes.tensors["lm_head.weight"].tied_to == "embed_tokens.weight"
     model = copies(base)
     delta = dare.load_delta(file)
-    delta.apply_(model)
-    assert contents(model) == written_model(tmp_path)
-    delta.remove_(model)
-    assert contents(model) == contents(base)
+    there_and_back(delta, model, written_model(tmp_path))
 
 
 def test_tensors_that_only_the_model_ties_are_refused(tmp_path):
@@ -302,10 +300,7 @@ def test_torch_tensors_of_every_type(tmp_path, kind):
     base, tuned = ({"w": row.view(kind.numpy_type)} for row in raw)
     delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
     model = {"w": as_torch(base["w"])}
-    delta.apply_(model)
-    assert contents(model) == contents(tuned)
-    delta.remove_(model)
-    assert contents(model) == contents(base)
+    there_and_back(delta, model, contents(tuned))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -346,10 +341,7 @@ def test_tensors_on_a_device_are_changed_chunk_by_chunk(tmp_path, scheme, monkey
 
     monkeypatch.setattr(live, "memory_of", memory)
     model = {"w": tensor}
-    delta.apply_(model)
-    assert contents(model) == written_model(tmp_path)
-    delta.remove_(model)
-    assert contents(model) == contents(base)
+    there_and_back(delta, model, written_model(tmp_path))
 
 
 def test_a_prefix_of_names_is_seen_through(tmp_path):
@@ -381,11 +373,7 @@ def test_a_base_that_the_lossless_file_has_under_other_names(tmp_path):
     base, tuned = small_model()
     named = {f"model.{name}": array for name, array in base.items()}
     delta = dare.load_delta(write(tmp_path, named, tuned, lossless=True))
-    model = copies(named)
-    delta.apply_(model)
-    assert contents(model) == contents({f"model.{name}": tuned[name] for name in tuned})
-    delta.remove_(model)
-    assert contents(model) == contents(named)
+    there_and_back(delta, copies(named), contents({f"model.{name}": tuned[name] for name in tuned}))
 
 
 # ---------------------------------------------------------------- what is refused

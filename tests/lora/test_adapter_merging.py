@@ -312,7 +312,7 @@ def test_adapters_of_other_bases_are_refused(two, tmp_path):
     with pytest.raises(MismatchError, match=r"m\.v_proj has a lora_bias, m\.q_proj"):
         plan_adapters([two[0], write_adapter(tmp_path / "biased", biased, lora_bias=True)])
     other = write_adapter(tmp_path / "b2", pair(Q, 4, 2, 3), base_model_name_or_path="that")
-    assert "name different bases (None, that)" in plan_adapters([two[0], other]).notes[0]
+    assert "different bases are named (None, that)" in plan_adapters([two[0], other]).notes[0]
 
 
 def test_many_findings_are_cut_short(tmp_path):

@@ -202,5 +202,8 @@ def _checked(vocab: Any, where: Path) -> dict[str, int]:
 
 def _checked_one(token: Any, number: Any, where: Path) -> dict[str, int]:
     if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-        raise InputError(f"{where}: the token {_shown(token)} has the id {_shown(number)}")
+        raise InputError(
+            f"{where}: the token {_shown(token)} has the id {_shown(number)}; expected text and a "
+            f"whole number below {MAX_TOKENS}"
+        )
     return {token: number}
