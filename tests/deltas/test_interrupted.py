@@ -199,9 +199,7 @@ def test_no_room_for_the_whole_file_does_not_cost_the_pieces(given, kind, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
-        with pytest.raises(
-            OutputError, match=f"{NAME}.*make room"
-        ):
+        with pytest.raises(OutputError, match=f"{NAME}.*make room"):
             way.run()
     assert way.run().resumed_chunks == CHUNKS
     check_same(way)
