@@ -136,9 +136,7 @@ def test_rules_for_tensors_and_policies(tmp_path):
     del tuned[0]["scale"]
     tuned[1]["model.norm.weight"] = numbers(5, 7)
     tuned[2]["more"] = numbers(4, 7)
-    rule = dare.TensorRule(
-        match=r"*.mlp.*", model="model1", weight=2.0, settings={"drop_rate": 0.2}
-    )
+    rule = dare.TensorRule(match="*.mlp.*", model="model1", weight=2.0, settings={"drop_rate": 0.2})
     policies = {"on_missing": "base", "on_mismatch": "base", "on_extra": "drop"}
     recipe = write_recipe(tmp_path, base, tuned, tensors=(rule,), **policies)
     check_like_merge(dare.Candidates(recipe), {"scale": 0.5})
