@@ -6,6 +6,7 @@ computes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -23,17 +24,24 @@ TILE = LANES_MULTIPLE
 DIGITS = 256
 
 
-def _draw_room(*_arguments: Any) -> list[NDArray[Any]]:
-    return [
-        np.empty(GROUP, np.uint8),
-        np.empty(TILE + CALLS_PER_GROUP, np.uint64),
-        np.empty(TILE + CALLS_PER_GROUP, np.uint32),
-    ]
+class _Scratch(threading.local):
+    """Arrays that a thread uses again for each call, since to make them takes as long as some."""
+
+    def __init__(self) -> None:
+        calls, floats = TILE + CALLS_PER_GROUP, [np.empty(n, np.float32) for n in (TILE, TILE)]
+        self.draw = [
+            np.empty(GROUP, np.uint8),
+            *(np.empty(calls, t) for t in (np.uint64, np.uint32)),
+        ]
+        self.combine = [
+            *self.draw,
+            np.empty(TILE, np.uint8),
+            *floats,
+            np.empty(4 * ROW, np.float32),
+        ]
 
 
-def _combine_room(*_arguments: Any) -> list[NDArray[Any]]:
-    lanes, floats = np.empty(TILE, np.uint8), (np.empty(n, np.float32) for n in (TILE, TILE))
-    return [*_draw_room(), lanes, *floats, np.empty(4 * ROW, np.float32)]
+_scratch = _Scratch()
 
 
 def _group_room(*_arguments: Any) -> list[NDArray[Any]]:
@@ -49,8 +57,8 @@ def _apply_room(base: NDArray[Any], *_others: Any) -> list[NDArray[Any]]:
 
 
 ROOMS = {
-    "draw": _draw_room,
-    "combine_tiles": _combine_room,
+    "draw": lambda *_: _scratch.draw,
+    "combine_tiles": lambda *_: _scratch.combine,
     "count_magnitudes": lambda *_: [np.empty(TILE, kind) for kind in (np.float32, np.uint32)],
     "sum_magnitudes": lambda *_: [np.zeros(SUM_LANES)],
     "sum_products": lambda *_: [np.zeros(SUM_LANES)],
