@@ -28,17 +28,11 @@ class _Scratch(threading.local):
     """Arrays that a thread uses again for each call, since to make them takes as long as some."""
 
     def __init__(self) -> None:
-        calls, floats = TILE + CALLS_PER_GROUP, [np.empty(n, np.float32) for n in (TILE, TILE)]
-        self.draw = [
-            np.empty(GROUP, np.uint8),
-            *(np.empty(calls, t) for t in (np.uint64, np.uint32)),
-        ]
-        self.combine = [
-            *self.draw,
-            np.empty(TILE, np.uint8),
-            *floats,
-            np.empty(4 * ROW, np.float32),
-        ]
+        calls = TILE + CALLS_PER_GROUP
+        words = (np.empty(calls, kind) for kind in (np.uint64, np.uint32))
+        floats = (np.empty(count, np.float32) for count in (TILE, TILE, 4 * ROW))
+        self.draw = [np.empty(GROUP, np.uint8), *words]
+        self.combine = [*self.draw, np.empty(TILE, np.uint8), *floats]
 
 
 _scratch = _Scratch()
