@@ -11,7 +11,7 @@ from made_up import analysis, make_base, mixed, tune
 
 from dare import merge
 from dare.analysis.judge.advice import METHODS, advise, find_guidelines
-from dare.analysis.judge.judgement import Evidence, limit
+from dare.analysis.judge.judgement import limit
 from dare.analysis.judge.prediction import (
     exposure_of,
     exposures_of,
@@ -66,36 +66,19 @@ def test_independent_models_are_added_up(count, method):
     assert values(advice, "method") == {None: method}
 
 
-def test_the_usual_method_is_named_where_the_advice_is_another():
-    (method,) = (
-        each for each in advise(analysis(ROOT, many(3))).suggestions if each.setting == "method"
-    )
-    assert "For 3 to 5 models of mixed domains dare+ties is usually recommended" in method.reason
-    assert method.evidence is Evidence.WEAK
-
-
 def test_alike_models_are_averaged_without_dropping():
-    other = mixed(ROOT, ONE, 0.8, TWO, 0.6)
-    advice = advise(analysis(ROOT, {"a": ONE, "b": other}))
+    advice = advise(analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, 0.8, TWO, 0.6)}))
     assert advice.recipe["method"] == "linear"
     assert "dare" not in advice.recipe
     assert values(advice, "drop_rate") == {}
     assert recipe_of(advice).weights() == (0.5, 0.5)
-    reason = advice.suggestions[0].reason
-    assert "For 2 models of one domain linear is usually recommended" in reason
-    assert "not in each other's way" in reason
 
 
 def test_opposed_models_elect_signs():
-    other = mixed(ROOT, ONE, -0.5, TWO, 0.86)
-    advice = advise(analysis(ROOT, {"a": ONE, "b": other}))
+    advice = advise(analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, -0.5, TWO, 0.86)}))
     assert advice.recipe["method"] == "dare+ties"
     assert values(advice, "weight") == {}
-
-
-def test_votes_are_balanced_where_opposed_models_differ_in_size():
-    other = mixed(ROOT, ONE, -0.1, TWO, 0.2)
-    advice = advise(analysis(ROOT, {"a": ONE, "b": other}))
+    advice = advise(analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, -0.1, TWO, 0.2)}))
     weights = values(advice, "weight")
     assert weights["a"] == 1
     assert weights["b"] == pytest.approx(0.05**-0.5, rel=0.01)  # √(0.1² + 0.2²) as large
@@ -104,16 +87,12 @@ def test_votes_are_balanced_where_opposed_models_differ_in_size():
 
 def test_models_that_overlap_a_little_are_scaled_down():
     # Cosine 0.3 between two: in its own direction each would count 1.3 times.
-    other = mixed(ROOT, ONE, 0.3, TWO, 0.91**0.5)
-    advice = advise(analysis(ROOT, {"a": ONE, "b": other}))
+    seen = analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, 0.3, TWO, 0.91**0.5)})
+    advice = advise(seen)
     assert advice.recipe["scale"] == pytest.approx(1 / 1.3, abs=0.01)
     assert recipe_of(advice).scale == advice.recipe["scale"]
-
-
-@pytest.mark.parametrize(("count", "average"), [(2, "0.5"), (4, "0.25")])
-def test_a_sum_raises_a_doubt_about_its_scale(count, average):
-    doubts = advise(analysis(ROOT, many(count))).doubts
-    assert any(f"Try scales down to {average}, the average" in doubt for doubt in doubts)
+    expected = advice.recipe["scale"] * math.hypot(*errors_of(seen, advice))
+    assert advice.predicted_error == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- drop rates
@@ -124,28 +103,16 @@ def test_merging_keeps_to_the_range_that_was_best():
     assert values(advice, "drop_rate") == {"m0": 0.6, "m1": 0.6}
     assert advice.recipe["dare"] == {"drop_rate": 0.6}
     assert advice.recipe["models"] == ["m0.safetensors", "m1.safetensors"]
-    (first, _) = (each for each in advice.suggestions if each.setting == "drop_rate")
-    assert first.evidence is Evidence.WEAK
-    assert "mostly 0.1 to 0.6" in first.reason
 
 
 def test_one_model_alone_may_be_dropped_as_far_as_it_bears():
-    advice = advise(analysis(ROOT, many(1, SMALL)))
-    assert values(advice, "drop_rate") == {"m0": 0.95}
-    assert any("only one model" in doubt for doubt in advice.doubts)
-
-
-def test_one_model_that_bears_nothing():
-    advice = advise(analysis(ROOT, many(1, 0.3)))
-    assert advice.recipe["method"] == "linear"
-    assert "the bound on the error leaves nothing to drop" in advice.suggestions[0].reason
+    assert values(advise(analysis(ROOT, many(1, SMALL))), "drop_rate") == {"m0": 0.95}
+    assert advise(analysis(ROOT, many(1, 0.3))).recipe["method"] == "linear"
 
 
 def test_a_lora_alone_stays_at_what_is_usual():
     seen = analysis(ROOT, many(1, SMALL), own={"m0": {"origin": Origin.LORA}})
-    advice = advise(seen)
-    assert values(advice, "drop_rate") == {"m0": 0.85}
-    assert "but above 0.85 is not usual for LoRAs" in str(advice).replace("\n  ", " ")
+    assert values(advise(seen), "drop_rate") == {"m0": 0.85}
 
 
 def test_large_changes_lower_the_rate():
@@ -154,9 +121,6 @@ def test_large_changes_lower_the_rate():
     assert rates["small"] == 0.6
     # One of two: 0.05/√2 = 0.0354 of 0.04, p/(1 - p) = 0.78 before confidence.
     assert rates["large"] in (0.35, 0.4)
-    entries = advice.recipe["models"]
-    assert entries[1] == "small.safetensors" or entries[0] == "small.safetensors"
-    assert {"file": "large.safetensors", "drop_rate": rates["large"]} in entries
     assert [entry.settings for entry in recipe_of(advice).models] == [
         {},
         {"drop_rate": rates["large"]},
@@ -165,11 +129,8 @@ def test_large_changes_lower_the_rate():
 
 def test_nothing_is_dropped_where_nothing_can_be():
     advice = advise(analysis(ROOT, {"a": tune(ROOT, 0.3, 1), "b": tune(ROOT, 0.3, 2)}))
-    assert advice.recipe["method"] == "sum"
-    assert values(advice, "drop_rate") == {"a": 0.0, "b": 0.0}
     assert recipe_of(advice).method == "sum"
-    reasons = [each.reason for each in advice.suggestions if each.setting == "drop_rate"]
-    assert all(reason.endswith("Rates below 0.1 are not worth their noise") for reason in reasons)
+    assert values(advice, "drop_rate") == {"a": 0.0, "b": 0.0}
 
 
 @given(st.integers(1, 3), st.floats(0.002, 0.3))
@@ -187,24 +148,17 @@ def test_the_merge_as_advised_stays_within_the_bound(count, ratio):
 
 
 def test_embeddings_get_a_rate_of_their_own():
-    advice = advise(analysis(ROOT, many(2, SMALL)))
-    assert advice.recipe["embedding_drop_rate"] == 0.5
-    assert recipe_of(advice).embedding_drop_rate == 0.5
+    def rate(models):
+        advice = advise(analysis(ROOT, models))
+        assert recipe_of(advice).embedding_drop_rate == advice.recipe.get("embedding_drop_rate")
+        return advice.recipe.get("embedding_drop_rate")
 
-
-def test_frozen_embeddings_need_none():
+    models = many(2, SMALL)
     name = "model.embed_tokens.weight"
-    models = {key: model | {name: ROOT[name]} for key, model in many(2, SMALL).items()}
-    assert "embedding_drop_rate" not in advise(analysis(ROOT, models)).recipe
-
-
-def test_embeddings_whose_rows_change_seldom_are_dropped_less():
-    models = {
-        key: with_rare_row(model, row) for row, (key, model) in enumerate(many(2, SMALL).items())
-    }
-    advice = advise(analysis(ROOT, models))
-    assert advice.recipe["embedding_drop_rate"] == 0.0
-    assert recipe_of(advice).embedding_drop_rate == 0.0
+    assert rate(models) == 0.5
+    assert rate({key: model | {name: ROOT[name]} for key, model in models.items()}) is None
+    rare = {key: with_rare_row(model, row) for row, (key, model) in enumerate(models.items())}
+    assert rate(rare) == 0.0
 
 
 # ---------------------------------------------------------------- what dropping costs
@@ -215,7 +169,7 @@ def errors_of(seen, advice):
     return [mean_bounded_error(exposures_of(m), rates[m.name]) for m in seen.models]
 
 
-@pytest.mark.parametrize(("count", "ratio"), [(1, 0.02), (2, 0.03), (3, 0.02), (10, 0.02)])
+@pytest.mark.parametrize(("count", "ratio"), [(1, 0.02), (2, 0.03), (10, 0.02)])
 def test_reasons_have_the_error_that_is_bounded(count, ratio):
     seen = analysis(ROOT, many(count, ratio))
     advice = advise(seen)
@@ -225,29 +179,9 @@ def test_reasons_have_the_error_that_is_bounded(count, ratio):
     assert all(0 < error <= advice.error_share for error in errors)
     assert advice.predicted_error == pytest.approx(math.hypot(*errors))
     assert advice.predicted_error <= advice.error_bound
-    for each, error in zip(
-        (each for each in advice.suggestions if each.setting == "drop_rate"), errors, strict=True
-    ):
-        said = f"is predicted to bring up to {share(error)} error to the outputs"
-        assert each.reason.startswith(f"Dropping {each.value:.0%} {said}")
-        bound = "5% is the bound" if count == 1 else f"{share(advice.error_share)} is its share"
-        assert bound in each.reason
-
-
-def test_reasons_name_models_that_are_alike_and_the_scale():
-    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.95, TWO, 0.3), "c": THREE}
-    advice = advise(analysis(ROOT, models))
-    method, scale, rate, *_ = advice.suggestions
-    assert method.reason.startswith("Most models change the base in different directions; a and b")
-    assert "a and b are alike (cosine +0.9" in method.reason
-    assert f"may bring together after the scale of {scale.value:g}" in rate.reason
-
-
-def test_a_scale_lowers_the_error_of_a_merge():
-    seen = analysis(ROOT, {"a": ONE, "b": mixed(ROOT, ONE, 0.3, TWO, 0.91**0.5)})
-    advice = advise(seen)
-    expected = advice.recipe["scale"] * math.hypot(*errors_of(seen, advice))
-    assert advice.predicted_error == pytest.approx(expected)
+    rates = [each for each in advice.suggestions if each.setting == "drop_rate"]
+    for each, error in zip(rates, errors, strict=True):
+        assert share(error) in each.reason
 
 
 def test_what_is_not_dropped_brings_no_error():
@@ -286,11 +220,8 @@ def deep(seed, sizes=()):
     return tuned
 
 
-def test_no_layer_stands_out_among_equals():
-    assert advise(analysis(DEEP, {"a": deep(1), "b": deep(2)})).protect == ()
-
-
 def test_layers_that_dropping_hurts_more_are_named():
+    assert advise(analysis(DEEP, {"a": deep(1), "b": deep(2)})).protect == ()
     models = {"a": deep(1, {MLP: 0.06}), "b": deep(2, {ATTENTION: 0.05})}
     seen = analysis(DEEP, models)
     advice = advise(seen)
@@ -318,7 +249,6 @@ def test_layers_that_dropping_hurts_more_are_named():
 def test_the_rule_of_a_protection_can_be_put_into_the_recipe():
     advice = advise(analysis(DEEP, {"a": deep(1, {MLP: 0.06}), "b": deep(2)}))
     (only,) = advice.protect
-    assert f"to protect layer 3, mlp: drop_rate = {only.drop_rate} there" in str(advice)
     recipe = recipe_from_document({**advice.recipe, "tensors": [only.rule]}, "advice")
     for model in (0, 1):
         assert recipe.settings_for(MLP, model)[0]["drop_rate"] == only.drop_rate
@@ -331,22 +261,8 @@ def test_the_rule_of_a_protection_can_be_put_into_the_recipe():
 def test_a_high_rate_that_is_wanted_gets_a_q():
     advice = advise(analysis(ROOT, many(3)), drop_rate=0.9)
     assert advice.recipe["method"] == "darex+sum"
-    assert advice.recipe["darex"] == {"drop_rate": 0.9, "q": 0.127}  # 0.1 + 3·0.9/100
     assert values(advice, "q") == {None: 0.127}
-    assert recipe_of(advice).stages == {"darex": {"drop_rate": 0.9, "q": 0.127}}
-
-
-def test_what_a_wanted_rate_costs_is_said():
-    seen = analysis(ROOT, {"m": tune(ROOT, 0.02)})
-    advice = advise(seen, drop_rate=0.99)
-    assert advice.recipe["darex"] == {"drop_rate": 0.99, "q": 0.0199}
-    (rate,) = (each for each in advice.suggestions if each.setting == "drop_rate")
-    error = mean_bounded_error(exposures_of(seen.models[0]), 0.99, 0.0199)
-    assert f"Dropping 99% with q = 0.0199 is predicted to bring up to {share(error)}" in rate.reason
-    assert advice.predicted_error == pytest.approx(error)
-
-
-def test_a_low_rate_that_is_wanted_needs_none():
+    assert recipe_of(advice).stages == {"darex": {"drop_rate": 0.9, "q": 0.127}}  # 0.1 + 3·0.9/100
     advice = advise(analysis(ROOT, many(2)), drop_rate=0.5)
     assert advice.recipe["method"] == "dare+sum"
     assert advice.recipe["dare"] == {"drop_rate": 0.5}
@@ -374,9 +290,10 @@ def test_no_tensor_is_enlarged_on_average(count, is_rare):
             assert q is None or 1 - p <= q <= 1
 
 
-def test_a_wanted_rate_must_be_one():
-    with pytest.raises(RecipeError, match="drop_rate"):
-        advise(analysis(ROOT, many(2)), drop_rate=1.0)
+@pytest.mark.parametrize("wrong", [{"drop_rate": 1.0}, {"steps": 0}])
+def test_a_wanted_rate_must_be_one(wrong):
+    with pytest.raises(RecipeError, match=next(iter(wrong))):
+        advise(analysis(ROOT, many(2)), **wrong)
 
 
 # ---------------------------------------------------------------- guidelines
@@ -410,46 +327,22 @@ def test_the_table_of_guidelines(is_lora, parameters, steps, expected):
     assert {row.applies_to: (row.lowest, row.highest) for row in rows} == expected
 
 
-def rate_reason(**settings):
-    advice = advise(analysis(ROOT, many(1)), **settings)
-    (rate,) = (each for each in advice.suggestions if each.setting == "drop_rate")
-    return rate.value, rate.reason
-
-
 def test_the_guideline_that_applies_is_named_in_the_reason_and_no_other():
-    value, reason = rate_reason(parameters=6.7e9, steps=1_000)
-    assert "The guideline is 0.85 to 0.9 for 7B after 500 to 2,000 steps" in reason
-    assert "10,000" not in reason
+    def rate(seen, **size):
+        (rate,) = (e for e in advise(seen, **size).suggestions if e.setting == "drop_rate")
+        return rate.value, rate.reason
+
+    seen = analysis(ROOT, many(1))
+    value, reason = rate(seen, parameters=6.7e9, steps=1_000)
+    assert SHORT in reason
+    assert LONG not in reason
     for size in ({}, {"parameters": 7e9, "steps": 50_000}, {"parameters": 34e9}):
-        other_value, other_reason = rate_reason(**size)
+        other_value, other_reason = rate(seen, **size)
         assert "guideline" not in other_reason
         assert other_value == value  # guidelines are told, and the measurement decides
-
-
-def test_the_size_is_that_of_the_headers():
-    seen = analysis(ROOT, many(1), base_dtypes={"BF16": 6_738_415_616})
-    (rate,) = (e for e in advise(seen, steps=5_000).suggestions if e.setting == "drop_rate")
-    assert "The guideline is 0.9 to 0.95 for 7B after 2,000 to 10,000 steps" in rate.reason
-
-
-def test_a_guideline_stands_beside_a_rate_that_is_wanted():
-    _, reason = rate_reason(drop_rate=0.9, parameters=70e9)
-    assert reason.endswith("The guideline is 0.9 to 0.95 for 70B or more")
-
-
-def test_the_article_has_a_row_for_very_large_models():
-    assert METHODS[-1].applies_to == "70B or more"
-    (large,) = (e for e in advise(analysis(ROOT, many(3)), parameters=70e9).suggestions[:1])
-    (small,) = (e for e in advise(analysis(ROOT, many(3)), parameters=7e9).suggestions[:1])
-    assert (large.setting, large.value) == (small.setting, small.value)
-    assert "81.7 to 80.1" in large.reason  # what the paper measured
-    assert "3 to 5 models of mixed domains" in large.reason
-    assert "70B" not in small.reason
-
-
-def test_steps_must_be_a_number_of_steps():
-    with pytest.raises(RecipeError, match="steps = 0: must be at least 1"):
-        advise(analysis(ROOT, many(1)), steps=0)
+    headers = analysis(ROOT, many(1), base_dtypes={"BF16": 6_738_415_616})
+    assert LONG in rate(headers, steps=5_000)[1]
+    assert LARGE in rate(seen, drop_rate=0.9, parameters=70e9)[1]
 
 
 def test_the_tables_are_whole():
@@ -480,11 +373,6 @@ def test_what_no_setting_can_mend_is_left_out():
     assert files == ["math.safetensors", "code.safetensors"]
 
 
-def test_of_two_that_are_the_same_one_stays():
-    advice = advise(analysis(ROOT, {"a": ONE, "b": ONE, "c": ONE}))
-    assert values(advice, "models") == {"b": "left out", "c": "left out"}
-
-
 def test_what_is_wrong_twice_is_left_out_once():
     broken = make_base(seed=9)
     broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
@@ -496,7 +384,7 @@ def test_what_is_wrong_twice_is_left_out_once():
 def test_nothing_left_is_no_recipe():
     advice = advise(analysis(ROOT, {"copy": ROOT, "other": make_base(seed=9)}))
     assert advice.recipe == {}
-    assert any("No model is left" in doubt for doubt in advice.doubts)
+    assert advice.doubts
 
 
 @pytest.mark.parametrize(
@@ -517,9 +405,6 @@ def test_what_a_setting_can_mend_is_set(line, setting, value):
 def test_missing_tensors_count_as_unchanged():
     less = {name: value for name, value in TWO.items() if "norm" not in name}
     assert advise(analysis(ROOT, {"a": ONE, "b": less})).recipe["on_missing"] == "base"
-
-
-def test_settings_for_models_that_are_left_out_are_not_made():
     copy = {name: value for name, value in ROOT.items() if "norm" not in name}
     assert "on_missing" not in advise(analysis(ROOT, {"a": ONE, "b": TWO, "copy": copy})).recipe
 
@@ -549,22 +434,9 @@ def test_the_recipe_can_be_written_and_carried_out(tmp_path):
     assert [round(m.drop_rate_realised, 1) for m in report.models] == [0.6, 0.6]
 
 
-def test_every_suggestion_has_its_grounds():
-    advice = advise(analysis(ROOT, many(3)), drop_rate=0.95)
-    for each in advice.suggestions:
-        assert each.reason
-        assert each.source
-        assert not each.reason.endswith(".")
-
-
 def test_words_and_json():
     advice = advise(analysis(ROOT, many(2)))
-    text = str(advice)
-    assert text.startswith(
-        "method = dare+sum\n  The models change the base in different directions"
-    )
-    assert "drop_rate = 0.6 (m0)" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert "drop_rate = 0.6 (m0)" in str(advice)
     document = json.loads(advice.to_json(), parse_constant=pytest.fail)
     assert document["recipe"] == advice.recipe
     assert document["suggestions"][0]["setting"] == "method"
@@ -596,9 +468,3 @@ def test_advice_on_real_models():
     assert values(advice, "scale") == {None: 1.0}
     assert [(each.layer, each.kind) for each in advice.protect] == [(4, "mlp")]
     assert advice.protect[0].error > advice.error_bound > advice.predicted_error
-
-
-def test_a_model_that_is_more_of_the_sum_raises_a_doubt():
-    models = {"a": tune(ROOT, 0.02, seed=1), "b": tune(ROOT, 0.004, seed=2)}
-    (doubt,) = (each for each in advise(analysis(ROOT, models)).doubts if "more of it" in each)
-    assert doubt.startswith("a changes the base 5 times as much as b")
