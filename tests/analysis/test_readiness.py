@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 
 import ml_dtypes
@@ -16,7 +15,6 @@ from dare.analysis.judge.judgement import GRAVITY, Finding, Severity, Verdict, l
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import (
     BASE,
-    CONDITIONS,
     FAMILIES,
     RULES,
     assess,
@@ -81,25 +79,6 @@ def test_the_order_of_models_does_not_matter():
     back = assess(analysis(ROOT, dict(reversed(models.items()))))
     assert there.by_model == back.by_model
     assert {each.rule for each in there.findings} == {each.rule for each in back.findings}
-
-
-def test_every_rule_says_what_it_looks_for():
-    assert len({rule.name for rule in RULES}) == len(RULES)
-    assert all(rule.looks_for.endswith(".") for rule in RULES)
-
-
-def test_every_condition_belongs_to_a_rule_and_rules_of_shared_subjects_have_one():
-    assert CONDITIONS.keys() <= {rule.name for rule in RULES}
-    assert CONDITIONS.keys() >= {rule.name for rule in RULES if rule.about}
-
-
-def test_words():
-    text = str(assess(analysis(ROOT, {"math": ONE, "copy": ROOT})))
-    lines = text.splitlines()
-    assert lines[:3] == ["ready with changes", "  math: ready", "  copy: ready with changes"]
-    assert lines[3].startswith("change: copy: Equal to the base, element by element. That adds")
-    assert lines[-1].startswith("    ")
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_json_has_no_infinities():
@@ -168,47 +147,41 @@ def test_the_verdict_is_for_the_method_that_is_advised():
     assert readiness.verdict is Verdict.READY
     nothing, none = judge(analysis(ROOT, {"m": make_base(seed=9)}))
     assert (nothing.method, none.recipe) == ("", {})
+    assert {rule.only_for for rule in RULES} <= {"", *STAGES}
+    assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
 
 
 def test_what_the_advice_takes_care_of_is_a_note():
     seen = analysis(ROOT, {"a": tune(ROOT, 0.06, 1), "b": TWO})
-    assert finding(seen, "large_change").remedy.startswith("Set drop_rate = 0.3")
     readiness, advice = judge(seen)
     (rate,) = [s.value for s in advice.suggestions if (s.setting, s.model) == ("drop_rate", "a")]
     (only,) = [each for each in readiness.findings if each.rule == "large_change"]
-    assert only.remedy == f"The advised drop_rate of {rate:g} takes care of it"
+    assert f"drop_rate of {rate:g}" in only.remedy
     assert (only.severity, readiness.verdict) == (Severity.NOTE, Verdict.READY)
     assert judge(seen, method="dare+sum")[0].verdict is Verdict.WITH_CHANGES
 
 
-def test_rates_that_differ_and_what_is_not_dropped():
-    models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2)}
-    only, *_ = judge(analysis(ROOT, models))[0].findings
-    assert re.fullmatch(r"The advised .* of it: 0\.\d+ for a, 0 for b", only.remedy)
-    (only,) = judge(analysis(ROOT, {"b": models["b"]}))[0].findings
-    assert only.remedy == "The advice drops nothing of it"
+OPPOSITE = mixed(ROOT, ONE, -1.0, ONE, 0.0)
 
 
-def test_a_model_that_is_left_out_is_opposed_to_nobody():
-    against = mixed(ROOT, ONE, -1.0, ONE, 0.0)
-    models = {"a": ONE, "against": against, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)}
+@pytest.mark.parametrize(
+    ("models", "method", "rule", "remedy"),
+    [
+        (
+            {"a": ONE, "against": OPPOSITE, "b": mixed(ROOT, ONE, 0.4, TWO, 0.9)},
+            "dare+sum",
+            "opposed",
+            "leaves against out",
+        ),
+        ({"a": ONE, "b": mixed(ROOT, ONE, -0.1, TWO, 0.2)}, "dare+ties", "outweighed", "weights"),
+    ],
+)
+def test_a_model_that_is_left_out_is_opposed_to_nobody(models, method, rule, remedy):
     readiness, advice = judge(analysis(ROOT, models))
-    assert advice.recipe["method"] == "dare+sum"
-    (only,) = [each for each in readiness.findings if each.rule == "opposed"]
-    assert (only.severity, only.remedy) == (Severity.NOTE, "The advice leaves against out")
-
-
-def test_advised_weights_take_care_of_small_models():
-    models = {"a": ONE, "b": mixed(ROOT, ONE, -0.1, TWO, 0.2)}
-    readiness, advice = judge(analysis(ROOT, models))
-    assert advice.recipe["method"] == "dare+ties"
-    (only,) = [each for each in readiness.findings if each.rule == "outweighed"]
-    assert (only.severity, only.remedy) == (Severity.NOTE, "The advised weights take care of it")
-
-
-def test_every_stage_that_a_finding_is_for_is_one():
-    assert {rule.only_for for rule in RULES} <= {"", *STAGES}
-    assert all(family <= STAGES.keys() and name in family for name, family in FAMILIES.items())
+    assert advice.recipe["method"] == method
+    (only,) = [each for each in readiness.findings if each.rule == rule]
+    assert only.severity is Severity.NOTE
+    assert remedy in only.remedy
 
 
 # ---------------------------------------------------------------- one model and the base
@@ -237,6 +210,9 @@ def test_a_model_trained_apart_is_unrelated():
     seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
     assert seen.severity is Severity.STOP
     assert seen.figures["ratio"] == pytest.approx(2**0.5, rel=0.02)
+    assert seen.figures["limit.unrelated_ratio"] == limit("unrelated_ratio")
+    alien = {"other.weight": np.ones((3, 3), np.float32)}
+    assert "nothing_compared" in of({"m": alien, "n": ONE})
 
 
 @given(st.floats(0.3, 3.0), st.integers(0, 10**6))
@@ -271,54 +247,31 @@ def test_frozen_embeddings_do_not_hide_a_foreign_model():
     assert "unrelated" in found(seen)
 
 
-def test_a_model_of_embeddings_alone_has_a_body_too():
-    base = {"embed.weight": np.ones((4, 4), np.float32)}
-    seen = analysis(base, {"m": {"embed.weight": np.full((4, 4), 1.5, np.float32)}})
-    assert body_of(seen.models[0]).ratio == pytest.approx(0.5)
-
-
-def test_a_copy_of_the_base():
-    assert of({"m": ROOT}) == {"equals_base"}
-
-
 def test_a_copy_with_one_change_is_none():
+    assert of({"m": ROOT}) == {"equals_base"}
     nearly = {name: value.copy() for name, value in ROOT.items()}
     nearly["layers.0.mlp.up_proj.weight"][3, 4] += 0.001
     assert "equals_base" not in of({"m": nearly})
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_elements_that_are_not_finite(value):
     broken = {name: array.copy() for name, array in ONE.items()}
     broken["layers.0.mlp.up_proj.weight"][0, 0] = value
     seen = analysis(ROOT, {"bad": broken, "good": TWO})
     only = finding(seen, "not_finite")
     assert only.models == ("bad",)
-    assert only.seen == "1 element is NaN or infinite, in layers.0.mlp.up_proj.weight"
+    assert "layers.0.mlp.up_proj.weight" in only.seen
     assert assess(seen).by_model["good"] is Verdict.READY
-
-
-def test_nothing_in_common():
-    alien = {"other.weight": np.ones((3, 3), np.float32)}
-    assert "nothing_compared" in of({"m": alien, "n": ONE})
 
 
 def test_missing_tensors():
     less = {name: value for name, value in ONE.items() if "norm" not in name}
     assert of({"m": less}) == {"missing_tensors"}
     seen = finding(analysis(ROOT, {"m": less}), "missing_tensors")
-    assert "It lacks 1 tensor of the base: layers.0.norm.weight" in seen.seen
+    assert "layers.0.norm.weight" in seen.seen
     assert 'on_missing = "base"' in seen.remedy
-
-
-def test_an_adapter_need_not_have_all():
-    less = {name: value for name, value in ONE.items() if "norm" not in name}
     assert of({"m": less}, own={"m": {"is_adapter": True}}) == set()
-
-
-def test_a_lora():
-    own = {"m": {"origin": Origin.LORA, "likely_rank": 16}}
-    assert "rank of about 16" in finding(analysis(ROOT, {"m": ONE}, own=own), "lora").seen
 
 
 # ---------------------------------------------------------------- rounding
@@ -410,41 +363,24 @@ def test_an_outlier_is_named_and_changes_nothing_else():
 
 
 def test_sentences_have_the_numbers_of_the_predictions():
-    for ratio in (0.06, 0.08, 0.2):
+    for ratio in (0.06, 0.2):
         seen = analysis(ROOT, {"m": tune(ROOT, ratio)})
         only = finding(seen, "large_change")
         rate, exposures = only.figures["tolerated_drop_rate"], exposures_of(seen.models[0])
         error = mean_bounded_error(exposures, limit("easy_rate"))
-        assert f"Dropping 50% of its change brings up to {share(error)} error" in only.seen
+        assert share(error) in only.seen
         assert only.figures["error"] == error > limit("output_error")
         assert mean_bounded_error(exposures, rate) <= limit("output_error")
-        assert "0.0 or" not in str(only)
         if rate >= limit("useful_rate"):
             assert f"drop_rate = {rate} or less" in only.remedy
-        else:
-            assert share(mean_bounded_error(exposures, limit("useful_rate"))) in only.matters
-
-
-def test_a_change_is_the_one_of_the_table():
-    """What is judged without embeddings is not called the change, which is of all tensors."""
-    name = "model.embed_tokens.weight"
-    tuned = tune(ROOT, 0.2) | {name: ROOT[name]}
-    for seen in (analysis(ROOT, {"m": tuned}), analysis(ROOT, {"m": make_base(seed=9)})):
-        for each in assess(seen).findings:
-            for told in re.findall(r"hange is ([\d.]+)%", str(each)):
-                assert float(told) / 100 == pytest.approx(seen.models[0].total.relative_norm)
 
 
 def test_large_changes_of_several_models_are_one_finding():
     models = {"a": tune(ROOT, 0.06, 1), "b": tune(ROOT, 0.3, 2), "c": tune(ROOT, 0.08, 3), "d": TWO}
-    seen = analysis(ROOT, models)
-    only = finding(seen, "large_change")
+    only = finding(analysis(ROOT, models), "large_change")
     assert only.models == ("a", "b", "c")
     alone = [finding(analysis(ROOT, {name: models[name]}), "large_change") for name in only.models]
     errors = [each.figures["error"] for each in alone]
-    assert f"brings up to {min(errors):.1%} to {max(errors):.1%} error to the outputs" in only.seen
-    rates = [each.figures["tolerated_drop_rate"] for each in alone]
-    assert only.matters.startswith(f"Within the bound {min(rates):.0%} to {max(rates):.0%} of a")
     assert [only.figures[f"error.{name}"] for name in only.models] == errors
     assert only.figures["limit.easy_rate"] == limit("easy_rate")
 
@@ -452,93 +388,35 @@ def test_large_changes_of_several_models_are_one_finding():
 # ---------------------------------------------------------------- groups of models
 
 
-def test_what_two_models_have_in_common_is_said_of_both():
-    only = finding(
-        analysis(ROOT, {"a": tune(ROOT, 0.3, 1), "b": tune(ROOT, 0.3, 2)}), "large_change"
-    )
-    assert only.seen.startswith("Dropping 50% of their changes")
-
-
-def test_a_model_and_its_opposite_are_told_by_their_cosine():
-    against = mixed(ROOT, ONE, -1.0, ONE, 0.0)
-    only = finding(analysis(ROOT, {"a": ONE, "b": against}), "multiple")
-    assert (
-        only.seen == "They change the base in opposite directions: b is -1 times a (cosine -1.000)"
-    )
-    only = finding(analysis(ROOT, {"a": ONE, "copy": ONE, "b": against}), "multiple")
-    assert only.seen.endswith("b is -1 times a (cosines -1.000 to +1.000)")
-    assert [only.figures[name] for name in ("cosine", "largest_cosine")] == pytest.approx([-1, 1])
-
-
-def test_the_same_model_twice():
-    assert of({"a": ONE, "b": ONE, "c": TWO}) == {"same_model"}
-    seen = finding(analysis(ROOT, {"a": ONE, "b": ONE, "c": TWO}), "same_model")
-    assert seen.models == ("a", "b")
-    assert seen.seen == "They are one model: both make the same change (cosine +1.000)"
-
-
 def test_copies_are_one_finding_even_if_one_of_them_is_broken():
     broken = {name: array.copy() for name, array in ONE.items()}
     broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
-    models = {"a": ONE, "x": TWO, "nan": broken, "again": ONE, "more": ONE}
-    seen = finding(analysis(ROOT, models), "same_model")
-    assert seen.models == ("a", "nan", "again", "more")
-    assert "all 4 make the same change" in seen.seen
-    assert "counts 4 times" in seen.matters
-
-
-def test_two_sets_of_copies_are_two_findings():
-    seen = analysis(ROOT, {"a": ONE, "b": TWO, "c": ONE, "d": TWO})
-    groups = [each.models for each in assess(seen).findings if each.rule == "same_model"]
-    assert groups == [("a", "c"), ("b", "d")]
+    models = {"a": ONE, "x": TWO, "nan": broken, "again": ONE, "y": TWO}
+    found = assess(analysis(ROOT, models)).findings
+    groups = [each.models for each in found if each.rule == "same_model"]
+    assert groups == [("a", "nan", "again"), ("x", "y")]
 
 
 def test_multiples_are_one_finding():
-    models = {"a": ONE, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0)}
-    models |= {"again": ONE, "twice": mixed(ROOT, ONE, 2.0, TWO, 0.0)}
+    models = {"a": ONE, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0), "again": ONE}
+    models |= {"twice": mixed(ROOT, ONE, 2.0, TWO, 0.0), "against": OPPOSITE}
     seen = finding(analysis(ROOT, models), "multiple")
-    assert seen.models == ("a", "half", "again", "twice")
-    assert "one direction: half is 0.5 times a, twice is 2 times a (cosine" in seen.seen
+    assert seen.models == tuple(models)
     assert seen.figures["ratio.twice"] == pytest.approx(2, rel=1e-4)
+    assert [seen.figures[name] for name in ("cosine", "largest_cosine")] == pytest.approx([-1, 1])
 
 
-@pytest.mark.parametrize(
-    ("links", "who"), [(3, "They change"), (2, "a and b, a and c change the base")]
-)
-def test_alike_models_are_one_finding(links, who):
-    """With all three pairs alike it is about them; with two, about those."""
-    far = mixed(ROOT, ONE, 0.6, THREE, 0.8) if links == 3 else mixed(ROOT, ONE, 0.6, THREE, -0.8)
-    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.6, THREE, 0.8), "c": far, "d": TWO}
-    if links == 3:
-        models["c"] = mixed(ROOT, ONE, 0.8, TWO, 0.6)
-        models["b"] = mixed(ROOT, ONE, 0.9, THREE, 0.44)
-        models["d"] = tune(ROOT, seed=7)
-    seen = analysis(ROOT, models)
-    only = finding(seen, "alike")
+def test_alike_models_are_one_finding():
+    models = {"a": ONE, "b": mixed(ROOT, ONE, 0.6, THREE, 0.8)}
+    models |= {"c": mixed(ROOT, ONE, 0.6, THREE, -0.8), "d": TWO}
+    only = finding(analysis(ROOT, models), "alike")
     assert only.models == ("a", "b", "c")
-    assert only.seen.startswith(who)
-    alike = [pair for pair in seen.pairs if pair.total.cosine >= limit("alike_cosine")]
-    assert len(alike) == links
+    assert "a and b, a and c" in only.seen
 
 
 def test_ten_models_against_one_are_one_finding():
     models = {f"m{n}": mixed(ROOT, ONE, -0.5, tune(ROOT, seed=n), 0.86) for n in range(3, 12)}
-    seen = analysis(ROOT, {"one": ONE, **models})
-    only = finding(seen, "opposed")
-    assert len(only.models) == 10
-    assert "one and m3, one and m4, one and m5 and 6 more change" in only.seen
-
-
-@pytest.mark.parametrize("share", [0.5, 1.1, 2.0])
-def test_a_multiple(share):
-    assert of({"a": ONE, "b": mixed(ROOT, ONE, share, TWO, 0.0)}) == {"multiple"}
-
-
-def test_the_opposite():
-    opposite = mixed(ROOT, ONE, -1.0, TWO, 0.0)
-    assert of({"a": ONE, "b": opposite}) == {"multiple"}
-    seen = finding(analysis(ROOT, {"a": ONE, "b": opposite}), "multiple")
-    assert "they cancel each other" in seen.matters
+    assert len(finding(analysis(ROOT, {"one": ONE, **models}), "opposed").models) == 10
 
 
 @pytest.mark.parametrize(
@@ -563,17 +441,9 @@ def test_a_base_that_is_a_fine_tune_of_a_model():
     models = {"root": ROOT, "b": TWO, "c": tune(ROOT, 0.03, seed=3)}
     seen = finding(analysis(ONE, models), "contained")
     assert (seen.models, seen.severity) == (("root",), Severity.CHANGE)
-    assert seen.seen == "All other models contain the whole step from the given base to it"
     assert seen.figures["share.b"] == pytest.approx(1, abs=0.02)
-    assert "the others were trained from it" in seen.matters
-
-
-@pytest.mark.parametrize("order", [("root", "b"), ("b", "root")])
-def test_one_other_model_tells_it_too(order):
-    models = {"root": ROOT, "b": TWO}
-    seen = finding(analysis(ONE, {name: models[name] for name in order}), "contained")
-    assert seen.models == ("root",)
-    assert seen.seen.startswith("b contains the whole step")
+    two = {"b": TWO, "root": ROOT}
+    assert finding(analysis(ONE, two), "contained").models == ("root",)
 
 
 def test_the_demonstration_with_a_fine_tune_as_its_base():
@@ -587,7 +457,7 @@ def test_the_demonstration_with_a_fine_tune_as_its_base():
     assert found(right) == {"outweighed"}
 
 
-@pytest.mark.parametrize("size", [0.02, 0.022, 0.026])
+@pytest.mark.parametrize("size", [0.02, 0.026])
 def test_a_base_that_is_a_fine_tune_of_what_is_not_there_is_a_question(size):
     models = {name: tune(ROOT, size, seed) for name, seed in (("a", 5), ("b", 6), ("c", 7))}
     seen = analysis(ONE, models)
@@ -595,10 +465,9 @@ def test_a_base_that_is_a_fine_tune_of_what_is_not_there_is_a_question(size):
     assert told
     assert all(finding(seen, rule).severity is Severity.NOTE for rule in told)
     if "common_step" in told:
-        shared = seen.models[0].total
         expected = 0.02 * np.sqrt(sum((v**2).sum() for v in ROOT.values()))
         assert finding(seen, "common_step").figures["shared"] == pytest.approx(
-            expected / shared.base_norm, rel=0.05
+            expected / seen.models[0].total.base_norm, rel=0.05
         )
 
 
@@ -625,13 +494,9 @@ def test_the_chance_to_cancel():
     assert chance_cancelled(seen) == pytest.approx(seen.together.cancelled, abs=0.01)
     assert chance_cancelled(analysis(ROOT, {"a": ONE})) == 0
     assert chance_cancelled(analysis(ROOT, {"copy": ROOT})) == 0
-
-
-def test_chance_is_not_cancelling():
-    models = {str(seed): tune(ROOT, seed=seed) for seed in range(1, 7)}
-    seen = analysis(ROOT, models)
-    assert seen.together.cancelled == pytest.approx(1 - 6**-0.5, abs=0.01)
-    assert found(seen) == set()
+    six = analysis(ROOT, {str(seed): tune(ROOT, seed=seed) for seed in range(1, 7)})
+    assert six.together.cancelled == pytest.approx(1 - 6**-0.5, abs=0.01)
+    assert found(six) == set()
 
 
 def test_cancelling():
@@ -642,7 +507,7 @@ def test_cancelling():
 
 
 @pytest.mark.parametrize(
-    ("line", "rule", "models"),
+    ("given", "rule", "models"),
     [
         ("model.embed_tokens.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
         ("lm_head.weight: base is 8×4 F32, b is 9×4 F32", "vocabulary", ("b",)),
@@ -652,17 +517,14 @@ def test_cancelling():
         ("position_ids: I64 is no type of weights", None, ()),
     ],
 )
-def test_what_was_left_out(line, rule, models):
-    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(line,))
+def test_what_was_left_out(given, rule, models):
+    seen = analysis(ROOT, {"a": ONE, "b": TWO}, left_out=(given,))
     assert found(seen) == ({rule} if rule else set())
     if rule:
         assert finding(seen, rule).models == models
-
-
-def test_rows_that_were_matched_by_token():
     note = "b: 2 of its tokens are not in the base: '<x>' 8; rows are matched by token where both"
-    seen = analysis(ROOT, {"a": ONE, "b": TWO}, notes=(note,))
-    assert finding(seen, "vocabulary").models == ("b",)
+    matched = analysis(ROOT, {"a": ONE, "b": TWO}, notes=(note,))
+    assert finding(matched, "vocabulary").models == ("b",)
 
 
 def test_tied_weights_matter_where_they_change():
@@ -687,9 +549,3 @@ def test_other_configurations():
 def test_every_rule_was_seen_in_these_tests():
     text = Path(__file__).read_text(encoding="utf-8")
     assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == []
-
-
-def test_findings_name_the_limits_they_were_held_against():
-    seen = finding(analysis(ROOT, {"m": make_base(seed=9)}), "unrelated")
-    assert seen.figures["limit.unrelated_ratio"] == limit("unrelated_ratio")
-    assert dataclasses.asdict(seen)["severity"] == "stop"

@@ -122,11 +122,8 @@ def test_files_and_arrays_are_the_same(tmp_path):
     found, expected = analyze(*files), analyze(base, tuned)
     assert found.per_layer_sparsity["a"].parameter_count == 600_000
     assert dataclasses.replace(found, **fixed) == dataclasses.replace(expected, **fixed)
-
-
-def test_a_file_of_deltas(tmp_path):
-    file = save(tmp_path / "delta.safetensors", DELTA)
-    assert analyze(file).non_zero_parameters == 4
+    assert analyze(save(tmp_path / "delta.safetensors", DELTA)).non_zero_parameters == 4
+    assert analyze({"w": [0.0, 1.0, -2.0]}).magnitude_stats.max == 2
 
 
 def test_a_delta_of_a_coarse_type_has_not_been_rounded():
@@ -136,37 +133,18 @@ def test_a_delta_of_a_coarse_type_has_not_been_rounded():
     assert [finding.rule for finding in dare_merge_readiness(coarse).findings] == ["fit"]
 
 
-def test_lists_of_numbers_are_taken():
-    assert analyze({"w": [0.0, 1.0, -2.0]}).magnitude_stats.max == 2
-
-
 def test_layers_are_selected_by_patterns():
     found = analyze(DELTA, analysis_layers=("sec*",))
     assert list(found.per_layer_sparsity) == ["second"]
     assert found.total_parameters == 2
-
-
-def test_layers_can_be_left_out_of_the_result():
     found = analyze(DELTA, compute_per_layer_metrics=False)
-    assert found.per_layer_sparsity == {}
-    assert found.total_parameters == 6
-
-
-def test_what_cannot_be_compared_is_listed():
-    base = {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32), "i": np.zeros(2, np.int64)}
-    tuned = {"a": np.ones(4, np.float32), "b": np.ones(5, np.float32), "i": np.zeros(2, np.int64)}
-    tuned["c"] = np.ones(3, np.float32)
-    assert analyze(base, tuned).left_out == (
-        "b: base is 4 F32, delta is 5 F32",
-        "i: I64 is no type of weights",
-        "c: in delta, not in the base",
-    )
+    assert (found.per_layer_sparsity, found.total_parameters) == ({}, 6)
 
 
 def test_nothing_to_look_at_is_an_error():
-    with pytest.raises(InputError, match="no weights to look at"):
+    with pytest.raises(InputError, match="weights"):
         analyze(DELTA, analysis_layers=("third",))
-    with pytest.raises(InputError, match="two dicts of arrays, or two paths"):
+    with pytest.raises(InputError, match="two paths"):
         analyze(DELTA, "tuned.safetensors")
 
 
@@ -182,15 +160,6 @@ def test_nothing_to_look_at_is_an_error():
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(RecipeError, match=name):
         Configuration(**{name: value})
-
-
-def test_presets():
-    assert (Configuration().sparsity_threshold, Configuration().droppable_percentile) == (
-        0.01,
-        0.95,
-    )
-    aggressive = Configuration.aggressive()
-    assert (aggressive.sparsity_threshold, aggressive.droppable_percentile) == (0.001, 0.99)
 
 
 # ---------------------------------------------------------------- the recommendation
@@ -243,12 +212,7 @@ def test_the_recommendation_depends_on_the_size():
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == 0.95
     assert rates[-1] < 0.1
-
-
-def test_an_aggressive_configuration_goes_further():
-    base, tuned = shaped("uniform", ratio=0.002)
-    assert analyze(base, tuned).recommended_drop_rate == 0.95
-    bold = DARESparsityAnalyzer(Configuration.aggressive()).analyze(base, tuned)
+    bold = DARESparsityAnalyzer(Configuration.aggressive()).analyze(*shaped("uniform", 0.002))
     assert bold.recommended_drop_rate == 0.99
 
 
@@ -325,25 +289,10 @@ def test_beside_a_base_of_zeros_there_is_no_relative_error():
     found = analyze({"w": np.zeros(SHAPE, np.float32)}, tuned)
     assert (found.relative_norm, found.output_error) == (math.inf, math.inf)
     assert found.recommended_drop_rate > 0.9
-    assert str(found).splitlines()[1:] == [
-        f"the change is to a base that is zero, and {found.essential_fraction:.1%} of the elements "
-        "carry it",
-        f"recommended drop rate {found.recommended_drop_rate}: enough of the elements that carry "
-        "the change of an output survive",
-    ]
     assert json.loads(found.to_json())["output_error"] == "inf"
 
 
 # ---------------------------------------------------------------- readiness
-
-
-def test_a_usual_delta_is_ready():
-    analysis = analyze(*shaped("gaussian", ratio=0.01))
-    readiness = dare_merge_readiness(analysis)
-    assert readiness.verdict is Verdict.READY
-    (finding,) = readiness.findings
-    assert finding.rule == "fit"
-    assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
 
 
 # The same delta through both doors: the analyzer's, and that of an analysis of several models.
@@ -426,33 +375,17 @@ def test_the_error_of_a_sparse_delta_is_what_is_promised(rate):
     assert error < found.output_error <= BOUND
 
 
-def test_the_sentences_have_the_numbers_of_the_figures():
-    analysis = analyze(*shaped("gaussian"))
-    finding = dare_merge_readiness(analysis).findings[-1]
-    assert f"Up to a drop rate of {analysis.recommended_drop_rate} " in finding.matters
-    assert finding.matters.endswith(f"within {analysis.output_error:.1%}")
-    assert finding.seen == (
-        f"The change is {analysis.relative_norm:.2%} of the base, and "
-        f"{analysis.essential_fraction:.1%} of the elements carry it"
-    )
-    assert finding.seen.removeprefix("The ") in str(analysis)
-
-
-def test_another_bound_makes_another_verdict():
-    base, tuned = shaped("gaussian", ratio=0.08)
-    strict, loose = (analyze(base, tuned, output_error=bound) for bound in (0.05, 0.3))
-    assert dare_merge_readiness(strict).verdict is Verdict.WITH_CHANGES
-    assert f"drop rate of {strict.recommended_drop_rate}" in str(strict.readiness.findings[0])
-    assert dare_merge_readiness(loose).verdict is Verdict.READY
-
-
 def test_words_and_json():
     analysis = analyze(*shaped("gaussian", ratio=0.01))
     document = json.loads(analysis.to_json())
     assert document["recommended_drop_rate"] == analysis.recommended_drop_rate
     assert document["per_layer_sparsity"]["w"]["parameter_count"] == 256 * 512
     assert datetime.fromisoformat(document["computed_at"]) == analysis.computed_at
-    assert str(analysis).splitlines()[0].startswith("131,072 parameters, 131,072 changed, ")
+    assert str(analysis).startswith("131,072 parameters")
     readiness = dare_merge_readiness(analysis)
     assert json.loads(readiness.to_json())["verdict"] == "ready"
-    assert str(readiness).startswith("ready\n  delta: ready\nnote: delta: The change is 1.00% of")
+    (finding,) = readiness.findings
+    assert finding.rule == "fit"
+    assert f"drop_rate of up to {analysis.recommended_drop_rate}" in finding.remedy
+    loose = analyze(*shaped("gaussian", ratio=0.08), output_error=0.3)
+    assert dare_merge_readiness(loose).verdict is Verdict.READY

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import study_sample as sample
+import vl_convert
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare.output.page.charts import THEMES
-from dare.output.page.writing import draw_file
+from dare.output.page.writing import _version
 from dare.studies.page import assemble_study_page, figures, series, write_study_page
 from dare.studies.results import Estimate, State, Trial
 from pages import Outline
@@ -261,11 +261,12 @@ def test_a_search_and_a_sweep_have_their_figures(all_drawn):
 
 def test_every_figure_can_be_drawn(drawn):
     for figure in drawn.values():
-        drawing = draw_file(figure, THEMES["light"], "svg").decode()
+        drawing = vl_convert.vegalite_to_svg(
+            {**figure.spec, "width": 600}, vl_version=_version(figure.spec)
+        )
         assert drawing.startswith("<svg")
         assert "NaN" not in drawing
         assert "undefined" not in drawing
-        assert figure.title in drawing
 
 
 def test_every_figure_says_what_it_shows(drawn):

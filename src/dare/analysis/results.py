@@ -342,7 +342,7 @@ class Analysis:
     def plot(self, figure: str | None = None) -> Any:
         """A figure of the report as an Altair chart, which a notebook shows.
 
-        Figures have the names that `dare report --figures` writes them by: `predicted-error`, which
+        Figures have the names that the page saves them by: `predicted-error`, which
         is shown if none is named, `cosines`, `magnitudes`, ….
         """
         from dare.analysis.notebook import chart

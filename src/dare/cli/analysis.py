@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 from rich.console import Console
@@ -225,13 +225,6 @@ def report(
         Path | None,
         Parameter(help="The output of a finished merge: what was kept, and how much survived."),
     ] = None,
-    figures: Annotated[
-        Path | None, Parameter(group=WRITES, help="Also each figure, into this directory.")
-    ] = None,
-    format: Annotated[  # noqa: A002 (the name of the flag)
-        Literal["svg", "png"], Parameter(group=WRITES, help="Of those figures.")
-    ] = "svg",
-    dark: Annotated[bool, switch("Those figures on a dark ground.", group=WRITES)] = False,
     steps: Steps = None,
     overwrite: Overwrite = False,
     options: Options | None = None,
@@ -241,7 +234,7 @@ def report(
     """Write the page."""
     check_free(output, "page", overwrite=overwrite)
     console = show.console(quiet=quiet)
-    from dare.analysis.page.assembly import write_figures, write_page
+    from dare.analysis.page.assembly import write_page
 
     given = [merged] if merged is not None and not inputs else inputs
     analysis, readiness, advice = judge(given, options, steps, verbose=not quiet)
@@ -250,10 +243,6 @@ def report(
         outcome = _outcome(merged, analysis, options, verbose=not quiet)
     write_page(output, analysis, readiness, advice, outcome)
     console.print(f"The page is {output}; open it in a browser, no network is needed")
-    if figures is not None:
-        looks: dict[str, Any] = {"format": format, "theme": "dark" if dark else "light"}
-        files = write_figures(figures, analysis, advice, outcome, **looks, overwrite=overwrite)
-        console.print(f"{len(files)} figures are in {figures}")
     return DONE
 
 

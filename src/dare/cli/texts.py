@@ -132,7 +132,7 @@ with --merged what a finished merge has kept. Needs the extra `report`.
 [bold]Examples[/bold]
 
   dare report base.safetensors math.safetensors code.safetensors
-  dare report analysis.json --output page.html --figures figures --format png
+  dare report analysis.json --output page.html
   dare report --merged merged.safetensors""",
     "search": r"""Find the best merge, and know whether it is one.
 

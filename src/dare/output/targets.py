@@ -48,8 +48,6 @@ KINDS = {
     "analysis": rb'\A\s*\{\s*"schema":\s*"dare-',
     "recipe": rb"(?m)\A[^\0]*?^[ \t]*(\[\[?models\]|(base|models|method)\s*=)",
     "table": rb"\A\w+(,\w+)*\r\n",
-    "svg": rb'\A<svg[^>]* role="img"><title>',
-    "png": rb"\A\x89PNG\r\n",
     "demonstration": rb"\A\x89PNG\r\n[\s\S]{,200}dare demo",
 }
 """How the small files begin that dare writes."""

@@ -34,8 +34,13 @@ def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
 def test_tensors_that_were_not_analysed_do_not_count(subject):
     report = sample.make_report(subject.analysis)
     other = replace(report.tensors[0], name="another", survivors=((9**9, 9**9),) * 3)
-    found = sample.outcome_of(replace(report, tensors=(*report.tensors, other)), subject.analysis)
+    warned = (Notice(Concern.OVERFLOW, "3 values"),)
+    more = replace(report, tensors=(*report.tensors, other), warnings=warned)
+    found = sample.outcome_of(more, subject.analysis)
     assert found.models == subject.outcome.models
+    assert found.warnings == ("3 values",)
+    with pytest.raises(InputError, match="has no whole report"):
+        outcome_of_manifest({"report": {}}, subject.analysis, output=Path("x"))
 
 
 def test_a_manifest_tells_what_the_report_told(tmp_path):
@@ -58,16 +63,3 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     (model,) = outcome.models
     assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
     assert model.kept_by_layer == {-1: model.kept["dare"]}
-
-
-def test_a_document_that_is_no_manifest_is_refused(subject):
-    with pytest.raises(InputError, match="has no whole report of a merge"):
-        outcome_of_manifest(
-            {"method": "dare+linear", "report": {}}, subject.analysis, output=Path("x")
-        )
-
-
-def test_warnings_are_taken_over(subject):
-    report = sample.make_report(subject.analysis)
-    warned = replace(report, warnings=(Notice(Concern.OVERFLOW, "3 values"),))
-    assert sample.outcome_of(warned, subject.analysis).warnings == ("3 values",)

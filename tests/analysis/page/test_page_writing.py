@@ -11,19 +11,14 @@ import pytest
 import sample
 
 from dare.analysis.judge.judgement import (
-    Evidence,
-    Finding,
     Readiness,
-    Severity,
-    Suggestion,
     Verdict,
 )
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.page import assembly, figures
-from dare.analysis.page.assembly import page_text, write_figures, write_page
+from dare.analysis.page.assembly import page_text, write_page
 from dare.errors import InputError, OutputError
 from dare.output.page import writing
-from dare.output.page.charts import THEMES
 from dare.output.page.words import number, share
 from pages import Outline
 
@@ -97,18 +92,11 @@ def test_headings_do_not_skip_levels(outline):
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
-
-
-def test_header_cells_say_what_they_head(outline):
     heads = [attributes for tag, attributes in outline.elements if tag == "th"]
     assert {head["scope"] for head in heads} == {"col", "row"}
-
-
-def test_links_within_the_page_have_ends(outline):
     identities = {a["id"] for _, a in outline.elements if "id" in a}
     ends = {a["href"][1:] for tag, a in outline.elements if tag == "a"}
-    assert ends <= identities
-    assert {"content", "findings", "models", "advice"} <= ends
+    assert {"content", "findings", "models", "advice"} <= ends <= identities
 
 
 def test_the_table_of_models_holds_the_analysis(outline, subject):
@@ -143,78 +131,29 @@ def test_a_model_with_a_nan_and_copies_are_named(crowded_page):
     assert remarks["model-1"] == ""
 
 
-def test_why_a_model_is_left_out_is_remarked(subject):
-    chat = subject.analysis.names[-1]
-    why = Finding("unrelated", Severity.STOP, (chat,), "Far", "It fails", "Leave it out", {})
-    out = Suggestion("models", "left out", chat, "Far", "readiness, unrelated", Evidence.STRONG)
-    readiness = replace(subject.readiness, findings=(why,))
-    advice = replace(subject.advice, suggestions=(*subject.advice.suggestions, out))
-    text = page_text(subject.analysis, readiness, advice)
-    assert "⚠ left out: not related to the base" in text
-    assert f"<h3>{chat}: left out</h3>" in text
-    assert "2 of 3 models are merged" in text
-    assert "all 3 models; by chance about" in text
-    assert f"<dd>{chat}, relative to the base" not in text
-
-
-def test_the_first_screen_decides(text):
-    places = [
-        text.index(part)
-        for part in ("</h1>", 'id="recipe"', "dare recipe.toml", 'id="findings"', 'id="drop-rate"')
-    ]
-    assert places == sorted(places)
-
-
-def test_what_nobody_asked_for_is_folded(outline, text):
-    shown = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
-    assert "threshold" in text
-    assert "threshold" not in shown
-    assert "excess kurtosis" not in shown
-
-
 def test_the_recipe_is_whole(text, subject):
     (recipe,) = re.findall(r'<code id="recipe">(.*?)</code>', text, re.DOTALL)
     assert tomllib.loads(unescape(recipe)) == subject.advice.recipe
-    assert subject.advice.recipe["output"] == "merged.safetensors"
-
-
-def test_without_a_recipe_the_page_says_so(subject):
-    text = assemble(subject.analysis, subject.readiness, replace(subject.advice, recipe={}))
+    calm = Readiness(Verdict.READY, {"math": Verdict.READY}, ())
+    nothing = replace(subject.advice, recipe={}, suggestions=(), doubts=(), protect=())
+    text = assemble(subject.analysis, calm, nothing)
     assert "None of the models should be merged" in text
     assert 'id="recipe"' not in text
+    assert 'id="merge"' not in text
 
 
-def test_layers_to_protect_have_a_rule_to_copy(outline, text, subject):
+def test_layers_to_protect_have_a_rule_to_copy(outline, text):
     (table,) = (table for table in outline.tables if "drop rate to protect it" in table[0])
     assert table[1] == ["5", "mlp", "9.00%", "0.4"]
     (rules,) = re.findall(r'<code id="rules">(.*?)</code>', text, re.DOTALL)
     assert tomllib.loads(unescape(rules)) == {
         "tensors": [{"match": ["layers.5.mlp.up"], "drop_rate": 0.4}]
     }
-    even = assemble(subject.analysis, subject.readiness, replace(subject.advice, protect=()))
-    assert "No layer stands out" in even
-
-
-def test_findings_say_their_severity_in_words(text):
-    badges = re.findall(r'<span class="badge">(\w+)</span><h3>(.*?)</h3>', unescape(text))
-    assert badges == [
-        ("Change", "<b>chat</b> Its last layers are changed by 13% of the base"),
-        ("Note", "<b>code</b> Its delta has rank 4, as a LoRA's has"),
-    ]
-    assert "1 change to make and 1 note" in text
 
 
 def test_the_merge_is_told_to_three_digits(outline):
     (table,) = (table for table in outline.tables if "dropped" in table[0])
     assert table[1] == ["math", "0.333", "42", "90.040%", "90.000%", "0.01", "layers.5.norm"]
-
-
-def test_without_findings_and_merge_the_page_says_so(subject):
-    calm = Readiness(Verdict.READY, {"math": Verdict.READY}, ())
-    text = assemble(subject.analysis, calm, replace(subject.advice, suggestions=(), doubts=()))
-    assert "Ready to merge</h1>" in text
-    assert "nothing was found that speaks against it" in text
-    assert 'id="merge"' not in text
 
 
 def test_no_path_of_a_machine_is_told(subject):
@@ -252,33 +191,6 @@ def test_a_model_of_80_layers_and_7_others_still_fits_in_a_page(subject):
     assert len(text.encode()) < 3_000_000  # and 0.9 MB of library
 
 
-def test_figures_are_written_one_by_one(subject, tmp_path):
-    analysis = sample.make_analysis(("alone",))
-    advice = sample.make_advice(("alone",))
-    paths = write_figures(tmp_path / "figures", analysis, advice)
-    assert [path.name for path in paths] == [
-        "predicted-error.svg",
-        "change-1.svg",
-        "magnitudes.svg",
-        "spectra.svg",
-    ]
-    drawing = paths[2].read_text("utf-8")
-    assert drawing.startswith("<svg")
-    assert "How large the changes are" in drawing
-    assert "<desc>Line chart of the magnitudes" in drawing
-
-
-def test_a_figure_can_be_a_dark_png(subject, tmp_path):
-    from PIL import Image
-
-    figure = figures.cancelled(subject.analysis)
-    path = tmp_path / "dark.png"
-    path.write_bytes(writing.draw_file(figure, THEMES["dark"], "png"))
-    with Image.open(path) as picture:
-        assert picture.width == writing.WIDTH * writing.SCALE
-        assert picture.convert("RGB").getpixel((1, 1)) == (0x1A, 0x1D, 0x21)
-
-
 def test_an_analysis_without_models_is_refused(subject, tmp_path):
     empty = replace(subject.analysis, models=(), pairs=())
     with pytest.raises(InputError, match="has no models"):
@@ -288,7 +200,7 @@ def test_an_analysis_without_models_is_refused(subject, tmp_path):
 def test_what_is_missing_is_named(subject, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "NEEDED", ("altair", "no_such_package"))
     with pytest.raises(OutputError, match=r"pip install 'dare-merge\[report\]'"):
-        write_figures(tmp_path, subject.analysis, subject.advice)
+        page_text(subject.analysis, subject.readiness, subject.advice)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

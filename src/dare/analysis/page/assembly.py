@@ -1,11 +1,11 @@
-"""The report: a page, from plain values for templates, and every figure as SVG or PNG."""
+"""The report: a page, from plain values for templates."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dare.analysis.judge.groups import every
 from dare.analysis.judge.judgement import Advice, Finding, Readiness, Severity, Verdict
@@ -16,13 +16,11 @@ from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Analysis, ModelAnalysis
 from dare.errors import InputError
-from dare.output.page.charts import THEMES
 from dare.output.page.shell import Section, render_page
 from dare.output.page.tables import Columns, Table, bar_lengths, listing, spans_decades
 from dare.output.page.words import NOTHING, amount, listed, number, setting, share
-from dare.output.page.writing import Format, check_installed, draw_file, library_for, write_file
+from dare.output.page.writing import check_installed, library_for, write_file
 from dare.output.places import short_name
-from dare.output.targets import check_free
 from dare.recipe.toml import write_toml
 from dare.tensors.sizes import show_size, times
 
@@ -87,25 +85,6 @@ def page_text(
     """The page itself."""
     figures = draw(analysis, advice, outcome)
     return assemble_page(analysis, readiness, advice, outcome, figures, library_for(figures))
-
-
-def write_figures(
-    folder: Path,
-    analysis: Analysis,
-    advice: Advice,
-    outcome: Outcome | None = None,
-    *,
-    format: Format = "svg",  # noqa: A002
-    theme: Literal["light", "dark"] = "light",
-    overwrite: bool = True,
-) -> list[Path]:
-    """Write every figure as a file of its own; return their paths."""
-    figures = {folder / f"{f.name}.{format}": f for f in draw(analysis, advice, outcome)}
-    for path in figures:
-        check_free(path, format, overwrite=overwrite)
-    for path, figure in figures.items():
-        write_file(path, draw_file(figure, THEMES[theme], format), format)
-    return list(figures)
 
 
 def draw(analysis: Analysis, advice: Advice, outcome: Outcome | None = None) -> list[Figure]:

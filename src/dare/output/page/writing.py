@@ -1,7 +1,6 @@
-"""Files: a page, and figures on their own as SVG or PNG.
+"""Pages as files.
 
-The only module that imports vl-convert, which holds the JavaScript of Vega and draws without a
-browser.
+The only module that imports vl-convert, which holds the JavaScript of Vega.
 """
 
 from __future__ import annotations
@@ -9,21 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dare.errors import OutputError
-from dare.output.page.charts import Figure, Theme, vega_config
+from dare.output.page.charts import Figure
 from dare.output.targets import check_free
 
 NEEDED = ("altair", "jinja2", "vl_convert")
-WIDTH, SCALE = 760, 2
-"""Of a figure that is a file: pixels, and pixels of PNG for each of those."""
 EXPOSE = "window.vegaEmbed = vegaEmbed;"
-
-Format = Literal["svg", "png"]
 
 
 def check_installed() -> None:
@@ -38,28 +32,6 @@ def check_installed() -> None:
 def library_for(figures: Sequence[Figure]) -> str:
     """The JavaScript that draws these figures."""
     return drawing_bundle(_version(figures[0].spec)) if figures else ""
-
-
-def draw_file(figure: Figure, theme: Theme, format: Format) -> bytes:  # noqa: A002
-    """Draw one figure, with its title, on the theme's background."""
-    import vl_convert
-
-    spec = {**figure.spec, "width": WIDTH, "title": figure.title}
-    config = {**vega_config(theme), "background": theme.colours["panel"], "padding": 16}
-    version = _version(spec)
-    if format == "png":
-        return vl_convert.vegalite_to_png(spec, vl_version=version, config=config, scale=SCALE)
-    return _described(
-        vl_convert.vegalite_to_svg(spec, vl_version=version, config=config), figure
-    ).encode()
-
-
-def _described(drawing: str, figure: Figure) -> str:
-    """A drawing that says what it shows to those who do not see it."""
-    first, bracket, rest = drawing.partition(">")
-    title, description = escape(figure.title), escape(figure.description)
-    words = f"<title>{title}</title><desc>{description}</desc>"
-    return f'{first} role="img"{bracket}{words}{rest}'
 
 
 @cache
