@@ -699,7 +699,7 @@ class Analyses(OneFile):
     change = staticmethod(change_json)
 
     def open(self) -> None:
-        from dare.analysis.documents import to_json
+        from dare.analysis.judge.advice import to_json
         from dare.analysis.page.terminal import show_gravest, show_summary
         from dare.cli.template import advised_toml
 

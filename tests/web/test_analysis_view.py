@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from own_helpers import own_alone
 
-from dare.analysis.documents import to_json
-from dare.analysis.judge.advice import judge
+from dare.analysis.judge.advice import judge, to_json
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.measure.analyzing import analyze
 from dare.analysis.page.words import cosine, headline, origin

@@ -14,8 +14,8 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from dare import api
-from dare.analysis.documents import to_json
 from dare.analysis.judge.advice import judge as judge_analysis
+from dare.analysis.judge.advice import to_json
 from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis

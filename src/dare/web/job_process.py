@@ -112,8 +112,7 @@ def verify(request: Request, line: Line) -> None:
 
 def analyze(request: Request, line: Line) -> None:
     """Look at the models, and write what was found."""
-    from dare.analysis.documents import to_json
-    from dare.analysis.judge.advice import judge
+    from dare.analysis.judge.advice import judge, to_json
     from dare.analysis.measure.analyzing import analyze as look_at
     from dare.output.page.writing import write_file
 

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -50,6 +51,7 @@ from dare.analysis.judge.prediction import (
     exposure_of,
     exposures_of,
     mean_bounded_error,
+    predict,
     surviving_drop_rate,
     tolerated_drop_rate,
 )
@@ -60,6 +62,7 @@ from dare.inputs.formats import read_config
 from dare.output.page.words import share
 from dare.stages.darex import balanced_q
 from dare.stores.locations import to_path
+from dare.tensors.json_values import json_ready
 from dare.tensors.mask import check_drop_rate
 
 EMBEDDING_RATE = 0.5
@@ -75,6 +78,8 @@ OUTPUT = "merged.safetensors"
 """Where the recipe merges to."""
 RATE_STEP = 0.05
 """Suggested drop rates are multiples of this; more digits would be no more right."""
+DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
+"""Drop rates for which errors are predicted; those that are advised are among them."""
 TEXTS: dict[str, Any] = tomllib.loads(
     files("dare.analysis.judge").joinpath("advice.toml").read_text("utf-8")
 )
@@ -251,6 +256,27 @@ def judge(
     if advice.recipe:
         readiness = readiness_for(readiness, advice.recipe["method"])
     return settle(readiness, advice, analysis), advice
+
+
+def to_json(analysis: Analysis, readiness: Readiness, advice: Advice) -> str:
+    """All of it as one document (docs/analysis-schema.md), which `Analysis.from_json` reads too."""
+    predictions = [
+        {
+            "model": model.name,
+            **asdict(predict(model.total, rate)),
+            "bounded_error": mean_bounded_error(exposures, rate),
+        }
+        for model in analysis.models
+        for exposures in [exposures_of(model)]
+        for rate in DOCUMENT_RATES
+    ]
+    document: dict[str, Any] = {
+        **json_ready(analysis.to_dict()),
+        "predictions": json_ready(predictions),
+        "readiness": readiness.to_dict(),
+        "advice": advice.to_dict(),
+    }
+    return json.dumps(document, ensure_ascii=False, indent=1)
 
 
 def advise(
