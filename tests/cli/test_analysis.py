@@ -221,7 +221,7 @@ def test_the_page_of_a_merge_tells_what_survived(folder):
     dare_succeeds("report", "--merged", "merged.safetensors", "--quiet")
     text = Path("report.html").read_text("utf-8")
     assert "dare+trim+sum" in text
-    for name in ("kept", "kept-by-layer", "survival"):
+    for name in ("kept", "survival"):
         assert f'id="chart-{name}"' in text
 
 

@@ -14,11 +14,11 @@ from dare.analysis.page.series import outcome_of_manifest
 from dare.errors import Concern, InputError, Notice
 
 
-def test_what_stages_leave_is_counted_over_tensors_and_in_each_layer(subject):
+def test_what_stages_leave_is_counted_over_tensors(subject):
     math = subject.outcome.models[0]
-    tensors = [t for t in subject.analysis.models[0].tensors if t.layer == 0]
-    left = sum(round(t.statistics.elements * (1 - 0.9)) // 2 for t in tensors)
-    assert math.kept_by_layer[0] == left / sum(t.statistics.elements for t in tensors)
+    sizes = [tensor.statistics.elements for tensor in subject.analysis.models[0].tensors]
+    left = sum(round(size * (1 - 0.9)) // 2 for size in sizes)
+    assert math.kept["trim"] == left / sum(sizes)
     assert list(math.kept) == ["dare", "trim"]
     assert math.kept["dare"] == pytest.approx(0.1, abs=1e-3)
 
@@ -28,7 +28,6 @@ def test_without_delta_stages_nothing_is_said_about_what_is_kept(subject):
     bare = tuple(replace(t, survivors=tuple(() for _ in t.models)) for t in report.tensors)
     outcome = sample.outcome_of(replace(report, method="linear", tensors=bare), subject.analysis)
     assert [model.kept for model in outcome.models] == [{}, {}, {}]
-    assert [model.kept_by_layer for model in outcome.models] == [{}, {}, {}]
 
 
 def test_tensors_that_were_not_analysed_do_not_count(subject):
@@ -62,4 +61,3 @@ def test_a_manifest_tells_what_the_report_told(tmp_path):
     assert outcome == sample.outcome_of(report, analysis)
     (model,) = outcome.models
     assert model.kept == {"dare": 1 - report.models[0].drop_rate_realised}
-    assert model.kept_by_layer == {-1: model.kept["dare"]}

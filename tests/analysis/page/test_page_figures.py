@@ -34,7 +34,7 @@ def test_there_is_a_figure_for_everything_that_was_found(drawn):
     assert list(drawn) == [
         *("predicted-error", "cosines", "conflicts", "layer-cosines", "cancelled"),
         *("change-1", "change-2", "change-3", "magnitudes", "spectra"),
-        *("survival", "kept", "kept-by-layer"),
+        *("survival", "kept"),
     ]
 
 

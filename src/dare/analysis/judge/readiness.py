@@ -109,7 +109,9 @@ def _answer(finding: Finding, advice: Advice, analysis: Analysis) -> str:
     left = [name for name in finding.models if name not in out]
     without = f"The advice leaves {listed(out)} out" if out else ""
     if finding.rule == "large_change":
-        return "; ".join(filter(None, (_dropped(advice.own("drop_rate"), left), without)))
+        rates = Span([advice.own("drop_rate").get(name, 0.0) for name in left])
+        said = f"The advised drop_rate of {rates:g} takes care of it" if left else ""
+        return "; ".join(filter(None, (said, without)))
     if finding.rule == "outweighed" and finding.severity is Severity.CHANGE:
         balanced = advice.own("weight").keys() & set(left)
         return "The advised weights take care of it" if balanced else without
@@ -121,20 +123,6 @@ def _answer(finding: Finding, advice: Advice, analysis: Analysis) -> str:
             without = f"The advice leaves {listed(advice.left_out)} out"
             return f"{without}, and no two of the others are opposed"
     return ""
-
-
-def _dropped(rates: Mapping[str, float], names: Sequence[str]) -> str:
-    """What the advised drop rates are for some models."""
-    own = {name: rates.get(name, 0.0) for name in names}
-    different = sorted(set(own.values()))
-    if not own:
-        return ""
-    if different == [0.0]:
-        return f"The advice drops nothing of {'it' if len(own) == 1 else 'them'}"
-    if len(different) == 1:
-        return f"The advised drop_rate of {different[0]:g} takes care of it"
-    each = listed(f"{rate:g} for {name}" for name, rate in own.items())
-    return f"The advised drop rates take care of it: {each}"
 
 
 def _still(rule: str, names: Sequence[str], analysis: Analysis) -> bool:

@@ -8,14 +8,13 @@ A function returns None if there is nothing to draw. What is said about a figure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from dare.analysis.judge.judgement import Advice, limit
 from dare.analysis.judge.readiness import chance_cancelled
-from dare.analysis.page import charts, series, words
-from dare.analysis.page.charts import CHOSEN, CHOSEN_PAIR, CONTRAST
+from dare.analysis.page import series, words
 from dare.analysis.page.series import Outcome
 from dare.analysis.page.words import cosine, layer_name
 from dare.analysis.results import OUTSIDE, Analysis, ModelAnalysis, Origin
@@ -28,11 +27,13 @@ from dare.output.page.charts import (
     alt,
     bright_if,
     by_name,
+    finish_chart,
     haloed_text,
-    level_line,
     logarithmic,
     make_figure,
     read_texts,
+    repeated,
+    room_for,
     tooltip_of,
     zoom,
 )
@@ -40,8 +41,6 @@ from dare.output.page.tables import Columns, Row, Table, finite, listing
 from dare.output.page.words import listed, number, share
 from dare.tensors.sizes import times
 
-ROOM_FOR_BOUND = 0.45
-"""Drop rates below this leave no room for a label to the left of their marks on a phone."""
 LEAST_SHARE = 0.0005
 """Octaves with fewer of the elements are out of sight until one drags the figure."""
 MOST_MAPS = 4
@@ -54,6 +53,14 @@ MOST_LAYERS_BESIDE = 48
 """Heat maps with more layers need the whole width."""
 WIDE_RANGE = 5
 """Largest over smallest change from which colours follow the logarithm."""
+CHOSEN = "!model || datum.model === model"
+CHOSEN_PAIR = "!model || datum.model === model || datum.other === model"
+CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
+"""The colour of text on a cell of a matrix."""
+LEFT_OUT = "left_out"
+"""The parameter with the names of models that the advice does not merge."""
+MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
+"""A model's name on an axis or in a legend; a sign stands before those that are left out."""
 TEXTS = read_texts("dare.analysis.page")
 
 
@@ -68,11 +75,11 @@ def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) ->
         spectra(analysis),
     ]
     if outcome is not None:
-        drawn += [survival(outcome), kept(outcome), kept_by_layer(outcome)]
+        drawn += [survival(outcome), kept(outcome)]
     found = [figure for figure in drawn if figure is not None]
     for figure in found:
         for parameter in figure.spec["params"]:
-            if parameter["name"] == charts.LEFT_OUT:
+            if parameter["name"] == LEFT_OUT:
                 parameter["value"] = list(advice.left_out)
     return found
 
@@ -88,14 +95,14 @@ def _figure(name: str, spec: Spec, table: Table, **known: str) -> Figure:
 def magnitudes(analysis: Analysis) -> Figure | None:
     """How large the changes of each model are."""
     names = analysis.names
-    rows = charts.dashed(series.magnitude_rows(analysis), names)
+    rows = dashed(series.magnitude_rows(analysis), names)
     if not rows:
         return None
     kinds = [series.ALL_KINDS, *map(str, series.kinds_of(analysis))]
     picker = alt.binding_select(options=kinds, name="Tensors ")
     frequent = [row for row in rows if row["share"] >= LEAST_SHARE] or rows  # tails go on far
     domain = [min(row["from"] for row in frequent), max(row["to"] for row in frequent)]
-    chart = charts.lines(
+    chart = lines(
         names,
         x=alt.X("middle:Q", title="magnitude of a change, |δ|")
         .scale(type="log", domain=domain, nice=False)
@@ -129,7 +136,7 @@ def magnitudes(analysis: Analysis) -> Figure | None:
         ),
     )
     texts = {"names": listed(names), "medians": ", ".join(medians)}
-    return _figure("magnitudes", charts.finish(chart, rows), table, **texts)
+    return _figure("magnitudes", finish(chart, rows), table, **texts)
 
 
 def changes(analysis: Analysis) -> Figure | None:
@@ -138,16 +145,14 @@ def changes(analysis: Analysis) -> Figure | None:
         return None
     rows = series.layer_change_rows(analysis)
     largest = max(rows, key=lambda row: row["change"] or 0.0)
-    chart = _change_map(
-        series.change_domain(rows), charts.model_axis(alt.Y, analysis.names), ("model:N",)
-    )
+    chart = _change_map(series.change_domain(rows), model_axis(alt.Y, analysis.names), ("model:N",))
     by_model = {
         model.name: {layer: found.relative_norm for layer, found in model.by_layer.items()}
         for model in analysis.models
     }
     return _figure(
         "changes",
-        charts.finish(chart, rows, 24 * len(analysis.models) + 10),
+        finish(chart, rows, 24 * len(analysis.models) + 10),
         series.layer_table(by_model, share),
         names=listed(analysis.names),
         peak=f"{share(largest['change'])}, {largest['model']} in layer {largest['layer']}",
@@ -160,7 +165,7 @@ def _change_map(domain: list[float], y: Any, whose: tuple[str, ...]) -> Any:
     scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=domain)
     middle = math.sqrt(low * high) if scale.type == "log" else (low + high) / 2
     place = alt.Chart().encode(
-        x=charts.layer_names(),
+        x=layer_names(),
         y=y,
         tooltip=tooltip_of(
             *whose,
@@ -197,7 +202,7 @@ def relative_change(analysis: Analysis, model: ModelAnalysis) -> Figure | None:
     }
     figure = _figure(
         "change",
-        charts.finish(chart, rows, height=30 * len({row["kind"] for row in rows}) + 10),
+        finish(chart, rows, height=30 * len({row["kind"] for row in rows}) + 10),
         series.layer_table(by_kind, share),
         model=model.name,
         change=share(model.total.relative_norm),
@@ -219,7 +224,7 @@ def spectra(analysis: Analysis) -> Figure | None:
     available = sum(1 for model in analysis.models for tensor in model.tensors if tensor.spectrum)
     # Not `nearest`: the cells that Vega adds for it would have tooltips without values.
     near = alt.selection_point(name="near", fields=["line"], on="pointerover", empty=False)
-    legend = charts.legend_of(names, symbolType="stroke", symbolSize=300)
+    legend = legend_of(names, symbolType="stroke", symbolSize=300)
     opacity = alt.when(near).then(alt.value(1)).when(CHOSEN).then(alt.value(0.45))
     chart = alt.Chart().encode(
         x=alt.X("rank:Q", title="direction, the strongest first")
@@ -250,7 +255,7 @@ def spectra(analysis: Analysis) -> Figure | None:
     layers = alt.layer(lines, points.add_params(near)).transform_flatten(["rank", "value"])
     figure = _figure(
         "spectra",
-        charts.finish(layers.add_params(zoom()), rows, height=300),
+        finish(layers.add_params(zoom()), rows, height=300),
         listing(
             [(name, tensor.name, tensor.spectrum) for name, tensor in series.spectra(analysis)],
             {
@@ -337,8 +342,8 @@ def _matrix(
     flat = len(names) <= 3 and max(map(len, names)) <= 8
     angle = {"labelAngle": 0} if flat else {"labelAngle": -90}
     place = alt.Chart().encode(
-        x=charts.model_axis(alt.X, names, "other", orient="top", **angle),
-        y=charts.model_axis(alt.Y, names),
+        x=model_axis(alt.X, names, "other", orient="top", **angle),
+        y=model_axis(alt.Y, names),
         opacity=bright_if(CHOSEN_PAIR),
         tooltip=tooltip_of(
             ("model:N", "model"),
@@ -363,7 +368,7 @@ def _matrix(
     _, shown, *_ = columns.values()
     return _figure(
         name,
-        charts.finish(alt.layer(cells, texts), rows, max(140, (48 if few else 32) * len(names))),
+        finish(alt.layer(cells, texts), rows, max(140, (48 if few else 32) * len(names))),
         listing(analysis.pairs, columns),
         largest=shown(largest),
         first=largest.first,
@@ -392,10 +397,10 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
         return None
     values = [row["cosine"] or 0.0 for row in rows]
     apart = limit("apart_cosine")
-    domain = charts.at_least(min(values), max(values), apart, around=0.0)
-    chart = charts.lines(
+    domain = at_least(min(values), max(values), apart, around=0.0)
+    chart = lines(
         names,
-        x=charts.layer_numbers(),
+        x=layer_numbers(),
         y=alt.Y("cosine:Q", title="cosine").scale(domain=domain).axis(format="+.2~g", tickCount=5),
         tooltip=tooltip_of(
             ("pair:N", "models"),
@@ -413,7 +418,7 @@ def layer_cosines(analysis: Analysis) -> Figure | None:
     }
     figure = _figure(
         "layer-cosines",
-        charts.finish(alt.layer(zero, chart), charts.dashed(rows, names, "pair"), height=240),
+        finish(alt.layer(zero, chart), dashed(rows, names, "pair"), height=240),
         series.layer_table(by_pair, cosine),
         shown=some if len(names) < len(analysis.pairs) else "",
         pairs=times(len(names), "pair"),
@@ -436,7 +441,7 @@ def cancelled(analysis: Analysis) -> Figure | None:
         for layer in sorted(by_layer)
     ]
     place = alt.Chart().encode(
-        x=charts.layer_names(),
+        x=layer_names(),
         tooltip=tooltip_of("layer:N", ("cancelled:Q", "", ".1%"), ("chance:Q", "by chance", ".1%")),
     )
     top = max(row[field] or 0.0 for row in rows for field in ("cancelled", "chance"))
@@ -450,7 +455,7 @@ def cancelled(analysis: Analysis) -> Figure | None:
     cells = ((row["layer"], share(row["cancelled"]), share(row["chance"])) for row in rows)
     table = Table(("layer", "cancelled", "by chance about"), (("all", total, chance), *cells))
     texts = {"total": total, "chance": chance}
-    spec = charts.finish(alt.layer(bars, ticks), rows, height=200)
+    spec = finish(alt.layer(bars, ticks), rows, height=200)
     figure = _figure("cancelled", spec, table, **texts)
     far = max(abs((row["cancelled"] or 0.0) - (row["chance"] or 0.0)) for row in rows)
     return replace(figure, folded=far < NOISE)
@@ -468,7 +473,7 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     if not (curves := [row for row in curves if row["error"]]):
         return None
     advised = advice.own("drop_rate")
-    steps = {name: sorted({*series.TABLE_RATES, *_above_zero(advised.get(name))}) for name in names}
+    steps = {name: sorted({*series.TABLE_RATES, advised.get(name) or 0.5}) for name in names}
     listed_rows = [
         row for model in models for row in series.prediction_rows(model, steps[model.name])
     ]
@@ -489,13 +494,13 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     }
     marks = alt.Chart({"values": points}).encode(**place, opacity=bright_if(CHOSEN))
     marks = marks.mark_point(filled=True, size=170, strokeWidth=2, aria=False).encode(
-        color=by_name(alt.Color, everyone, legend=charts.legend_of(names)),
-        shape=by_name(alt.Shape, everyone, SHAPES, legend=charts.legend_of(names)),
+        color=by_name(alt.Color, everyone, legend=legend_of(names)),
+        shape=by_name(alt.Shape, everyone, SHAPES, legend=legend_of(names)),
     )
-    line, label = _share_line(advice, points)
+    line, label = _share_line(advice)
     chart = alt.layer(
         *line,
-        charts.lines(everyone, shown=names, **place, points=False),
+        lines(everyone, shown=names, **place, points=False),
         *label,
         *([marks, *_rate_labels(points, place)] if points else []),
     )
@@ -512,42 +517,30 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     )
     return _figure(
         "predicted-error",
-        charts.finish(chart, charts.dashed(curves, everyone), height=320),
+        finish(chart, dashed(curves, everyone), height=320),
         table,
         names=listed(tuple(names)),
         bound=words.error_bound(advice, len(names)),
-        marks=_said_of_marks(names, advised),
+        marks="The marks are the advised rates." if points else "No rate is advised.",
         out=f" Left out: {listed(out)}." if out else "",
         advised=f" Advised: {', '.join(rates)}." if rates else "",
     )
 
 
-def _above_zero(rate: float | None) -> tuple[float, ...]:
-    return (rate,) if rate else ()
-
-
-def _share_line(advice: Advice, points: Sequence[Row]) -> tuple[list[Any], list[Any]]:
-    """The error that the dropping of one model may bring, as a line and its number.
-
-    The number stands left above the line; if marks are there, right below it.
-    """
+def _share_line(advice: Advice) -> tuple[list[Any], list[Any]]:
+    """The error that the dropping of one model may bring, as a dashed line and its number."""
     if not advice.error_share:
         return [], []
     data = {"values": [{"label": f"at most {words.bound(advice.error_share)}"}]}
-    is_right = min((row["rate"] for row in points), default=1.0) < ROOM_FOR_BOUND
-    looks = {"align": "right", "baseline": "top", "dx": -4, "dy": 5}
-    if not is_right:
-        looks = {"align": "left", "baseline": "bottom", "dx": 4, "dy": -3}
-    note = alt.Chart(data).encode(x=alt.datum(1 if is_right else 0), text="label:N")
-    note = note.encode(y=alt.datum(advice.error_share))
-    return [level_line(advice.error_share, data)], [haloed_text(note, **looks)]
+    level = alt.Chart(data).encode(y=alt.datum(advice.error_share))
+    line = level.mark_rule(strokeDash=[4, 3], size=1.5, aria=False)
+    note = level.encode(x=alt.datum(1), text="label:N")
+    return [line], [haloed_text(note, align="right", baseline="top", dx=-4, dy=5)]
 
 
 def _rate_labels(points: list[Row], place: Spec) -> list[Any]:
     """One label for each rate that is advised, above and below by turns."""
-    highest: dict[float, Row] = {}
-    for row in sorted(points, key=lambda row: row["error"]):
-        highest[row["rate"]] = row
+    highest = {row["rate"]: row for row in sorted(points, key=lambda row: row["error"])}
     ordered = [highest[rate] for rate in sorted(highest)]
     labels = []
     for turn, dy in enumerate((-17, 19)):
@@ -556,16 +549,6 @@ def _rate_labels(points: list[Row], place: Spec) -> list[Any]:
             chart = chart.encode(text=alt.Text("rate:Q", format=".2~f"))
             labels.append(haloed_text(chart, fontWeight=600, dy=dy))
     return labels
-
-
-def _said_of_marks(names: Sequence[str], advised: Mapping[str, float]) -> str:
-    if not advised:
-        return "No rate is advised."
-    undropped = tuple(name for name in names if advised.get(name) == 0)
-    if len(undropped) == len(names):
-        return "The advice is to drop nothing."
-    said = "The marks are the advised rates"
-    return f"{said}; nothing is dropped of {listed(undropped)}." if undropped else f"{said}."
 
 
 # ---------------------------------------------------------------- after a merge
@@ -587,7 +570,7 @@ def kept(outcome: Outcome) -> Figure | None:
     if not rows:
         return None
     stages = list(dict.fromkeys(row["stage"] for row in rows))
-    chart = charts.model_bars(
+    chart = model_bars(
         [model.name for model in outcome.models],
         x=alt.X("kept:Q", title="elements left")
         .scale(domain=[0, 1.15])  # room for what is written behind a bar
@@ -603,37 +586,10 @@ def kept(outcome: Outcome) -> Figure | None:
     }
     return _figure(
         "kept",
-        charts.finish(chart, rows, height=max(100, 30 * len(rows))),
+        finish(chart, rows, height=max(100, 30 * len(rows))),
         listing(rows, columns),
         shares="; ".join(f"{row['model']} after {row['label']}" for row in rows),
     )
-
-
-def kept_by_layer(outcome: Outcome) -> Figure | None:
-    """What all stages left of each model, layer by layer."""
-    names = tuple(model.name for model in outcome.models)
-    rows: list[Row] = [
-        {"model": model.name, "layer": layer, "kept": finite(left)}
-        for model in outcome.models
-        for layer, left in model.kept_by_layer.items()
-        if layer != OUTSIDE
-    ]
-    if not rows:
-        return None
-    chart = charts.lines(
-        names,
-        x=charts.layer_numbers(),
-        y=alt.Y("kept:Q", title="elements left")
-        .scale(domain=[0, 1])
-        .axis(format="~%", tickCount=5),
-        tooltip=tooltip_of("model:N", "layer:Q", ("kept:Q", "left", ".3%")),
-    )
-    spec = charts.finish(chart, charts.dashed(rows, names), height=220)
-    table = series.layer_table({model.name: model.kept_by_layer for model in outcome.models}, share)
-    figure = _figure("kept-by-layer", spec, table, names=listed(names))
-    by_model = [[row["kept"] or 0.0 for row in rows if row["model"] == name] for name in names]
-    flat = all(max(kept) - min(kept) < NOISE for kept in by_model if kept)
-    return replace(figure, folded=flat)
 
 
 def survival(outcome: Outcome) -> Figure | None:
@@ -650,7 +606,7 @@ def survival(outcome: Outcome) -> Figure | None:
     if not rows:
         return None
     ratios = [row["ratio"] for row in rows]
-    chart = charts.model_bars(
+    chart = model_bars(
         [row["model"] for row in rows],
         x=alt.X("ratio:Q", title="share of the model's delta in the merged one")
         .scale(domain=[min(0.0, *ratios), 1.3 * max(0.01, *ratios)])
@@ -669,7 +625,97 @@ def survival(outcome: Outcome) -> Figure | None:
     }
     return _figure(
         "survival",
-        charts.finish(chart, rows, height=max(90, 36 * len(rows))),
+        finish(chart, rows, height=max(90, 36 * len(rows))),
         listing(rows, columns),
         shares="; ".join(f"{row['model']} {row['label']}" for row in rows),
     )
+
+
+# ---------------------------------------------------------------- what figures share
+
+
+def lines(
+    names: Sequence[str],
+    *,
+    x: Any,
+    y: Any,
+    tooltip: list[Any],
+    points: bool = True,
+    field: str = "model",
+    shown: Sequence[str] = (),
+) -> Any:
+    """A line for each name, told apart by colour, dashes and shapes; models' can be zoomed.
+
+    If only some have a line, `shown` names them; each has the looks that it has among all.
+    """
+    of_models = field == "model"
+    opacity = bright_if(CHOSEN if of_models else CHOSEN_PAIR)
+    legend = legend_of(shown or names) if of_models else ...
+    chart = alt.Chart().encode(
+        x=x, y=y, color=by_name(alt.Color, names, field=field, legend=legend), opacity=opacity
+    )
+    looks = {"interpolate": "monotone"} if of_models else {}
+    # Dashes by number: by name they would get into the legend, as dashed outlines.
+    dashes = alt.Scale(domain=list(range(len(names))), range=repeated(DASHES, len(names)))
+    curves = chart.mark_line(aria=False, clip=True, **looks)
+    curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
+    marks = chart.mark_point(filled=True, size=55 if points else 220, aria=False, clip=True)
+    shape = by_name(alt.Shape, names, SHAPES, field=field, legend=legend)
+    marks = marks.encode(shape=shape, tooltip=tooltip)
+    if not points:  # only there to be hovered over
+        marks = marks.encode(opacity=alt.value(0))
+    return alt.layer(curves, marks.add_params(zoom()) if of_models else marks)
+
+
+def model_bars(names: Sequence[str], *, text: Any, **places: Any) -> Any:
+    """A bar for each model, with a text behind it."""
+    model = model_axis(alt.Y, names)
+    chart = alt.Chart().encode(y=model, opacity=bright_if(CHOSEN), **places)
+    bars = chart.mark_bar(cornerRadiusEnd=2, aria=False)
+    bars = bars.encode(color=by_name(alt.Color, names, legend=None))
+    return alt.layer(bars, chart.mark_text(align="left", dx=5, aria=False).encode(text=text))
+
+
+def legend_of(names: Sequence[str], **looks: Any) -> Any:
+    """A legend of models, in as many columns as there is room for."""
+    return alt.Legend(columns=room_for(names), values=list(names), labelExpr=MARKED, **looks)
+
+
+def model_axis(channel: Any, names: Sequence[str], field: str = "model", **looks: Any) -> Any:
+    """Models one after the other."""
+    return channel(f"{field}:N", title=None, sort=list(names)).axis(
+        labelExpr=MARKED, labelLimit=110, labelOverlap=False, **looks
+    )
+
+
+def at_least(low: float, high: float, least: float, *, around: float) -> list[float]:
+    """The ends of a scale, so far apart that noise looks like noise.
+
+    >>> at_least(-0.01, 0.3, 0.1, around=0.0)
+    [-0.1, 0.3]
+    """
+    return [min(low, around - least), max(high, around + least)]
+
+
+def dashed(rows: Sequence[Row], names: Sequence[str], field: str = "model") -> list[Row]:
+    """The rows with the number of their dashes."""
+    return [{**row, "dash": names.index(row[field])} for row in rows]
+
+
+def layer_numbers() -> Any:
+    """Layers as numbers, from left to right."""
+    x = alt.X("layer:Q", title="layer").scale(padding=12, nice=False, zero=False)
+    return x.axis(tickMinStep=1, format="d")
+
+
+def layer_names() -> Any:
+    """Layers, and what stands outside of them in a short word."""
+    label = "datum.label === 'outside' ? 'out' : datum.label"
+    x = alt.X("layer:N", title="layer", sort=None)
+    return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
+
+
+def finish(chart: Any, rows: Sequence[Row], height: int = 280) -> Spec:
+    """The chart as Vega-Lite, with the parameters `model` and `left_out`."""
+    chosen, left_out = alt.param(name="model", value=""), alt.param(name=LEFT_OUT, value=[])
+    return finish_chart(chart.add_params(chosen, left_out), rows, height)

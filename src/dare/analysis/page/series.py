@@ -275,8 +275,6 @@ class ModelOutcome:
     largest_delta_in: str
     kept: dict[str, float]
     """Share of its elements that is left after each delta stage; empty if that is not known."""
-    kept_by_layer: dict[int, float]
-    """The same after the last of them, for each layer."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +309,9 @@ def outcome_of_manifest(
             report["method"],
             "" if output is None else str(output),
             report["seconds"],
-            tuple(_model(model, stages, counts[model["name"]]) for model in report["models"]),
+            tuple(
+                _model(model, stages, counts.get(model["name"], [0])) for model in report["models"]
+            ),
             tuple(warning["text"] for warning in report["warnings"]),
             tuple(survival),
         )
@@ -322,25 +322,23 @@ def outcome_of_manifest(
         ) from None
 
 
-def _count_left(report: Mapping[str, Any], analysis: Analysis) -> dict[str, dict[int, list[int]]]:
-    """By model and layer: elements that were analysed, and those that each stage left of them."""
+def _count_left(report: Mapping[str, Any], analysis: Analysis) -> dict[str, list[int]]:
+    """By model: elements that were analysed, and those that each stage left of them."""
     known = {tensor.name: tensor for model in analysis.models for tensor in model.tensors}
-    counts: dict[str, dict[int, list[int]]] = {model["name"]: {} for model in report["models"]}
+    counts: dict[str, list[int]] = {}
     for tensor in report["tensors"]:
         if (analysed := known.get(tensor["name"])) is None:
             continue
         for model, survivors in zip(tensor["models"], tensor["survivors"], strict=True):
             new = [analysed.statistics.elements, *survivors]
-            old = counts[model].get(analysed.layer, [0] * len(new))
-            counts[model][analysed.layer] = [a + b for a, b in zip(old, new, strict=True)]
+            old = counts.get(model, [0] * len(new))
+            counts[model] = [a + b for a, b in zip(old, new, strict=True)]
     return counts
 
 
-def _model(
-    model: Mapping[str, Any], stages: Sequence[str], by_layer: Mapping[int, Sequence[int]]
-) -> ModelOutcome:
-    """One model; `by_layer` counts its elements, and those that are left after each stage."""
-    elements, *left = [sum(counts) for counts in zip(*by_layer.values(), strict=True)] or [0]
+def _model(model: Mapping[str, Any], stages: Sequence[str], counts: Sequence[int]) -> ModelOutcome:
+    """One model; of its elements, all are counted, and those that are left after each stage."""
+    elements, *left = counts
     return ModelOutcome(
         model["name"],
         model["weight"],
@@ -350,9 +348,4 @@ def _model(
         float(model["largest_delta"]),  # text in a manifest, if it is not finite
         model["largest_delta_in"],
         {stage: count / elements for stage, count in zip(stages, left, strict=False) if elements},
-        {
-            layer: counts[-1] / counts[0]
-            for layer, counts in sorted(by_layer.items())
-            if stages and counts[0]
-        },
     )

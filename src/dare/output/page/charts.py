@@ -75,12 +75,6 @@ def haloed_text(chart: Any, **looks: Any) -> Any:
     return alt.layer(below, chart.mark_text(aria=False, **looks))
 
 
-def level_line(value: float, data: Any = ...) -> Any:
-    """A dashed line across the chart."""
-    chart = alt.Chart() if data is ... else alt.Chart(data)
-    return chart.mark_rule(strokeDash=[4, 3], size=1.5, aria=False).encode(y=alt.datum(value))
-
-
 def logarithmic(scale: str, *, percent: bool = False) -> Any:
     """A logarithmic axis with labels at powers of ten; also at 2 and 5 if it is short."""
     mantissa = "datum.value / pow(10, floor(log(datum.value * 1.0001) / LN10))"
