@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dare
-from dare.errors import MismatchError, OutputError
+from dare.errors import MismatchError, OutputError, RecipeError
 from dare.output import destinations
 from dare.output.destinations import StoreOutput, check_target
 from dare.output.manifest import METADATA_KEY
@@ -148,6 +149,43 @@ def test_few_files_are_in_the_scratch_folder_at_a_time(store, models, monkeypatc
     assert 1 <= max(most) <= destinations.FILES_HERE
 
 
+class OneNode:
+    """What stands for a cluster: pieces are done here, one after the other."""
+
+    task_memory = 1 << 28
+
+    def share_out(self, *_limits):
+        return 1
+
+    def processors(self):
+        return [1]
+
+    def run(self, job, pieces, common=None):
+        with ExitStack() as stack:
+            do = job.open(stack)
+            for piece in pieces:
+                yield ("id", "here"), *do(piece, common)
+
+
+def test_nodes_write_into_a_scratch_folder_that_is_emptied_meanwhile(
+    store, models, tmp_path, monkeypatch
+):
+    @contextmanager
+    def connect(*_address, **_more):
+        yield OneNode()
+
+    monkeypatch.setattr("dare.run.cluster.connect", connect)
+    monkeypatch.chdir(tmp_path)
+    dare.merge(recipe(models, tmp_path / "out"))
+    with pytest.raises(RecipeError, match=r'cluster = "auto".*--scratch'):
+        dare.merge(recipe(models, cluster="auto"))
+    break_off(models, monkeypatch, 2, cluster="auto", scratch="scratch")
+    dare.merge(recipe(models, cluster="auto", scratch="scratch"))
+    assert names(store) == WHOLE
+    assert weights("s3://bucket/runs/out") == weights(tmp_path / "out")
+    assert listing(tmp_path / "scratch") == []
+
+
 # ---------------------------------------------------------------- what breaks off
 
 
@@ -218,11 +256,7 @@ def test_a_merge_that_died_after_the_last_step_is_complete(store, models, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            destinations.shutil,
-            "rmtree",
-            lambda *_a, **_k: (_ for _ in ()).throw(KeyboardInterrupt),
-        )
+        patch.setattr(destinations.shutil, "rmtree", die)
         with pytest.raises(KeyboardInterrupt):
             dare.merge(recipe(models))
     seen = fail_at(monkeypatch, 0, before=True)

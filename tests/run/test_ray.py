@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dare.output.fingerprint import fingerprint
 
 import dare
 from dare.errors import ClusterError, InputError, OutputError, RecipeError
-from dare.output.manifest import embedded_manifest, metadata_of
+from dare.output.manifest import embedded_manifest, fingerprint, metadata_of
 from dare.output.writer import PartialOutput
 from dare.planning.slices import Division
 from dare.run.cluster import MergeJob, _check_arrival, _conclude, portable_recipe
@@ -278,12 +277,6 @@ def test_arrays_are_not_merged_on_a_cluster():
 def test_the_cluster_is_no_part_of_what_a_merge_is(recipe):
     shared = recipe.model_copy(update={"cluster": "auto"})
     assert fingerprint(dare.plan(shared)) == fingerprint(dare.plan(recipe))
-
-
-def test_an_output_in_a_store_needs_a_folder_that_nodes_share(recipe):
-    given = {"output": "s3://bucket/merged.safetensors", "cluster": "auto"}
-    with pytest.raises(RecipeError, match=r'cluster = "auto".*--scratch'):
-        dare.merge(recipe.model_copy(update=given))
 
 
 def test_a_recipe_with_inputs_in_a_store_can_be_sent(recipe):

@@ -148,6 +148,7 @@ class MergeJob:
                 "started; every node must see the same inputs with the same configurations"
             )
         files = self.files(plan)
+        is_sent = plan.layout is not None and plan.layout.is_sent
 
         def do(piece: Share | Sequence[Look], known: Mapping[Id, Any]) -> tuple[Any, int]:
             read: list[int] = []
@@ -155,7 +156,8 @@ class MergeJob:
                 return do_census_steps(plan, piece, known, progress=read.append), sum(read)
             with explaining(self.folder, resumable=True):
                 files.join({files.places[name][0] for name in piece})
-                files.reserve()
+                if not is_sent:
+                    files.reserve()
             try:
                 records = execute(plan, files, progress=read.append, known=known, share=piece)
                 with explaining(self.folder, resumable=True):
@@ -176,7 +178,7 @@ def check_for_cluster(plan: Plan) -> None:
     """Refuse what nodes cannot do together, before anything is written."""
     recipe = plan.recipe
     is_sent = plan.layout is not None and plan.layout.is_sent
-    if recipe.cluster is not None and is_sent and getattr(recipe, "scratch", None) is None:
+    if recipe.cluster is not None and is_sent and recipe.scratch is None:
         raise RecipeError(
             f'cluster = "{recipe.cluster}": nodes write to a file system that all of them see, and '
             f"{recipe.output} is in a store; name a folder on it with --scratch FOLDER, or leave "
