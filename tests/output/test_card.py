@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -109,11 +108,6 @@ def test_a_card_of_the_base_that_says_nothing_of_use_is_passed_over(
     assert inherited(tmp_path) == {}
 
 
-def test_what_is_taken_over_stays_text(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: no\nlicense_name: 1.0\n---")
-    assert inherited(tmp_path) == {"license": "no", "license_name": "1.0"}
-
-
 @pytest.mark.parametrize("name", ["no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"])
 def test_any_name_is_valid_in_the_front_matter(name: str, tmp_path: Path) -> None:
     planned, report = merge_in(tmp_path, output=tmp_path / "out")
@@ -140,26 +134,12 @@ def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
     assert "dare merged --output again" in card
 
 
-def test_a_weight_that_changes_over_the_layers_is_told(tmp_path: Path) -> None:
-    file = save(tmp_path / "math.safetensors", {"w": np.ones(64, np.float32)})
-    merge_in(tmp_path, models=[ModelEntry(file=file, weight=[0.2, 1, 0.5])])
-    card = (tmp_path / "out" / "merged" / "README.md").read_text()
-    assert "math.safetensors` | 0.2 to 1 to 0.5 | 42 |" in card
-
-
 def test_a_card_of_the_base_that_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "README.md").symlink_to("/etc/passwd")
     with pytest.raises(InputError, match=r"README\.md"):
         merge_in(tmp_path)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_whose_name_is_no_text_can_be_merged(tmp_path: Path) -> None:
-    file = save(tmp_path / "m.safetensors", {"w": np.ones(64, np.float32)})
-    file = file.rename(tmp_path / os.fsdecode(b"m\xff.safetensors"))
-    merge_in(tmp_path, models=[file])
-    assert "`m?`" in (tmp_path / "out" / "merged" / "README.md").read_text()
 
 
 def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:
@@ -203,16 +183,3 @@ def test_a_recipe_cannot_end_its_own_block(merged: tuple[Plan, Report]) -> None:
     recipe = planned.recipe.model_copy(update={"output": Path("a```b")})
     card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
     assert "\n````toml\n" in card
-
-
-def test_a_method_that_drops_nothing(tmp_path: Path) -> None:
-    card = model_card(
-        *merge_in(
-            tmp_path,
-            method="linear",
-            models=[save(tmp_path / "code.safetensors", {"w": np.ones(3, np.float32)})],
-            base=save(tmp_path / "base.safetensors", {"w": np.zeros(3, np.float32)}),
-        )
-    ).decode()
-    assert "`code.safetensors` | 1 | 42 | – | – | 1 | `w` |" in card
-    assert "## Warnings" not in card

@@ -248,14 +248,3 @@ def test_a_name_may_be_as_long_as_all_that_is_made_of_it_allows(inputs, letter, 
     with pytest.raises(OutputError, match="bytes too long"):
         merge_to(inputs / (letter * (letters + 1) + suffix), inputs / "model")
     assert listing(inputs) == before
-
-
-def test_a_name_that_is_no_text_is_an_output_like_any_other(inputs, tmp_path):
-    output = tmp_path / "in" / os.fsdecode(b"caf\xe9")
-    try:
-        output.touch()
-    except OSError:
-        pytest.skip("this file system has only names in UTF-8")
-    output.unlink()
-    merge_to(output, inputs / "model")
-    assert dare.verify(output).ok

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dare.errors import MismatchError, OutputError
+from dare.errors import OutputError
 from dare.output.journal import Record
 from dare.output.pieces import PIECES_NAME, PieceOutput
 from dare.output.targets import manifest_path, read_sealed
@@ -106,16 +105,6 @@ def test_the_name_appears_at_the_end_and_nothing_else_stays(target):
     assert read_sealed(manifest_path(target))["files"] == {target.name: file_digest(target)}
 
 
-def test_pieces_of_many_threads_do_not_overlap(target):
-    blocks = [np.full(1000 + n, n, np.uint8) for n in range(100)]
-    with begin(target) as output, ThreadPoolExecutor(8) as pool:
-        starts = list(pool.map(output.append, blocks))
-        content = (output.folder / PIECES_NAME).read_bytes()
-    assert len(content) == sum(block.size for block in blocks)
-    for start, block in zip(starts, blocks, strict=True):
-        assert content[start : start + block.size] == block.tobytes()
-
-
 def test_what_was_there_is_taken_over_and_more_goes_behind_it(target):
     with begin(target) as output:
         add(output, "a", 0)
@@ -172,13 +161,6 @@ def test_pieces_that_have_a_second_name_are_left_alone(target, tmp_path, make_li
     assert theirs.read_bytes() == b"one"
 
 
-def test_pieces_that_do_not_make_up_a_tensor_are_a_mistake(target):
-    with begin(target) as output:
-        records = [add(output, *place) for place in DATA]
-        with pytest.raises(AssertionError, match="do not add up"):
-            put_together(output, records[:-2] + records[-1:])
-
-
 @pytest.mark.parametrize("step", ["a piece", "the whole"])
 def test_a_full_disk_is_named_and_what_was_done_is_kept(target, monkeypatch, step):
     def fail(*_: object) -> int:
@@ -191,17 +173,6 @@ def test_a_full_disk_is_named_and_what_was_done_is_kept(target, monkeypatch, ste
             add(output, "b", 0) if step == "a piece" else put_together(output, records)
     with begin(target) as output:
         assert output.resumed == records
-
-
-def test_what_can_never_be_finished_is_removed(target):
-    def fail() -> None:
-        with begin(target) as output:
-            add(output, "a", 0)
-            raise MismatchError("x")
-
-    with pytest.raises(MismatchError):
-        fail()
-    assert listing(target.parent) == []
 
 
 def test_pieces_are_read_back_however_little_the_system_gives_at_once(tmp_path, monkeypatch):

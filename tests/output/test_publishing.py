@@ -72,21 +72,6 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
         dare.merge(recipe)
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
-def test_leftovers_of_another_merge_are_cleared_too(tmp_path, monkeypatch, output):
-    recipe = recipe_in(tmp_path, output)
-    with monkeypatch.context() as patch:
-        die_at(patch, "_clear_away")
-        with pytest.raises(DiedError):
-            dare.merge(recipe)
-    other = recipe.model_copy(update={"scale": 0.5})
-    with pytest.raises(dare.OutputError, match="exists already"):
-        dare.merge(other)
-    dare.merge(other, overwrite=True)
-    assert dare.verify(recipe.output).ok
-    assert leftovers(tmp_path) == []
-
-
 @pytest.mark.parametrize("exchange", [True, False])
 def test_the_old_name_never_disappears_where_names_can_be_exchanged(
     tmp_path, monkeypatch, exchange

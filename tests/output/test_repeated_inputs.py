@@ -9,7 +9,6 @@ import pytest
 
 import dare
 from dare import ModelEntry, Recipe
-from dare.cli import main
 from helpers import save, save_shards
 
 BASE = {"w": np.zeros(200, np.float32), "v": np.zeros((8, 8), np.float32)}
@@ -40,14 +39,6 @@ def merge(folder, *models, **settings):
 def test_the_base_among_the_models_is_refused(folder):
     with pytest.raises(dare.RecipeError, match=r"base\.safetensors: is the base.*out of models"):
         merge(folder, "base", "math")
-
-
-def test_the_refusal_says_which_models_to_write_instead(folder):
-    with pytest.raises(dare.RecipeError) as caught:
-        merge(folder, "math", "base", "code")
-    left = [str(folder / f"{name}.safetensors") for name in ("math", "code")]
-    assert f"--models {' '.join(left)}," in str(caught.value)
-    assert f'models = ["{left[0]}", "{left[1]}"]' in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["slerp", "karcher", "nuslerp", "dare+slerp"])
@@ -134,14 +125,6 @@ def test_an_output_directory_is_known_by_its_weights_too(folder):
             dare.plan(recipe)
 
 
-def test_an_output_that_was_moved_with_its_manifest_is_known_by_names(folder, tmp_path):
-    merge(folder, "code", "math", output=tmp_path / "elsewhere" / "merged.safetensors")
-    file = tmp_path / "elsewhere" / "merged.safetensors"
-    recipe = Recipe(base=folder / "base.safetensors", models=[folder / "code.safetensors", file])
-    with pytest.raises(dare.RecipeError, match="was made by dare from this base and code"):
-        dare.plan(recipe)
-
-
 def test_outputs_are_merged_on_purpose(folder):
     """With other models, on another base, or with a weight."""
     save(folder / "other.safetensors", changed(3))
@@ -154,35 +137,12 @@ def test_outputs_are_merged_on_purpose(folder):
     assert merge(folder, entry, "code", output=folder / "c.safetensors")
 
 
-def test_what_is_no_manifest_is_left_alone(folder):
-    (folder / "math.safetensors.manifest.json").write_text('{"recipe": 1}')
-    assert merge(folder, "math", "code").warnings == ()
-
-
 def test_an_output_is_repeated_with_the_inputs_it_had(folder):
     entry = ModelEntry(file=folder / "base.safetensors", weight=0.5)
     merge(folder, entry, "math", method="linear")
     recipe = dare.load_recipe(folder / "out.safetensors")
     again = dare.merge(recipe.model_copy(update={"output": folder / "again.safetensors"}))
     assert again.output.read_bytes() == (folder / "out.safetensors").read_bytes()
-
-
-def test_a_search_refuses_likewise(folder):
-    recipe = Recipe(
-        base=folder / "base.safetensors",
-        models=[folder / f"{name}.safetensors" for name in ("math", "base")],
-    )
-    with pytest.raises(dare.RecipeError, match="is the base"):
-        dare.Candidates(recipe)
-
-
-def test_a_pattern_that_catches_all_is_refused_in_one_line(folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
-    caught = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert main(["-b", "base.safetensors", "-m", *caught, "-o", "o.safetensors"]) == 1
-    assert (
-        "base.safetensors: is the base, and stands among the models too" in capsys.readouterr().err
-    )
 
 
 # ---------------------------------------------------------------- equal contents

@@ -87,25 +87,6 @@ def test_a_merge_is_intact_without_the_manifest_beside_it(output):
     assert verify(str(output)).ok
 
 
-def test_a_sharded_merge_is_intact(sharded):
-    found = verify(sharded)
-    assert found.ok
-    assert (found.tensors, found.bytes_checked) == (4, DATA_BYTES)
-
-
-def test_a_merge_with_an_empty_tensor_is_intact(tmp_path):
-    base = {**BASE, "e": np.empty((0, 2), np.float32)}
-    recipe = write_recipe(tmp_path, base, [base], method="sum")
-    merge(recipe)
-    assert (verify(recipe.output).ok, verify(recipe.output).tensors) == (True, 5)
-
-
-def test_a_renamed_and_moved_merge_is_intact(output, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    moved = output.rename(tmp_path / "elsewhere" / "other.safetensors")
-    assert verify(moved).ok
-
-
 # ---------------------------------------------------------------- damage
 
 
@@ -134,12 +115,6 @@ def test_every_cut_is_found(output):
     for length in (0, 7, 8, 9, 100, start - 1, *range(start, len(content))):
         output.write_bytes(content[:length])
         assert is_refused(output)
-
-
-def test_anything_added_is_found(output):
-    with output.open("ab") as file:
-        file.write(b"\0")
-    assert is_refused(output)
 
 
 @pytest.mark.parametrize("name", ["w", "h", "n", "s"])
@@ -192,12 +167,6 @@ def test_a_missing_output_is_refused(tmp_path):
 # ---------------------------------------------------------------- shards
 
 
-def test_one_flipped_bit_in_a_shard_names_the_tensor(sharded):
-    last = sharded / "model-00003-of-00003.safetensors"
-    flip_bit(last, 8 * last.stat().st_size - 1)
-    assert "h: has changed since it was written" in verify(sharded).problems
-
-
 def test_a_missing_shard_is_found(sharded):
     (sharded / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(InputError, match=r"model-00002-of-00003.safetensors: no such file"):
@@ -205,15 +174,8 @@ def test_a_missing_shard_is_found(sharded):
 
 
 def test_a_shard_of_another_merge_is_found(sharded, tmp_path):
-    other = write_recipe(
-        tmp_path / "b",
-        BASE,
-        [MODEL],
-        method="sum",
-        output=tmp_path / "other",
-        shard_size=16,
-        scale=2,
-    )
+    settings = {"method": "sum", "output": tmp_path / "other", "shard_size": 16, "scale": 2}
+    other = write_recipe(tmp_path / "b", BASE, [MODEL], **settings)
     merge(other)
     name = next(
         path.name
@@ -235,19 +197,19 @@ def edit_beside(output: Path, edit) -> None:
     beside.write_bytes(seal(manifest, manifest["files"]))
 
 
-def test_a_tensors_digest_changed_beside_is_found(output):
-    edit_beside(output, lambda manifest: manifest["digests"]["output"].update(w="0" * 32))
-    assert verify(output).problems == ("w: has changed since it was written",)
-
-
-def test_a_tensor_added_beside_is_found(output):
-    edit_beside(output, lambda manifest: manifest["digests"]["output"].update(x="0" * 32))
-    assert verify(output).problems == ("x: is missing",)
-
-
-def test_a_tensor_removed_beside_is_found(output):
-    edit_beside(output, lambda manifest: manifest["digests"]["output"].pop("w"))
-    assert verify(output).problems == ("w: is not in the manifest",)
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("w", lambda digests: digests.update(w="0" * 32)),
+        ("x", lambda digests: digests.update(x="0" * 32)),
+        ("w", lambda digests: digests.pop("w")),
+    ],
+    ids=["changed", "added", "removed"],
+)
+def test_a_tensors_digest_that_was_edited_beside_is_found(output, name, edit):
+    edit_beside(output, lambda manifest: edit(manifest["digests"]["output"]))
+    (problem,) = verify(output).problems
+    assert problem.startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize(
@@ -269,30 +231,12 @@ def test_a_manifest_beside_that_contradicts_the_header_is_found(output, key, edi
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"recipe":{}}',
-        '{"recipe":{},"digests":5}',
-        '{"recipe":{},"digests":{"output":5}}',
-        '{"recipe":{},"digests":{"output":[]}}',
-        '{"recipe":{},"digests":{"output":null}}',
-        "[" * 100_000,
-    ],
+    "text", ["", "[]", "{}", '{"recipe":{},"digests":{"output":5}}', "[" * 100_000]
 )
 def test_a_manifest_beside_that_cannot_be_used_is_found(output, text):
     manifest_path(output).write_text(text)
     (problem,) = verify(output).problems
     assert problem.startswith(f"{manifest_path(output)}: ")
-
-
-def test_the_manifest_of_a_directory_lies_in_it(sharded):
-    (sharded / MANIFEST_NAME).write_text("{}")
-    (problem,) = verify(sharded).problems
-    assert problem.startswith(f"{sharded / MANIFEST_NAME}: is not a manifest made by dare")
 
 
 # ---------------------------------------------------------------- what lies beside the weights

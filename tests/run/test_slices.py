@@ -11,7 +11,6 @@ import dare
 from dare import DareWarning, InputError, OutputError, RecipeError
 from dare.cli import main
 from dare.output.slices import FinishingOutput, SliceOutput
-from dare.output.targets import slice_journals
 from dare.output.writer import OutputFiles, PartialOutput
 from dare.planning.slices import Division, Slice
 from dare.run import slices as sharing
@@ -137,20 +136,6 @@ def test_the_manifest_is_that_of_one_process(tmp_path):
     assert made["whole"] == made["sliced"]
 
 
-def test_more_slices_than_there_is_work(tmp_path, expected):
-    recipe = recipe_for(tmp_path)
-    reports = [dare.merge_slice(recipe, f"{n}/12") for n in range(1, 13)]
-    assert any(report.chunks == 0 for report in reports)
-    assert reports[-1].report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
-def test_one_slice_is_a_merge(tmp_path, expected):
-    recipe = recipe_for(tmp_path)
-    assert dare.merge_slice(recipe, "1/1").report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
 # ---------------------------------------------------------------- interrupted
 
 
@@ -218,18 +203,6 @@ def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, mo
     assert not partial(recipe).exists()
 
 
-def test_a_slice_again_publishes_what_failed_to_be_published(tmp_path, expected, monkeypatch):
-    recipe = recipe_for(tmp_path)
-    dare.merge_slice(recipe, "1/2")
-    monkeypatch.setattr("dare.output.writer.publish", lambda *_a, **_k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        dare.merge_slice(recipe, "2/2")
-    monkeypatch.undo()
-    assert slice_journals(partial(recipe)) == {}
-    assert dare.merge_slice(recipe, "1/2").report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
 def test_a_slice_that_finds_integers_that_differ_leaves_the_others_alone(tmp_path):
     base, models = arrays()
     models[1]["ids"] = models[1]["ids"] + 1
@@ -240,9 +213,9 @@ def test_a_slice_that_finds_integers_that_differ_leaves_the_others_alone(tmp_pat
             outcomes.append(dare.merge_slice(recipe, f"{number}/4").unfinished)
         except dare.MismatchError as error:
             outcomes.append(str(error))
-    assert sum("ids: the I64 values" in outcome for outcome in map(str, outcomes)) in (1, 2)
+    assert sum("ids: " in outcome for outcome in map(str, outcomes)) in (1, 2)
     assert partial(recipe).exists()
-    with pytest.raises(OutputError, match="pieces are missing"):
+    with pytest.raises(OutputError, match="missing"):
         dare.finish(recipe)
 
 
@@ -254,7 +227,7 @@ def test_finish_says_which_slices_are_missing_and_leaves_all_as_it_is(tmp_path, 
     for number in (1, 3):
         dare.merge_slice(recipe, f"{number}/4")
     before = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
-    with pytest.raises(OutputError, match=r"\d of 10 pieces are missing, from 2/4, 4/4; run"):
+    with pytest.raises(OutputError, match=r"2/4, 4/4; run"):
         dare.finish(recipe)
     after = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
     assert before == after
@@ -263,77 +236,52 @@ def test_finish_says_which_slices_are_missing_and_leaves_all_as_it_is(tmp_path, 
     assert sha256(recipe.output) == expected("dare+linear")
 
 
-def test_finish_without_slices_says_so(tmp_path):
-    recipe = recipe_for(tmp_path)
-    with pytest.raises(OutputError, match="nothing to finish"):
-        dare.finish(recipe)
-    assert not partial(recipe).exists()
-
-
-def test_finish_does_not_touch_what_another_merge_has_begun(tmp_path):
-    recipe = recipe_for(tmp_path)
-    dare.merge_slice(recipe, "1/2")
-    other = recipe.model_copy(update={"seed": 1})
-    with pytest.raises(OutputError, match="left by another merge"):
-        dare.finish(other)
-    assert dare.merge_slice(recipe, "2/2").report is not None
-
-
 # ---------------------------------------------------------------- side by side
-
-
-def test_the_same_slice_twice_is_refused(tmp_path):
-    recipe = recipe_for(tmp_path)
-    with (
-        slice_output(recipe, "1/2"),
-        pytest.raises(OutputError, match="slice 1/2 is already running"),
-    ):
-        slice_output(recipe, "1/2").__enter__()
 
 
 def test_a_merge_and_finish_beside_running_slices_are_refused(tmp_path, expected):
     recipe = recipe_for(tmp_path)
     with slice_output(recipe, "1/2"):
         for refused in (dare.merge, dare.finish):
-            with pytest.raises(OutputError, match=r"slices are writing this output \(1/2\)"):
+            with pytest.raises(OutputError, match=r"\(1/2\)"):
                 refused(recipe)
-        with pytest.raises(OutputError, match="slices are writing"):
+        with pytest.raises(OutputError, match=r"\(1/2\)"):
             dare.merge(recipe, resume=False)
         assert dare.merge_slice(recipe, "2/2").unfinished == (1,)
     dare.merge_slice(recipe, "1/2")
     assert sha256(recipe.output) == expected("dare+linear")
 
 
+@pytest.mark.parametrize(
+    ("text", "other", "found"),
+    [
+        ("1/2", {}, r"1/2"),
+        ("1/3", {}, r"\(1/2 running\); use 2 slices"),
+        ("2/2", {"seed": 1}, r"another merge.*\(1/2\)"),
+    ],
+)
+def test_a_slice_beside_running_ones_must_be_another_of_the_same(tmp_path, text, other, found):
+    recipe = recipe_for(tmp_path)
+    with slice_output(recipe, "1/2"), pytest.raises(OutputError, match=found):
+        dare.merge_slice(recipe.model_copy(update=other), text)
+
+
 def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
     recipe = recipe_for(tmp_path)
     planned = dare.plan(recipe)
     monkeypatch.setattr("dare.output.slices.JOIN_SECONDS", 0.1)
-    with (
-        PartialOutput(*dare.api._output_of(planned, planned.layout)),
-        pytest.raises(OutputError, match="writing this output without slices"),
-    ):
+    output = PartialOutput(*dare.api._output_of(planned, planned.layout))
+    with output, pytest.raises(OutputError, match="without slices"):
         dare.merge_slice(recipe, "1/2")
 
 
-def test_another_number_of_slices_beside_running_ones_is_refused(tmp_path):
-    recipe = recipe_for(tmp_path)
-    with (
-        slice_output(recipe, "2/2"),
-        pytest.raises(OutputError, match=r"running in 2 slices \(2/2 running\); use 2 slices"),
-    ):
-        dare.merge_slice(recipe, "1/3")
-
-
-def test_another_merge_beside_running_slices_is_refused_and_starts_over_later(tmp_path):
+def test_another_merge_starts_over(tmp_path):
     recipe = recipe_for(tmp_path)
     other = recipe.model_copy(update={"seed": 1, "verbose": True, "delta_threshold": 1.0})
-    with (
-        slice_output(recipe, "2/2"),
-        pytest.raises(OutputError, match=r"slices of another merge are writing here \(2/2\)"),
-    ):
-        dare.merge_slice(other, "1/2")
     dare.merge_slice(recipe, "2/2")
-    with pytest.warns(DareWarning, match="left by another merge"):
+    with pytest.raises(OutputError, match="another merge"):
+        dare.finish(other)
+    with pytest.warns(DareWarning, match="another merge"):
         assert dare.merge_slice(other, "1/2").unfinished == (2,)
     assert dare.merge_slice(other, "2/2").report is not None
 
@@ -343,7 +291,7 @@ def test_slices_that_read_other_files_are_refused(tmp_path):
     _, models = arrays()
     with slice_output(recipe, "2/2"):
         save(recipe.models[0].file, models[0])  # the same, and yet another file
-        with pytest.raises(InputError, match="not the same files as those of slice 2/2"):
+        with pytest.raises(InputError, match="slice 2/2"):
             dare.merge_slice(recipe, "1/2")
 
 
@@ -362,7 +310,7 @@ def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
     dare.merge_slice(recipe, "1/2")
     _, models = arrays()
     save(recipe.models[0].file, {**models[0], "w0": models[0]["w0"] + np.float32(1)})
-    with pytest.raises(OutputError, match=r"pieces are missing, from 1/2"):
+    with pytest.raises(OutputError, match="from 1/2"):
         dare.merge_slice(recipe, "2/2")
     assert dare.merge_slice(recipe, "1/2").report is not None
     whole = recipe.model_copy(update={"output": tmp_path / "whole.safetensors"})
@@ -435,17 +383,9 @@ def test_a_page_that_another_machine_wrote_over_is_noticed(all_but_the_name, exp
     recipe = all_but_the_name
     order, border = chunk_at_border(recipe)
     rot(recipe, order[border])
-    with pytest.raises(OutputError, match=r"1 of 10 pieces are missing, from 2/2"):
+    with pytest.raises(OutputError, match="from 2/2"):
         dare.finish(recipe)
     assert dare.merge_slice(recipe, "2/2").report is not None
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
-def test_a_merge_without_slices_hashes_all_again(all_but_the_name, expected):
-    recipe = all_but_the_name
-    order, _ = chunk_at_border(recipe)
-    rot(recipe, order[2])
-    assert dare.merge(recipe).resumed_chunks == len(order) - 1
     assert sha256(recipe.output) == expected("dare+linear")
 
 
@@ -476,20 +416,13 @@ def test_a_slice_waits_for_the_looks_of_one_that_runs(tmp_path, expected, monkey
     with slice_output(recipe, "2/2"):
         waiting = threading.Thread(target=do, args=["1/2"], daemon=True)
         waiting.start()
-        while not any("waiting for the looks of slice 2 of 2" in text for text in said):
+        while not any("slice 2 of 2" in text for text in said):
             assert waiting.is_alive()
             time.sleep(0.01)
     do("2/2")
     waiting.join(60)
     assert [r.report is not None for r in reports.values()].count(True) == 1
     assert sha256(recipe.output) == expected("trim+ties")
-
-
-def test_a_slice_that_gives_no_news_is_not_waited_for(tmp_path):
-    recipe = recipe_for(tmp_path, "trim+ties")
-    with slice_output(recipe, "2/2"):
-        done = dare.merge_slice(recipe, "1/2", wait=0.0)
-    assert done.unfinished == (2,)
 
 
 def test_looks_are_not_made_twice(tmp_path, monkeypatch):
@@ -520,9 +453,11 @@ def test_the_command_says_who_is_not_done_and_then_reports(tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     command = [str(tmp_path / "recipe.toml"), "--verbose", "--slice"]
     assert main([*command, "1/2"]) == 0
-    assert "Slices that are not done: 2. The last one publishes." in capsys.readouterr().out
+    assert "not done: 2" in capsys.readouterr().out
     assert main(["finish", command[0]]) == 1
     assert "from 2/2" in capsys.readouterr().err
+    assert main([*command, "1/2", "--no-resume"]) == 2
+    assert "delete the folder" in capsys.readouterr().err
     assert main([*command, "2/2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["slice"] == "2/2"
@@ -530,38 +465,13 @@ def test_the_command_says_who_is_not_done_and_then_reports(tmp_path, capsys):
     assert document["report"]["output"] == str(recipe.output)
 
 
-def test_finish_publishes_by_command(all_but_the_name, expected, capsys):
-    recipe = all_but_the_name
-    toml = recipe.output.with_name("recipe.toml")
-    toml.write_text(recipe.to_toml())
-    assert main(["finish", str(toml), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["resumed_chunks"] == 0
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
-@pytest.mark.parametrize("text", ["0/4", "5/4", "3", "a/b", "-1/4", "1/20000", ""])
-def test_a_slice_that_makes_no_sense_is_refused(tmp_path, text):
-    with pytest.raises(RecipeError, match="write NUMBER/OF"):
-        dare.merge_slice(recipe_for(tmp_path), text)
-
-
-def test_starting_over_is_not_for_slices(tmp_path, capsys):
-    (tmp_path / "recipe.toml").write_text(recipe_for(tmp_path).to_toml())
-    assert main([str(tmp_path / "recipe.toml"), "--slice", "1/2", "--no-resume"]) == 2
-    assert "delete the folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("refused", [lambda r: dare.merge_slice(r, "1/2"), dare.finish])
-def test_an_output_in_a_store_is_refused(tmp_path, refused):
-    given = recipe_for(tmp_path)
-    recipe = dare.Recipe(
-        base=given.base, models=list(given.models), output="s3://bucket/merged", verbose=False
-    )
-    with pytest.raises(OutputError, match=r"^s3://bucket/merged: slices need an output on a file"):
-        refused(recipe)
-
-
-def test_slices_on_a_cluster_are_refused(tmp_path):
-    recipe = recipe_for(tmp_path, cluster="auto")
-    with pytest.raises(RecipeError, match="leave one of the two out"):
-        dare.merge_slice(recipe, "1/2")
+@pytest.mark.parametrize(
+    ("text", "given", "remedy"),
+    [
+        *((text, {}, "NUMBER/OF") for text in ("0/4", "5/4", "3", "a/b", "-1/4", "1/20000", "")),
+        ("1/2", {"cluster": "auto"}, "leave one of the two out"),
+    ],
+)
+def test_a_slice_that_makes_no_sense_is_refused(tmp_path, text, given, remedy):
+    with pytest.raises(RecipeError, match=remedy):
+        dare.merge_slice(recipe_for(tmp_path, **given), text)

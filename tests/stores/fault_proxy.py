@@ -4,7 +4,7 @@
 
 It speaks as much of HTTP as it takes to see single requests: each is matched against the faults in
 turn, and the first that fits acts on it. What passes is relayed as it is, `Host` included, so that
-signatures stay good. Every request is noted in `seen`.
+signatures stay good.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ REASONS = {
 }
 """What S3 calls the errors in their bodies."""
 
-Kind = Literal["delay", "status", "truncate", "reset", "lose", "hang", "etag", "flip"]
+Kind = Literal["status", "reset", "lose", "hang", "etag", "flip"]
 
 
 @dataclass
 class Fault:
     """Something that happens to requests.
 
-    delay: is passed on after `seconds`. status: is answered with an error and not passed on.
-    truncate: the body of the answer ends after `nbytes`. reset: the connection breaks before the
+    status: is answered with an error and not passed on. reset: the connection breaks before the
     request is passed on. lose: it is passed on and carried out, and the connection breaks instead
     of an answer. hang: is never answered. etag: the answer has another ETag. flip: one bit of the
     answer is another.
@@ -54,8 +53,6 @@ class Fault:
     """How many requests it happens to."""
     after: int = 0
     """How many pass before."""
-    seconds: float = 0.0
-    nbytes: int = 0
     code: int = 503
     reason: str = ""
     """The code in the body; by default what S3 says with this status."""
@@ -68,24 +65,9 @@ class Fault:
         if self.after > 0:
             self.after -= 1
             return False
-        if self.times <= 0:
-            return False
-        self.times -= 1
-        self.happened += 1
-        return True
-
-
-@dataclass
-class Seen:
-    """A request that came by."""
-
-    method: str
-    target: str
-    head: str
-    status: int = 0
-    """0 until it has been answered."""
-    sent: int = 0
-    """Bytes of the body of the answer."""
+        strikes = self.happened < self.times
+        self.happened += strikes
+        return strikes
 
 
 @dataclass
@@ -116,9 +98,8 @@ class FaultProxy:
 
     def __init__(self, port: int) -> None:
         self.upstream = port
-        self.seen: list[Seen] = []
-        self.latency = 0.0
-        """Seconds that every answer takes longer."""
+        self.seen: list[tuple[str, str]] = []
+        """Method and target of every request that came by."""
         self.bandwidth = 0.0
         """Bytes a second of all connections together, either way; 0 is as many as there are."""
         self._faults: list[Fault] = []
@@ -150,11 +131,11 @@ class FaultProxy:
         """Let nothing happen, and forget what was seen."""
         self._faults.clear()
         self.seen.clear()
-        self.latency = self.bandwidth = 0.0
+        self.bandwidth = 0.0
 
     def count(self, method: str, target: str = "") -> int:
         """How many such requests have come by."""
-        return sum(s.method == method and bool(re.search(target, s.target)) for s in self.seen)
+        return sum(m == method and bool(re.search(target, t)) for m, t in self.seen)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -197,27 +178,22 @@ class FaultProxy:
     ) -> bool:
         """Do one request; whether the connection can be used for another."""
         method, target = request.first[:2]
-        seen = Seen(method, target, request.head.decode("latin-1"))
-        self.seen.append(seen)
+        self.seen.append((method, target))
         fault = next((f for f in self._faults if f.strikes(method, target)), None)
         kind = fault.kind if fault else ""
-        if fault and kind == "reset":
+        if kind == "reset":
             return _break(writer)
-        if fault and kind == "hang":
+        if kind == "hang":
             await asyncio.sleep(3600)
-        if fault and kind == "delay":
-            await asyncio.sleep(fault.seconds)
         if "100-continue" in request.fields.get("expect", ""):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if fault and kind == "status":
             await self._relay(request, reader, lambda _: None)
-            seen.status = fault.code
             writer.write(_refusal(fault, method))
             await writer.drain()
             return False
         upstream.write(request.without("expect"))
         await self._relay(request, reader, upstream.write, upstream)
-        await asyncio.sleep(self.latency)
         answer = await _Message.read(answers)
         if answer is None:
             return False
@@ -227,21 +203,17 @@ class FaultProxy:
         if kind == "etag":
             head = re.sub(rb'(?im)^etag: *"?[^"\r]{4}', b'ETag: "beef', head)
         writer.write(head)
-        seen.status = int(answer.first[1])
+        is_flipped = kind == "flip"
 
         def send(block: bytes) -> None:
-            if kind == "flip" and not seen.sent:
-                block = bytes([block[0] ^ 1]) + block[1:]
-            seen.sent += len(block)
-            writer.write(block)
+            nonlocal is_flipped
+            writer.write(bytes([block[0] ^ 1]) + block[1:] if is_flipped else block)
+            is_flipped = False
 
-        if method != "HEAD" and seen.status not in (204, 304):
-            most = fault.nbytes if fault and kind == "truncate" else 1 << 62
-            if not await self._relay(answer, answers, send, writer, most):
-                await writer.drain()
-                return False
+        has_body = method != "HEAD" and answer.first[1] not in ("204", "304")
+        is_whole = not has_body or await self._relay(answer, answers, send, writer)
         await writer.drain()
-        return "close" not in answer.fields.get("connection", "")
+        return is_whole and "close" not in answer.fields.get("connection", "")
 
     async def _relay(
         self,
@@ -249,7 +221,6 @@ class FaultProxy:
         reader: asyncio.StreamReader,
         write: Callable[[bytes], Any],
         writer: asyncio.StreamWriter | None = None,
-        most: int = 1 << 62,
     ) -> bool:
         """Pass a body on; whether all of it was."""
         if "chunked" in message.fields.get("transfer-encoding", ""):
@@ -257,20 +228,16 @@ class FaultProxy:
                 size = await reader.readline()
                 write(size)
                 count = int(size.split(b";")[0], 16)
-                if count == 0:
-                    while (trailer := await reader.readline()) not in (b"\r\n", b""):
-                        write(trailer)
-                    write(b"\r\n")
-                    return True
                 write(await reader.readexactly(count + 2))
+                if count == 0:
+                    return True
         rest = int(message.fields.get("content-length", 0))
         while rest:
-            block = await reader.read(min(BLOCK, rest, most))
+            block = await reader.read(min(BLOCK, rest))
             if not block:
                 return False
             write(block)
             rest -= len(block)
-            most -= len(block)
             if writer is not None:
                 await self._pace(len(block))
                 await writer.drain()

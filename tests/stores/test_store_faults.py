@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -90,19 +91,13 @@ def hang(handler):
     return True
 
 
-def hang_up(handler):
-    handler.hang_up()
-    return True
-
-
 PASSING = {
     "500": lambda handler: handler.refuse(500),
-    "503": lambda handler: handler.refuse(503),
     "429": lambda handler: handler.refuse(429),
     "truncated": cut,
     "wrong range": wrong_range,
     "hang": hang,
-    "hang up": hang_up,
+    "hang up": lambda handler: handler.hang_up() or True,
 }
 
 
@@ -117,55 +112,49 @@ def test_a_fault_that_passes_is_overcome(web, path, fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("500", "cannot be read from its store after 2 tries: the server answered (500); check"),
-        ("429", "cannot be read from its store after 2 tries: the server answered (429); check"),
-        ("hang", "cannot be read from its store after 2 tries: it sent nothing for 0.3 s; check"),
-        ("hang up", "cannot be read from its store after 2 tries: no usable answer came; check"),
-        ("truncated", "cannot be read from its store: it stopped inside a file; check"),
-        ("wrong range", "cannot be read from its store: it sent another range than requested"),
-    ],
+    ("fault", "reason"),
+    {
+        "500": r"2 tries.*\(500\)",
+        "hang": "2 tries.*0.3 s",
+        "hang up": "2 tries",
+        "truncated": "stopped",
+        "wrong range": "another range",
+    }.items(),
 )
-def test_a_fault_that_stays_is_told(web, path, fault, message):
+def test_a_fault_that_stays_is_told(web, path, fault, reason):
     always(web, PASSING[fault])
     text = refusal(path)
-    assert text.startswith(message)
+    assert re.search(reason, text)
+    assert "check the address and the network" in text
     assert len(text) < 250
 
 
-def test_what_is_not_there(web, path):
-    web.content.clear()
-    assert refusal(path) == "no such file"
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_what_is_forbidden(web, path, status):
-    always(web, lambda handler: handler.refuse(status, b"<Code>Denied</Code> for key topsecret"))
-    assert refusal(path) == (
-        f"the store denies access ({status} Denied); give an address that "
-        "contains its password or signature (dare does not write it anywhere)"
-    )
-
-
-def test_a_server_without_ranges(web, path):
-    always(web, lambda handler: bool(handler.answer(200, {}, CONTENT)) or True)
-    assert refusal(path) == (
-        "the server does not send parts of a file (it ignores Range), which is "
-        "needed; download the file and give its path"
-    )
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    {
+        "gone": (lambda handler: handler.refuse(404), "no such file"),
+        "forbidden": (
+            lambda handler: handler.refuse(403, b"<Code>Denied</Code> for key topsecret"),
+            r"\(403 Denied\).*address that contains its password",
+        ),
+        "whole": (
+            lambda handler: bool(handler.answer(200, {}, CONTENT)) or True,
+            "download the file",
+        ),
+    }.values(),
+)
+def test_what_is_refused_for_good_is_told(web, path, answer, remedy):
+    always(web, answer)
+    assert re.search(remedy, refusal(path))
 
 
 def test_nobody_listens(web, path):
-    nowhere = to_path("http://127.0.0.1:9/w.safetensors")
-    assert refusal(nowhere).startswith(
-        "cannot be read from its store after 2 tries: no connection; check the address"
-    )
+    assert "check the address" in refusal(to_path("http://127.0.0.1:9/w.safetensors"))
 
 
 def test_without_obstore_it_says_what_to_install(web, path, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    assert refusal(path) == ("reading from a store needs obstore: pip install 'dare-merge[stores]'")
+    assert "pip install 'dare-merge[stores]'" in refusal(path)
 
 
 # ---------------------------------------------------------------- S3 in words
@@ -178,15 +167,11 @@ def test_a_bucket_in_another_region(web, quick, monkeypatch):
     bucket = to_path("s3://bucket/w.safetensors")
     malformed = b"<Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region>"
     always(web, lambda handler: handler.refuse(400, malformed))
-    assert refusal(bucket) == (
-        "the bucket bucket is in another region, eu-west-1; set AWS_REGION to it"
-    )
+    assert re.search("eu-west-1; set AWS_REGION", refusal(bucket))
     always(web, lambda handler: handler.refuse(301))
-    assert refusal(bucket) == "the bucket bucket is in another region; set AWS_REGION to it"
+    assert "set AWS_REGION" in refusal(bucket)
     always(web, lambda handler: handler.refuse(403, b"<Code>SignatureDoesNotMatch</Code>"))
-    assert refusal(bucket).startswith(
-        "the store denies access (403 SignatureDoesNotMatch); set AWS_PROFILE"
-    )
+    assert re.search("403 SignatureDoesNotMatch.*set AWS_PROFILE", refusal(bucket))
 
 
 @pytest.mark.parametrize(
@@ -260,21 +245,20 @@ def test_what_was_seen_of_a_folder_is_not_asked_for_again(web):
 
 def test_a_forbidden_folder_is_not_taken_for_an_empty_one(web, quick):
     web.key = "right"
-    with pytest.raises(InputError, match=r"/d: the store denies access \(403\)"):
+    with pytest.raises(InputError, match=r"/d: .*\(403\)"):
         to_path(f"{web.url}/d?wrong").is_dir()
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_process_ends_at_once_while_a_server_hangs(web, status):
+def test_a_process_ends_at_once_while_a_server_hangs(web):
     web.content["w.safetensors"] = CONTENT
     web.faults["w.safetensors"] = lambda handler: bool(time.sleep(20))
     program = (
         "import sys; from dare.stores import reading; from dare.stores.locations import to_path\n"
         "reading.END_SECONDS = 0.2\n"
         f"path = to_path('{web.url}/w.safetensors')\n"
-        f"asked = [reading.ask_range(path, 0, 10) for _ in range(100)]; sys.exit({status})"
+        "asked = [reading.ask_range(path, 0, 10) for _ in range(100)]; sys.exit(1)"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
-    assert (done.returncode, done.stderr) == (status, b"")
+    assert (done.returncode, done.stderr) == (1, b"")
     assert time.monotonic() - started < 10

@@ -14,7 +14,6 @@ import pytest
 from small_models import recipe
 
 import dare
-from dare.errors import OutputError
 
 SHARD = 5 << 20
 PROGRAM = """
@@ -91,16 +90,4 @@ def test_ctrl_c_leaves_something_that_goes_on(bucket, proxy, models, expected, t
     proxy.clear()
     output, errors = start(models, bucket.url("out")).communicate()
     assert (errors, int(output) > 0) == ("", True)
-    check(bucket, tmp_path, expected)
-
-
-def test_two_processes_do_not_write_one_output(bucket, proxy, models, expected, tmp_path):
-    proxy.bandwidth = 4 << 20
-    process = start(models, bucket.url("out"))
-    wait_for(lambda: proxy.count("PUT") or process.poll() is not None)
-    with pytest.raises(OutputError, match="another process"):
-        dare.merge(recipe(models, bucket.url("out"), shard_size=SHARD))
-    proxy.bandwidth = 0
-    _, errors = process.communicate()
-    assert errors == ""
     check(bucket, tmp_path, expected)
