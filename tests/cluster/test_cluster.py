@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import CLUSTER, SOURCES, Cluster, chunks_done, wait_for
-from helpers import listing, sha256
+from helpers import sha256
 
 METHODS = {
     "dare+linear": ["--method", "dare+linear"],
@@ -96,19 +96,6 @@ def test_three_nodes_give_the_bytes_of_one_thread(cluster, shared, output, expec
     written = output.with_name(output.name + ".manifest.json").read_text()
     assert "cluster" not in written
     assert CLUSTER not in written
-
-
-def test_a_directory_has_only_what_belongs_there(cluster, merge, tmp_path):
-    for name, more in {"threads": [], "nodes": ["--cluster", CLUSTER]}.items():
-        merge[merge.index("--output") + 1] = str(tmp_path / name)
-        status, said = cluster.dare(*merge, "--shard-size", "20MB", *more)
-        assert status == 0, said
-    names = listing(tmp_path / "threads")
-    assert listing(tmp_path / "nodes") == names
-    weights = [name for name in names if name.endswith(".safetensors")]
-    assert len(weights) > 1
-    for name in weights:
-        assert sha256(tmp_path / "nodes" / name) == sha256(tmp_path / "threads" / name)
 
 
 def test_a_stage_of_the_users_own_is_run_on_every_node(cluster, merge, tmp_path, output):
@@ -204,32 +191,24 @@ def test_a_driver_that_ends_is_taken_up(cluster, shared, merge, output, expected
 @pytest.mark.parametrize(
     ("mounts", "found"),
     {
-        "a file that is missing": (
-            ["mount -t tmpfs none {models}"],
-            "node 127.0.0.5: {models}/base.safetensors: ",
-        ),
-        "a file with other weights": (
+        "missing": (["mount -t tmpfs none {models}"], "{models}/base.safetensors: "),
+        "other": (
             ["mount --bind {others}/math.safetensors {models}/math.safetensors"],
-            "node 127.0.0.5: {models}/math.safetensors: ",
+            "{models}/math.safetensors: ",
         ),
-        "an output that cannot be written": (
+        "read-only": (
             ["mount --bind {output} {output}", "mount -o remount,bind,ro {output}"],
-            "node 127.0.0.5: {output}/out.safetensors.partial: ",
+            "{output}/out.safetensors.partial: ",
         ),
-        "an output that is elsewhere": (
-            ["mount -t tmpfs none {output}"],
-            "node 127.0.0.5: {output}/out.safetensors.partial: ",
-        ),
-        "an output that does not arrive": (
+        "overlaid": (
             [
                 "mkdir {others}/upper {others}/work",
                 "mount -t overlay none -o lowerdir={output},upperdir={others}/upper,"
                 "workdir={others}/work {output}",
             ],
-            "node 127.0.0.5: {output}/out.safetensors.partial: ",
+            "{output}/out.safetensors.partial: ",
         ),
     }.values(),
-    ids=["missing", "other", "read-only", "elsewhere", "overlaid"],
 )
 def test_a_node_that_sees_another_disk_is_refused(
     cluster, shared, output, models, tmp_path_factory, mounts, found
@@ -242,7 +221,7 @@ def test_a_node_that_sees_another_disk_is_refused(
     cluster.start(ANOTHER, mounts=[line.format(**places) for line in mounts])
     status, said = cluster.dare(*shared, *METHODS["tsv"])
     assert status == 1
-    assert found.format(**places) in said
+    assert f"node {ANOTHER}: {found.format(**places)}" in said
     assert not output.exists()
 
 
@@ -262,30 +241,3 @@ def test_another_version_is_refused(cluster, shared, tmp_path_factory):
     status, said = cluster.dare(*shared, *METHODS["tsv"])
     assert status == 1
     assert "node 127.0.0.5: has dare 0.0.1, " in said
-
-
-def test_a_node_without_dare_is_refused(cluster, shared, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("without")
-    (folder / "dare.py").write_text("raise ModuleNotFoundError('there is no dare')\n")
-    cluster.start(ANOTHER, environment={"PYTHONPATH": str(folder)})
-    status, said = cluster.dare(*shared, *METHODS["tsv"])
-    assert status == 1
-    assert "node 127.0.0.5: " in said
-    assert "install the same versions" in said
-
-
-def test_a_cluster_that_is_not_there_is_refused_at_once(cluster, merge):
-    started = time.monotonic()
-    status, said = cluster.dare(*merge, "--cluster", "127.0.0.2:6")
-    assert status == 1
-    assert "127.0.0.2:6" in said
-    assert "ray start --head" in said
-    assert time.monotonic() - started < 20
-
-
-def test_without_ray_it_says_what_to_install(cluster, merge, tmp_path):
-    (tmp_path / "ray.py").write_text("raise ImportError\n")
-    path = f"{tmp_path}:{SOURCES}"
-    status, said = cluster.dare(*merge, "--cluster", CLUSTER, environment={"PYTHONPATH": path})
-    assert status == 1
-    assert 'pip install "dare-merge[ray]"' in said

@@ -8,9 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
-from dare.cli import main
-from dare.run import finite
-from helpers import listing, save, write_recipe
+from helpers import listing, write_recipe
 
 SIZE = 700_000  # more than a chunk
 PLACES = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -24,12 +22,8 @@ def vectors(broken=(), value=np.nan, kind=np.float32, size=SIZE):
 
 
 def refused(count, where="model0", tensor="v", size=SIZE):
-    verb = "is" if count == 1 else "are"
-    return pytest.raises(
-        dare.InputError,
-        match=rf"^{where}: {count:,} of {size:,} elements of {tensor} {verb} NaN or infinite, .*"
-        r"`dare analyze` .*allow_not_finite = true",
-    )
+    found = rf"^{where}: {count:,} of {size:,} elements of {tensor} .*allow_not_finite = true"
+    return pytest.raises(dare.InputError, match=found)
 
 
 @pytest.mark.parametrize("method", ["sum", "dare+linear", "ties", "trim+sum", "della+sum", "slerp"])
@@ -42,12 +36,6 @@ def test_a_model_with_one_is_refused_and_leaves_no_output(tmp_path, method, valu
         dare.merge(recipe)
     assert not recipe.output.exists()
     assert not recipe.output.with_name("out.safetensors.manifest.json").exists()
-
-
-def test_all_elements_of_the_tensor_are_counted_wherever_the_first_was_found(tmp_path):
-    base, tuned = vectors([1, 600_000, 699_999])
-    with refused(3):
-        dare.merge(write_recipe(tmp_path, base, [tuned], method="sum", threads=2))
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64, ml_dtypes.bfloat16])
@@ -76,23 +64,12 @@ def test_a_matrix_that_is_broken_all_over_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("output", ["out", "new/folder/out.safetensors"])
 def test_one_that_is_found_in_the_middle_leaves_nothing_behind(tmp_path, output):
-    base, tuned = vectors([600_000])
+    base, tuned = vectors([1, 600_000, 699_999])
     recipe = write_recipe(tmp_path, base, [tuned], method="sum", output=tmp_path / output)
     before = listing(tmp_path)
-    with refused(1):
+    with refused(3):
         dare.merge(recipe)
     assert listing(tmp_path) == before
-
-
-def test_slices_of_others_stay_when_one_is_refused(tmp_path):
-    base, tuned = vectors([600_000])
-    recipe = write_recipe(tmp_path, base, [tuned], method="sum", output=tmp_path / "out")
-    with refused(1):
-        dare.merge_slice(recipe, "1/2")
-        dare.merge_slice(recipe, "2/2")
-    allowed = recipe.model_copy(update={"allow_not_finite": True, "verbose": False})
-    reports = [dare.merge_slice(allowed, part) for part in ("1/2", "2/2")]
-    assert sum(report.resumed_chunks for report in reports) > 0
 
 
 def test_what_is_allowed_is_merged_and_warned_of(tmp_path):
@@ -129,13 +106,6 @@ def test_a_model_without_weight_in_a_tensor_may_be_broken_there():
     _, sound = vectors(size=1000)
     merged, _ = dare.merge_arrays(base, [tuned, sound], method="sum", weights=[0, 1], verbose=False)
     assert np.isfinite(merged["v"]).all()
-
-
-def test_what_is_copied_from_the_base_is_not_merged():
-    base = {"v": np.full(4, np.nan, np.float32), "w": np.zeros(4, np.float32)}
-    tuned = {"w": np.full(4, 1e-3, np.float32)}
-    merged, _ = dare.merge_arrays(base, [tuned], method="sum", on_missing="base", verbose=False)
-    assert np.isnan(merged["v"]).all()
 
 
 # ---------------------------------------------------------------- other ways in
@@ -185,18 +155,3 @@ def test_candidates_are_refused_likewise(tmp_path):
         dare.Candidates(recipe).make()
     allowed = recipe.model_copy(update={"allow_not_finite": True})
     assert np.isnan(dare.Candidates(allowed).make().arrays["v"][5])
-
-
-def test_the_command_line_refuses_in_one_line_and_has_a_flag(tmp_path, capsys):
-    base, tuned = vectors([5], size=1000)
-    files = save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", tuned)
-    given = ["-q", "-b", str(files[0]), "-m", str(files[1]), "-o", str(tmp_path / "o.safetensors")]
-    assert main(given) == 1
-    assert "m: 1 of 1,000 elements of v is NaN or infinite" in capsys.readouterr().err
-    assert main([*given, "--allow-not-finite"]) == 0
-
-
-def test_nothing_is_read_again_where_all_is_finite(tmp_path, monkeypatch):
-    monkeypatch.setattr(finite, "read_chunks", None)
-    base, tuned = vectors()
-    dare.merge(write_recipe(tmp_path, base, [tuned]))

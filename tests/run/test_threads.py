@@ -53,43 +53,11 @@ def run_tasks(tasks, make_state, threads):
     run_steps(tasks, lambda stop: Doer(make_state(stop)), threads)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_every_task_runs_once(threads):
-    done = []
-    run_tasks([Task(lambda _w, n=n: done.append(n)) for n in range(100)], make_list, threads)
-    assert sorted(done) == list(range(100))
-
-
-def test_one_thread_keeps_the_order():
-    done = []
-    run_tasks([Task(lambda _w, n=n: done.append(n)) for n in range(100)], make_list, 1)
-    assert done == list(range(100))
-
-
-def test_everything_is_prefetched_once():
-    log = []
-    tasks = [Task(lambda _w: None, log) for _ in range(20)]
-    run_tasks(tasks, make_list, 2)
-    assert sorted(map(tasks.index, log)) == list(range(20))
-
-
 def test_what_comes_later_is_prefetched_before():
     log, seen = [], []
     tasks = [Task(lambda _w: seen.append(len(log)), log) for _ in range(20)]
     run_tasks(tasks, make_list, 1)
     assert all(count >= min(20, n + READ_AHEAD + 1) for n, count in enumerate(seen))
-
-
-def test_the_first_error_stops_the_rest_and_is_raised():
-    done = []
-
-    def fail(_worker):
-        raise OSError("injected")
-
-    tasks = [Task(fail)] + [Task(lambda _w, n=n: done.append(n)) for n in range(1000)]
-    with pytest.raises(OSError, match="injected"):
-        run_tasks(tasks, make_list, 1)
-    assert done == []
 
 
 def test_an_error_in_a_thread_tells_the_others_to_stop():
@@ -182,14 +150,6 @@ def results_of(steps, threads, **options):
         **options,
     )
     return collected
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("ahead", [None, 0, 3])
-def test_results_are_passed_on_to_the_steps_that_need_them(threads, ahead):
-    steps = [Step("a"), Step("b", ("a",)), Step("c", ("a",), 1), Step("d", ("b", "c"), 2)]
-    found = results_of(steps, threads, groups_ahead=ahead)
-    assert found == {"a": "a()", "b": "b(a())", "c": "c(a())", "d": "d(b(a())c(a()))"}
 
 
 def test_a_result_that_is_known_is_not_waited_for():

@@ -52,38 +52,20 @@ def refused(match: str) -> Iterator[None]:
 # ---------------------------------------------------------------- files that are cut
 
 
-def test_an_empty_file_is_refused(tmp_path):
-    with refused("^f.safetensors: 0 bytes is too short for a safetensors file"):
-        read(tmp_path, b"")
-
-
-def test_a_file_cut_inside_the_length_is_refused(tmp_path):
-    with refused("7 bytes is too short for a safetensors file; the download is probably incompl"):
-        read(tmp_path, file_bytes({})[:7])
-
-
-def test_a_file_cut_inside_the_header_is_refused(tmp_path):
-    content = file_bytes({"w": entry("U8", [2], 0, 2)}, b"ab")
-    length = len(content) - 10
-    with refused(f"claims {length} bytes and the file has only {length - 1} .*is truncated"):
-        read(tmp_path, content[:-3])
-
-
-def test_a_file_cut_inside_the_data_is_refused(tmp_path):
-    content = file_bytes({"w": entry("F32", [2], 0, 8)}, b"1234567")
-    with refused("w ends at byte 8 of the data, and there are only 7; the file is truncated"):
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "^f.safetensors: 0 bytes"),
+        (file_bytes({})[:7], "7 bytes"),
+        (file_bytes({"w": entry("U8", [2], 0, 2)}, b"ab")[:-3], "truncated"),
+        (file_bytes({"w": entry("F32", [2], 0, 8)}, b"1234567"), "w .*truncated"),
+        (file_bytes({}, length=99_999_999), "99999999 bytes"),
+        *((file_bytes({}, length=size), str(size)) for size in (100_000_001, 2**63, 2**64 - 1)),
+    ],
+)
+def test_a_file_that_is_cut_or_says_so_is_refused(tmp_path, content, match):
+    with refused(match):
         read(tmp_path, content)
-
-
-@pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1])
-def test_a_length_that_no_header_may_have_is_refused(tmp_path, length):
-    with refused(f"the header claims {length} bytes, more than the 100000000"):
-        read(tmp_path, file_bytes({}, length=length))
-
-
-def test_a_header_longer_than_the_file_is_refused(tmp_path):
-    with refused("claims 99999999 bytes and the file has only 2 after the length"):
-        read(tmp_path, file_bytes({}, length=99_999_999))
 
 
 # ---------------------------------------------------------------- offsets
@@ -111,24 +93,11 @@ def test_tensors_that_do_not_tile_the_data_are_refused(tmp_path, spans, match):
 
 
 @pytest.mark.parametrize(
-    "offsets",
-    [
-        [0],
-        [0, 4, 8],
-        [-4, 0],
-        [0.0, 4.0],
-        [False, 4],
-        ["0", "4"],
-        [None, 4],
-        4,
-        "04",
-        {"0": 4},
-        None,
-    ],
+    "offsets", [[0], [0, 4, 8], [-4, 0], [0.0, 4.0], [False, 4], ["0", "4"], 4, {"0": 4}, None]
 )
 def test_offsets_that_are_not_two_whole_numbers_are_refused(tmp_path, offsets):
     header = {"w": {"dtype": "U8", "shape": [4], "data_offsets": offsets}}
-    with refused(r"w: data_offsets .* is not a pair of whole numbers"):
+    with refused(r"w: data_offsets "):
         read(tmp_path, file_bytes(header, bytes(4)))
 
 
@@ -147,7 +116,7 @@ def test_a_span_that_does_not_fit_the_shape_is_refused(tmp_path, offsets, span):
     "shape", [[-2], [2.0], [True, 2], ["2"], [None], [[2]], 2, None, "2", {"2": 2}, [float("nan")]]
 )
 def test_a_shape_that_is_not_a_list_of_whole_numbers_is_refused(tmp_path, shape):
-    with refused("w: shape .* is not a list of whole numbers"):
+    with refused("w: shape "):
         read(tmp_path, file_bytes({"w": entry("U8", shape, 0, 2)}, b"ab"))
 
 
@@ -201,39 +170,26 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"dtype": "U8", "shape": [2]},
-        {**entry("U8", [2], 0, 2), "strides": [1]},
-        [],
-        "U8",
-        None,
-    ],
+    "body", [{}, {"dtype": "U8", "shape": [2]}, {**entry("U8", [2], 0, 2), "strides": [1]}, []]
 )
 def test_an_entry_without_exactly_its_three_keys_is_refused(tmp_path, body):
-    with refused("w: needs exactly dtype, shape and data_offsets"):
+    with refused("w: .*dtype, shape and data_offsets"):
         read(tmp_path, file_bytes({"w": body}, b"ab"))
 
 
 # ---------------------------------------------------------------- names and JSON
 
 
-def test_a_tensor_that_occurs_twice_is_refused(tmp_path):
-    body = json.dumps(entry("U8", [2], 0, 2))
-    with refused("'w' occurs twice in the header"):
-        read(tmp_path, file_bytes(f'{{"w":{body},"w":{body}}}'.encode(), b"ab"))
-
-
-def test_a_key_that_occurs_twice_is_refused(tmp_path):
-    text = b'{"w":{"dtype":"U8","shape":[9],"shape":[2],"data_offsets":[0,2]}}'
-    with refused("'shape' occurs twice in the header"):
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (b'{"w":{"dtype":"U8","shape":[9],"shape":[2],"data_offsets":[0,2]}}', "shape"),
+        (b'{"__metadata__":{"k":"1","k":"2"}}', "k"),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(tmp_path, text, name):
+    with refused(f"'{name}' occurs twice"):
         read(tmp_path, file_bytes(text, b"ab"))
-
-
-def test_a_metadata_key_that_occurs_twice_is_refused(tmp_path):
-    with refused("'k' occurs twice in the header"):
-        read(tmp_path, file_bytes(b'{"__metadata__":{"k":"1","k":"2"}}'))
 
 
 def test_a_duplicate_among_many_names_is_found_quickly(tmp_path):
@@ -250,28 +206,25 @@ def test_a_name_that_is_not_text_is_refused(tmp_path):
         read(tmp_path, file_bytes(text, b"ab"))
 
 
-@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-def test_deeply_nested_json_is_refused(tmp_path, opening):
-    with refused("the header is not valid JSON|is longer than 2048 characters, or not JSON"):
-        read(tmp_path, file_bytes(opening * 100_000))
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"{}x", b"\x00\x00", b"{'w':1}", b"\x80PK"])
-def test_a_header_that_is_not_json_is_refused(tmp_path, text):
-    with refused("the header is not valid JSON"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            b"",
+            b"{",
+            b"{}x",
+            b"\x00\x00",
+            b"{'w':1}",
+            b"\x80PK",
+            b"[" * 100_000,
+            b'{"a":' * 100_000,
+        ),
+        *(b'{"\xff":1}', b'{"\xc0\xaf":1}', '{"w":1}'.encode("utf-16"), b"[]", b"5", b"null"),
+    ],
+)
+def test_a_header_that_is_no_object_of_json_is_refused(tmp_path, text):
+    with refused("^f.safetensors: .*JSON"):
         read(tmp_path, file_bytes(text))
-
-
-@pytest.mark.parametrize("text", [b'{"\xff":1}', b'{"\xc0\xaf":1}', '{"w":1}'.encode("utf-16")])
-def test_a_header_that_is_not_utf8_is_refused(tmp_path, text):
-    with refused("the header is not valid JSON"):
-        read(tmp_path, file_bytes(text))
-
-
-@pytest.mark.parametrize("header", [[], 5, "w", None, True])
-def test_a_header_that_is_not_an_object_is_refused(tmp_path, header):
-    with refused("the header must be a JSON object"):
-        read(tmp_path, file_bytes(header))
 
 
 @pytest.mark.parametrize("metadata", [[], "text", None, {"k": 1}, {"k": None}, {"k": {"a": "b"}}])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -195,20 +194,6 @@ def test_blobs_and_arrays_may_lie_anywhere():
     unpack(memoryview(b"x" + blob)[1:], odd_base, 2, into)
     np.testing.assert_array_equal(into, model)
     np.testing.assert_array_equal(odd_base, base)
-
-
-def test_threads_do_not_disturb_each_other():
-    pairs = [fine_tune(elements) for elements in range(4000, 4040)]
-    expected = [pack(model, base, 2) for model, base in pairs]
-
-    def round_trip(index: int) -> bool:
-        (model, base), blob = pairs[index % 40], expected[index % 40]
-        return pack(model, base, 2) == blob and np.array_equal(
-            unpacked(blob, base, 2, model.size), model
-        )
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(round_trip, range(400)))
 
 
 @pytest.mark.parametrize("elements", [5, 300])
