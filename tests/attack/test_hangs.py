@@ -22,7 +22,7 @@ from dare.inputs.directory import choose_chat_template, collect
 from dare.inputs.formats import convert_yaml, open_model
 from dare.inputs.lora import open_adapter
 from dare.inputs.tokens import Tokenizers
-from dare.output.card import inherited
+from dare.output.sidecars import inherited
 from helpers import save, write_recipe
 
 

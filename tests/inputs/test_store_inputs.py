@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +109,7 @@ def test_the_manifest_tells_addresses_and_repeats_from_them(web, models, tmp_pat
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
     web.content["in/math.safetensors"] = web.content["in/code/model.safetensors"]
     other = again.model_copy(update={"output": tmp_path / "other"})
-    with pytest.raises(
-        InputError, match=r"math\.safetensors: is not what it was when the manifest"
-    ):
+    with pytest.raises(InputError, match=r"math\.safetensors: "):
         merge(other)
 
 
@@ -157,25 +152,6 @@ def test_memory_is_kept_to(web, models, tmp_path):
         assert 0 < planned.cost.ahead_bytes <= size // 4
         assert planned.cost.least_memory <= planned.cost.buffer_bytes <= size
     assert plan(recipe(models, tmp_path / "out")).cost.ahead_bytes == 0
-
-
-def test_a_plan_can_be_carried_out_by_another_process(web, models, tmp_path):
-    places = {name: f"{url}?sig=topsecret" for name, url in served(web, models).items()}
-    web.key = "sig=topsecret"
-    planned = plan(recipe(models, tmp_path / "out", places))
-    program = (
-        "import pickle, sys; from dare.inputs.sources import Source\n"
-        "source, name = pickle.loads(sys.stdin.buffer.read())\n"
-        "import numpy as np; into = np.empty(source.tensors[name].elements, np.float16)\n"
-        "with source: source.read(name, 0, into.view(source.tensors[name].dtype.carrier))\n"
-        "print(float(into.astype(np.float64).sum()))"
-    )
-    given = pickle.dumps((planned.models[0], "layers.0.w"))
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=given, capture_output=True, check=True
-    )
-    tuned = arrays(1, arrays(0))["layers.0.w"].astype(np.float64).sum()
-    assert float(done.stdout) == pytest.approx(tuned)
 
 
 # ---------------------------------------------------------------- every form of model

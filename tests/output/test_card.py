@@ -13,8 +13,8 @@ import yaml
 
 from dare import merge, plan
 from dare.errors import Concern, InputError, Notice
-from dare.output.card import MAX_FRONT_MATTER, inherited, model_card
 from dare.output.report import Report
+from dare.output.sidecars import MAX_FRONT_MATTER, inherited, model_card
 from dare.planning.plan import Plan
 from dare.recipe.schema import ModelEntry, Recipe
 from helpers import save

@@ -52,16 +52,6 @@ def test_no_flipped_bit_is_believed(tmp_path):
         assert found.finished in (None, DIGEST)
 
 
-def test_a_line_of_another_merge_is_not_believed(tmp_path):
-    ours = written(tmp_path / "j", RECORD).splitlines(keepends=True)
-    other = Journal(tmp_path / "k", "another")
-    other.start()
-    other.add([RECORD])
-    other.close()
-    line = (tmp_path / "k").read_bytes().splitlines(keepends=True)[1]
-    assert read_journal(b"".join([*ours[:2], line])).records == {}
-
-
 def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 3) -> dare.Recipe:
     """A merge that was stopped after some chunks."""
     recipe = write_recipe(folder, BASE, [MODEL], threads=1)

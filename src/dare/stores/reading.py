@@ -17,7 +17,6 @@ import re
 import stat
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -110,59 +109,45 @@ class Answer:
 # ---------------------------------------------------------------- asking
 
 
-class _Requests:
-    """Threads that ask, each one thing at a time.
+_under_way: set[Future[Any]] = set()
+_places: dict[int, threading.Semaphore] = {}
+"""For so many requests, by process: a copy of one has none of its threads."""
 
-    They are daemons, so that a server that hangs keeps no process from ending. obstore has calls
-    for asyncio too, but those crash the interpreter if it ends at the wrong moment.
+
+def in_background(action: Callable[[], Result]) -> Future[Result]:
+    """Have something done in a thread that keeps no process from ending if a server hangs.
+
+    obstore has calls for asyncio too, but those crash the interpreter if it ends at the wrong
+    moment.
     """
+    from concurrent.futures import Future
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._threads = self._idle = self._process = 0
+    future: Future[Result] = Future()
+    places = _places.setdefault(os.getpid(), threading.Semaphore(MOST_REQUESTS))
 
-    def start(self, request: Callable[[], Result]) -> Future[Result]:
-        """Have something done in a thread."""
-        from concurrent.futures import Future
-
-        future: Future[Result] = Future()
-        with self._changed:
-            if self._process != os.getpid():  # a new process, or a copy of one without its threads
-                self._threads, self._idle, self._process = 0, 0, os.getpid()
-                self._waiting.clear()
-                atexit.register(self._end)
-            self._waiting.append((future, request))
-            if self._idle < len(self._waiting) and self._threads < MOST_REQUESTS:
-                self._threads += 1
-                threading.Thread(target=self._work, name="dare-stores", daemon=True).start()
-            self._changed.notify()
-        return future
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                self._changed.notify_all()
-                while not self._waiting:
-                    self._changed.wait()
-                self._idle -= 1
-                future, request = self._waiting.popleft()
+    def work() -> None:
+        with places:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(request())
+                    future.set_result(action())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, request
+        _under_way.discard(future)
 
-    def _end(self) -> None:
-        """Let what is under way come to an end: it must not come back while Python goes away."""
-        with self._changed:
-            self._waiting.clear()
-            self._changed.wait_for(lambda: self._idle == self._threads, END_SECONDS)
+    _under_way.add(future)
+    threading.Thread(target=work, name="dare-stores", daemon=True).start()
+    return future
 
 
-_requests = _Requests()
+@atexit.register
+def _end() -> None:
+    """Let what is under way come to an end: it must not come back while Python goes away."""
+    if running := [future for future in _under_way.copy() if not future.cancel()]:
+        from concurrent.futures import wait
+
+        wait(running, END_SECONDS)
+
+
 _stores: dict[Any, Any] = {}
 _recent: dict[tuple[str, str], tuple[float, Any]] = {}
 _looks: dict[str, Future[Answer]] = {}
@@ -344,7 +329,7 @@ def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
             raise ValueError(f"{len(data)} bytes came instead of {end - begin}")
         return answer
 
-    return _requests.start(lambda: _insist(path, get))
+    return in_background(lambda: _insist(path, get))
 
 
 def _answer(meta: Mapping[str, Any], data: Any) -> Answer:
@@ -386,7 +371,7 @@ def read_small(path: Address, most_bytes: int) -> bytes:
 
     content: bytes | None = _recall("content", path)
     if content is None:
-        content = _requests.start(lambda: _insist(path, get)).result()
+        content = in_background(lambda: _insist(path, get)).result()
         if len(content) <= MOST_REMEMBERED:
             _remember("content", path, content)
     if len(content) > most_bytes:
@@ -416,7 +401,7 @@ def _list(path: Address) -> Names:
 
         return obstore.list_with_delimiter(store, prefix=key or None)
 
-    found = _requests.start(lambda: _insist(path, ask)).result()
+    found = in_background(lambda: _insist(path, ask)).result()
     names: dict[str, int | None] = {}
     for folder in found["common_prefixes"]:
         names[folder.rstrip("/").rpartition("/")[2]] = None
@@ -462,7 +447,7 @@ def _start_head(path: Address) -> Future[int]:
         meta = obstore.head(store, key)
         return int(meta["size"])
 
-    return _requests.start(lambda: _insist(path, head))
+    return in_background(lambda: _insist(path, head))
 
 
 def _ask_size(path: Address) -> int | None:
@@ -507,11 +492,6 @@ def status(path: Address) -> os.stat_result:
 def connection(path: Address) -> Any:
     """The client for the bucket or container that a place lies in."""
     return _locate(path)[0]
-
-
-def in_background(action: Callable[[], Result]) -> Future[Result]:
-    """Have something done in a thread that keeps no process from ending."""
-    return _requests.start(action)
 
 
 def explain(path: Address, error: Exception) -> str:

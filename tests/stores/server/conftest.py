@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fault_proxy import FaultProxy
 from servers import AZURITE, S3, AzuriteServer, SwiftServer
-from small_models import make_models
+from small_models import make_models, recipe
 
+import dare
 from dare.stores import uploading
 from dare.stores.reading import forget
 
@@ -101,6 +102,14 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and two models on this machine."""
     return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def expected(models: Path, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """The SHA-256 of the weights that a merge of them gives."""
+    output = tmp_path_factory.mktemp("expected") / "out"
+    dare.merge(recipe(models, output))
+    return dare.verify(output).sha256
 
 
 @pytest.fixture

@@ -24,13 +24,6 @@ def impatience(monkeypatch: pytest.MonkeyPatch):
     reading.forget()
 
 
-@pytest.fixture(scope="session")
-def expected(models, tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    folder = tmp_path_factory.mktemp("expected")
-    dare.merge(recipe(models, folder / "out"))
-    return dare.verify(folder / "out").sha256
-
-
 def weights(bucket, tmp_path) -> str | None:
     found = dare.verify(bucket.download(OUT, tmp_path / "fetched"))
     assert found.ok

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from small_models import recipe
 
 import dare
 
@@ -45,13 +44,6 @@ def wait_for(condition, seconds: float = 300.0) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="session")
-def expected(models: Path, tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    folder = tmp_path_factory.mktemp("expected")
-    dare.merge(recipe(models, folder / "out", shard_size=SHARD))
-    return dare.verify(folder / "out").sha256
 
 
 def check(bucket, tmp_path, expected) -> None:
