@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dare
-from dare.demo.broken import write_models
-from dare.demo.merges import BASE, TUNED, Job, Merge, measure_all
-from dare.demo.results import Score
+from dare.demo.merges import BASE, TUNED, Job, Merge, Score, measure_all, write_models
 from dare.errors import DareWarning
 from dare.web.assets import ENGLISH_BYTES, PAGE, PROMPTS
 

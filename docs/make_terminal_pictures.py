@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from dare.cli.show import fold_command
-from dare.demo.broken import WEIGHTS, write_models
 from dare.demo.llama import read_weights
-from dare.demo.merges import BASE, TUNED
+from dare.demo.merges import BASE, TUNED, WEIGHTS, write_models
 from dare.inputs.sources import open_source
 
 FOLDER = Path(__file__).with_name("images")

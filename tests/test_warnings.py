@@ -10,7 +10,7 @@ import pytest
 import dare
 from dare import api
 from dare.cli import main
-from dare.demo.broken import write_models
+from dare.demo.merges import write_models
 from dare.recipe.document import recipe_from_document
 from helpers import save
 from helpers import write_recipe as quiet_recipe

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dare.demo import run_demo
-from dare.demo.show import writings_table
-from dare.demo.story import SHOWN
+from dare.demo.story import SHOWN, run_demo, writings_table
 
 HERE = Path(__file__).parent
 

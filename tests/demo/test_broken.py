@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from dare.cli import main
-from dare.demo.broken import BROKEN, NAN_AT, TIMES_TOO_FAR, write_models
 from dare.demo.llama import Llama, read_weights
-from dare.demo.merges import BASE, CONFIG, TUNED
+from dare.demo.merges import BASE, BROKEN, CONFIG, NAN_AT, TIMES_TOO_FAR, TUNED, write_models
 from dare.errors import OutputError
 
 

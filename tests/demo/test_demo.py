@@ -9,10 +9,22 @@ import pytest
 from rich.console import Console
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from dare.demo import merges, run_demo, show, story
+from dare.demo import merges, story
 from dare.demo.llama import Llama
-from dare.demo.merges import SCALES, TUNED, Job, Merge, measure, scale_for
-from dare.demo.results import Curve, Figure, Row, Score, Writing
+from dare.demo.merges import (
+    SCALES,
+    TUNED,
+    Curve,
+    Figure,
+    Job,
+    Merge,
+    Row,
+    Score,
+    Writing,
+    measure,
+    scale_for,
+)
+from dare.demo.story import run_demo
 from dare.errors import OutputError
 
 SMALL = replace(story.QUICK, prompts=12, english_bytes=512, drop_rates=(0.5,), table_rates=(0.5,))
@@ -101,7 +113,7 @@ def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
 
 def test_picture(ran, tmp_path):
     pytest.importorskip("matplotlib")
-    show.draw_curves(ran[0].curves, "caption", tmp_path / "demo.png")
+    story.draw_curves(ran[0].curves, "caption", tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert ran[0].picture is not None
 
@@ -147,8 +159,8 @@ def test_nothing_is_wider_than_the_terminal(width):
     written = io.StringIO()
     console = Console(file=written, width=width)
     curve = Curve("dare+ties of all three", ((0.0, Figure(100.0, None)), (0.95, Figure(3.2, 1.0))))
-    console.print(show.curves_chart([curve] * 3, console))
-    console.print(show.writings_table([Writing("say", ("", "\x00", "x"))], story.SHOWN, console))
+    console.print(story.curves_chart([curve] * 3, console))
+    console.print(story.writings_table([Writing("say", ("", "\x00", "x"))], story.SHOWN, console))
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.count("100.0") == 3 for line in lines)
@@ -157,7 +169,7 @@ def test_nothing_is_wider_than_the_terminal(width):
 def test_ascii_terminals_get_ascii_bars():
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Console(file=file, width=80)
-    figures = show.curves_chart([Curve("x", ((0.5, Figure(50.0, None)),))], console)
+    figures = story.curves_chart([Curve("x", ((0.5, Figure(50.0, None)),))], console)
     assert "####" in "".join(part.text for part in console.render(figures))
 
 

@@ -17,8 +17,7 @@ from running import run_module
 from safetensors.numpy import load_file
 
 import dare
-from dare.demo.broken import write_models
-from dare.demo.merges import BASE, TUNED
+from dare.demo.merges import BASE, TUNED, write_models
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.studies.candidates import Candidates

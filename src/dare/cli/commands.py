@@ -404,7 +404,7 @@ def demo(
     """Run the demonstration."""
     if models is not None:
         return _write_demo_models(models, json=json)
-    from dare.demo import run_demo
+    from dare.demo.story import run_demo
 
     result = run_demo(show.console(json=json), output=output, quick=quick)
     if json:
@@ -413,7 +413,7 @@ def demo(
 
 
 def _write_demo_models(folder: Path, *, json: bool) -> int:
-    from dare.demo.broken import BROKEN, write_models
+    from dare.demo.merges import BROKEN, write_models
 
     names = write_models(folder)
     if json:

@@ -1,21 +1,33 @@
-"""The demonstration's merges: which models, which methods, at which scale; and how they score."""
+"""The demonstration's merges: which models, which methods, at which scale; and how they score.
+
+To show what spoils a merge, and what is found then, there are broken models too:
+
+- `base-permuted` computes what the base computes, but its inner units stand in another order: what
+  any other training run would have given. A fine-tune of the base is none of this one.
+- `add-nan` is the fine-tune `add` with one weight that is not a number.
+- `add-far` is `add` with 30 times its change, as after training that went on and on.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
+import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from dare.demo.llama import Llama
-from dare.demo.results import Score
+from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.tasks import TASKS, held_out_english
+from dare.errors import OutputError
+from dare.inputs.sources import open_source
 
 MODELS = Path(__file__).parent / "models"
 BASE = MODELS / "base"
@@ -76,16 +88,108 @@ class Merge:
 
 
 def scale_for(combine: str, drop_rate: float) -> float:
-    """The scale found for the nearest drop rate.
-
-    >>> scale_for("ties", 0.52) == SCALES["ties"][0.5]
-    True
-    """
+    """The scale found for the nearest drop rate."""
     found = SCALES[combine]
     return found[min(found, key=lambda rate: abs(rate - drop_rate))]
 
 
 # ---------------------------------------------------------------- scores
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean, and the standard deviation over seeds where there are several.
+
+    >>> Figure.of([90.0, 94.0])
+    Figure(mean=92.0, spread=2.8284271247461903)
+    """
+
+    mean: float
+    spread: float | None
+
+    @classmethod
+    def of(cls, values: list[float]) -> Figure:
+        """Sum up the values of several seeds."""
+        return cls(fmean(values), stdev(values) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one set of weights achieves."""
+
+    correct: Mapping[str, float]
+    """By task, the percentage of held-out prompts that are answered exactly right."""
+    bits_per_byte: float
+    """Of held-out English; less is better. NaN where it was not asked for."""
+
+    @property
+    def mean(self) -> float:
+        """The percentage over all tasks."""
+        return fmean(self.correct.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, or a merge with one setting under several seeds."""
+
+    name: str
+    scores: tuple[Score, ...]
+    method: str | None = None
+    drop_rate: float = 0.0
+    scale: float | None = None
+
+    def correct(self, task: str) -> Figure:
+        """The percentage right on one task."""
+        return Figure.of([score.correct[task] for score in self.scores])
+
+    @property
+    def mean(self) -> Figure:
+        """The percentage right over all tasks."""
+        return Figure.of([score.mean for score in self.scores])
+
+    @property
+    def bits_per_byte(self) -> Figure:
+        """Bits for a byte of held-out English."""
+        return Figure.of([score.bits_per_byte for score in self.scores])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Percentage right over drop rates."""
+
+    name: str
+    points: tuple[tuple[float, Figure], ...]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What one set of weights writes after the same few prompts."""
+
+    name: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All numbers of a demonstration."""
+
+    parameters: int
+    prompts: Mapping[str, int]
+    """How many held-out prompts were scored, by task."""
+    seeds: tuple[int, ...]
+    mean_change: Mapping[str, float]
+    """The mean |delta| of each fine-tune."""
+    rows: tuple[Row, ...]
+    curves: tuple[Curve, ...]
+    writings: tuple[Writing, ...]
+    picture: str | None
+    output: str | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain dicts and lists, for JSON."""
+        return asdict(self)
+
 
 MOST_WORKERS = 8
 JOBS_FOR_A_WORKER = 8
@@ -141,3 +245,88 @@ def _begin() -> None:
     """In a process of its own: leave Ctrl-C to the one that started it, and take one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threadpool_limits(limits=1, user_api="blas")
+
+
+# ---------------------------------------------------------------- models that spoil a merge
+
+WEIGHTS = "model.safetensors"
+TIMES_TOO_FAR = 30
+PERMUTATION_SEED = 1
+NAN_AT = ("model.layers.2.mlp.up_proj.weight", 5000)
+"""The tensor and the element that is not a number."""
+
+Weights = dict[str, Floats]
+
+
+def permuted_base() -> Weights:
+    """The base with the inner units of every layer in another order: the same function."""
+    weights = read_weights(BASE)
+    order = np.random.default_rng(PERMUTATION_SEED)
+    for name, rows in weights.items():
+        if name.endswith("mlp.gate_proj.weight"):
+            layer = name.removesuffix("gate_proj.weight")
+            units = order.permutation(len(rows))
+            weights[name] = rows[units]
+            weights[f"{layer}up_proj.weight"] = weights[f"{layer}up_proj.weight"][units]
+            weights[f"{layer}down_proj.weight"] = weights[f"{layer}down_proj.weight"][:, units]
+    return weights
+
+
+def add_with_nan() -> Weights:
+    """The fine-tune with one weight that is not a number."""
+    weights = read_weights(TUNED["add"])
+    name, element = NAN_AT
+    weights[name].reshape(-1)[element] = np.nan
+    return weights
+
+
+def add_too_far() -> Weights:
+    """The fine-tune with many times its change."""
+    base, tuned = read_weights(BASE), read_weights(TUNED["add"])
+    return {name: base[name] + TIMES_TOO_FAR * (tuned[name] - base[name]) for name in base}
+
+
+BROKEN: Mapping[str, Callable[[], Weights]] = {
+    "base-permuted": permuted_base,
+    "add-nan": add_with_nan,
+    "add-far": add_too_far,
+}
+
+
+def broken_model(name: str) -> bytes:
+    """One of them as a safetensors file, laid out as the base's."""
+    file = bytearray((BASE / WEIGHTS).read_bytes())
+    with open_source(BASE) as source:
+        for tensor, values in BROKEN[name]().items():
+            info = source.tensors[tensor]
+            start = info.position(0)
+            file[start : start + info.nbytes] = values.astype(info.dtype.numpy_type).tobytes()
+    return bytes(file)
+
+
+def write_models(folder: Path) -> list[str]:
+    """Write the demonstration's models into a folder, a directory each, the broken ones too.
+
+    Files that are there already must be the same.
+    """
+    homes = {"base": BASE, **TUNED, **dict.fromkeys(BROKEN, BASE)}
+    for name, home in homes.items():
+        for file in home.iterdir():
+            is_broken = name in BROKEN and file.name == WEIGHTS
+            content = broken_model(name) if is_broken else file.read_bytes()
+            write_once(folder / name / file.name, content)
+    return list(homes)
+
+
+def write_once(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, or is the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_bytes(content)
+        elif path.read_bytes() != content:
+            raise OutputError(
+                f"{path}: exists already with other contents; write the models into an empty folder"
+            )
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None

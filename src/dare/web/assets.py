@@ -17,8 +17,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from dare.demo.broken import BROKEN, WEIGHTS, broken_model
-from dare.demo.merges import BASE, TUNED
+from dare.demo.merges import BASE, BROKEN, TUNED, WEIGHTS, broken_model
 from dare.demo.tasks import TASKS, held_out_english
 from dare.errors import OutputError
 from dare.kernels.kept import cache_folder, read_private, write_private
