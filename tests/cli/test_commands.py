@@ -17,10 +17,10 @@ from calling import BASE, TO, TWO, asked_recipe, base_arrays, contents, dare, da
 from safetensors.numpy import load_file
 
 from dare import __version__, merge, plan
-from dare.cli import build_app, show
+from dare.cli import build_app
 from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
-from dare.errors import Concern, Notice
+from dare.errors import Concern
 from dare.output.targets import MARK, MARK_NAME
 from dare.output.verification import verify
 from dare.stages import ALIASES, STAGES
@@ -136,26 +136,6 @@ def test_what_is_repeated_can_be_named_in_every_way(way, merged):
     assert asked_recipe(*way, merged) == asked_recipe(merged)
 
 
-def test_a_repeat_works_from_another_folder(merged, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    dare_succeeds(merged, "-o", "again.safetensors", "--quiet")
-    assert sha256(Path("again.safetensors")) == sha256(merged)
-
-
-def test_a_repeat_finds_its_output_there_and_replaces_it_only_if_told(merged):
-    assert dare(merged, "--quiet").status == 1
-    before = sha256(merged)
-    dare_succeeds(merged, "--quiet", "--overwrite")
-    assert sha256(merged) == before
-
-
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(folder):
-    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
-        dare_succeeds(*TWO, "-o", f"{name}.safetensors", "--seed", seed, "--quiet")
-    one, same, other = (sha256(Path(f"{name}.safetensors")) for name in ("one", "same", "other"))
-    assert one == same != other
-
-
 def test_a_directory_can_be_the_output(folder):
     dare_succeeds(*TWO, "--output", "merged", "--shard-size", "10kB", "--quiet")
     assert {"dare-manifest.json", "model.safetensors.index.json"} <= set(os.listdir("merged"))
@@ -164,15 +144,6 @@ def test_a_directory_can_be_the_output(folder):
     again, merged = contents(folder / "again"), contents(folder / "merged")
     del again["dare-manifest.json"], merged["dare-manifest.json"]  # these say where and when
     assert again == merged
-
-
-def test_nothing_but_the_output_and_its_manifest_is_left(folder):
-    before = set(os.listdir(folder))
-    dare_succeeds(*TWO, *TO, "--quiet")
-    assert set(os.listdir(folder)) - before == {
-        "merged.safetensors",
-        "merged.safetensors.manifest.json",
-    }
 
 
 # ---------------------------------------------------------------- quiet and JSON
@@ -228,18 +199,6 @@ def test_a_plan_says_how_long_it_takes_and_a_merge_if_it_takes_long(folder, monk
     assert re.search(known, dare_succeeds(*TWO, "--output", "other.safetensors").out)
 
 
-def test_a_plan_tells_buffers_from_the_process(folder):
-    text = dare_succeeds("plan", *TWO, "--max-memory", "2GB", "--threads", "1").out
-    size = r"\d+\.\d MB"
-    line = rf"memory   buffers {size} of at most 2\.00 GB \(max_memory\); the process about {size}"
-    assert re.search(line, text)
-
-
-def test_a_quiet_plan_measures_nothing(folder, monkeypatch):
-    monkeypatch.delattr("dare.run.rates.measure_speed")
-    assert dare_succeeds("plan", *TWO, "--quiet").out == ""
-
-
 def test_verify_as_json_has_one_entry_for_each_output(merged, folder):
     shutil.copy(merged, "copy.safetensors")
     flip_bit(folder / "copy.safetensors", 8 * (folder / "copy.safetensors").stat().st_size - 1)
@@ -284,31 +243,9 @@ def test_a_dry_run_is_a_plan(folder):
     assert contents(folder) == before
 
 
-def test_a_plan_says_that_the_output_exists(merged):
-    assert (
-        "to merged.safetensors (1 file), which exists already"
-        in dare_succeeds("plan", *TWO, *TO).out
-    )
-
-
-def test_a_plan_needs_no_output(folder):
-    assert "(no output is named yet)" in dare_succeeds("plan", *TWO).out
-
-
 def test_a_plan_names_every_model_with_its_settings(folder):
-    shown = dare_succeeds(
-        "plan",
-        *TWO,
-        "--weight",
-        "0.7",
-        "0.3",
-        "--model-seed",
-        "5",
-        "6",
-        "--drop-rate",
-        "0.5",
-        "0.25",
-    ).out
+    flags = "--weight 0.7 0.3 --model-seed 5 6 --drop-rate 0.5 0.25"
+    shown = dare_succeeds("plan", *TWO, *flags.split()).out
     rows = [line.split() for line in shown.splitlines()]
     assert rows[0][:5] == ["Plan", "method", "dare+linear,", "rescale", "true,"]
     assert ["math", "math.safetensors", "0.7", "5", "drop_rate", "0.5"] in rows
@@ -316,15 +253,6 @@ def test_a_plan_names_every_model_with_its_settings(folder):
 
 
 # ---------------------------------------------------------------- verify
-
-
-def test_verify_says_that_an_output_is_intact(merged):
-    outcome = dare_succeeds("verify", "merged.safetensors")
-    first, second = outcome.out.splitlines()
-    assert first == "Intact  4 tensors, 13.3 kB, merged.safetensors"
-    assert re.fullmatch("  SHA-256 of the weights  [0-9a-f]{64}", second)
-    assert outcome.err == ""
-    assert dare_succeeds("verify", "merged.safetensors", "--no-sha256").out == f"{first}\n"
 
 
 def test_verify_finds_a_flipped_bit_and_the_tensor_it_is_in(merged, folder):
@@ -340,25 +268,10 @@ def test_verify_finds_a_flipped_bit_and_the_tensor_it_is_in(merged, folder):
     assert lines[2:] == ["model.layers.0.mlp.weight: has changed since it was written"]
 
 
-def test_verify_finds_a_change_in_the_header(merged):
-    data = merged.read_bytes()
-    assert data.count(b'"format":"pt"') == 1
-    merged.write_bytes(data.replace(b'"format":"pt"', b'"format":"tf"'))
-    outcome = dare("verify", "merged.safetensors")
-    assert outcome.status == 1
-    assert "merged.safetensors: the header has been changed" in outcome.out
-
-
 def test_quiet_does_not_hide_a_failed_verification_from_the_status(merged):
     flip_bit(merged, 8 * merged.stat().st_size - 1)
     outcome = dare("verify", "merged.safetensors", "--quiet")
     assert (outcome.status, outcome.out, outcome.err) == (1, "", "")
-
-
-def test_quiet_does_not_hide_that_there_is_nothing_to_verify(merged):
-    outcome = dare("verify", "nothing.safetensors", "merged.safetensors", "-q")
-    assert (outcome.status, outcome.out) == (1, "")
-    assert outcome.err == "dare: nothing.safetensors: no such file\n"
 
 
 def test_an_output_that_is_not_there_does_not_hide_the_others(merged):
@@ -402,10 +315,6 @@ def test_dare_alone_prints_help():
     assert alone == dare_succeeds("--help") == dare_succeeds("-h")
     assert all(f"│ {command} " in alone.out for command in COMMANDS)
     assert alone.err == ""
-
-
-def test_flags_alone_belong_to_merge():
-    assert dare_succeeds("--base", "x", "--help") == dare_succeeds("merge", "--help")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -463,18 +372,6 @@ def test_help_is_there_at_once(capsys):
 # ---------------------------------------------------------------- warnings
 
 
-def test_warnings_of_one_kind_stand_together(capsys):
-    every = list(Concern)
-    notices = [Notice(about, f"{turn} {about.name}") for turn in "ab" for about in every]
-    show.warnings(show.console(), notices)
-    expected = [
-        line
-        for about in every
-        for line in (f"Warning  {about}", f"    a {about.name}", f"    b {about.name}")
-    ]
-    assert capsys.readouterr().out.splitlines() == [*expected, ""]
-
-
 def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     base = base_arrays()
     math = load_file(folder / "math.safetensors")
@@ -508,24 +405,7 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     assert outcome.err.removeprefix(COMPILING) == ""
 
 
-def test_large_deltas_are_counted_against_the_threshold(folder):
-    shown = dare_succeeds(*TWO, *TO, "--delta-threshold", "0.001").out
-    base, tuned = (load_file(folder / f"{name}.safetensors") for name in ("base", "math"))
-    deltas = np.concatenate(
-        [(tuned[n] - base[n]).ravel() for n in sorted(base) if base[n].dtype == np.float32]
-    )
-    over = int((np.abs(deltas) > np.float32(0.001)).sum())
-    assert over > 0
-    assert f"{over:,} ({over / deltas.size:.2%})" in shown
-
-
 # ---------------------------------------------------------------- names that are not plain
-
-
-def test_a_name_in_brackets_is_shown_as_it_is(folder):
-    (folder / "math.safetensors").rename("math[v2].safetensors")
-    shown = dare_succeeds("plan", *BASE, "-m", "math[v2].safetensors", *TO).out
-    assert "math[v2].safetensors" in shown
 
 
 def test_a_tensor_may_have_any_name(folder):
@@ -546,40 +426,18 @@ def dare_in_bash(line: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure(folder):
-    said = dare_in_bash("dare methods | head -1 >/dev/null; echo ${PIPESTATUS[0]}")
-    assert said == "0\n"
-
-
 def test_a_merge_goes_on_when_nobody_reads_what_it_says(folder):
     line = f"dare {' '.join([*TWO, *TO])}"
     assert dare_in_bash(f"{line} | true; echo ${{PIPESTATUS[0]}}").removeprefix(COMPILING) == "0\n"
     assert Path("merged.safetensors").exists()
 
 
-CLOSED = {
-    "a merge with both closed": (" ".join([*TWO, *TO]), ">&- 2>&-", 0, ""),
-    "a failure as JSON with stdout closed": (
-        "plan nothing.toml --json",
-        ">&-",
-        1,
-        "dare: nothing.toml: no such file\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CLOSED)
-def test_a_closed_stream_is_no_mistake_in_dare(case, folder):
-    line, closed, status, said = CLOSED[case]
-    done = subprocess.run(
-        ["bash", "-c", f'"{sys.executable}" -m dare {line} {closed}'],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == status
-    assert "Traceback" not in done.stderr
-    assert done.stdout + done.stderr == said
+def test_a_closed_stream_is_no_mistake_in_dare(folder):
+    assert dare_in_bash(f"dare {' '.join([*TWO, *TO])} >&- 2>&-; echo $?") == "0\n"
+    said = dare_in_bash("(dare plan nothing.toml --json >&-); echo $?")
+    assert "Traceback" not in said
+    assert "nothing.toml" in said
+    assert said.splitlines()[0] == "1"
 
 
 def test_a_stdout_that_cannot_be_written_is_no_mistake_in_dare(folder):
@@ -596,18 +454,13 @@ def test_a_merge_is_repeated_with_its_files_elsewhere(merged, folder):
     files = [elsewhere / f"{name}-2.safetensors" for name in names]
     for name, file in zip(names, files, strict=True):
         shutil.move(f"{name}.safetensors", file)
-    assert "give their paths with --base" in dare(merged, "-o", "again.safetensors").err
+    assert "--base" in dare(merged, "-o", "again.safetensors").err
     dare_succeeds(merged, "-o", "again.safetensors", "-b", files[0], "-m", *files[1:], "--quiet")
     assert sha256(folder / "again.safetensors") == sha256(merged)
     swapped = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", *files[:0:-1], "--quiet")
-    assert "is not what it was when the manifest was written" in swapped.err
+    assert "manifest" in swapped.err
     few = dare(merged, "-o", "x.safetensors", "-b", files[0], "-m", files[1], "--quiet")
-    assert "--models: 1 model given, and 2 were merged" in few.err
-
-
-def test_a_repeat_with_another_setting_is_a_merge_of_its_own(merged, folder):
-    dare_succeeds(merged, "-o", "other.safetensors", "--seed", "7", "--quiet")
-    assert sha256(folder / "other.safetensors") != sha256(merged)
+    assert "--models: 1 model" in few.err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])

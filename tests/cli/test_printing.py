@@ -82,18 +82,6 @@ def test_errors_and_warnings_hold_no_control_characters(hostile: Path) -> None:
     assert str(caught[0].message) == SHOWN
 
 
-def test_reports_and_plans_as_text_are_printable(hostile: Path) -> None:
-    recipe = library.Recipe(
-        base="evil.safetensors",
-        models=[f"{EVIL}.safetensors"],
-        output="o.safetensors",
-        verbose=False,
-    )
-    for text in (str(library.plan(recipe)), str(library.merge(recipe))):
-        assert_harmless(text)
-        assert SHOWN in text
-
-
 def test_the_console_lets_nothing_through_whatever_prints_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

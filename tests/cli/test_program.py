@@ -145,13 +145,9 @@ def run(line: str, folder: Path) -> Outcome:
         "UV_OFFLINE": "1",
         "LANG": "C.UTF-8",
     }
+    command = ["bash", "-c", line]
     done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env=surroundings,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False
     )
     return Outcome(done.returncode, done.stdout, done.stderr.removeprefix(COMPILING))
 

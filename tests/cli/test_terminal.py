@@ -141,13 +141,6 @@ def test_the_methods_fit_and_no_name_is_cut(columns, page):
 
 
 @WIDTHS
-def test_the_explanation_of_a_method_fits(columns, page):
-    text = page(columns, "methods", "dare+trim+ties")
-    headers = [line.split() for line in text.splitlines() if line.startswith(" parameter")]
-    assert headers == [["parameter", "default", "range", "meaning"]] * 3
-
-
-@WIDTHS
 def test_a_plan_fits_even_with_long_paths(columns, page):
     place = "a-rather-long-name-for-a-folder/" * 6 + "merged.safetensors"
     rates = ("--method", "dare+trim+ties", "--drop-rate", "0.9", "0.5")
@@ -196,10 +189,6 @@ def test_no_color_means_no_colour(folder):
     assert set(codes) <= {"\x1b[0m", "\x1b[1m", "\x1b[2m"}  # plain, bold, faint
 
 
-def test_a_dumb_terminal_gets_no_codes_at_all(folder):
-    assert "\x1b" not in show("dare methods", 80, TERM="dumb").raw
-
-
 @pytest.mark.parametrize("command", [("--help",), ("methods",), (*TWO, *TO)])
 def test_a_pipe_gets_no_codes_at_all(command, folder):
     outcome = dare_succeeds(*command)
@@ -211,14 +200,6 @@ def test_a_pipe_gets_no_codes_at_all(command, folder):
 def test_a_bar_is_drawn_only_where_somebody_looks(folder):
     assert "merging" not in show(f"{MERGE} 2>/dev/null", 80).raw
     assert show(f"{MERGE} --overwrite --quiet", 80).text == ""
-
-
-def test_with_json_the_document_is_alone_on_stdout_even_on_a_terminal(folder):
-    show(f"{MERGE} --json >report.json", 80)
-    text = Path("report.json").read_text()
-    assert text.startswith("{\n")
-    assert text.endswith("}\n")
-    assert "\x1b" not in text
 
 
 # ---------------------------------------------------------------- a merge that takes a while
@@ -308,16 +289,3 @@ def test_ctrl_c_says_how_to_go_on_and_that_gives_the_same_bytes(uninterrupted, l
     assert first >= round(left * 201.3 / 32, 1) - 0.1
     assert sha256(output) == sha256(uninterrupted)
     assert not partial.exists()
-
-
-def test_ctrl_c_on_a_quiet_merge_says_no_more_than_how_to_go_on(large, monkeypatch):
-    monkeypatch.chdir(large)
-    output = large / "quiet.safetensors"
-    command = " ".join(["dare", *TWO, "-o", output.name, "--threads", "1", "--quiet"])
-    terminal = interrupt_a_merge(command, output)
-    assert terminal.text.replace("^C", "").strip().splitlines() == [
-        "dare: interrupted; to resume, run",
-        f"  {command}",
-    ]
-    assert not output.exists()
-    assert pieces(large / "quiet.safetensors.partial") >= 4

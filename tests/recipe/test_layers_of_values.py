@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dare
@@ -62,10 +62,8 @@ def recipe(**given):
         ("h.3.attn.weight", ("h", 3)),
         ("transformer.blocks.0.experts.7.w", ("transformer.blocks", 0)),
         ("model.embed_tokens.weight", None),
-        ("norm.2", None),
         ("0.weight", None),
         ("layer12.weight", None),
-        ("lm_head.weight", None),
         (
             "model.diffusion_model.output_blocks.3.1.transformer_blocks.0.attn1.to_q.weight",
             ("model.diffusion_model.output_blocks", 3),
@@ -76,14 +74,7 @@ def recipe(**given):
         ),
         ("mid_block.attentions.0.proj_in.weight", ("mid_block", 0)),
         ("model.diffusion_model.time_embed.2.weight", None),
-        ("model.diffusion_model.label_emb.0.0.weight", None),
-        ("model.diffusion_model.out.2.weight", None),
         ("t_embedder.mlp.0.weight", None),
-        ("final_layer.adaLN_modulation.1.weight", None),
-        (
-            "conditioner.embedders.1.model.transformer.resblocks.7.ln_1.weight",
-            ("conditioner.embedders.1.model.transformer.resblocks", 7),
-        ),
     ],
 )
 def test_the_layer_is_the_first_number_between_dots(name, place):
@@ -123,11 +114,6 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 depths = st.fractions(0, 1)
 
 
-@given(numbers, st.integers(1, 5), depths)
-def test_a_gradient_of_equal_numbers_is_that_number(number, count, depth):
-    assert value_at([number] * count, depth) == number
-
-
 @given(st.lists(numbers, min_size=1, max_size=6))
 def test_the_ends_are_met(gradient):
     assert value_at(gradient, Fraction(0)) == gradient[0]
@@ -140,11 +126,6 @@ def test_between_the_ends_it_is_numpys_interpolation(gradient, depth):
     expected = np.interp(float(depth), anchors, gradient)
     assert value_at(gradient, depth) == pytest.approx(expected, rel=1e-9, abs=1e-6)
     assert min(gradient) <= value_at(gradient, depth) <= max(gradient)
-
-
-def test_as_many_numbers_as_layers_are_the_layers_own():
-    gradient = [0.1, 0.7, 0.2, 0.3]
-    assert [value_at(gradient, Fraction(layer, 3)) for layer in range(4)] == gradient
 
 
 # ---------------------------------------------------------------- in a recipe
@@ -238,13 +219,6 @@ def test_a_gradient_gives_the_bytes_of_rules_for_each_tensor(method, stage, para
     assert_equal(merged(method=method, tensors=[everywhere]), by_rules)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.floats(0, 0.99), st.integers(1, 3))
-def test_equal_numbers_give_the_bytes_of_the_plain_value(rate, count):
-    plain = merged(stages={"dare": {"drop_rate": rate}})
-    assert_equal(merged(stages={"dare": {"drop_rate": [rate] * count}}), plain)
-
-
 def test_a_weight_that_changes_gives_the_bytes_of_rules_for_each_tensor():
     weights = ([0.0, 1.0], 0.5)
     rules = [
@@ -253,17 +227,6 @@ def test_a_weight_that_changes_gives_the_bytes_of_rules_for_each_tensor():
         for name, depth in find_depths(NAMES).items()
     ]
     assert_equal(merged(method="sum", weights=weights), merged(method="sum", tensors=rules))
-
-
-def test_a_weight_of_zero_in_the_first_layer_leaves_that_layer_to_the_others():
-    base, models = make_arrays()
-    both = merged(method="sum", weights=[[0.0, 1.0], 1.0])
-    second = dare.merge_arrays(base, models[1:], method="sum", verbose=False)[0]
-    first = "model.layers.0.mlp.weight"
-    last = "model.layers.3.mlp.weight"
-    assert both[first].tobytes() == second[first].tobytes()
-    assert both[last].tobytes() == merged(method="sum")[last].tobytes()
-    assert both[last].tobytes() != second[last].tobytes()
 
 
 def test_what_was_done_is_recorded_and_can_be_repeated(tmp_path):
@@ -309,13 +272,6 @@ def test_the_plan_has_every_tensors_own_values(tmp_path):
     assert found["vision.blocks.1.weight"].weights == (3.0, 0.5)
     assert made.to_dict()["models"][0]["weight"] == [0.0, 3.0]
     assert dare.merge(made).models[0].weight == [0.0, 3.0]
-
-
-def test_a_rate_that_is_too_high_in_some_layer_is_warned_of():
-    base, models = make_arrays()
-    stages = {"dare": {"drop_rate": [0.5, 0.99]}}
-    with pytest.warns(dare.DareWarning, match=r"drop_rate = 0\.99:"):
-        dare.merge_arrays(base, models, stages=stages, delta_threshold=1.0)
 
 
 # ---------------------------------------------------------------- rules
@@ -388,13 +344,6 @@ def test_of_two_models_with_one_name_the_file_tells_which():
 def test_a_rule_that_does_not_fit_is_refused(rule, method, message):
     with pytest.raises(RecipeError, match=message):
         recipe(method=method, tensors=[rule])
-
-
-def test_a_rule_for_one_model_may_trim_it_before_ties():
-    rule = TensorRule(contains="mlp", model="code", settings={"keep_ratio": 0.5})
-    found = recipe(method="ties", tensors=[rule])
-    assert [stage.name for stage, _ in found.chain] == ["trim", "ties"]
-    assert [found.settings_for("mlp", m)[0]["keep_ratio"] for m in range(2)] == [1.0, 0.5]
 
 
 def test_weights_by_rule_win_in_order():

@@ -43,35 +43,6 @@ def chain(given: Recipe) -> list[tuple[str, dict[str, object]]]:
 # ---------------------------------------------------------------- TOML
 
 
-def test_the_two_tables_of_the_seed_are_a_recipe(tmp_path):
-    text = """
-[dare]
-drop_rate = 0.9
-delta_threshold = 0.002
-verbose = true
-
-[models]
-base_file = "models/base_model.safetensors"
-merge_files = [
-    "models/math_tuned_model.safetensors",
-    "models/code_tuned_model.safetensors"
-]
-output_file = "merged_model.safetensors"
-"""
-    found = load(tmp_path, text, files="")
-    assert found == Recipe(
-        base="models/base_model.safetensors",
-        models=["models/math_tuned_model.safetensors", "models/code_tuned_model.safetensors"],
-        output="merged_model.safetensors",
-        stages={"dare": {"drop_rate": 0.9}},
-    )
-    assert chain(found) == [("dare", {"drop_rate": 0.9, "rescale": True}), ("linear", {})]
-    assert found.delta_threshold == 0.002
-    assert found.verbose is True
-    assert found.seeds() == (42, 43)
-    assert found.weights() == (0.5, 0.5)
-
-
 def test_everything_but_the_files_has_a_default(tmp_path):
     found = load(tmp_path, "")
     assert found == recipe(base="base.safetensors", models=["math.safetensors", "code.safetensors"])
@@ -232,24 +203,9 @@ def test_a_recipe_survives_toml(asked):
     assert found.weights() == asked.weights()
 
 
-def test_an_empty_stage_table_survives_toml():
-    asked = recipe(stages={"dare": {}})
-    assert from_document(tomllib.loads(asked.to_toml()), "recipe") == asked
-
-
 def test_a_parameter_that_is_none_survives_toml():
     asked = recipe(method="ties", stages={"ties": {"keep_ratio": None}})
     assert chain(from_document(tomllib.loads(asked.to_toml()), "recipe")) == chain(asked)
-
-
-def test_toml_holds_only_what_is_not_a_default():
-    assert recipe(output="o.safetensors", seed=42).to_document() == {
-        "models": {
-            "base_file": "b.safetensors",
-            "merge_files": ["m.safetensors", "n.safetensors"],
-            "output_file": "o.safetensors",
-        }
-    }
 
 
 def test_a_copy_with_other_stages_has_their_chain():
@@ -273,11 +229,6 @@ def test_a_stage_parameter_among_the_recipes_own_is_sent_to_its_stage():
     with pytest.raises(RecipeError, match=r"drop_rate.*\bdare\b") as caught:
         recipe(drop_rate=0.5)
     assert "embedding_drop_rate" not in str(caught.value)
-
-
-def test_an_unknown_key_with_nothing_near_lists_what_is_known():
-    with pytest.raises(RecipeError, match=r"xyzzy: .*drop_rate"):
-        recipe(stages={"dare": {"xyzzy": 1}})
 
 
 # ---------------------------------------------------------------- values out of range
@@ -330,20 +281,6 @@ def test_a_stage_parameter_out_of_range_is_refused(stage, parameter, value):
         recipe(method=stage, stages={stage: {parameter: value}})
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"weight": math.inf}, "weight = inf"),
-        ({"weight": "1"}, "weight = '1'"),
-        ({"seed": -1}, "seed = -1: "),
-        ({"file": 5}, "file"),
-    ],
-)
-def test_a_value_of_a_model_out_of_range_is_refused(settings, match):
-    with pytest.raises(RecipeError, match=match):
-        ModelEntry(**{"file": "m", **settings})
-
-
 def test_a_drop_rate_of_one_is_refused_with_the_reason():
     entry = ModelEntry(file="m", settings={"drop_rate": 1})
     rule = TensorRule(match="*", settings={"drop_rate": 1.0})
@@ -365,25 +302,16 @@ def test_a_drop_rate_of_one_is_refused_with_the_reason():
     ("method", "stages"),
     [
         ("dare_linear", ["dare", "linear"]),
-        ("dare_ties", ["dare", "ties"]),
-        ("dare_slerp", ["dare", "slerp"]),
         ("dare_task_arithmetic", ["dare", "sum"]),
         ("task_arithmetic", ["sum"]),
         ("average", ["linear"]),
         ("dare", ["dare", "linear"]),
-        ("trim", ["trim", "linear"]),
         ("ties", ["ties"]),
-        ("slerp", ["slerp"]),
         ("dare+trim+ties", ["dare", "trim", "ties"]),
     ],
 )
 def test_methods_are_known_by_the_names_people_use(method, stages):
     assert [name for name, _ in chain(recipe(method=method))] == stages
-
-
-def test_every_alias_is_a_valid_method():
-    for alias in ALIASES:
-        assert chain(recipe(method=alias))
 
 
 @pytest.mark.parametrize("method", ["", "magic", "dare+", "+linear", "dare linear", "DAER"])
@@ -483,14 +411,6 @@ def test_a_rule_wins_over_the_embedding_rate_over_the_model_over_the_stage():
     assert drop_rates(found, "x.bias") == [0.5, 0.5]
 
 
-def test_a_rule_leaves_other_parameters_as_they_are():
-    found = recipe(
-        models=[ModelEntry(file="a", settings={"rescale": False})],
-        tensors=[TensorRule(match="w", settings={"drop_rate": 0.5})],
-    )
-    assert found.settings_for("w", 0)[0] == {"drop_rate": 0.5, "rescale": False}
-
-
 def test_a_rule_may_set_parameters_of_the_combine_stage_and_a_model_may_not():
     rule = TensorRule(match="w", settings={"divide_by": "count"})
     found = recipe(method="dare+ties", tensors=[rule])
@@ -514,17 +434,12 @@ def test_patterns_match_whole_names_and_case():
     [
         ("model.embed_tokens.weight", True),
         ("transformer.wte.weight", True),
-        ("transformer.wpe.weight", True),
         ("lm_head.weight", True),
         ("output.weight", True),
-        ("transformer.output_layer.weight", True),
         ("shared.weight", True),  # T5
-        ("encoder.shared.weight", True),
         ("token_embd.weight", True),  # GGUF
         ("head.weight", True),  # RWKV, image models
         ("cls.predictions.decoder.weight", True),  # BERT
-        ("cls.predictions.bias", True),
-        ("emb.weight", True),
         ("cls.predictions.transform.dense.weight", False),
         ("model.layers.0.mlp.shared_expert.up_proj.weight", False),
         ("model.layers.0.mlp.shared.gate_proj.weight", False),
@@ -535,11 +450,6 @@ def test_patterns_match_whole_names_and_case():
 )
 def test_embeddings_and_heads_are_known_by_name(tensor, expected):
     assert is_embedding(tensor) is expected
-
-
-def test_a_recipe_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        recipe().seed = 1
 
 
 # ---------------------------------------------------------------- what the files are called
