@@ -136,9 +136,9 @@ def test_disjoint_merge_averages_those_that_agree():
 def test_pieces_that_do_not_fit_are_refused():
     with pytest.raises(dare.MismatchError, match=r"w: .*\(1,\), \(2,\)"):
         ties_elect_sign([vector(1), vector(1, 2)])
-    with pytest.raises(InputError, match="^w: "):
+    with pytest.raises(InputError, match=r"^w: "):
         ties_disjoint_merge([vector(1)], {})
-    with pytest.raises(RecipeError, match="^weights: 2"):
+    with pytest.raises(RecipeError, match=r"^weights: 2"):
         dare.merge_arrays(vector(1), [vector(2)], weights=[1, 2])
 
 

@@ -112,7 +112,7 @@ def test_merging_files_plans_and_arrays_by_keyword_agree(tmp_path):
     expected = kept[0] * np.float32(0.002) + kept[1] * np.float32(0.004)
     np.testing.assert_array_equal(merged["w"], expected)
     assert report.digests.output == again.digests.output
-    with pytest.raises(RecipeError, match="^scale: "):
+    with pytest.raises(RecipeError, match=r"^scale: "):
         dare.merge(planned, scale=2.0)
 
 
@@ -124,7 +124,7 @@ def test_arrays_take_parameters_by_name_and_for_each_model():
     )
     np.testing.assert_array_equal(one["w"], other["w"])
     assert len(np.unique(one["w"])) == 2
-    with pytest.raises(RecipeError, match="^weight "):
+    with pytest.raises(RecipeError, match=r"^weight "):
         dare.merge_arrays(BASE, TUNED, weights=[1, 2], weight=[1, 2])
 
 

@@ -356,7 +356,7 @@ def test_integers_must_agree_unless_told(tmp_path):
     base = {"w": np.zeros(3, np.float32), "ids": np.array([1, 2])}
     model = {"w": np.ones(3, np.float32), "ids": np.array([1, 3])}
     given = write_recipe(tmp_path, base, [model])
-    with pytest.raises(MismatchError, match="ids: .*model0"):
+    with pytest.raises(MismatchError, match=r"ids: .*model0"):
         dare.merge(given)
     assert not given.output.exists()
     dare.merge(given.model_copy(update={"on_integer_mismatch": "base"}))

@@ -69,13 +69,6 @@ def test_somebody_elses_page_is_not_replaced(tmp_path, name):
     assert (tmp_path / name).read_text() == "<!doctype html> mine"
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    status, _, err = build(tmp_path / "file" / "site")
-    assert status == 1
-    assert "cannot be written" in err
-
-
 def test_models_are_those_of_the_demonstration(static_site: Site):
     for name, home in {"base": BASE, **TUNED}.items():
         served = static_site.folder / "models" / f"{name}.safetensors"

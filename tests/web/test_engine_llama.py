@@ -106,21 +106,12 @@ def models(merged: Path) -> dict[str, Llama]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_answers_are_right(name, answers, models):
+def test_the_same_answers_bits_and_texts(name, answers, models):
     right = models[name].are_right(EXAMPLES)
     assert answers[name]["right"] == right
-    assert any(right)
-    assert not all(right)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_english_takes_as_many_bits(name, answers, models):
+    assert 0 < sum(right) < len(right)
     bits = np.mean(answers[name]["bits"])
     assert bits == pytest.approx(models[name].bits_per_byte(ENGLISH), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_texts_are_written(name, answers, models):
     *short, longest = PROMPTS
     written = answers[name]["texts"]
     assert written[:-1] == models[name].write(short)
@@ -226,26 +217,6 @@ def test_the_first_of_the_highest_counts_and_the_first_nan_before_all():
     assert run_node(script, rows) == wanted.tolist()
 
 
-def test_exponentials_are_good_to_a_few_units_in_the_last_place():
-    script = """
-    const kernels = await node.openKernels();
-    const at = kernels.__heap_base.value;
-    kernels.memory.grow(4);
-    const joined = new Float32Array(kernels.memory.buffer, at, 2 * given.length);
-    joined.set(given);
-    joined.fill(1, given.length);
-    kernels.gate(at, 1, given.length);
-    node.print(Array.from(joined.subarray(0, given.length)));
-    """
-    numbers = np.linspace(-87, 87, 20_000, dtype=np.float32)
-    found = np.array(run_node(script, numbers.tolist()))
-    exact = numbers / (1 + np.exp(-numbers.astype(np.float64)))
-    error = np.abs(found - exact) / np.spacing(np.abs(exact).astype(np.float32))
-    assert error.max() < 4
-    extremes = run_node(script, [-200.0, 200.0, -89.0, 89.0])
-    assert extremes == [0, 200, 0, 89]
-
-
 # ---------------------------------------------------------------- the engine around it
 
 OPEN = """
@@ -343,15 +314,6 @@ def test_requests_share_a_merge_and_another_ones_abort_is_no_answer():
     assert kinds == ["merge"] * 2, "the one that was aborted, and one for who still waits"
     assert all(error.startswith("AbortError") for error in errors)
     assert sha256 == again
-
-
-def test_a_worker_is_sent_weights_once():
-    sent = run_engine("""
-    const engine = open(2);
-    await engine.score(base, { prompts: 8, englishBytes: 1024 });
-    node.print(posted.filter(({ tensors }) => tensors).length);
-    """)
-    assert sent == 2
 
 
 def test_errors_reach_who_asked():

@@ -17,7 +17,7 @@ from running import run_module
 from safetensors.numpy import load_file
 
 import dare
-from dare.demo.merges import BASE, TUNED, write_models
+from dare.demo.merges import write_models
 from dare.recipe.document import recipe_from_document
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.studies.candidates import Candidates
@@ -250,13 +250,6 @@ def one_model(tables: dict[str, dict[str, Any]]) -> Setting:
     models = [{"name": "one", "weight": None, "seed": None}]
     plain = {"base": "base", "scale": 1.0, "seed": 42, "models": models}
     return {**plain, "method": "+".join(tables), "stages": tables}
-
-
-def test_merges_of_the_demo_are_the_packages() -> None:
-    files = {"base": BASE / "model.safetensors"}
-    files |= {name: folder / "model.safetensors" for name, folder in TUNED.items()}
-    chance = random.Random(23)
-    check_merges([random_setting(chance, list(TUNED)) for _ in range(5)], files)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -180,24 +180,3 @@ def test_one_seed_for_all_is_seen_in_the_answers_and_in_the_warning(static_site,
     assert "NaN or infinite" in page.inner_text("#breaking-findings")
     assert "demo-models/add-nan" in page.inner_text("#breaking-ways")
     assert tab.said == []
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_phone_needs_no_sideways_scrolling_and_controls_have_labels(static_site, open_tab, theme):
-    tab = open_tab(f"{static_site.with_state(EVERYTHING)}#live", width=390, theme=theme)
-    page = tab.page
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    wide = page.evaluate(
-        """() => [...document.querySelectorAll("#live *, #predict *, #breaking *")]
-            .filter((one) => one.getBoundingClientRect().right > 391)
-            .filter((one) => !one.closest(".scroll, pre, .unseen"))
-            .map((one) => one.tagName + "." + one.className)"""
-    )
-    assert wide == []
-    unnamed = page.evaluate(
-        """() => [...document.querySelectorAll("#live, #predict, #breaking")].flatMap((part) =>
-            [...part.querySelectorAll("input, select")].filter((one) => !one.labels.length)
-                .map((one) => one.id))"""
-    )
-    assert unnamed == []
-    assert tab.said == []

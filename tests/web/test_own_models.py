@@ -121,14 +121,6 @@ def test_a_crash_takes_nothing_else_down(jobs, models, output, undisturbed):
     assert output.read_bytes() == undisturbed
 
 
-def test_what_the_package_refuses_is_said_in_its_words(jobs, models, output):
-    output.write_bytes(b"mine")
-    job = ended(jobs.add(merge_of(models, output)))
-    assert job.state == "failed"
-    assert str(output) in job.problem
-    assert output.read_bytes() == b"mine"
-
-
 def test_a_server_that_stops_interrupts_its_job(models, output, undisturbed, tmp_path):
     jobs = Jobs()
     job = jobs.add(merge_of(models, output))
@@ -220,12 +212,6 @@ def places(tmp_path: Path) -> tuple[Roots, Path, Path]:
     return Roots([inside]), inside, outside
 
 
-def test_what_is_inside_is_found(places):
-    roots, inside, _ = places
-    assert roots.find(str(inside / "math")) == inside / "math"
-    assert roots.find_output(inside / "out") == inside / "out"
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -242,21 +228,16 @@ def test_what_is_inside_is_found(places):
         "",
         "s3://bucket/model",
         "https://host/model",
+        "a\0b",
+        "{inside}/a\0b",
     ],
 )
 def test_what_is_outside_is_refused(places, path):
     roots, inside, outside = places
     given = path.format(inside=inside, outside=outside)
     for find in (roots.find, roots.find_model, roots.find_output):
-        with pytest.raises(OutsideError):
+        with pytest.raises(DareError if "\0" in path else OutsideError):
             find(given)
-
-
-@pytest.mark.parametrize("path", ["a\0b", "{inside}/a\0b"])
-def test_what_is_no_path_is_refused(places, path):
-    roots, inside, _ = places
-    with pytest.raises(DareError):
-        roots.find(path.format(inside=inside))
 
 
 def test_links_that_lead_out_are_refused(places):
@@ -346,15 +327,6 @@ def test_what_does_not_fit_is_said_in_the_packages_words(client, models):
     answer = client.post("/api/own/plan", json={"recipe": recipe}).json()
     assert answer["error"] == str(said.value)
     assert recipe_of(tomllib.loads(answer["toml"])) == recipe_of(recipe)
-
-
-def test_an_output_in_the_way_needs_overwrite(client, models, output):
-    body = {"recipe": small(models, output)}
-    dare.merge(recipe_of({**body["recipe"], "verbose": False}))
-    refused = client.post("/api/own/plan", json=body).json()
-    assert "exists already" in refused["output_problem"]
-    allowed = client.post("/api/own/plan", json={**body, "overwrite": True}).json()
-    assert allowed["output_problem"] is None
 
 
 def test_an_output_that_dare_did_not_write_is_not_replaced(client, models, output):
@@ -448,12 +420,6 @@ def test_a_folder_with_a_name_that_is_no_text_is_shown(client, models):
     answer = client.get("/api/own/folders", params={"path": str(models)})
     assert name in {entry["name"] for entry in answer.json()["entries"]}
     (models / name).unlink()
-
-
-def test_a_name_that_is_too_long_is_refused(client, models):
-    answer = client.get("/api/own/folders", params={"path": f"{models}/{'x' * 300}"})
-    assert answer.status_code == 400
-    assert "too long" in answer.json()["error"]
 
 
 def test_a_recipe_is_read(client, models, output):

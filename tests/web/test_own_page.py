@@ -170,46 +170,6 @@ def test_a_merge_is_cancelled_and_resumed_by_another_page(local_site, browser, m
     assert output.read_bytes() == undisturbed.read_bytes()
 
 
-def test_everything_works_by_keyboard(page, models):
-    def press_until(test: str) -> None:
-        for _ in range(60):
-            page.keyboard.press("Tab")
-            if page.evaluate(f"(here => {test})(document.activeElement)"):
-                return
-        raise AssertionError(f"the keyboard did not reach {test}")
-
-    page.focus("#own-path")
-    page.keyboard.press("Control+A")
-    page.keyboard.type(str(models / "base"))
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#own-folder:has-text('base')")
-    page.wait_for_function("document.activeElement.textContent === 'Use as base'")
-    page.keyboard.press("Enter")
-    page.focus("#own-up")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#own-entries [data-name=sort]")
-    press_until("here.getAttribute('aria-label') === 'Add fine-tune sort'")
-    page.keyboard.press("Space")
-    page.wait_for_selector("#own-analyze:enabled")
-    press_until("here.id === 'control-own-rate'")
-    for _ in range(10):
-        page.keyboard.press("ArrowLeft")
-    wait_for_recipe(page, "drop_rate = 0.8")
-    press_until("here.id === 'own-output'")
-    page.keyboard.press("Control+A")
-    page.keyboard.type(str(models / "by-keyboard"))
-    page.keyboard.press("Enter")
-    wait_for_recipe(page, "by-keyboard")
-    page.wait_for_selector("#own-start:enabled")
-    press_until("here.id === 'own-start'")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#own-merges > [data-state=done]:has-text('by-keyboard')")
-    assert verify(models / "by-keyboard").ok
-    page.wait_for_function(
-        "document.getElementById('status').textContent.includes('by-keyboard: done')"
-    )
-
-
 def test_what_does_not_fit_or_is_elsewhere_is_said(page, models):
     open_path(page, "/etc")
     page.wait_for_selector("#own-open-problem:has-text('is outside')")
@@ -229,18 +189,6 @@ def test_what_does_not_fit_or_is_elsewhere_is_said(page, models):
     page.wait_for_selector("#own-plan-text:has-text(\"did you mean 'sum'\")")
 
 
-def test_another_method_loses_what_belongs_to_the_old_one(page, models):
-    choose_two(page)
-    page.fill("[aria-label='Drop rate of say']", "0.5")
-    page.press("[aria-label='Drop rate of say']", "Enter")
-    wait_for_recipe(page, "drop_rate")
-    page.fill("#own-method", "ties")
-    page.press("#own-method", "Enter")
-    wait_for_recipe(page, '"ties"')
-    assert "drop_rate" not in page.text_content("#own-toml")
-    assert page.is_disabled("#control-own-rate")
-
-
 def test_a_recipe_is_used_as_it_is(page, models):
     recipe = {
         **large(models, models / "from-recipe.safetensors"),
@@ -251,10 +199,3 @@ def test_a_recipe_is_used_as_it_is(page, models):
     choose(page, "mine.toml", "Use")
     wait_for_recipe(page, "[[tensors]]")
     assert recipe_of(tomllib.loads(page.text_content("#own-toml"))) == recipe_of(recipe)
-
-
-def test_nothing_is_wider_than_a_phone(page):
-    page.set_viewport_size({"width": 390, "height": 844})
-    choose_two(page)
-    page.wait_for_selector("#own-plan-text .own-facts")
-    assert page.evaluate("document.documentElement.scrollWidth") == 390

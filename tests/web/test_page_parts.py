@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 from functools import cache
-from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
@@ -218,27 +217,6 @@ def test_pictures_and_votes_are_as_computed_apart_from_the_page(tab):
     """One visit for both: opening the page is what takes time."""
     check_pictures(tab)
     check_signs(tab)
-
-
-def test_the_address_keeps_the_state(static_site, open_tab):
-    tab = open_tab(static_site.address)
-    page = tab.page
-    page.focus("#control-drop-p")
-    page.keyboard.press("End")
-    page.select_option("#control-drop-tensor", VALUES)
-    page.select_option("#control-breaking-way", "nan")
-    page.wait_for_function("() => location.search.includes('breaking.way')")
-    kept = parse_qs(urlsplit(page.url).query)
-    assert kept == {"drop.p": ["0.99"], "drop.tensor": [VALUES], "breaking.way": ["nan"]}
-    page.reload()
-    page.wait_for_selector("html[data-ready=true]", state="attached")
-    assert page.input_value("#control-breaking-way") == "nan"
-    expect_laws(tab, VALUES, 0.99, 42)
-
-    page.get_by_role("button", name="Reset everything").click()
-    page.wait_for_function("() => location.search === ''")
-    expect_laws(tab, ATTENTION, 0.5, 42)
-    assert tab.said == []
 
 
 def test_a_phone_in_the_dark_with_an_address_that_makes_no_sense(static_site, open_tab):
