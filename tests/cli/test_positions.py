@@ -41,9 +41,9 @@ def test_methods_are_known_in_capitals(word, folder):
 
 
 WRONG = {
-    "math.safetensors": "dare math.safetensors MODEL... --output MERGED",
+    "math.safetensors": "dare BASE MODEL... --output MERGED",
     "plan empty": "dare BASE MODEL... --output MERGED",
-    "math.safetensors -m code.safetensors": "with --models",
+    "math.safetensors -m code.safetensors": "by its flag",
     "base.safetensors math.safetensors --models code.safetensors": "leave out --models",
     "merge base.safetensors math.safetensors -c r.toml": "leave out --config",
     "plan one.toml two.toml": "--base and --models",

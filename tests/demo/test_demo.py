@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import json
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -88,7 +88,7 @@ def test_what_is_written_is_what_is_true(ran):
 
 
 def test_everything_goes_into_json(ran):
-    found = json.loads(json.dumps(ran[0].to_dict()))
+    found = json.loads(json.dumps(asdict(ran[0])))
     assert found["parameters"] == 1_022_336
     assert [row["name"] for row in found["rows"]][:4] == ["base", *TUNED]
     assert found["curves"][1]["points"][0] == [

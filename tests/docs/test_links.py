@@ -74,17 +74,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert path.exists(), f"{link}: there is no {path}"
         if anchor and path.suffix == ".md" and not _GENERATED.search(path.read_text("utf-8")):
             assert anchor in anchors(path), f"{link}: {path.name} has no such heading"
-
-
-def test_pages_are_found() -> None:
-    assert ROOT / "README.md" in PAGES
-    assert ROOT / "docs" / "guides" / "two-models.md" in PAGES
-
-
-def test_a_wrong_link_is_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A heading here\n\n[a](other.md) [b](#a-heading-here) [c](https://x.y) ![](p.png)"
-    )
-    assert links(page) == ["other.md", "#a-heading-here", "p.png"]
-    assert anchors(page) == {"a-heading-here"}

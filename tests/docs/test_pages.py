@@ -92,21 +92,6 @@ def test_names_has_every_name(generate: ModuleType) -> None:
         assert re.findall(r"`(\w+)`", row) == [ours, *others]
 
 
-def test_a_page_takes_the_parts_in(generate: ModuleType) -> None:
-    for name in ("methods", "recipe"):
-        taken_in = generate.on_page_markdown(page(f"{name}.md"))
-        assert generate.PARTS[name]() in taken_in
-    messages = generate.on_page_markdown(page("messages.md"))
-    assert generate.warnings() in messages
-    assert generate.errors() in messages
-
-
-def test_examples_in_docstrings_become_code() -> None:
-    fence = load(DOCS / "docstrings.py").fence_examples
-    text = "One.\n\n>>> f(1)[0]['w']\n2\n\nMore."
-    assert fence(text) == "One.\n\n```pycon\n>>> f(1)[0]['w']\n2\n```\n\nMore."
-
-
 def test_the_picture_is_up_to_date() -> None:
     drawn = load(DOCS / "images" / "architecture.py").draw()
     assert (DOCS / "images" / "architecture.svg").read_text("utf-8") == drawn
@@ -117,9 +102,6 @@ def test_every_stage_has_a_picture_that_is_up_to_date(name: str, pictures: Modul
     """Run `python docs/make_method_pictures.py` after a change of a stage or its first line."""
     drawn = (DOCS / "images" / "methods" / f"{name}.svg").read_text("utf-8")
     assert drawn == pictures.draw(STAGES[name])
-
-
-def test_no_picture_is_left_over(pictures: ModuleType) -> None:
     assert {file.stem for file in pictures.FOLDER.glob("*.svg")} == set(OURS)
 
 
@@ -129,12 +111,6 @@ def test_every_stage_has_a_measured_cost(generate: ModuleType) -> None:
     assert generate.COSTS["linear"]["time"] == 1
     assert "1.0 × the time of `linear`; reads the weights once" in generate.cost(STAGES["linear"])
     assert "reads the weights twice" in generate.cost(STAGES["slerp"])
-
-
-def test_the_chooser_has_every_stage_and_what_is_usually_recommended(generate: ModuleType) -> None:
-    text = generate.on_page_markdown(page("choose.md"))
-    assert all(f"[`{name}`](methods.md#{name})" in text for name in OURS)
-    assert "| 3 to 5 models of mixed domains | `dare+ties` |" in text
 
 
 # ---------------------------------------------------------------- pages written by hand

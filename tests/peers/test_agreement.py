@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from agreement import Agreement, Row, Subject, as_json, as_lines, as_markdown
+from agreement import Agreement, Row, Subject
 from side_by_side import DEFINITION
 
 from dare.recipe.mergekit.methods import METHODS
@@ -61,15 +60,3 @@ def test_a_row_has_the_largest_difference_and_every_case_once(found):
         Row("dare", "PEFT", 0, 0.0, 0.0, ("so",)),
         Row("ties", "PEFT", 2, 0.5, 0.25, ("why",)),
     ]
-
-
-def test_rows_as_text(found):
-    assert as_lines(found) == [
-        "method  peer  cases  largest difference  relative  meant",
-        "dare    PEFT  0      –                   –         1",
-        "ties    PEFT  2      5.0e-01             2.5e-01   1",
-    ]
-    text = as_markdown(found)
-    assert "| ties | PEFT | 2 | 5.0e-01 | 2.5e-01 | 1 |\n" in text
-    assert text.endswith("**ties, PEFT**\n\n- why\n")
-    assert json.loads(as_json(found, {"torch": "2"}))["rows"][1]["cases"] == 2

@@ -120,17 +120,6 @@ class TestPeft:
             theirs = peer(deltas, torch.ones(3), 1 - drop_rate)
         assert_same(ours, theirs)
 
-    @pytest.mark.parametrize("drop_rate", EXACT_RATES)
-    @compares("dare_linear", "PEFT")
-    def test_linear_with_its_weights(self, drop_rate):
-        _, deltas = make_models(3)
-        ours = merge_ours(
-            zeros_like_first(deltas), deltas, "dare+linear", stages=dare_stage(drop_rate)
-        )
-        with our_masks(drop_rate):
-            theirs = peft.dare_linear(deltas, torch.full((3,), 1 / 3), 1 - drop_rate)
-        assert_same(ours, theirs)
-
     @pytest.mark.parametrize("drop_rate", RATES)
     @pytest.mark.parametrize(("method", "peer"), IN_PEFT)
     def test_any_rate(self, drop_rate, method, peer):

@@ -57,14 +57,6 @@ def test_star(shape, share):
     assert_near(ours, theirs, 1e-5)
 
 
-@compares("star", DEFINITION)
-def test_star_by_default_keeps_what_the_authors_keep():
-    """Their runs have eta 40."""
-    deltas = make_deltas(2)
-    theirs = sum(definitions.star(delta, 0.4) for delta in deltas) / 2
-    assert_near(merge_deltas(deltas, "star+linear"), theirs, 1e-5)
-
-
 # ---------------------------------------------------------------- FREE
 
 
@@ -164,13 +156,6 @@ def test_wudi(shape, steps, rate):
     assert moved > 1e-3 * theirs.norm(), "or this compares sums"
     assert_near(ours, theirs, 1e-5)
     assert (ours - theirs).norm() < 1e-3 * moved
-
-
-@compares("wudi", DEFINITION)
-def test_wudi_by_default_goes_as_far_as_the_authors_go():
-    """300 steps of 10⁻⁵."""
-    deltas = make_deltas(2, (24, 16))
-    assert_near(merge_deltas(deltas, "wudi"), definitions.wudi(deltas, 300, 1e-5), 1e-5)
 
 
 # ---------------------------------------------------------------- KnOTS

@@ -63,14 +63,6 @@ def test_vectors_are_taken_as_a_whole(each):
     assert_within(ours, theirs, 5, magnitude)
 
 
-def test_weights_that_cancel_are_halfway():
-    base, models = make_models(2)
-    theirs = merge_theirs(base, models, "nuslerp", dtype=torch.float64, weight=[1.0, -1.0])
-    ours = merge_nuslerp(base, models, "tensor", [1.0, -1.0])
-    magnitude = base.abs() + 2 * sum((model - base).abs() for model in models)
-    assert_within(ours, theirs, 5, magnitude)
-
-
 def test_difference_rows_of_more_than_two_dimensions():
     """Theirs run along the last dimension alone, ours over all but the first."""
     base, models = make_models(2, shape=(5, 4, 3))

@@ -175,3 +175,26 @@ def test_difference_peft_may_keep_nothing_of_a_small_tensor():
     assert ours.tolist() == [0.0, 1.0, 0.0]
     assert_same(ours, merge_theirs(torch.zeros(3), [delta], "ties", density=0.2, weight=1.0))
     assert peft.ties([delta], torch.ones(1), 0.2).tolist() == [0.0, 0.0, 0.0]
+
+
+# ---------------------------------------------------------------- elections
+
+VOTES = {"sum": "total", "count": "frequency"}
+
+
+@pytest.mark.parametrize("vote", VOTES)
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 2.0, 4.0)])
+@compares("ties", "PEFT")
+def test_peft_elects_as_we_do_without_weights(vote, weights):
+    deltas = make_dyadic_deltas(3)
+    stages = {"ties": {"vote": vote, "weighted": False, "divide_by": "count"}}
+    ours = merge_ours(
+        torch.zeros_like(deltas[0]), deltas, "ties", stages=stages, weights=list(weights)
+    )
+    method = VOTES[vote]
+    theirs = peft.ties(deltas, torch.tensor(weights), 1.0, majority_sign_method=method)
+    ballots = [delta.sign() if vote == "count" else delta for delta in deltas]
+    cancelling = sum(ballots) == 0  # which they count as positive: see above
+    assert_same(ours[~cancelling], theirs[~cancelling])
+    assert (ours[cancelling] == 0).all()
+    assert 0 < cancelling.float().mean() < 0.5

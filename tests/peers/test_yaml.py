@@ -12,7 +12,6 @@ import yaml
 from mergekit.merge_methods.registry import registered_methods
 from safetensors.torch import load_file, save_file
 from side_by_side import assert_near, assert_within, compares
-from test_program import CONFIG
 
 import dare
 from dare.inputs.formats import convert_yaml
@@ -20,6 +19,20 @@ from dare.recipe.mergekit.methods import METHODS, NOT_CONVERTED
 
 LAYERS = 4
 HIDDEN, INNER, VOCABULARY = 32, 48, 101
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
 PARTS = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
@@ -61,8 +74,7 @@ def folder(tmp_path_factory):
         tensors = {n: base[n] + change[n] for n in base}
         (found / name).mkdir()
         save_file(tensors, found / name / "model.safetensors", metadata={"format": "pt"})
-        config = {**CONFIG, "num_hidden_layers": LAYERS, "dtype": "float32"}
-        (found / name / "config.json").write_text(json.dumps(config))
+        (found / name / "config.json").write_text(json.dumps(CONFIG))
     return found
 
 
@@ -126,15 +138,6 @@ parameters:
   weight: [-0.5, 0.5, 1e-1]
 """
 
-NORMALIZED = """
-merge_method: task_arithmetic
-base_model: base
-dtype: float32
-models:
-  - {model: math, parameters: {weight: [{filter: mlp, value: 3}, {value: 1}]}}
-  - {model: code, parameters: {weight: [{filter: mlp, value: 1}, {value: 4}]}}
-parameters: {normalize: true}
-"""
 
 NORMALIZED_GRADIENT = """
 merge_method: dare_linear
@@ -177,13 +180,6 @@ models:
 parameters: {normalize: false}
 """
 
-DARE_TIES_OF_ONE = """
-merge_method: dare_ties
-base_model: base
-dtype: float32
-models:
-  - {model: math, parameters: {weight: 0.5}}
-"""
 
 TIES = """
 merge_method: ties
@@ -203,14 +199,6 @@ models:
 parameters: {density: 0.43, lambda: 0.7}
 """
 
-TIES_OF_ONE = """
-merge_method: ties
-base_model: base
-dtype: float32
-models:
-  - {model: math, parameters: {weight: -0.5, density: 0.3}}
-parameters: {normalize: false}
-"""
 
 LINEAR = """
 merge_method: linear
@@ -221,15 +209,6 @@ models:
   - {model: far, parameters: {weight: [{filter: mlp, value: [2, 3]}, {value: 0.5}]}}
 """
 
-LINEAR_WITH_BASE = """
-merge_method: linear
-base_model: base
-dtype: float32
-models:
-  - {model: math, parameters: {weight: 0.3}}
-  - {model: code, parameters: {weight: 0.6}}
-parameters: {weight: 0.1, normalize: false}
-"""
 
 SLERP = """
 merge_method: slerp
@@ -265,14 +244,6 @@ models:
   - {model: base, parameters: {weight: [0.8, 0.1]}}
 """
 
-NUSLERP_OF_CHANGING_SUMS = """
-merge_method: nuslerp
-base_model: base
-dtype: float32
-models:
-  - {model: math, parameters: {weight: [{filter: mlp, value: [1, 4]}, {value: 1}]}}
-  - {model: far, parameters: {weight: [0.5, 3]}}
-"""
 
 NUSLERP_ROWS = NUSLERP + "parameters: {nuslerp_flatten: false}\n"
 NUSLERP_COLUMNS = NUSLERP + "parameters: {nuslerp_flatten: false, nuslerp_row_wise: true}\n"
@@ -292,15 +263,6 @@ models:
 parameters: {density: 0.43, lambda: 0.7}
 """
 
-BREADCRUMBS_NORMALIZED = """
-merge_method: breadcrumbs
-base_model: base
-dtype: float32
-models:
-  - {model: math, parameters: {weight: 3, gamma: 0.3}}
-  - {model: code, parameters: {weight: 1}}
-parameters: {density: 0.57, normalize: true}
-"""
 
 BREADCRUMBS_TIES = """
 merge_method: breadcrumbs_ties

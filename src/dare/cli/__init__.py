@@ -17,7 +17,6 @@ import gc
 import io
 import json
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dare import __version__
 from dare.cli.texts import COMMANDS, EXAMPLES, GROUPS, SUMMARY, USAGE
-from dare.errors import DareError, did_you_mean, printable
+from dare.errors import DareError, printable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -123,8 +122,9 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         outcome = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
     except CycloptsError as error:
-        said = _without_far_guess(str(error))
-        return _fail(f"{said} See `dare {_command_of(given)}--help`.", error, given, WRONG_USAGE)
+        command = with_command(given)[0]
+        where = f"{command} --help" if command in COMMANDS else "--help"
+        return _fail(f"{error} See `dare {where}`.", error, given, WRONG_USAGE)
     except UsageError as error:
         return _fail(str(error), error, given, WRONG_USAGE)
     except DareError as error:
@@ -199,23 +199,6 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     if first.startswith("-") or "/" in first or Path(first).suffix or Path(first).exists():
         return ["merge", *arguments]
     return list(arguments)
-
-
-def _without_far_guess(message: str) -> str:
-    """Leave out a suggestion that has little to do with what was written.
-
-    >>> _without_far_guess("Unknown option: --overwrite. Did you mean --variant?")
-    'Unknown option: --overwrite.'
-    """
-    found = re.fullmatch(r"(Unknown option: (\S+)\.) Did you mean (\S+)\?", message)
-    if found is None:
-        return message
-    written, guess = (word.strip("-") for word in found.group(2, 3))
-    return message if did_you_mean(written, [guess]) else found[1]
-
-
-def _command_of(arguments: Sequence[str]) -> str:
-    return next((f"{word} " for word in with_command(arguments)[:1] if word in COMMANDS), "")
 
 
 def _with_flags(message: str, arguments: Sequence[str]) -> str:

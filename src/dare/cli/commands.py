@@ -6,7 +6,8 @@ import json as jsonlib
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,13 +29,7 @@ from dare.cli.flags import (
     switch,
     takes_recipe,
 )
-from dare.errors import (
-    DareWarning,
-    InputError,
-    RecipeError,
-    VerificationError,
-    did_you_mean,
-)
+from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 from dare.output.manifest import find_manifest
 from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
@@ -108,8 +103,7 @@ def merge(
     api.checked_layout(planned, overwrite=overwrite, resume=resume)
     kept = None if console.quiet else estimate(planned, measure=False)
     show.plan_summary(console, planned, kept)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DareWarning)  # the report has them
+    with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         if part is not None:
             done = api.merge_slice(planned, part, overwrite=overwrite, wait=wait)
             show.slice_report(console, done)
@@ -138,8 +132,7 @@ def finish(
     """Publish what slices have made."""
     asked = _asked_recipe(paths, config, flags, verbose=verbose, quiet=quiet)
     console = show.console(json=json, quiet=not asked.verbose)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DareWarning)  # the report has them
+    with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.finish(asked, overwrite=overwrite)
     show.report(console, report)
     if json:
@@ -199,16 +192,15 @@ def _by_position(
     if len(paths) == 1 and config is not None:
         raise UsageError(f"two recipes given, {paths[0]} and {config}; leave one out")
     if len(paths) == 1:
-        _check_is_recipe(to_path(paths[0]), flags)
+        _check_is_recipe(to_path(paths[0]))
         return paths[0], flags
     if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
         raise UsageError(
             f"{recipes[0]} is a recipe, and {len(paths) - 1} more given; a recipe stands alone: "
             "its models are in it, or replaced with --base and --models"
         )
-    twice = [flag for flag, name in TWICE.items() if flags.get(name) is not None]
-    twice += ["--config"] if config is not None else []
-    if twice:
+    given = {**flags, "config": config}
+    if twice := [f"--{name}" for name in ("base", "models", "config") if given.get(name)]:
         raise UsageError(
             f"base and models are given without flags, and {' and '.join(twice)} too; "
             f"leave out {twice[0]}, or give all of them by flags"
@@ -225,26 +217,14 @@ def _interpolates(method: str | None) -> bool:
         return False
 
 
-TWICE = {"--base": "base", "--models": "models"}
-
-
-def _check_is_recipe(path: Path, flags: Mapping[str, Any]) -> None:
+def _check_is_recipe(path: Path) -> None:
     """Refuse a model that stands alone, with what is missing."""
     manifest = find_manifest(path)
     if manifest is None or manifest == path or manifest.exists() or not path.exists():
         return
-    if twice := [flag for flag, name in TWICE.items() if flags.get(name) is not None]:
-        raise UsageError(
-            f"{path} is not a recipe; with {' and '.join(twice)}, give every model by its flag"
-        )
-    if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise UsageError(
-            f"{path} is a folder without a model or a recipe; name a base and its models, as in "
-            "`dare BASE MODEL... --output MERGED`"
-        )
     raise UsageError(
-        f"{path} is one model, and not the output of a merge; name its fine-tunes after it: "
-        f"`dare {shlex.quote(str(path))} MODEL... --output MERGED`"
+        f"{path} is neither a recipe nor the output of a merge; name a base and its models, as in "
+        "`dare BASE MODEL... --output MERGED`, or give every model by its flag"
     )
 
 
@@ -292,16 +272,14 @@ def methods(
     load_installed_stages()
     if name is not None and name not in {*STAGES, *ALIASES}:
         name = name.lower()
-    names = [] if name is None else ALIASES.get(name, name).split("+")
-    if name in STAGES:
-        names = [name]
-    for unknown in names:
-        if unknown not in STAGES:
-            known = list(dict.fromkeys([*STAGES, *ALIASES]))
-            raise RecipeError(
-                f"{unknown}: no such stage or method{did_you_mean(unknown, known)}; "
-                f"there are {', '.join(known)}"
-            )
+    chain = name if name is None or name in STAGES else ALIASES.get(name, name)
+    names = [] if chain is None else chain.split("+")
+    if unknown := [stage for stage in names if stage not in STAGES]:
+        known = list(dict.fromkeys([*STAGES, *ALIASES]))
+        raise RecipeError(
+            f"{unknown[0]}: no such stage or method{did_you_mean(unknown[0], known)}; "
+            f"there are {', '.join(known)}"
+        )
     console = show.console(json=json)
     if json:
         show.json(jsonlib.dumps(catalogue(names or STAGES), indent=2, ensure_ascii=False))
@@ -408,7 +386,7 @@ def demo(
 
     result = run_demo(show.console(json=json), output=output, quick=quick)
     if json:
-        print(jsonlib.dumps(result.to_dict(), indent=2))
+        print(jsonlib.dumps(asdict(result), indent=2))
     return DONE
 
 

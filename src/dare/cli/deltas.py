@@ -79,8 +79,7 @@ def compress(
     if lossless and (drop_rate, bits) != (None, None):
         raise UsageError("--lossless keeps everything; leave out --drop-rate and --bits")
     console = show.console(json=json, quiet=quiet)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DareWarning)  # the report has them
+    with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = compress_model(
             base,
             model,
@@ -142,8 +141,7 @@ def apply(
 ) -> int:
     """Make a model of a delta file and its base."""
     console = show.console(json=json, quiet=quiet)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DareWarning)
+    with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.apply_delta(
             base,
             delta,

@@ -198,7 +198,7 @@ def recipe_from_flags(
         values = {name: _read(name, value) for name, value in given.items()}
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
-    return overlaid(document, values | fixed, where, _flag)
+    return overlaid(document, values | fixed, where, lambda name: f"--{name.replace('_', '-')}")
 
 
 def _read(name: str, value: Any) -> Any:
@@ -226,7 +226,3 @@ def read_rule(text: str) -> dict[str, Any]:
     return {"match": pattern.strip()} | {
         name.strip(): read_value(value.strip()) for name, _, value in pairs
     }
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

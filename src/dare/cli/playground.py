@@ -37,10 +37,7 @@ def playground(
     ] = False,
     build: Annotated[
         Path | None,
-        Parameter(
-            group=RUN,
-            help="Write the page as static files into a folder, and exit.",
-        ),
+        Parameter(group=RUN, help="Write the page as static files into a folder, and exit."),
     ] = None,
     overwrite: Annotated[
         bool, switch("With --build, replace what is in the folder.", group=RUN)
@@ -51,7 +48,11 @@ def playground(
     """Serve the playground."""
     if port is not None and not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
-    _check_installed()
+    if not all(find_spec(name) for name in NEEDED):
+        raise OutputError(
+            "the playground needs starlette, uvicorn and the packages of a report, "
+            "and not all of them are installed: pip install 'dare-merge[web]'"
+        )
     if build is not None:
         return _build(build, overwrite=overwrite, json=json)
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
@@ -73,14 +74,6 @@ def playground(
 
     was_cut = serve(roots, port=port, announce=announce, opens_browser=not no_browser)
     return INTERRUPTED if was_cut else DONE
-
-
-def _check_installed() -> None:
-    if not all(find_spec(name) for name in NEEDED):
-        raise OutputError(
-            "the playground needs starlette, uvicorn and the packages of a report, "
-            "and not all of them are installed: pip install 'dare-merge[web]'"
-        )
 
 
 def _build(folder: Path, *, overwrite: bool, json: bool) -> int:

@@ -77,8 +77,7 @@ if something is missing; the message says which slices have it to do.
 
 [bold]Examples[/bold]
 
-  dare finish recipe.toml
-  dare finish recipe.toml --json""",
+  dare finish recipe.toml""",
     "plan": """Say what a merge would do and cost.
 
 Reads headers, no weights. Takes the flags of `dare merge`. How long the merge
@@ -158,17 +157,12 @@ The same as `dare search --sampler grid`.
 [bold]Examples[/bold]
 
   dare sweep recipe.toml --over drop_rate=0.80,0.85,0.90,0.95 --seeds 5 \
-       --eval 'python score.py {model}' --study study.db --json
-  dare sweep recipe.toml --over method=dare+sum,dare+ties \
-       drop_rate=0.5:0.9:step=0.1 \
-       --eval score.py:score --jobs 2""",
+       --eval 'python score.py {model}' --study study.db --json""",
     "methods": """List the methods, or explain one.
 
 [bold]Examples[/bold]
 
-  dare methods
-  dare methods ties
-  dare methods dare_linear --json""",
+  dare methods ties""",
     "init": r"""Write a commented recipe for the files given.
 
 The files' headers are read, and they must fit together. Takes the flags of
@@ -184,7 +178,6 @@ The files' headers are read, and they must fit together. Takes the flags of
 
 [bold]Examples[/bold]
 
-  dare lora merge math-lora code-lora --output both-lora
   dare lora merge math-lora code-lora --output both-lora --rank 16
   dare lora extract --base base --model math --output math-lora --rank 32
 
@@ -198,7 +191,6 @@ It is a model like any other: merge it, analyze it, or make the model of it.
 
 [bold]Examples[/bold]
 
-  dare compress base math -o math.delta.safetensors
   dare compress base math -o math.delta.safetensors --drop-rate 0.9 --bits 4
   dare compress base math -o math.delta.safetensors --lossless
   dare base math.delta.safetensors code -o merged""",
@@ -209,8 +201,7 @@ merging that one model by dare+sum would, with its rate and seed.
 
 [bold]Examples[/bold]
 
-  dare apply base math.delta.safetensors -o math
-  dare apply base math.delta.safetensors -o math.safetensors --json""",
+  dare apply base math.delta.safetensors -o math""",
     "convert": """Turn a mergekit configuration into a recipe.
 
 Prints it as TOML, with a comment on everything that will be different. What
@@ -229,7 +220,6 @@ a minute.
 
 [bold]Examples[/bold]
 
-  dare demo
   dare demo --output demo --json""",
     "playground": """Try merges in the browser: a page that explains and computes.
 

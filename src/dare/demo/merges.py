@@ -15,11 +15,10 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
@@ -185,10 +184,6 @@ class DemoResult:
     picture: str | None
     output: str | None
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain dicts and lists, for JSON."""
-        return asdict(self)
 
 
 MOST_WORKERS = 8

@@ -362,23 +362,13 @@ def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
         rates = [rate for rate, _ in curve.points]
         means = [point.mean for _, point in curve.points]
         spreads = [point.spread or 0.0 for _, point in curve.points]
-        axes.plot(rates, means, color=colour, marker=mark, linewidth=2, label=curve.name)
-        axes.fill_between(
-            rates,
-            [mean - spread for mean, spread in zip(means, spreads, strict=True)],
-            [min(100.0, mean + spread) for mean, spread in zip(means, spreads, strict=True)],
-            color=colour,
-            alpha=0.18,
-            linewidth=0,
-        )
+        look = {"color": colour, "marker": mark, "linewidth": 2, "capsize": 3}
+        axes.errorbar(rates, means, spreads, label=curve.name, **look)
     axes.set(xlabel="drop rate p", ylabel="right answers to held-out prompts (%)")
     axes.set(xlim=(-0.02, 1), ylim=(0, 103))
     axes.grid(color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left")
     axes.set_title(caption, loc="left", fontsize=10)
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Software": "dare demo"})
 
 

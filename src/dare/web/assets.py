@@ -74,7 +74,7 @@ def render_index(*, is_server: bool) -> bytes:
         PACKAGE,
         "playground.html.jinja",
         scripts=[files(SHELL).joinpath("templates", "page.js").read_text("utf-8")],
-        styles=[_template(name) for name in STYLES],
+        styles=[files(PACKAGE).joinpath("templates", name).read_text("utf-8") for name in STYLES],
         policy=POLICY,
         allowed=("'self'", "'wasm-unsafe-eval'"),
         title="dare playground",
@@ -82,10 +82,6 @@ def render_index(*, is_server: bool) -> bytes:
         drawings=[],
         is_server=is_server,
     ).encode()
-
-
-def _template(name: str) -> str:
-    return files(PACKAGE).joinpath("templates", name).read_text("utf-8")
 
 
 def prompts() -> bytes:
@@ -126,11 +122,12 @@ def others_in(folder: Path) -> list[str]:
 def drawing_library() -> bytes:
     """The library that was kept, or a new one."""
     path = cache_folder() / f"vega-{version('altair')}-{version('vl-convert-python')}.js"
-    kept = _kept(path)
-    if kept is None:
-        kept = _made_elsewhere()
-        _keep(path, kept)
-    return kept
+    if (kept := _kept(path)) is not None:
+        return kept
+    library = _made_elsewhere()
+    with suppress(OSError):
+        write_private(path, hashlib.sha256(library).digest() + library)
+    return library
 
 
 def _make_library() -> bytes:
@@ -158,11 +155,6 @@ def _kept(path: Path) -> bytes | None:
         if hashlib.sha256(library).digest() == digest:
             return library
     return None
-
-
-def _keep(path: Path, library: bytes) -> None:
-    with suppress(OSError):
-        write_private(path, hashlib.sha256(library).digest() + library)
 
 
 if __name__ == "__main__":

@@ -152,8 +152,8 @@ def main() -> int:
     try:
         request = json.loads(sys.stdin.readline())
         threading.Thread(target=_watch, daemon=True).start()
-        with warnings.catch_warnings(), progress_shown_by(line.show):
-            warnings.simplefilter("ignore", DareWarning)  # plans and reports have them
+        quietly = warnings.catch_warnings(action="ignore", category=DareWarning)
+        with quietly, progress_shown_by(line.show):  # plans and reports have the warnings
             WORK[request["kind"]](request, line)
     except KeyboardInterrupt:
         return INTERRUPTED

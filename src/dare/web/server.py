@@ -11,7 +11,6 @@ import webbrowser
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -135,11 +134,8 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
 # ---------------------------------------------------------------- files
 
 
-class File(NamedTuple):
-    """What is sent for a name."""
-
-    content: bytes
-    etag: str
+File = tuple[bytes, str]
+"""What is sent for a name, and its ETag."""
 
 
 class Files:
@@ -167,17 +163,17 @@ class Files:
         name = request.path_params["name"] or "index.html"
         if name not in self._assets:
             return refuse(request, 404, "This page does not exist.")
-        file = await asyncio.shield(self.begin(name))
-        headers = {"ETag": file.etag, "Cache-Control": "no-cache"}
-        if request.headers.get("if-none-match") == file.etag:
+        content, etag = await asyncio.shield(self.begin(name))
+        headers = {"ETag": etag, "Cache-Control": "no-cache"}
+        if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)
         kind = TYPES[PurePosixPath(name).suffix]
-        return Response(file.content, media_type=kind, headers=headers)
+        return Response(content, media_type=kind, headers=headers)
 
 
 def _make_file(make: Callable[[], bytes]) -> File:
     content = make()
-    return File(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 async def _apologise(_request: Request, error: Exception) -> Response:
