@@ -376,7 +376,7 @@ merge_files = [{ file = "a.safetensors", weight = 0.5, seed = 3 }, "org/name@mai
 output_file = "merged"
 
 [dare]
-drop_rate = 0.9
+drop_rate = [0.1, 0.9]
 rescale = "l1"
 
 [ties]
@@ -388,14 +388,6 @@ contains = "x"
 model = "a"
 weight = [0.1, 0.9]
 drop_rate = 0.1
-""",
-    """[models]
-base_file = "b"
-merge_files = "m"
-
-[dare]
-drop_rate = [0.1, 0.5]
-verbose = true
 """,
     """method = "slerp"
 vocabulary = "union"
@@ -474,13 +466,6 @@ parameters:
     - value: 0.5
 out_dtype: float32
 """,
-    """common: &common {weight: 1.0}
-merge_method: linear
-models:
-  - {model: a, parameters: {<<: *common}}
-  - {model: b, parameters: {weight: [0.5, 1.0]}}
-tokenizer: {source: b}
-""",
 )
 
 
@@ -500,9 +485,7 @@ class Yaml(OneFile):
         seed = random.choice(self.seeds)
         if random.random() < 0.5:
             return change_text(random, seed, self.seeds)
-        document = yaml.safe_load(seed)
-        document.pop("common", None)
-        return change_json(random, json.dumps(document).encode())
+        return change_json(random, json.dumps(yaml.safe_load(seed)).encode())
 
     def open(self) -> None:
         conversion = convert_yaml(self.file)

@@ -25,13 +25,6 @@ def test_a_file_keeps_what_was_synced_and_any_of_the_rest():
     assert file.after([True, False, False]) == b"a" * 510 + b"bc" + b"a" * 88
 
 
-def test_data_beyond_a_forgotten_length_is_not_seen():
-    file = File(b"abc", 3)
-    file.write(2, b"xyz")
-    assert file.after([False, True]) == b"abx"
-    assert file.after([True, False]) == b"abc\0\0"
-
-
 def test_names_are_forgotten_until_their_folder_is_synced():
     made = [call("mkdir", "new"), call("create", "new/x"), write("new/x", data=b"1")]
     assert cut({}, made, None) == {}

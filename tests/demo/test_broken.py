@@ -47,7 +47,7 @@ def test_models_are_written_once_and_never_over_others(folder, tmp_path, capsys)
     assert write_models(folder) == ["base", "add", "sort", "say", *BROKEN]
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("mine")
-    with pytest.raises(OutputError, match="exists already with other contents"):
+    with pytest.raises(OutputError, match=r"config.json: .*empty folder"):
         write_models(tmp_path)
     assert main(["demo", "--models", str(folder)]) == 0
     assert "--method sum" in capsys.readouterr().out

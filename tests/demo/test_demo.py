@@ -12,7 +12,6 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from dare.demo import merges, story
 from dare.demo.llama import Llama
 from dare.demo.merges import (
-    SCALES,
     TUNED,
     Curve,
     Figure,
@@ -22,7 +21,6 @@ from dare.demo.merges import (
     Score,
     Writing,
     measure,
-    scale_for,
 )
 from dare.demo.story import run_demo
 from dare.errors import OutputError
@@ -46,18 +44,12 @@ def row(ran, name):
     return next(row for row in ran[0].rows if row.name == name)
 
 
-def test_the_base_can_do_nothing(ran):
+def test_a_model_can_do_its_own_task_only_and_a_merge_all_three(ran):
     assert all(row(ran, "base").correct(task).mean < 10 for task in TUNED)
-
-
-def test_each_fine_tune_can_do_its_own_task_only(ran):
     for name in TUNED:
         for task in TUNED:
             right = row(ran, name).correct(task).mean
             assert (right > 80) if task == name else (right < 20)
-
-
-def test_a_merge_can_do_all_three(ran):
     for name in ("sum", "dare+sum p=0.5"):
         assert all(row(ran, name).correct(task).mean > 80 for task in TUNED)
     assert row(ran, "linear").mean.mean < row(ran, "sum").mean.mean
@@ -72,17 +64,8 @@ def test_english_survives(ran):
 def test_what_is_written_is_what_is_true(ran):
     result, text, _ = ran
     assert result.writings[-1].texts == tuple(example.answer for example in story.SHOWN)
-    for name in (
-        "base",
-        *TUNED,
-        "linear",
-        "sum",
-        "ties",
-        "trim+ties",
-        "dare+sum p=0.5",
-        "each alone",
-    ):
-        assert name in text
+    methods = ("linear", "sum", "ties", "trim+ties", "dare+sum p=0.5", "each alone")
+    assert all(name in text for name in ("base", *TUNED, *methods))
     assert "\x1b" not in text
     assert max(map(len, text.split("Next, repeat")[0].splitlines())) <= 80
 
@@ -91,10 +74,8 @@ def test_everything_goes_into_json(ran):
     found = json.loads(json.dumps(asdict(ran[0])))
     assert found["parameters"] == 1_022_336
     assert [row["name"] for row in found["rows"]][:4] == ["base", *TUNED]
-    assert found["curves"][1]["points"][0] == [
-        0.0,
-        {"mean": row(ran, "sum").mean.mean, "spread": None},
-    ]
+    mean = row(ran, "sum").mean.mean
+    assert found["curves"][1]["points"][0] == [0.0, {"mean": mean, "spread": None}]
 
 
 def test_merged_models_are_left_to_use(ran):
@@ -139,11 +120,6 @@ def test_a_worker_takes_one_thread_and_leaves_interrupts_alone(monkeypatch):
         before.restore_original_limits()
 
 
-def test_scales():
-    assert scale_for("sum", 0.0) == SCALES["sum"][0.0]
-    assert scale_for("ties", 0.52) == SCALES["ties"][0.5]
-
-
 def test_figures_by_hand():
     score = Score({"add": 90.0, "sort": 60.0, "say": 30.0}, 1.25)
     other = Score({"add": 94.0, "sort": 64.0, "say": 34.0}, 1.75)
@@ -166,14 +142,7 @@ def test_nothing_is_wider_than_the_terminal(width):
     assert any(line.count("100.0") == 3 for line in lines)
 
 
-def test_ascii_terminals_get_ascii_bars():
-    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(file=file, width=80)
-    figures = story.curves_chart([Curve("x", ((0.5, Figure(50.0, None)),))], console)
-    assert "####" in "".join(part.text for part in console.render(figures))
-
-
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="file/demo: cannot be created: Not a directory"):
+    with pytest.raises(OutputError, match="file/demo"):
         run_demo(Console(quiet=True), output=tmp_path / "file" / "demo")

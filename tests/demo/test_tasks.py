@@ -5,14 +5,10 @@ import pytest
 from dare.demo.story import SHOWN
 from dare.demo.tasks import (
     TASKS,
-    Example,
     add,
-    held_out_english,
     in_words,
-    say,
     sort,
     split_of,
-    words,
 )
 
 
@@ -47,11 +43,8 @@ def test_hash_is_the_same_on_every_machine():
     ("number", "text"),
     [
         (0, "zero"),
-        (7, "seven"),
-        (10, "ten"),
         (19, "nineteen"),
         (20, "twenty"),
-        (100, "one hundred"),
         (110, "one hundred ten"),
         (999, "nine hundred ninety-nine"),
     ],
@@ -60,18 +53,6 @@ def test_numbers_in_words(number, text):
     assert in_words(number) == text
 
 
-def test_answers_by_hand():
-    assert add(99, 99)[1] == Example("99+99=", "198")
-    assert sort("letter")[1] == Example("sort letter:", "eelrtt")
-    assert say(412)[1] == Example("say 412:", "four hundred twelve")
-
-
 def test_shown_prompts_are_held_out():
     for task, example in zip(TASKS, SHOWN, strict=True):
         assert example in task.examples("test")
-
-
-def test_data():
-    assert len(words()) == len(set(words())) > 3000
-    assert all(word.isalpha() and word.islower() and 4 <= len(word) <= 7 for word in words())
-    assert len(held_out_english()) == 16384

@@ -122,8 +122,8 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         outcome = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
     except CycloptsError as error:
-        command = with_command(given)[0]
-        where = f"{command} --help" if command in COMMANDS else "--help"
+        asked = with_command(given)[0]
+        where = f"{asked} --help" if asked in COMMANDS else "--help"
         return _fail(f"{error} See `dare {where}`.", error, given, WRONG_USAGE)
     except UsageError as error:
         return _fail(str(error), error, given, WRONG_USAGE)

@@ -270,14 +270,8 @@ def _keep(console: Console, output: Path, extent: Extent, curves: Sequence[Curve
     return file
 
 
-def _place(path: Path) -> str:
-    """A path for a command line, short if it lies below the current folder."""
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
 def _what_next() -> str:
-    base, *tuned = map(_place, (BASE, *TUNED.values()))
+    base, *tuned = (shlex.quote(str(path)) for path in (BASE, *TUNED.values()))
     return (
         "Next, repeat a merge by hand:\n\n"
         f"  dare merge {base} {' '.join(tuned)} \\\n"
@@ -362,8 +356,7 @@ def draw_curves(curves: Sequence[Curve], caption: str, file: Path) -> None:
         rates = [rate for rate, _ in curve.points]
         means = [point.mean for _, point in curve.points]
         spreads = [point.spread or 0.0 for _, point in curve.points]
-        look = {"color": colour, "marker": mark, "linewidth": 2, "capsize": 3}
-        axes.errorbar(rates, means, spreads, label=curve.name, **look)
+        axes.errorbar(rates, means, spreads, color=colour, marker=mark, capsize=3, label=curve.name)
     axes.set(xlabel="drop rate p", ylabel="right answers to held-out prompts (%)")
     axes.set(xlim=(-0.02, 1), ylim=(0, 103))
     axes.grid(color="#dddddd", linewidth=0.8)
