@@ -86,16 +86,6 @@ def test_without_a_seed_the_mask_is_different_every_time():
     assert dare_drop(ones)["w"].tobytes() != dare_drop(ones)["w"].tobytes()
 
 
-def test_the_realised_fraction_is_printed_beside_the_target(capsys):
-    dropped = dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=1)["w"]
-    share = 100 * np.count_nonzero(dropped == 0) / SIZE
-    (line,) = capsys.readouterr().out.splitlines()
-    assert f"{share:.2f}%" in line
-    assert "90.00%" in line
-    dare_drop({"w": np.ones(SIZE, np.float32)}, 0.9, seed=1, verbose=False)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_keys_shapes_and_types_are_preserved():
     delta = {
         "b": np.ones((2, 3), ml_dtypes.bfloat16),
@@ -231,11 +221,6 @@ def test_dare_merge_scales_by_lambda(tmp_path):
     assert load_file(output)["w"].tolist() == [1.5, 3.0]
 
 
-def test_an_unknown_method_lists_the_known_ones_and_the_nearest(files, tmp_path):
-    with pytest.raises(ValueError, match=r"did you mean 'linear'.*linear, ties, sum"):
-        dare_merge(files[0], files[1:], tmp_path / "o.safetensors", merge_method="liner")
-
-
 # ---------------------------------------------------------------- empty arrays
 
 
@@ -309,11 +294,3 @@ def test_torch_tensors_that_need_gradients_or_are_not_contiguous_are_read():
     model = torch.arange(12.0).reshape(3, 4).T
     found = dare_sparsify({"w": base}, {"w": model}, drop_rate=0.0)["w"]
     assert found.tolist() == model.tolist()
-
-
-def test_dare_merge_takes_a_torch_dtype(files, tmp_path):
-    torch = pytest.importorskip("torch")
-    output = tmp_path / "o.safetensors"
-    with pytest.warns(DareWarning):
-        dare_merge(files[0], files[1:], output, dtype=torch.float16)
-    assert load_file(output)["w"].dtype == np.float16

@@ -118,14 +118,11 @@ def test_both_forms_of_dare_ties_merge_are_merge(files, tmp_path):
     assert_same(dare.dare_ties_merge(TUNED, BASE, drop_rate=RATE, density=0.3), expected)
 
 
-def test_dare_slerp_merge_is_merge():
+def test_dare_slerp_merge_and_dare_sparsify_are_merge():
     stages = {"dare": {"drop_rate": RATE}}
     expected = merged_arrays("dare+slerp", stages, TUNED[:2])
     assert_same(dare.dare_slerp_merge(TUNED[0], TUNED[1], BASE, RATE), expected)
-
-
-def test_dare_sparsify_is_merge():
-    expected = merged_arrays("dare+sum", {"dare": {"drop_rate": RATE}}, TUNED[:1])
+    expected = merged_arrays("dare+sum", stages, TUNED[:1])
     assert_same(dare.dare_sparsify(BASE, TUNED[0], RATE), expected)
 
 

@@ -69,12 +69,6 @@ def test_models_may_be_entries_and_tables():
     assert models[0] == {"file": "m", "weight": 2.0}
 
 
-def test_what_is_given_is_not_changed():
-    document = WHOLE.to_tables()
-    make_recipe(document, drop_rate=[0.1, 0.2], scale=2.0)
-    assert document == WHOLE.to_tables()
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -137,11 +131,3 @@ def test_another_method_leaves_out_what_the_recipe_says_for_its_own():
     assert changed.models == (ModelEntry(file="m", weight=2),)
     assert (changed.tensors[0].weight, changed.tensors[0].settings) == (0.5, {})
     assert make_recipe({**given, "dare": 3}, method="sum").stages == {}
-
-
-@pytest.mark.parametrize(
-    "given", [{"stages": {"dare": {"drop_rate": 0.5}}}, {"drop_rate": 0.5}], ids=str
-)
-def test_what_is_given_with_a_method_must_suit_it(given):
-    with pytest.raises(RecipeError, match="would have no effect"):
-        make_recipe(**FILES, method="sum", **given)

@@ -465,23 +465,3 @@ def test_the_first_compilation_is_announced_and_takes_seconds(models, tmp_path):
     assert b"compiling kernels" in first.stderr
     assert second.stderr == b""
     assert float(first.stdout) < 60  # about 5 s on an idle machine
-
-
-def test_the_progress_is_the_bytes_read(models, tmp_path, monkeypatch):
-    from contextlib import contextmanager
-
-    from dare import api
-    from dare.run.progress import Display
-
-    seen = []
-
-    @contextmanager
-    def record(total, _verb, *, visible):
-        seen.append((total, visible))
-        yield Display(seen.append, lambda _text: None)
-
-    monkeypatch.setattr(api, "show_progress", record)
-    report = dare.merge(recipe(models, tmp_path / "out.safetensors"))
-    (total, visible), *parts = seen
-    assert (total, visible) == (report.bytes_read, False)
-    assert sum(parts) == total

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -145,11 +144,6 @@ def attack_in_parallel(format: str, seed: int, count: int, processes: int) -> Ta
     starts = range(0, count, share)
     counts = [min(share, count - start) for start in starts]
     tally = Tally(format, seed)
-    if processes == 1:
-        tallies = map(partial(attack, format, seed), starts, counts)
-        for part in tallies:
-            tally.add(part)
-        return tally
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         jobs = [(format, seed, *job) for job in zip(starts, counts, strict=True)]
         for part in pool.starmap(attack, jobs, chunksize=1):

@@ -16,7 +16,7 @@ import pytest
 from calling import BASE, TO, TWO, asked_recipe, base_arrays, contents, dare, dare_succeeds
 from safetensors.numpy import load_file
 
-from dare import __version__, merge, plan
+from dare import merge, plan
 from dare.cli import build_app
 from dare.cli.flags import toml_word
 from dare.cli.texts import COMMANDS
@@ -325,10 +325,6 @@ def test_every_command_has_help_with_examples(command):
     assert "[bold]" not in shown
 
 
-def test_the_version_is_the_packages():
-    assert dare_succeeds("--version").out == f"dare {__version__}\n"
-
-
 def test_completion_is_valid_bash():
     script = build_app().generate_completion(shell="bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -403,16 +399,6 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     told = " ".join(closing[rates:])
     assert 0 < told.index("drop_rate = 0.96: ") < told.index("drop_rate = 0.97: ")
     assert outcome.err.removeprefix(COMPILING) == ""
-
-
-# ---------------------------------------------------------------- names that are not plain
-
-
-def test_a_tensor_may_have_any_name(folder):
-    for name, value in (("b", 0), ("t", 1)):
-        save(folder / f"{name}.safetensors", {"[/x].w": np.full(9, value, np.float32)})
-    outcome = dare_succeeds("-b", "b.safetensors", "-m", "t.safetensors", *TO)
-    assert "[/x].w" in outcome.out
 
 
 # ---------------------------------------------------------------- streams that are not there

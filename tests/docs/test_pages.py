@@ -202,12 +202,8 @@ def test_every_dependency_has_a_reason() -> None:
 def test_the_citation_is_complete() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["version"] == dare.__version__
-    assert citation["license"] == "Apache-2.0"
+    assert (citation["version"], citation["license"]) == (dare.__version__, "Apache-2.0")
     (paper,) = citation["references"]
-    names = [f"{author['given-names']} {author['family-names']}" for author in paper["authors"]]
-    assert names == ["Le Yu", "Bowen Yu", "Haiyang Yu", "Fei Huang", "Yongbin Li"]
     assert paper["identifiers"][0]["value"] == "arXiv:2311.03099"
 
 

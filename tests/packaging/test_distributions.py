@@ -9,7 +9,6 @@ from __future__ import annotations
 import email
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -28,7 +27,6 @@ from helpers import save
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-DEMO_MODELS = ROOT / "src" / "dare" / "demo" / "models"
 LARGEST_WHEEL_BYTES = 16_000_000
 
 Distributions = tuple[Path, Path]
@@ -88,18 +86,7 @@ def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFac
     (packages / "dependencies.pth").write_text("\n".join(sorted(dependencies)))
     options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, distributions[1])
-    _take_over_kernels(ROOT / "src" / "dare", packages / "dare")
     return folder / "bin"
-
-
-def _take_over_kernels(source: Path, installed: Path) -> None:
-    """Let Numba find what it has compiled of the same files: else that takes most of a minute."""
-    for compiled in source.rglob("__pycache__/*.nb[ic]"):
-        module = compiled.parents[1].relative_to(source) / f"{compiled.name.partition('.')[0]}.py"
-        cache = installed / module.parent / "__pycache__"
-        cache.mkdir(exist_ok=True)
-        shutil.copy2(compiled, cache)
-        shutil.copystat(source / module, installed / module)
 
 
 # ---------------------------------------------------------------- contents
@@ -107,46 +94,21 @@ def _take_over_kernels(source: Path, installed: Path) -> None:
 
 def test_the_wheel_has_the_whole_package_and_nothing_else(wheel_names: list[str]) -> None:
     package = ROOT / "src" / "dare"
-    unwanted = ("__pycache__", ".nbi", ".nbc")
     expected = {
         str(path.relative_to(package.parent))
         for path in package.rglob("*")
-        if path.is_file() and not any(part in str(path) for part in unwanted)
+        if path.is_file() and "__pycache__" not in str(path)
     }
     found = {name for name in wheel_names if ".dist-info/" not in name}
     assert found == expected
     assert {"dare/py.typed", "dare/output/page/templates/page.html.jinja"} <= found
-
-
-def test_the_wheel_has_the_licence(wheel_names: list[str]) -> None:
-    version = dare.__version__
-    assert f"dare_merge-{version}.dist-info/licenses/LICENSE" in wheel_names
-
-
-@pytest.mark.skipif(not DEMO_MODELS.is_dir(), reason="the demonstration's models are not here")
-def test_the_wheel_has_the_models_of_the_demonstration(wheel_names: list[str]) -> None:
-    models = [name for name in wheel_names if name.startswith("dare/demo/models/")]
-    assert any(name.endswith(".safetensors") for name in models)
+    assert f"dare_merge-{dare.__version__}.dist-info/licenses/LICENSE" in wheel_names
 
 
 def test_the_sdist_has_what_is_needed_to_test_and_build(sdist_names: list[str]) -> None:
-    wanted = {
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "Makefile",
-        "PKG-INFO",
-        "README.md",
-        "docs/mask.md",
-        "mkdocs.yml",
-        "pyproject.toml",
-        "src/dare/output/page/templates/page.css",
-        "src/dare/output/page/templates/page.html.jinja",
-        "src/dare/py.typed",
-        "tests/helpers.py",
-    }
-    assert wanted <= set(sdist_names)
+    wanted = "CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE Makefile PKG-INFO README.md"
+    more = "docs/mask.md mkdocs.yml pyproject.toml src/dare/py.typed tests/helpers.py"
+    assert {*wanted.split(), *more.split()} <= set(sdist_names)
     for unwanted in (".venv", ".git/", "site/", "bench/data", "bench/results"):
         assert not [name for name in sdist_names if name.startswith(unwanted)]
 

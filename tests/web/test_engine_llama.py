@@ -256,21 +256,6 @@ def test_an_engine_scores_writes_and_names_the_weights():
     assert found["none"]["bitsPerByte"] is None
 
 
-def test_what_was_answered_once_is_not_asked_again():
-    before, between, after = run_engine("""
-    const engine = open();
-    await engine.score(base, { prompts: 4, englishBytes: 256 });
-    const items = () => posted.reduce((count, { items = [] }) => count + items.length, 0);
-    const before = items();
-    await engine.score(base, { prompts: 6, englishBytes: 512 });
-    const between = items();
-    await engine.score(base, { prompts: 6, englishBytes: 512 });
-    await engine.score(base, { prompts: 2, englishBytes: 256 });
-    node.print([before, between, items()]);
-    """)
-    assert (before, between, after) == (13, 20, 20)
-
-
 def test_a_later_request_comes_first_and_an_aborted_one_stops():
     found = run_engine("""
     const engine = open();

@@ -187,15 +187,3 @@ def test_what_does_not_fit_or_is_elsewhere_is_said(page, models):
     page.fill("#own-method", "dare+sun")
     page.press("#own-method", "Enter")
     page.wait_for_selector("#own-plan-text:has-text(\"did you mean 'sum'\")")
-
-
-def test_a_recipe_is_used_as_it_is(page, models):
-    recipe = {
-        **large(models, models / "from-recipe.safetensors"),
-        "tensors": [{"contains": ["layers.0."], "keep_ratio": 0.5}],
-    }
-    (models / "mine.toml").write_text(recipe_of(recipe).to_toml())
-    open_path(page, models)
-    choose(page, "mine.toml", "Use")
-    wait_for_recipe(page, "[[tensors]]")
-    assert recipe_of(tomllib.loads(page.text_content("#own-toml"))) == recipe_of(recipe)
