@@ -391,18 +391,16 @@ def demo(
 
 
 def _write_demo_models(folder: Path, *, json: bool) -> int:
-    from dare.demo.merges import BROKEN, write_models
+    from dare.demo.merges import TUNED, write_models
 
     names = write_models(folder)
     if json:
         show.json(jsonlib.dumps({name: str(folder / name) for name in names}, indent=2))
         return DONE
-    whole = [name for name in names if name not in BROKEN]
-    place, first = shlex.quote(str(folder)), whole[0]
-    merged = " ".join(f"{place}/{name}" for name in whole[1:])
+    base, *tuned = (shlex.quote(str(folder / name)) for name in ("base", *TUNED))
     steps = {
-        "merge": f"dare {place}/{first} {merged} --method sum --output merged.safetensors",
-        "broken": f"dare analyze {place}/{first} {place}/add-nan {place}/add-far",
+        "merge": f"dare {base} {' '.join(tuned)} --method sum --output merged.safetensors",
+        "analyze": f"dare analyze {base} {' '.join(tuned)}",
     }
     show.next_steps(show.console(), f"{', '.join(names)} are in {folder}", steps)
     return DONE

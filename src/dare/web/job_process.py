@@ -32,7 +32,6 @@ from dare.run.progress import Display, progress_shown_by
 from dare.tensors.json_values import json_ready
 
 if TYPE_CHECKING:
-    from dare.output.report import Report
     from dare.recipe.schema import Recipe
 
 Request = dict[str, Any]
@@ -88,19 +87,14 @@ def merge(request: Request, line: Line) -> None:
     from dare.output.verification import verify as verify_output
 
     report = api.merge(_recipe(request), overwrite=bool(request.get("overwrite")))
-    told = tell_report(report)
+    whole = report.to_dict()
+    names = ("method", "output", "models", "bytes_read", "bytes_written", "seconds")
+    told = {name: whole[name] for name in (*names, "resumed_chunks")}
+    told |= {"tensors": len(report.tensors), "warnings": list(map(str, report.warnings))}
     line.send(result=told)
     line.send(note="reading it back")
     assert report.output is not None
     line.send(result={**told, "sha256": verify_output(report.output).sha256})
-
-
-def tell_report(report: Report) -> dict[str, Any]:
-    """A report without its tensors."""
-    whole = report.to_dict()
-    names = ("method", "output", "models", "bytes_read", "bytes_written", "seconds")
-    kept = {name: whole[name] for name in (*names, "resumed_chunks")}
-    return {**kept, "tensors": len(report.tensors), "warnings": list(map(str, report.warnings))}
 
 
 def verify(request: Request, line: Line) -> None:

@@ -41,7 +41,6 @@ from dare.web.jobs import Job, Jobs
 from dare.web.roots import OutsideError, Roots
 
 Asked = Mapping[str, Any]
-NEEDS_RECIPE = ("merge", "analyze")
 
 
 class OwnModels:
@@ -56,8 +55,7 @@ class OwnModels:
 
         Returns whether a merge was cut short.
         """
-        merges = [job for job in self._jobs.all() if job.kind == "merge"]
-        open_before = [job for job in merges if job.state in ("waiting", "running")]
+        open_before = self._open_merges()
         self._jobs.close()
         return any(job.state != "done" for job in open_before)
 
@@ -93,20 +91,15 @@ class OwnModels:
             planned = api.plan(recipe)
         except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
             return {**told, "error": str(error)}
-        return {
-            **told,
-            **tell_plan(planned),
-            **_tell_output(planned, self._outputs(), overwrite=bool(asked.get("overwrite"))),
-        }
+        recipes = [job.request["recipe"] for job in self._open_merges()]
+        underway = {recipe["models"]["output_file"] for recipe in recipes}
+        where = _tell_output(planned, underway, overwrite=bool(asked.get("overwrite")))
+        return {**told, **tell_plan(planned), **where}
 
-    def _outputs(self) -> set[str]:
-        """What merges are writing, or will."""
+    def _open_merges(self) -> list[Job]:
+        """Merges that run, or will."""
         merges = [job for job in self._jobs.all() if job.kind == "merge"]
-        return {
-            job.request["recipe"]["models"]["output_file"]
-            for job in merges
-            if job.state in ("waiting", "running")
-        }
+        return [job for job in merges if job.state in ("waiting", "running")]
 
     def _recipe(self, asked: Asked) -> Recipe:
         document = asked.get("recipe")
@@ -121,7 +114,7 @@ class OwnModels:
         if kind == "verify":
             path = self._roots.find_model(str(asked.get("path", "")))
             return self._jobs.add({"kind": kind, "path": str(path)}).to_dict()
-        if kind not in NEEDS_RECIPE:
+        if kind not in ("merge", "analyze"):
             raise InputError(f"{kind!r}: there is no such job")
         recipe = self._recipe(asked)
         overwrite = bool(asked.get("overwrite"))
