@@ -397,10 +397,11 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
     if json:
         show.json(jsonlib.dumps({name: str(folder / name) for name in names}, indent=2))
         return DONE
-    base, *tuned = (shlex.quote(str(folder / name)) for name in ("base", *TUNED))
+    base, *tuned = (f"{shlex.quote(str(folder))}/{name}" for name in ("base", *TUNED))
+    broken = " ".join(f"{shlex.quote(str(folder))}/{name}" for name in ("add-nan", "add-far"))
     steps = {
         "merge": f"dare {base} {' '.join(tuned)} --method sum --output merged.safetensors",
-        "analyze": f"dare analyze {base} {' '.join(tuned)}",
+        "broken": f"dare analyze {base} {broken}",
     }
     show.next_steps(show.console(), f"{', '.join(names)} are in {folder}", steps)
     return DONE
