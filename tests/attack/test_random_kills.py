@@ -1,10 +1,11 @@
-"""Merges that are killed at random moments, alone and beside others that want the same output."""
+"""Merges that are killed at random moments, alone, in slices, or beside others with one output."""
 
 from __future__ import annotations
 
 import random
 import signal
 
+import pytest
 from interposing import Job
 from scenarios import SCENARIOS as ALL
 from scenarios import (
@@ -18,11 +19,15 @@ from scenarios import (
 )
 
 SCENARIOS = [scenario for scenario in ALL if not scenario.slices]
-"""Slices are for `test_slices_killed.py`."""
+SLICED = [scenario for scenario in ALL if scenario.slices]
 KILLS = 1000
 """At full size, over all scenarios."""
 CROWDS = 160
 """Groups of processes at full size, over all scenarios."""
+GROUPS = 100
+"""The same for each scenario with slices."""
+SLICES_S = 0.4
+MOST_ROUNDS = 12
 LONGEST_S = 0.25
 """About as long as the slowest of these merges takes; after it most kills find nobody."""
 
@@ -85,3 +90,62 @@ def test_processes_that_want_one_output_do_not_spoil_it(
         else:
             check_end(place, scenario, context)
     assert place.inputs_are_whole(thoroughly=True)
+
+
+# ---------------------------------------------------------------- slices
+
+
+def run_round(place: Place, scenario: Scenario, delays: list[float | None], context: str) -> None:
+    """Run all slices at once; some are killed, some are there twice."""
+    jobs = [
+        Job(command, place.work, kill_after_s=delay)
+        for command, delay in zip(scenario.commands, delays, strict=True)
+    ]
+    for outcome in place.warm.run_together([*jobs, jobs[0]]):
+        if outcome.status != -signal.SIGKILL:
+            check_message(outcome.status, outcome.err, f"{context}: {outcome.err}")
+
+
+sliced = pytest.mark.parametrize("scenario", SLICED, ids=lambda scenario: scenario.name)
+
+
+@sliced
+def test_slices_that_are_killed_at_random_end_in_the_same_bytes(
+    place: Place, scenario: Scenario, attack_size, attack_seed
+):
+    for attack in chosen((attack_seed, scenario.name), attack_size, range(GROUPS), least=3):
+        generator = random.Random(repr((attack_seed, scenario.name, attack)))
+        place.reset({})
+        is_new, rounds = False, 0
+        while not is_new:
+            rounds += 1
+            assert rounds < MOST_ROUNDS, f"{scenario.name}, {attack}: it never ends"
+            delays = [
+                generator.choice((None, generator.random() * SLICES_S)) if rounds < 3 else None
+                for _ in scenario.commands
+            ]
+            context = f"{scenario.name}, {attack}, round {rounds}, {delays}"
+            run_round(place, scenario, delays, context)
+            is_new = check_between(place, scenario, context)
+        if (place.work / f"{scenario.output}.partial").exists():
+            # One was killed after giving the name; whoever comes next clears up.
+            again = place.run(("finish", *scenario.command[:-2]))
+            assert "exists already" in again.err or again.status == 0, again.err
+        check_whole(place, scenario, context)
+    assert place.inputs_are_whole(thoroughly=True)
+
+
+@sliced
+def test_a_merge_without_slices_goes_on_from_slices_that_were_killed(
+    place: Place, scenario: Scenario, attack_size, attack_seed
+):
+    for attack in chosen((attack_seed, scenario.name, "whole"), attack_size, range(GROUPS)):
+        generator = random.Random(repr((attack_seed, scenario.name, attack)))
+        place.reset({})
+        delays: list[float | None] = [generator.random() * SLICES_S for _ in scenario.commands]
+        context = f"{scenario.name}, {attack}, {delays}"
+        run_round(place, scenario, delays, context)
+        if not check_between(place, scenario, context):
+            again = place.run(scenario.command[:-2])
+            assert again.status == 0, f"{context}: {again.err}"
+            check_whole(place, scenario, context)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,6 @@ Cache = dict[int, tuple[Floats, Floats]]
 
 _AT_ONCE = 4096
 """Positions computed together: enough to be fast, few enough to stay in the caches."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One layer's weights, transposed and joined so that a layer takes four matrix products."""
-
-    attention_norm: Floats
-    query_key_value: Floats
-    """[hidden, 3 · hidden]"""
-    output: Floats
-    inner_norm: Floats
-    gate_up: Floats
-    """[hidden, 2 · inner]"""
-    down: Floats
 
 
 class Llama:
@@ -82,8 +67,8 @@ class Llama:
         cosine, sine = self._cosine[angles], self._sine[angles]
         stream = self._embedding[tokens.ravel()]
         for index, layer in enumerate(self._layers):
-            normed = self._normed(stream, layer.attention_norm)
-            joined = (normed @ layer.query_key_value).reshape(rows, positions, 3, self._heads, -1)
+            normed = self._normed(stream, layer["outer_norm"])
+            joined = (normed @ layer["attention"]).reshape(rows, positions, 3, self._heads, -1)
             query, key, value = joined.transpose(2, 0, 3, 1, 4)
             query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
             value = np.ascontiguousarray(value)
@@ -93,10 +78,10 @@ class Llama:
             if cache is not None:
                 cache[index] = key, value
             mixed = _attended(query, key, value)
-            stream += mixed.transpose(0, 2, 1, 3).reshape(stream.shape) @ layer.output
-            normed = self._normed(stream, layer.inner_norm)
-            gate, up = np.split(normed @ layer.gate_up, 2, axis=-1)
-            stream += (_silu(gate) * up) @ layer.down
+            stream += mixed.transpose(0, 2, 1, 3).reshape(stream.shape) @ layer["output"]
+            normed = self._normed(stream, layer["inner_norm"])
+            gate, up = np.split(normed @ layer["gate_up"], 2, axis=-1)
+            stream += (_silu(gate) * up) @ layer["down"]
         normed = self._normed(stream, self._norm)
         return (normed @ self._embedding.T).reshape(rows, positions, -1)
 
@@ -169,7 +154,8 @@ def read_weights(path: Path) -> dict[str, Floats]:
     return weights
 
 
-def _layer(tensors: Mapping[str, Floats], index: int) -> _Layer:
+def _layer(tensors: Mapping[str, Floats], index: int) -> dict[str, Floats]:
+    """One layer's weights, transposed and joined so that a layer takes four matrix products."""
     prefix = f"model.layers.{index}."
 
     def joined(*names: str) -> Floats:
@@ -178,14 +164,14 @@ def _layer(tensors: Mapping[str, Floats], index: int) -> _Layer:
             np.concatenate([tensors[f"{prefix}{name}.weight"] for name in names]).T
         )
 
-    return _Layer(
-        attention_norm=tensors[f"{prefix}input_layernorm.weight"],
-        query_key_value=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=joined("self_attn.o_proj"),
-        inner_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
-        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-        down=joined("mlp.down_proj"),
-    )
+    return {
+        "outer_norm": tensors[f"{prefix}input_layernorm.weight"],
+        "attention": joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "output": joined("self_attn.o_proj"),
+        "inner_norm": tensors[f"{prefix}post_attention_layernorm.weight"],
+        "gate_up": joined("mlp.gate_proj", "mlp.up_proj"),
+        "down": joined("mlp.down_proj"),
+    }
 
 
 def _rotated(heads: Floats, cosine: Floats, sine: Floats) -> Floats:

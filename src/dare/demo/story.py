@@ -44,8 +44,6 @@ from dare.output.targets import check_free
 from dare.output.terminal import EIGHTHS, can_write, draw_bar, make_table
 
 FIRST_SEED = 42
-SEED_STEP = 1000
-"""Model i is merged with seed + i: the seeds of two merges must not be neighbours."""
 
 PLAIN = ("linear", "sum", "ties", "trim+ties")
 """What is tried without DARE; the last is TIES as published, which trims to the largest fifth."""
@@ -74,7 +72,7 @@ PICTURE = "demo.png"
 
 FULL = Extent(
     prompts=100,
-    seeds=tuple(FIRST_SEED + SEED_STEP * index for index in range(3)),
+    seeds=(FIRST_SEED, 1042, 2042),  # no neighbours: model i is merged with seed + i
     english_bytes=4096,
     drop_rates=(0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95),
 )
