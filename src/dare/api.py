@@ -69,6 +69,7 @@ from dare.run.cluster import check_for_cluster, execute_on_cluster
 from dare.run.execute import execute, with_same_inputs
 from dare.run.finite import check_records, check_tensors
 from dare.run.progress import COMPILING, Display, Meter, show_progress
+from dare.run.rates import keep_rate
 from dare.run.slices import Feedback, SharedCensuses
 from dare.stores.locations import to_path
 from dare.tensors.chunks import chunk_span
@@ -200,6 +201,7 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
     if resume and (finished := _finished_before(planned)) is not None:
         settle(layout)
         return finished
+    begun, compiled = time.perf_counter(), False
     seen = _look(planned)
     _rehearse(planned, layout)
     with (
@@ -209,13 +211,19 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
         noticed = _take_over(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
+
+        def compiling() -> None:
+            nonlocal compiled
+            compiled = True
+            display.announce(COMPILING)
+
         if recipe.cluster is None:
             records = execute(
                 planned,
                 output,
                 done=output.resumed,
                 progress=meter.advance,
-                announce=lambda: display.announce(COMPILING),
+                announce=compiling,
             )
         else:
             records = execute_on_cluster(
@@ -235,7 +243,11 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
             noticed=[*seen.notices, *noticed],
         )
         report = with_size_warnings(planned, report, seen)
-        return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
+        noticed = [*seen.notices, *noticed]
+        report = _publish(planned, output, report, noticed, overwrite=overwrite)
+    if recipe.cluster is None and not (compiled or output.resumed):
+        keep_rate(planned, time.perf_counter() - begun)
+    return report
 
 
 def _planned(

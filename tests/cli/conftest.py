@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from calling import base_arrays, tuned_arrays
 
-from dare.run.calibration import Disk, Speed
 from helpers import save
 
 
@@ -30,8 +29,6 @@ def folder(some_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copytree(some_models, place)
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where measured rates are kept
-    monkeypatch.setattr("dare.run.rates.measure_speed", lambda *_: Speed(1024, 0.01, 1.0, 1.0, 0.5))
-    monkeypatch.setattr("dare.run.rates.measure_disk", lambda: Disk("here", 1e9, 1e9))
     # The JavaScript of the real page takes seconds to make; tests/analysis/page has it.
     monkeypatch.setattr("dare.output.page.writing.drawing_bundle", lambda _version: "/* library */")
     for variable in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"):

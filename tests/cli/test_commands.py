@@ -182,16 +182,14 @@ def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
     (folder / "recipe.toml").write_text(RECIPE.replace("0.8", "0.9"))
     seconds = outcome.json["seconds"]
     assert outcome.json == {**plan("recipe.toml").to_dict(), "seconds": seconds}
-    assert 0.5 < seconds["low"] < seconds["high"]
-    assert seconds["speed"]["side"] == 1024
-    assert seconds["disk"]["folder"] == "here"
+    assert 0 < seconds["low"] < seconds["high"] <= 4 * seconds["low"]
+    assert seconds["is_measured"] is False
     places = {tensor["name"]: tensor["place"] for tensor in outcome.json["tensors"]}
     assert places["model.embed_tokens.weight"]["file"] == "merged.safetensors"
 
 
 def test_a_plan_says_how_long_it_takes_and_a_merge_if_it_takes_long(folder, monkeypatch):
     known = r"takes    (about \d\.?\d* to \d\.?\d* s|less than a second) on this machine"
-    assert "on this machine" not in dare_succeeds(*TWO, *TO).out
     assert re.search(known, dare_succeeds("plan", *TWO).out)
     monkeypatch.setattr("dare.cli.show.WORTH_WAITING_FOR", 1e6)
     assert "on this machine" not in dare_succeeds(*TWO, "--output", "soon.safetensors").out

@@ -33,7 +33,6 @@ from dare.errors import DareWarning, InputError, RecipeError, VerificationError,
 from dare.output.manifest import find_manifest
 from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
-from dare.run.progress import COMPILING
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES, parse_method
 from dare.stages.catalogue import catalogue
@@ -101,8 +100,7 @@ def merge(
     console = show.console(json=json, quiet=not asked.verbose)
     planned = api.plan(asked, fetches=True)
     api.checked_layout(planned, overwrite=overwrite, resume=resume)
-    kept = None if console.quiet else estimate(planned, measure=False)
-    show.plan_summary(console, planned, kept)
+    show.plan_summary(console, planned, estimate(planned))
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         if part is not None:
             done = api.merge_slice(planned, part, overwrite=overwrite, wait=wait)
@@ -159,11 +157,10 @@ def _show_plan(recipe: Recipe, *, json: bool, quiet: bool) -> int:
     console = show.console(json=json, quiet=quiet)
     if quiet and not json:
         return DONE
-    expected = estimate(planned, announce=lambda: print(COMPILING, file=sys.stderr))
+    expected = estimate(planned)
     show.plan_summary(console, planned, expected, detailed=True)
     if json:
-        seconds = expected and expected.to_dict()
-        document = {**planned.to_dict(), "seconds": seconds}
+        document = {**planned.to_dict(), "seconds": expected.to_dict()}
         show.json(jsonlib.dumps(document, indent=2, ensure_ascii=False))
     return DONE
 

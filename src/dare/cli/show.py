@@ -62,7 +62,7 @@ def json(document: str) -> None:
 
 
 def plan_summary(
-    console: Console, plan: Plan, estimate: Estimate | None, *, detailed: bool = False
+    console: Console, plan: Plan, estimate: Estimate, *, detailed: bool = False
 ) -> None:
     """What will be merged, how and at what cost; `detailed` with all settings and resources."""
     cost, elements = plan.cost, sum(tensor.elements for tensor in plan.tensors)
@@ -83,7 +83,7 @@ def plan_summary(
         rows["reads"] = f"{show_size(cost.bytes_read)} in {times(cost.passes, 'pass', 'passes')}"
         rows["with"] = times(cost.threads, "thread")
         rows["memory"] = cost.memory_line
-    if estimate is not None and (detailed or estimate.high >= WORTH_WAITING_FOR):
+    if detailed or estimate.high >= WORTH_WAITING_FOR:
         rows["takes"] = str(estimate)
     console.print(_facts("Plan", rows))
     console.print(_models_table(plan, console.width, different))

@@ -81,7 +81,7 @@ if something is missing; the message says which slices have it to do.
     "plan": """Say what a merge would do and cost.
 
 Reads headers, no weights. Takes the flags of `dare merge`. How long the merge
-will take is measured once for each method and kept (about a second).
+will take is reckoned from its bytes and from earlier merges by the method.
 
 [bold]Examples[/bold]
 

@@ -150,7 +150,6 @@ def tell_plan(planned: Plan) -> dict[str, Any]:
     fates[Fate.LEFT_OUT] = len(planned.left_out)
     elements = sum(tensor.elements for tensor in planned.tensors)
     types = ", ".join(sorted({tensor.base.dtype.name for tensor in planned.tensors}))
-    expected = estimate(planned, measure=False)
     return {
         "facts": {
             "tensors": ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate]),
@@ -160,7 +159,7 @@ def tell_plan(planned: Plan) -> dict[str, Any]:
             "memory": cost.memory_line,
             "with": times(cost.threads, "thread"),
         },
-        "takes": expected and str(expected),
+        "takes": str(estimate(planned)),
         "models": [
             {"name": name, "file": str(entry.file), "weight": weight, "seed": seed}
             for name, entry, weight, seed in zip(
