@@ -35,7 +35,7 @@ _NAMES = {
     "planning.plan": "Plan",
     "recipe.schema": "ModelEntry Recipe TensorRule",
     "run.rates": "Estimate estimate",
-    "stages.outside": "load_stages",
+    "stages.methods": "load_stages",
     "studies.candidates": "Candidate Candidates",
     "studies.reading": "SearchResult",
     "studies.searching": "search",

@@ -16,7 +16,7 @@ from dare.cli import main
 from dare.errors import InputError, RecipeError
 from dare.output.manifest import read_manifest
 from dare.output.writer import manifest_path
-from dare.stages import STAGES, outside
+from dare.stages import STAGES, methods
 from dare.studies.evaluators import open_scorer
 from helpers import save
 
@@ -54,7 +54,7 @@ def _forget():
     yield
     STAGES.clear()
     STAGES.update(before)
-    outside.load_installed_stages.cache_clear()
+    methods.load_installed_stages.cache_clear()
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_stage_may_not_take_the_name_of_another(folder):
 
 
 def test_a_search_makes_candidates_with_it_in_another_process(folder):
-    outside.load_stages(folder / "shrink.py")
+    methods.load_stages(folder / "shrink.py")
     (folder / "score.py").write_text("def score(tensors):\n    return float(tensors['w'].sum())\n")
     files = [folder / f"{name}.safetensors" for name in "ab"]
     recipe = dare.Recipe(base=folder / "base.safetensors", models=files, method="shrink+sum")

@@ -35,7 +35,7 @@ from dare.planning.slices import Slice
 from dare.recipe.schema import Recipe
 from dare.run.rates import estimate
 from dare.stages import ALIASES, STAGES, parse_method
-from dare.stages.catalogue import catalogue
+from dare.stages.methods import catalogue
 from dare.stores.locations import to_path
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def methods(
     debug: Debug = False,
 ) -> int:
     """Show stages."""
-    from dare.stages.outside import load_installed_stages
+    from dare.stages.methods import load_installed_stages
 
     load_installed_stages()
     if name is not None and name not in {*STAGES, *ALIASES}:

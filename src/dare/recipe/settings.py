@@ -20,7 +20,7 @@ from dare.recipe.entries import distinct
 from dare.recipe.naming import OTHER_NAMES, Files
 from dare.recipe.schema import SAME_WEIGHTS, ModelEntry, Recipe
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
-from dare.stages.outside import load_installed_stages
+from dare.stages.methods import load_installed_stages
 from dare.tensors.sizes import times
 
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate")

@@ -31,7 +31,7 @@ from dare.run.execute import do_census_steps, execute
 from dare.run.graph import Conclude, Id, Look, Step, list_census_steps
 from dare.run.ray import Cluster, Do, connect
 from dare.run.worker import Progress
-from dare.stages.outside import load_installed_stages, load_stages
+from dare.stages.methods import load_installed_stages, load_stages
 from dare.stores.locations import StorePath
 from dare.tensors.chunks import chunk_count, chunk_span
 from dare.tensors.digest import bytes_digest

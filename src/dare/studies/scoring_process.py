@@ -211,7 +211,7 @@ class _Answering:
         return {"form": self.function.form, "takes_items": self.function.takes_items}
 
     def open(self, given: dict[str, Any]) -> None:
-        from dare.stages.outside import load_stages
+        from dare.stages.methods import load_stages
 
         for file in given["stages"]:
             load_stages(file)
