@@ -98,25 +98,6 @@ def test_three_nodes_give_the_bytes_of_one_thread(cluster, shared, output, expec
     assert CLUSTER not in written
 
 
-def test_a_stage_of_the_users_own_is_run_on_every_node(cluster, merge, tmp_path, output):
-    stage = tmp_path / "halve.py"
-    stage.write_text(
-        "from dare.stages.blocks import Block\n"
-        "from dare.stages.registry import delta_stage\n"
-        "@delta_stage()\n"
-        "def halve(block: Block) -> None:\n"
-        '    """Halve."""\n'
-        "    block.values[:] *= 0.5\n"
-    )
-    digests = []
-    for more in (["--threads", "1"], ["--cluster", CLUSTER]):
-        own = ["--stage", stage, "--method", "halve+linear", "--overwrite"]
-        status, said = cluster.dare(*merge, *own, *more)
-        assert status == 0, said
-        digests.append(sha256(output))
-    assert digests[0] == digests[1]
-
-
 def test_an_analysis_is_the_same_document(cluster, models, tmp_path):
     files = [models / f"{name}.safetensors" for name in ("base", "math", "code")]
     documents = []
@@ -145,14 +126,6 @@ def test_a_node_that_is_killed_changes_nothing(cluster, shared, output, expected
     cluster.nodes[address].kill()
     finished(process)
     assert sha256(output) == expected(method)
-
-
-def test_a_task_that_is_killed_is_done_again(cluster, shared, output, expected):
-    process = cluster.begin(*shared, *METHODS["tsv"])
-    wait_for(lambda: chunks_done(output) and tasks())
-    os.kill(tasks()[0], signal.SIGKILL)
-    finished(process)
-    assert sha256(output) == expected("tsv")
 
 
 def test_a_node_that_joins_is_used(cluster, shared, output, expected):

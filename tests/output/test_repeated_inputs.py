@@ -50,14 +50,6 @@ def test_an_interpolation_may_begin_at_the_base(folder, method):
     assert linked.digests.output == report.digests.output
 
 
-def test_a_base_among_the_models_of_nuslerp_is_interpolated_by_weights(folder):
-    merge(folder, "base", "math", method="nuslerp")
-    recipe = dare.load_recipe(folder / "out.safetensors")
-    assert recipe.stages == {"nuslerp": {"on": "weights"}}
-    merge(folder, "code", "math", method="nuslerp", output=folder / "deltas.safetensors")
-    assert dare.load_recipe(folder / "deltas.safetensors").stages == {}
-
-
 def test_a_base_has_no_delta_to_interpolate(folder):
     with pytest.raises(dare.RecipeError, match=r'is the base.*set on = "weights" in \[slerp\]'):
         merge(folder, "base", "math", method="slerp", stages={"slerp": {"on": "deltas"}})

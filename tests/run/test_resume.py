@@ -212,26 +212,3 @@ def test_a_changed_configuration_of_an_adapters_base_starts_over(tmp_path, monke
     fresh = recipe.model_copy(update={"output": tmp_path / "fresh"})
     dare.merge(fresh)
     assert sha256(fresh.output / "model.safetensors") == sha256(recipe.output / "model.safetensors")
-
-
-def test_sidecars_of_an_earlier_try_do_not_stay(tmp_path, monkeypatch):
-    arrays = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
-    for name in ("base", "model"):
-        save(tmp_path / name / "model.safetensors", arrays)
-        (tmp_path / name / "config.json").write_text("{}")
-    (tmp_path / "model" / "added_tokens.json").write_text("{}")
-    recipe = dare.Recipe(
-        base=tmp_path / "base", models=[tmp_path / "model"], output=tmp_path / "out", verbose=False
-    )
-
-    def fail(*_arguments, **_keywords):
-        raise OutputError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dare.output.writer.publish", fail)
-        with pytest.raises(OutputError, match="injected"):
-            dare.merge(recipe.model_copy(update={"copy_from": "model"}))
-    assert (tmp_path / "out.partial" / "added_tokens.json").exists()
-    assert dare.merge(recipe).resumed_chunks == 2
-    assert not (tmp_path / "out" / "added_tokens.json").exists()
-    assert dare.verify(tmp_path / "out").ok

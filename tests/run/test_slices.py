@@ -159,23 +159,6 @@ def test_a_merge_without_slices_goes_on_from_all_journals(tmp_path, expected, mo
     assert not partial(recipe).exists()
 
 
-def test_slices_go_on_from_a_merge_without(tmp_path, expected, monkeypatch):
-    recipe = recipe_for(tmp_path)
-    real = PartialOutput.record
-
-    def fail(self, records):
-        real(self, records)
-        raise OutputError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PartialOutput, "record", fail)
-        with pytest.raises(OutputError, match="injected"):
-            dare.merge(recipe)
-    reports = [dare.merge_slice(recipe, f"{n}/2") for n in (1, 2)]
-    assert sum(report.resumed_chunks for report in reports) > 0
-    assert sha256(recipe.output) == expected("dare+linear")
-
-
 def test_another_number_of_slices_goes_on_when_none_is_running(tmp_path, expected):
     recipe = recipe_for(tmp_path)
     done = dare.merge_slice(recipe, "1/2").chunks

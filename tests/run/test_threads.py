@@ -75,19 +75,6 @@ def test_an_error_in_a_thread_tells_the_others_to_stop():
         run_tasks([Task(wait_for_stop), Task(fail)], lambda stop: stop, 2)
 
 
-def test_a_prefetch_that_fails_leaves_nobody_waiting():
-    class Failing(Task):
-        def prefetch(self):
-            raise OSError("injected")
-
-    def wait_for_stop(stop):
-        assert stop.wait(10), "waited in vain"
-
-    tasks = [Task(wait_for_stop), *(Failing(lambda _stop: None) for _ in range(3 * READ_AHEAD))]
-    with pytest.raises(OSError, match="injected"):
-        run_tasks(tasks, lambda stop: stop, 2)
-
-
 def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -150,10 +137,6 @@ def results_of(steps, threads, **options):
         **options,
     )
     return collected
-
-
-def test_a_result_that_is_known_is_not_waited_for():
-    assert results_of([Step("b", ("a",))], 2, known={"a": "known"}) == {"b": "b(known)"}
 
 
 def test_batches_get_smaller_towards_the_end():

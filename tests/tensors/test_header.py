@@ -131,13 +131,6 @@ def test_a_shape_beyond_any_file_is_refused(tmp_path, shape):
         read(tmp_path, content)
 
 
-@pytest.mark.parametrize("digits", [4_000, 5_000])
-def test_a_number_of_thousands_of_digits_is_refused(tmp_path, digits):
-    text = b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,2]}}' % (b"9" * digits)
-    with refused("^f.safetensors: "):
-        read(tmp_path, file_bytes(text, b"ab"))
-
-
 PACKED = {"F4": 16, "F6_E2M3": 24, "F6_E3M2": 24, "F8_E4M3FNUZ": 32, "F8_E5M2FNUZ": 32}
 """Bytes of 32 elements."""
 
@@ -199,13 +192,6 @@ def test_a_duplicate_among_many_names_is_found_quickly(tmp_path):
         read(tmp_path, file_bytes(text.encode()))
 
 
-def test_a_name_that_is_not_text_is_refused(tmp_path):
-    # Half of a surrogate pair: it can be hashed, shown or written by nobody.
-    text = rb'{"\ud800":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
-    with refused("^f.safetensors: "):
-        read(tmp_path, file_bytes(text, b"ab"))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -220,11 +206,13 @@ def test_a_name_that_is_not_text_is_refused(tmp_path):
             b'{"a":' * 100_000,
         ),
         *(b'{"\xff":1}', b'{"\xc0\xaf":1}', '{"w":1}'.encode("utf-16"), b"[]", b"5", b"null"),
+        rb'{"\ud800":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}',  # which nobody can write
+        b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,2]}}' % (b"9" * 5_000),
     ],
 )
 def test_a_header_that_is_no_object_of_json_is_refused(tmp_path, text):
-    with refused("^f.safetensors: .*JSON"):
-        read(tmp_path, file_bytes(text))
+    with refused("^f.safetensors: "):
+        read(tmp_path, file_bytes(text, b"ab"))
 
 
 @pytest.mark.parametrize("metadata", [[], "text", None, {"k": 1}, {"k": None}, {"k": {"a": "b"}}])
@@ -268,19 +256,6 @@ def test_scalars_and_empty_tensors_are_accepted(tmp_path):
         "one": ((1,), 1, 8),
         "empty at the end": ((0, 2**40), 0, 0),
     }
-
-
-def test_a_file_without_tensors_is_accepted(tmp_path):
-    assert read(tmp_path, file_bytes({})) == Header({}, {}, 10)
-
-
-def test_a_header_may_be_padded_with_spaces(tmp_path):
-    assert read(tmp_path, file_bytes(b"{}      ")) == Header({}, {}, 16)
-
-
-def test_names_may_be_any_text(tmp_path):
-    header = {name: entry("U8", [0], 0, 0) for name in ("", "a/../b", "ü\n", "\0", "🙂")}
-    assert set(read(tmp_path, file_bytes(header)).tensors) == set(header)
 
 
 # ---------------------------------------------------------------- there and back

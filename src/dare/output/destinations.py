@@ -323,8 +323,11 @@ class StoreOutput(PartialOutput):
 
     def _is_full(self, file: str) -> bool:
         here = self._begun - self._sent.keys() - {file}
-        is_sending = any(not upload.done() for upload in self._uploads.values())
-        return len(here) >= FILES_HERE and is_sending
+        return len(here) >= FILES_HERE and self._count_uploads() > 0
+
+    def _count_uploads(self) -> int:
+        """How many files are being uploaded, or wait for it."""
+        return sum(not upload.done() for upload in self._uploads.values())
 
     def record(self, records: Sequence[Record]) -> None:
         super().record(records)
@@ -332,8 +335,10 @@ class StoreOutput(PartialOutput):
             for record in records:
                 if (missing := self._missing.get(self._file_of(record))) is not None:
                     missing.discard((record.tensor, record.chunk))
-            self._raise()
             self._submit_complete()
+            while not self._is_over and self._count_uploads() > FILES_HERE:
+                self._changed.wait(0.2)  # nodes of a cluster do not wait before they begin a file
+            self._raise()
 
     # ------------------------------------------------------------ uploading
 
@@ -435,7 +440,7 @@ class StoreOutput(PartialOutput):
             for file in self._files.built:
                 if file not in self._sent and file not in self._uploads:
                     self._submit(file)
-            while not all(upload.done() for upload in self._uploads.values()):
+            while self._count_uploads():
                 self._changed.wait(0.2)  # so that Ctrl-C comes through
             self._raise()
         self._publish(manifest)
