@@ -209,7 +209,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]
         recipe = recipe_from_document(manifest["recipe"], str(manifest_file))
-        output = _output_of(manifest_file)
+        output = output_of(manifest_file)
         repeated = recipe.with_files(
             found(str(recipe.base), output),
             [found(str(entry.file), output) for entry in recipe.models],
@@ -225,7 +225,7 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
 
 
-def _output_of(manifest_file: Path) -> Path:
+def output_of(manifest_file: Path) -> Path:
     """The output that a manifest is of, by its own place."""
     if manifest_file.name == MANIFEST_NAME:
         return manifest_file.parent

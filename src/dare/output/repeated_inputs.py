@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dare.errors import DareError, RecipeError
 from dare.inputs.sources import Source
-from dare.output.manifest import read_manifest
+from dare.output.manifest import output_of, read_manifest
 from dare.output.places import found
 from dare.output.targets import MANIFEST_NAME, manifest_path
 from dare.recipe.document import recipe_from_document
@@ -116,9 +116,7 @@ def _identity(path: Path) -> Identity:
 def _merged_here(recipe: Recipe, entry: ModelEntry, others: Sequence[ModelEntry]) -> list[str]:
     """Those of the others that a model is a merge of, by its manifest, on the same base."""
     for manifest in _manifests_of(entry.file):
-        output = manifest.parent
-        if manifest.name != MANIFEST_NAME:
-            output = manifest.with_name(manifest.name.removesuffix(".manifest.json"))
+        output = output_of(manifest)
         try:
             earlier = recipe_from_document(read_manifest(manifest)["recipe"], str(manifest))
         except (DareError, TypeError, ValueError, AttributeError, RecursionError):

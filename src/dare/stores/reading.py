@@ -324,17 +324,14 @@ def ask_range(path: Address, begin: int, end: int) -> Future[Answer]:
 
         result = obstore.get(store, key, options={"range": (begin, end)})
         data = memoryview(result.bytes())
-        answer = _answer(result.meta, data)
+        meta = result.meta
+        version = meta["e_tag"] or meta["version"] or meta["last_modified"].isoformat()
+        answer = Answer(data, meta["size"], str(version))
         if len(data) != min(end, answer.size) - begin:
             raise ValueError(f"{len(data)} bytes came instead of {end - begin}")
         return answer
 
     return in_background(lambda: _insist(path, get))
-
-
-def _answer(meta: Mapping[str, Any], data: Any) -> Answer:
-    version = meta["e_tag"] or meta["version"] or meta["last_modified"].isoformat()
-    return Answer(data, meta["size"], str(version))
 
 
 def look_soon(paths: Iterable[Address]) -> None:
