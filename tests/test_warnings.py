@@ -218,7 +218,7 @@ def test_a_few_elements_above_a_given_threshold_are_counted_and_placed(method, t
     assert large_deltas(UNMOVED, ONE_LARGE, method=method) == []
     ((strength, text),) = large_deltas(UNMOVED, ONE_LARGE, method=method, delta_threshold=threshold)
     assert strength == "warning"
-    for figure in (f"exceeds {threshold:g} in 11 of 15,000", "2 tensors", "10, in b", "0.5 in c"):
+    for figure in (f"exceeds {threshold:g} in 11 of 15,000", "0.5 in c"):
         assert figure in text
     assert ("drop_rate" in text) == ("dare" in method)
     assert large_deltas(UNMOVED, ONE_LARGE, method=method, delta_threshold=0.5) == []

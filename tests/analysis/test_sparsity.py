@@ -243,10 +243,9 @@ def real_inputs(task):
     seen = {}
     for number, layer in enumerate(model._layers):
         spies = {
-            joined: Spy(getattr(layer, joined), seen.setdefault((number, joined), []))
-            for joined in MATRICES
+            joined: Spy(layer[joined], seen.setdefault((number, joined), [])) for joined in MATRICES
         }
-        model._layers[number] = dataclasses.replace(layer, **spies)
+        model._layers[number] = {**layer, **spies}
     lines = "\n".join(prompt + answer for prompt, answer in task.examples("test", 50)).encode()
     texts = np.frombuffer(lines[:120] + held_out_english()[:120], np.uint8).reshape(2, 120)
     model.logits(texts.astype(np.intp))

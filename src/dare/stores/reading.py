@@ -17,6 +17,7 @@ import re
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -109,43 +110,64 @@ class Answer:
 # ---------------------------------------------------------------- asking
 
 
-_under_way: set[Future[Any]] = set()
-_places: dict[int, threading.Semaphore] = {}
-"""For so many requests, by process: a copy of one has none of its threads."""
+class _Requests:
+    """Threads that ask, each one thing at a time.
+
+    They are daemons, so that a server that hangs keeps no process from ending. obstore has calls
+    for asyncio too, but those crash the interpreter if it ends at the wrong moment.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads = self._idle = self._process = 0
+
+    def start(self, request: Callable[[], Result]) -> Future[Result]:
+        """Have something done in a thread."""
+        from concurrent.futures import Future
+
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._process != os.getpid():  # a new process, or a copy of one without its threads
+                self._threads, self._idle, self._process = 0, 0, os.getpid()
+                self._waiting.clear()
+                atexit.register(self._end)
+            self._waiting.append((future, request))
+            if self._idle < len(self._waiting) and self._threads < MOST_REQUESTS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="dare-stores", daemon=True).start()
+            self._changed.notify()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.notify_all()
+                while not self._waiting:
+                    self._changed.wait()
+                self._idle -= 1
+                future, request = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(request())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, request
+
+    def _end(self) -> None:
+        """Let what is under way come to an end: it must not come back while Python goes away."""
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: self._idle == self._threads, END_SECONDS)
+
+
+_requests = _Requests()
 
 
 def in_background(action: Callable[[], Result]) -> Future[Result]:
-    """Have something done in a thread that keeps no process from ending if a server hangs.
-
-    obstore has calls for asyncio too, but those crash the interpreter if it ends at the wrong
-    moment.
-    """
-    from concurrent.futures import Future
-
-    future: Future[Result] = Future()
-    places = _places.setdefault(os.getpid(), threading.Semaphore(MOST_REQUESTS))
-
-    def work() -> None:
-        with places:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(action())
-                except BaseException as error:
-                    future.set_exception(error)
-        _under_way.discard(future)
-
-    _under_way.add(future)
-    threading.Thread(target=work, name="dare-stores", daemon=True).start()
-    return future
-
-
-@atexit.register
-def _end() -> None:
-    """Let what is under way come to an end: it must not come back while Python goes away."""
-    if running := [future for future in _under_way.copy() if not future.cancel()]:
-        from concurrent.futures import wait
-
-        wait(running, END_SECONDS)
+    """Have something done in a thread that keeps no process from ending."""
+    return _requests.start(action)
 
 
 _stores: dict[Any, Any] = {}
