@@ -442,12 +442,6 @@ def test_words_and_json():
     assert document["suggestions"][0]["setting"] == "method"
 
 
-def test_a_base_of_zeros_is_no_obstacle():
-    zeros = {name: np.zeros_like(value) for name, value in ROOT.items()}
-    advice = advise(analysis(zeros, {"a": tune(ROOT, 0.01), "b": ROOT}))
-    assert advice.recipe == {} or recipe_of(advice).method
-
-
 def test_the_kernels_and_numpy_lead_to_the_same_judgement():
     models = {"math": ONE, "copy": ROOT, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0), "code": TWO}
     measured = analyze_arrays(ROOT, models, spectra="none")

@@ -103,15 +103,6 @@ def test_outliers_move_no_judgement_of_one_model(change, dtype, planted):
         assert found.models[0].total.largest == pytest.approx(PLANTED[planted][1], rel=0.01)
 
 
-@pytest.mark.parametrize("planted", ["one of 5", "one of 10,000", "a thousandth of 5"])
-def test_outliers_move_no_judgement_of_a_large_matrix(planted):
-    base, (tuned,) = make(4096, full, names=NAMES[:1])
-    plain = analyze_arrays(base, {"m": tuned})
-    found = analyze_arrays(base, {"m": {NAMES[0]: plant(tuned[NAMES[0]], planted)}})
-    assert judged(found) == judged(plain)
-    assert changes(found) == pytest.approx(changes(plain), rel=0.01)
-
-
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("shared", [0.0, 1.2, 30.0], ids=["apart", "alike", "same"])
 @pytest.mark.parametrize("spoils", ["one", "both"])
@@ -151,15 +142,6 @@ def test_an_element_in_a_tensor_that_nobody_changed_moves_nothing():
     found = analyze_arrays(base, {"m": tuned})
     assert changes(found) == pytest.approx(changes(plain), rel=1e-6)
     assert judged(found) == judged(plain)
-
-
-def test_a_matrix_with_one_changed_element_is_no_lora():
-    base, _ = make(512, full)
-    norm = {"model.norm.weight": np.ones(512, np.float32)}
-    tuned = base | {"model.norm.weight": norm["model.norm.weight"] * np.float32(1.01)}
-    tuned[NAMES[0]] = base[NAMES[0]].copy()
-    tuned[NAMES[0]][5, 9] += 5.0
-    assert analyze_arrays(base | norm, {"m": tuned}).models[0].origin is Origin.UNKNOWN
 
 
 @pytest.mark.parametrize("planted", PLANTED)

@@ -36,9 +36,6 @@ def test_a_prediction_by_hand():
     assert found.output_error == pytest.approx(0.2)
     assert found.variance == pytest.approx(4 * 25 / 4)
     assert found.bias == pytest.approx(0)
-
-
-def test_nothing_dropped_is_nothing_lost():
     assert predict(statistics(DELTA, WEIGHTS), 0.0) == Prediction(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -62,16 +59,16 @@ def test_a_base_of_zeros_makes_the_output_error_infinite():
     assert predict(statistics(zeros, zeros), 0.5).output_error == 0.0
 
 
-@pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
-def test_rates_outside_are_refused(rate):
-    with pytest.raises(RecipeError, match="drop_rate"):
-        predict(statistics(DELTA, WEIGHTS), rate)
-
-
-@pytest.mark.parametrize("q", [0.0, 1.5])
-def test_q_outside_is_refused(q):
-    with pytest.raises(RecipeError, match="q ="):
-        predict(statistics(DELTA, WEIGHTS), 0.5, q=q)
+@pytest.mark.parametrize(
+    ("rate", "q", "named"),
+    [
+        *((rate, None, "drop_rate") for rate in (-0.1, 1.0, math.nan)),
+        *((0.5, q, "q =") for q in (0.0, 1.5)),
+    ],
+)
+def test_rates_outside_are_refused(rate, q, named):
+    with pytest.raises(RecipeError, match=named):
+        predict(statistics(DELTA, WEIGHTS), rate, q=q)
 
 
 def test_elements_that_are_not_finite_do_not_count():
@@ -219,25 +216,15 @@ def test_the_rate_keeps_what_it_promises(size, count):
     rate = tolerated_drop_rate([exposure])
     assert 0 <= rate <= limit("highest_rate")
     assert bounded_error(exposure, rate) <= limit("output_error")
+    halves = [Exposure(5, size, count), Exposure(5, size, count)]
+    assert tolerated_drop_rate(halves) == rate
+    assert tolerated_drop_rate([exposure], bound=100.0, highest=0.333) == 0.33
 
 
 @given(sizes, carriers, st.floats(1, 3), st.floats(1, 3))
 def test_larger_and_more_concentrated_changes_bear_no_more(size, count, larger, fewer):
     rate = tolerated_drop_rate([Exposure(10, size, count)])
     assert tolerated_drop_rate([Exposure(10, size * larger, count / fewer)]) <= rate
-
-
-@given(sizes, carriers)
-def test_a_tensor_cut_in_two_is_the_same(size, count):
-    halves = [Exposure(5, size, count), Exposure(5, size, count)]
-    assert tolerated_drop_rate(halves) == tolerated_drop_rate([Exposure(10, size, count)])
-
-
-def test_bound_and_highest_can_be_given():
-    exposure = Exposure(10, 0.0499, 1e12)
-    assert tolerated_drop_rate([exposure], bound=0.1) == 0.8
-    assert tolerated_drop_rate([exposure], bound=1.0, highest=0.99) == 0.99
-    assert tolerated_drop_rate([exposure], bound=1.0, highest=0.333) == 0.33
 
 
 def test_the_exposure_of_an_analysed_tensor():

@@ -130,10 +130,6 @@ def test_the_rank_of_a_low_rank_delta_is_found(rank, shape):
     assert found.rank_99 <= rank
 
 
-def test_more_than_half_the_directions_are_not_few():
-    assert spectrum_of(low_rank(7, 64, 64, 40)).low_rank is None
-
-
 def test_a_weak_last_direction_is_counted():
     left, right = (np.linalg.qr(gaussian(seed, 100, 6))[0] for seed in (14, 15))
     scales = np.array([100, 90, 80, 70, 60, 0.01], np.float32)
@@ -154,12 +150,10 @@ def test_one_strong_direction_does_not_make_a_low_rank():
     assert found.outliers == 1
     assert found.outlier_share > 0.9
     assert found.low_rank is None
-
-
-def test_a_slow_decay_does_not_make_a_low_rank():
     scales = np.arange(1, 129, dtype=np.float32) ** -0.7
     left, right = (np.linalg.qr(gaussian(seed, 128, 128))[0] for seed in (10, 11))
     assert spectrum_of((left * scales) @ right).low_rank is None
+    assert spectrum_of(low_rank(7, 64, 64, 40)).low_rank is None
 
 
 def test_rounding_by_hand():
@@ -198,11 +192,5 @@ def test_windows_lie_evenly():
     assert abs(window.columns.mean() - 1023.5) < 8
     assert rows.min() >= 0
     assert rows.max() < 4096
-
-
-@pytest.mark.parametrize("shape", [(32, 32), (256, 1024), (1024, 256), (2000, 32)])
-def test_windows_are_no_larger_than_the_matrix(shape):
-    window = window_of(shape, whole=False)
-    height = sum(count for _, count in window.runs)
-    assert height == min(shape[0], 1024 if shape[0] > shape[1] else 256)
-    assert window.columns.size == min(shape[1], 256 if shape[0] > shape[1] else 1024)
+    small = window_of((2000, 32), whole=False)
+    assert (sum(count for _, count in small.runs), small.columns.size) == (1024, 32)

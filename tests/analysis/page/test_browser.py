@@ -80,7 +80,7 @@ def test_every_figure_is_drawn(desktop):
             return [width, height, svg.querySelectorAll(marks).length, label];
         })""",
     )
-    assert len(drawings) == 12
+    assert len(drawings) == 11
     for width, height, marks, label in drawings:
         assert width > 200
         assert height > 90
@@ -239,7 +239,6 @@ FIELDS = {
     "predicted-error": {"model", "drop rate", "error of outputs, at most", "error of the delta"},
     "cosines": PAIR,
     "conflicts": PAIR,
-    "layer-cosines": {"models", "layer", "cosine", "in opposite directions"},
     "cancelled": {"layer", "cancelled", "by chance"},
     "changes": {"model", *CHANGE},
     "change": {"kind", *CHANGE},

@@ -11,6 +11,7 @@ import vl_convert
 
 from dare.analysis.judge.judgement import Evidence, Suggestion
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
+from dare.analysis.judge.readiness import find_copies
 from dare.analysis.page import figures, series
 from dare.analysis.page.words import cosine
 from dare.analysis.results import Histogram, Origin
@@ -32,7 +33,7 @@ def rows_of(figure):
 
 def test_there_is_a_figure_for_everything_that_was_found(drawn):
     assert list(drawn) == [
-        *("predicted-error", "cosines", "conflicts", "layer-cosines", "cancelled"),
+        *("predicted-error", "cosines", "conflicts", "cancelled"),
         *("change-1", "change-2", "change-3", "magnitudes", "spectra"),
         *("survival", "kept"),
     ]
@@ -134,27 +135,10 @@ def test_models_that_are_left_out_have_a_sign_and_no_curve(subject):
 
 
 def test_noise_looks_like_noise(subject):
-    def quiet(overlap):
-        return replace(overlap, cosine=overlap.cosine / 100)
-
-    pairs = tuple(
-        replace(
-            pair,
-            total=quiet(pair.total),
-            by_layer={layer: quiet(overlap) for layer, overlap in pair.by_layer.items()},
-        )
-        for pair in subject.analysis.pairs
-    )
-    figure = figures.layer_cosines(replace(subject.analysis, pairs=pairs))
-    assert figure.folded
-    (lines,) = (layer for layer in figure.spec["layer"] if "layer" in layer)
-    assert lines["layer"][0]["encoding"]["y"]["scale"]["domain"] == [-0.1, 0.1]
-    assert not figures.layer_cosines(subject.analysis).folded
-    model = subject.analysis.models[0]
     even = [{"change": 0.0100}, {"change": 0.0101}, {"change": None}]
     low, high = series.change_domain(even)
     assert high / low == pytest.approx(2)
-    assert series.change_domain(series.change_rows(model))[0] > 0
+    assert series.change_domain(series.change_rows(subject.analysis.models[0]))[0] > 0
 
 
 def test_spectra_wait_unless_a_rank_is_low(subject, drawn):
@@ -170,9 +154,7 @@ def many(crowd):
 
 
 def test_copies_are_one_model(many, crowd):
-    assert series.find_copies(crowd.analysis) == [("model-3", "model-4", "model-5")]
-    pairs = {row["pair"] for row in rows_of(many["layer-cosines"])}
-    assert not any("model-4" in pair or "model-5" in pair for pair in pairs)
+    assert find_copies(crowd.analysis) == [("model-3", "model-4", "model-5")]
     assert not many["changes"].folded
     assert all(many[f"change-{number}"].folded for number in range(1, 13))
 

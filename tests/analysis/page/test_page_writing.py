@@ -84,7 +84,7 @@ def test_every_figure_has_a_place_a_table_and_buttons(outline, text):
         assert f"chart-{name}" in identities
         buttons = [a for tag, a in outline.elements if a.get("data-figure") == name]
         assert [button["data-format"] for button in buttons] == ["svg", "png"]
-    assert text.count("<details><summary>Numbers") == len(names) == 12
+    assert text.count("<details><summary>Numbers") == len(names) == 11
 
 
 def test_headings_do_not_skip_levels(outline):

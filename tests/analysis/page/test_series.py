@@ -55,22 +55,6 @@ def test_changes_are_relative_norms_by_layer_and_kind(subject):
     assert row["change"] is None
 
 
-def test_of_many_pairs_the_closest_are_drawn_in_their_order(subject):
-    pair = subject.analysis.pairs[0]
-    cosines = [0.01 * (-1) ** number * number for number in range(15)]
-    pairs = tuple(
-        replace(pair, second=str(number), total=replace(pair.total, cosine=cosine), by_layer={})
-        for number, cosine in enumerate(cosines)
-    )
-    first = subject.analysis.model(pair.first)
-    others = (replace(first, name=str(number)) for number in range(15))
-    many = replace(subject.analysis, models=(first, *others), pairs=pairs)
-    chosen = series.telling_pairs(many)
-    assert [pair.second for pair in chosen] == ["10", "11", "12", "13", "14"]  # |cosine| ≥ 0.1
-    weak = series.telling_pairs(replace(many, pairs=pairs[:10]))
-    assert [pair.second for pair in weak] == [str(number) for number in range(2, 10)]
-
-
 @given(st.integers(1, 40), st.integers(1, 30))
 def test_chosen_spectra_are_spread_and_not_too_many(available, most):
     tensor = next(t for t in SAMPLE.models[0].tensors if t.spectrum)

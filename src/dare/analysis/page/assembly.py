@@ -35,7 +35,7 @@ COUNTED = {
     Severity.NOTE: ("note", "notes"),
 }
 FIGURE_SECTIONS = {
-    "together": ("Side by side", ("cosines", "conflicts", "layer-cosines", "cancelled")),
+    "together": ("Side by side", ("cosines", "conflicts", "cancelled")),
     "changes": ("What changed", ("changes", "change-", "magnitudes", "spectra")),
 }
 """By name: the title, and how the names of its figures begin."""

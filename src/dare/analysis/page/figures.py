@@ -68,7 +68,7 @@ def draw_figures(analysis: Analysis, advice: Advice, outcome: Outcome | None) ->
     """Draw all figures that there is something to draw in."""
     drawn = [
         predicted_error(analysis, advice),
-        *(draw(analysis) for draw in (cosines, conflicts, layer_cosines, cancelled)),
+        *(draw(analysis) for draw in (cosines, conflicts, cancelled)),
         changes(analysis),
         *(relative_change(analysis, model) for model in analysis.models),
         magnitudes(analysis),
@@ -335,7 +335,7 @@ def _matrix(
 
     Where there are many, only the cells have a text for which `notable` holds.
     """
-    rows, names = series.pair_rows(analysis), series.alike_first(analysis)
+    rows, names = series.pair_rows(analysis), analysis.names
     if not rows:
         return None
     few = len(names) <= ROOM_FOR_TEXT
@@ -374,56 +374,6 @@ def _matrix(
         first=largest.first,
         second=largest.second,
     )
-
-
-def layer_cosines(analysis: Analysis) -> Figure | None:
-    """Where every two models change the same way."""
-    pairs = series.telling_pairs(analysis)
-    names = tuple(map(series.pair_name, pairs))
-    rows: list[Row] = [
-        {
-            "pair": series.pair_name(pair),
-            "model": pair.first,
-            "other": pair.second,
-            "layer": layer,
-            "cosine": finite(overlap.cosine),
-            "conflict": finite(overlap.conflict),
-        }
-        for pair in pairs
-        for layer, overlap in sorted(pair.by_layer.items())
-        if layer != OUTSIDE
-    ]
-    if not rows:
-        return None
-    values = [row["cosine"] or 0.0 for row in rows]
-    apart = limit("apart_cosine")
-    domain = at_least(min(values), max(values), apart, around=0.0)
-    chart = lines(
-        names,
-        x=layer_numbers(),
-        y=alt.Y("cosine:Q", title="cosine").scale(domain=domain).axis(format="+.2~g", tickCount=5),
-        tooltip=tooltip_of(
-            ("pair:N", "models"),
-            "layer:Q",
-            ("cosine:Q", "", "+.4f"),
-            ("conflict:Q", "in opposite directions", ".2%"),
-        ),
-        field="pair",
-    )
-    zero = alt.Chart().mark_rule(strokeDash=[2, 3], aria=False).encode(y=alt.datum(0))
-    some = f" Shown are {len(names)} of {len(analysis.pairs)} pairs, those farthest from 0."
-    by_pair = {
-        series.pair_name(pair): {layer: overlap.cosine for layer, overlap in pair.by_layer.items()}
-        for pair in pairs
-    }
-    figure = _figure(
-        "layer-cosines",
-        finish(alt.layer(zero, chart), dashed(rows, names, "pair"), height=240),
-        series.layer_table(by_pair, cosine),
-        shown=some if len(names) < len(analysis.pairs) else "",
-        pairs=times(len(names), "pair"),
-    )
-    return replace(figure, folded=all(abs(value) < apart for value in values))
 
 
 def cancelled(analysis: Analysis) -> Figure | None:
@@ -641,30 +591,25 @@ def lines(
     y: Any,
     tooltip: list[Any],
     points: bool = True,
-    field: str = "model",
     shown: Sequence[str] = (),
 ) -> Any:
-    """A line for each name, told apart by colour, dashes and shapes; models' can be zoomed.
+    """A line for each model, told apart by colour, dashes and shapes, that can be zoomed.
 
     If only some have a line, `shown` names them; each has the looks that it has among all.
     """
-    of_models = field == "model"
-    opacity = bright_if(CHOSEN if of_models else CHOSEN_PAIR)
-    legend = legend_of(shown or names) if of_models else ...
-    chart = alt.Chart().encode(
-        x=x, y=y, color=by_name(alt.Color, names, field=field, legend=legend), opacity=opacity
-    )
-    looks = {"interpolate": "monotone"} if of_models else {}
+    legend = legend_of(shown or names)
+    colour = by_name(alt.Color, names, legend=legend)
+    chart = alt.Chart().encode(x=x, y=y, color=colour, opacity=bright_if(CHOSEN))
     # Dashes by number: by name they would get into the legend, as dashed outlines.
     dashes = alt.Scale(domain=list(range(len(names))), range=repeated(DASHES, len(names)))
-    curves = chart.mark_line(aria=False, clip=True, **looks)
+    curves = chart.mark_line(aria=False, clip=True, interpolate="monotone")
     curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
     marks = chart.mark_point(filled=True, size=55 if points else 220, aria=False, clip=True)
-    shape = by_name(alt.Shape, names, SHAPES, field=field, legend=legend)
+    shape = by_name(alt.Shape, names, SHAPES, legend=legend)
     marks = marks.encode(shape=shape, tooltip=tooltip)
     if not points:  # only there to be hovered over
         marks = marks.encode(opacity=alt.value(0))
-    return alt.layer(curves, marks.add_params(zoom()) if of_models else marks)
+    return alt.layer(curves, marks.add_params(zoom()))
 
 
 def model_bars(names: Sequence[str], *, text: Any, **places: Any) -> Any:
@@ -688,24 +633,9 @@ def model_axis(channel: Any, names: Sequence[str], field: str = "model", **looks
     )
 
 
-def at_least(low: float, high: float, least: float, *, around: float) -> list[float]:
-    """The ends of a scale, so far apart that noise looks like noise.
-
-    >>> at_least(-0.01, 0.3, 0.1, around=0.0)
-    [-0.1, 0.3]
-    """
-    return [min(low, around - least), max(high, around + least)]
-
-
-def dashed(rows: Sequence[Row], names: Sequence[str], field: str = "model") -> list[Row]:
+def dashed(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """The rows with the number of their dashes."""
-    return [{**row, "dash": names.index(row[field])} for row in rows]
-
-
-def layer_numbers() -> Any:
-    """Layers as numbers, from left to right."""
-    x = alt.X("layer:Q", title="layer").scale(padding=12, nice=False, zero=False)
-    return x.axis(tickMinStep=1, format="d")
+    return [{**row, "dash": names.index(row["model"])} for row in rows]
 
 
 def layer_names() -> Any:

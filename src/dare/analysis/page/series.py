@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dare.analysis.judge.judgement import limit
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error, relative_error
-from dare.analysis.judge.readiness import find_copies, lost_by_chance
+from dare.analysis.judge.readiness import lost_by_chance
 from dare.analysis.page.words import layer_name
 from dare.analysis.results import (
     Analysis,
@@ -31,8 +30,6 @@ ALL_KINDS = "all"
 MOST_SPECTRA = 96
 """Matrices whose spectra are drawn, of all models together."""
 MOST_SPECTRA_OF_A_MODEL = 24
-MOST_PAIRS = 8
-"""Pairs of models whose cosines are drawn layer by layer."""
 LEAST_RANGE = 2.0
 """Ends of a scale of changes are so many times apart at least, so that noise looks like noise."""
 FAINTEST = 1e-4
@@ -185,33 +182,6 @@ def pair_rows(analysis: Analysis) -> list[Row]:
 def pair_name(pair: PairAnalysis) -> str:
     """Two models as one name."""
     return f"{pair.first} · {pair.second}"
-
-
-def telling_pairs(analysis: Analysis) -> list[PairAnalysis]:
-    """The pairs with the largest cosines in some layer, of either sign, in their usual order.
-
-    Of models that are the same only the first counts. Pairs that are far apart everywhere are left
-    out, unless all are.
-    """
-    copies = {name for same in find_copies(analysis) for name in same[1:]}
-    pairs = [pair for pair in analysis.pairs if not copies & {pair.first, pair.second}]
-    near = [pair for pair in pairs if _nearness(pair) >= limit("apart_cosine")]
-    ranked = sorted(near or pairs, key=_nearness, reverse=True)[:MOST_PAIRS]
-    return [pair for pair in pairs if pair in ranked]
-
-
-def _nearness(pair: PairAnalysis) -> float:
-    overlaps = [pair.total, *pair.by_layer.values()]
-    return max(abs(finite(overlap.cosine) or 0.0) for overlap in overlaps)
-
-
-def alike_first(analysis: Analysis) -> list[str]:
-    """The models' names, those that are the same next to each other."""
-    copies = {same[0]: same for same in find_copies(analysis)}
-    taken = {name for same in copies.values() for name in same[1:]}
-    return [
-        each for name in analysis.names if name not in taken for each in copies.get(name, (name,))
-    ]
 
 
 def layer_chance(analysis: Analysis, layer: int) -> float:
