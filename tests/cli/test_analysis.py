@@ -122,10 +122,13 @@ def test_a_recipe_or_an_output_stands_for_its_models(folder):
     for given in ("r.toml", "advised.safetensors"):
         found = dare_succeeds("analyze", given, "--json").json
         assert [model["name"] for model in found["models"]] == ["math", "code"]
+
+
+def test_a_recipe_that_would_be_refused_is_not_advised(folder):
     dare_succeeds(*INPUTS, "--drop-rate", "0.1", "-o", "merged.safetensors", "--quiet")
-    refused = dare("advise", *INPUTS, "merged.safetensors", "--quiet")
-    assert (refused.status, refused.out) == (1, "")
-    assert "merged.safetensors: was made by dare" in refused.err
+    found = dare("advise", *INPUTS, "merged.safetensors", "--quiet")
+    assert (found.status, found.out) == (1, "")
+    assert "merged.safetensors: was made by dare from this base" in found.err
 
 
 def test_not_ready_is_a_failure(folder):
