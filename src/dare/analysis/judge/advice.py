@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from dare.analysis.judge.groups import every, is_against, is_opposed, listed, said_cosines
+from dare.analysis.judge.groups import every, is_against, is_opposed, said_cosines
 from dare.analysis.judge.judgement import (
     LEFT_OUT,
     Advice,
@@ -398,20 +398,9 @@ def _name_method(draft: Draft, parameters: float) -> None:
         known |= {"mean": _mean(draft.cosines), "usual": usual if relation == "alike" else ""}
     else:
         ground = "apart"
-        known |= {"directions": _say_directions(draft), "share": 1 / draft.count}
+        known |= {"cosines": said_cosines(draft.cosines), "share": 1 / draft.count}
     draft.suggest("method", draft.method, ground, **known)
     draft.suggestions.insert(0, draft.suggestions.pop())
-
-
-def _say_directions(draft: Draft) -> str:
-    """That models go different ways, and which of them do not."""
-    alike = [pair for pair in draft.pairs if pair.total.cosine >= limit("alike_cosine")]
-    if not alike:
-        said = said_cosines(draft.cosines)
-        return f"The models change the base in different directions ({said})"
-    names = listed(f"{pair.first} and {pair.second}" for pair in alike)
-    said = said_cosines([pair.total.cosine for pair in alike])
-    return f"Most models change the base in different directions; {names} are alike ({said})"
 
 
 def _choose_scale(draft: Draft) -> None:

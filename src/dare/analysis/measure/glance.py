@@ -35,6 +35,7 @@ from dare.output.report import Report, same_model
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.names import is_embedding
+from dare.tensors.sizes import times
 
 Floats = NDArray[np.float32]
 Sample = tuple[TensorPlan, Floats, Floats]
@@ -283,9 +284,19 @@ def _size_warnings(
     yield Notice(
         Concern.LARGE_DELTAS,
         f"{plan.model_names[model]}: |δ| exceeds {plan.recipe.delta_threshold:g} in {over:,} of "
-        f"{elements:,} elements ({share:.2%}), and reaches "
+        f"{elements:,} elements ({share:.2%}){_most_of(counted) if is_given else ''}, and reaches "
         f"{figures.largest_delta:.3g} in {figures.largest_delta_in}{remedy}",
         Strength.STRONG if share >= MOST and not is_borne else Strength.WARNING,
+    )
+
+
+def _most_of(parts: Sequence[Part]) -> str:
+    """Say where the elements above the threshold are."""
+    found = [part for part in parts if part.over_threshold]
+    most = max(found, key=lambda part: part.over_threshold)
+    return (
+        f" of {times(len(found), 'tensor')}, most of them, {most.over_threshold:,}, in "
+        f"{most.tensor.name}"
     )
 
 
