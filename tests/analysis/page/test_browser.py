@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sample
-from safetensors.numpy import save_file
 
-import dare
 import pages
-from dare.analysis.judge.advice import judge
 from dare.analysis.page.assembly import write_page
-from dare.cli import main
 from helpers import eventually
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -266,26 +262,15 @@ def test_tooltips_of_every_figure_have_values(browser, which, request):
     tab.page.context.close()
 
 
-def test_the_copied_recipe_runs(browser, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
-    base = {"layers.0.mlp.w": random.normal(0, 0.1, (64, 64)).astype(np.float32)}
-    save_file(base, "base.safetensors")
-    for name in ("math", "code"):
-        tuned = {key: value + random.normal(0, 0.001, value.shape) for key, value in base.items()}
-        save_file({key: value.astype(np.float32) for key, value in tuned.items()}, name)
-        Path(name).rename(f"{name}.safetensors")
-    models = [Path("math.safetensors"), Path("code.safetensors")]
-    analysis = dare.analyze(Path("base.safetensors"), models, verbose=False)
-    write_page(tmp_path / "page.html", analysis, *judge(analysis))
-    tab = open_tab(browser, tmp_path / "page.html")
-    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    tab.page.focus("[data-copies=recipe]")
-    tab.page.keyboard.press("Enter")
-    tab.page.wait_for_function("document.getElementById('status').textContent === 'Copied'")
-    Path("recipe.toml").write_text(tab.page.evaluate("navigator.clipboard.readText()"))
-    assert main(["recipe.toml", "--quiet"]) == 0
-    assert Path("merged.safetensors").exists()
+def test_the_recipe_can_be_copied(browser, page, subject):
+    tab = open_tab(browser, page).page
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.focus("[data-copies=recipe]")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("document.getElementById('status').textContent === 'Copied'")
+    copied = tomllib.loads(tab.evaluate("navigator.clipboard.readText()"))
+    assert copied == subject.advice.recipe
+    tab.context.close()
 
 
 @pytest.mark.parametrize(
