@@ -2,36 +2,30 @@
 
     proxy.inject(Fault("status", code=503, times=2, method="PUT"))
 
-It speaks as much of HTTP as it takes to see single requests: each is matched against the faults in
-turn, and the first that fits acts on it. What passes is relayed as it is, `Host` included, so that
-signatures stay good.
+Each request is matched against the faults in turn, and the first that fits acts on it. What passes
+is relayed with its headers as they are, `Host` included, so that signatures stay good.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self
 
-BLOCK = 1 << 16
 REASONS = {
     400: "ExpiredToken",
     403: "AccessDenied",
     404: "NoSuchBucket",
-    429: "SlowDown",
-    500: "InternalError",
     503: "SlowDown",
     507: "QuotaExceeded",
 }
 """What S3 calls the errors in their bodies."""
-
-Kind = Literal["status", "reset", "lose", "hang", "etag", "flip"]
 
 
 @dataclass
@@ -44,7 +38,7 @@ class Fault:
     answer is another.
     """
 
-    kind: Kind
+    kind: Literal["status", "reset", "lose", "hang", "etag", "flip"]
     method: str = ""
     """Of which requests; all, if empty."""
     target: str = ""
@@ -70,58 +64,34 @@ class Fault:
         return strikes
 
 
-@dataclass
-class _Message:
-    """The first line and the headers of a request or an answer."""
+class FaultProxy(ThreadingHTTPServer):
+    """Listens on a free port of loopback while it is entered, in threads of its own."""
 
-    head: bytes
-    first: list[str] = field(default_factory=list)
-    fields: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    async def read(cls, reader: asyncio.StreamReader) -> _Message | None:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:
-            return None
-        first, *lines = head.decode("latin-1").split("\r\n")
-        pairs = (line.partition(":") for line in lines if line)
-        fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        return cls(head, first.split(" ", 2), fields)
-
-    def without(self, name: str) -> bytes:
-        return re.sub(rb"(?im)^%s:.*\r\n" % name.encode(), b"", self.head)
-
-
-class FaultProxy:
-    """Listens on a free port of loopback while it is entered, in a thread of its own."""
+    block_on_close = False
 
     def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream = port
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.seen: list[tuple[str, str]] = []
         """Method and target of every request that came by."""
         self.bandwidth = 0.0
         """Bytes a second of all connections together, either way; 0 is as many as there are."""
+        self.is_over = threading.Event()
         self._faults: list[Fault] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
-        self._started: Future[int] = Future()
-        self._free_at = 0.0
-        self._tasks: set[Any] = set()
+        self._lock, self._line = threading.Lock(), threading.Lock()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self.port = self._started.result(10)
+        threading.Thread(target=self.serve_forever, args=[0.05], daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(60)
+        self.is_over.set()
+        self.shutdown()
+        self.server_close()
 
-    @property
-    def endpoint(self) -> str:
-        """Where it listens, as an URL."""
-        return f"http://127.0.0.1:{self.port}"
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of clients that are gone."""
 
     def inject(self, *faults: Fault) -> None:
         """Let these happen from now on."""
@@ -137,135 +107,80 @@ class FaultProxy:
         """How many such requests have come by."""
         return sum(m == method and bool(re.search(target, t)) for m, t in self.seen)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        listening = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
-        server = self._loop.run_until_complete(listening)
-        self._started.set_result(server.sockets[0].getsockname()[1])
-        self._loop.run_forever()
-        server.close()
-        while tasks := asyncio.all_tasks(self._loop):  # one may have begun in the meantime
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0.05))  # in which connections are closed
-        self._loop.close()
+    def meet(self, method: str, target: str) -> Fault | None:
+        """Note a request; say what happens to it."""
+        with self._lock:
+            self.seen.append((method, target))
+            return next((f for f in self._faults if f.strikes(method, target)), None)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream: asyncio.StreamWriter | None = None
-        task = asyncio.current_task()
-        self._tasks.add(task)  # nobody else holds it while it waits for a client that is dead
-        try:
-            answers, upstream = await asyncio.open_connection("127.0.0.1", self.upstream)
-            while (request := await _Message.read(reader)) is not None:
-                if not await self._pass(request, reader, writer, answers, upstream):
-                    break
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            self._tasks.discard(task)
-            for stream in (writer, upstream):
-                if stream is not None:
-                    stream.close()
-
-    async def _pass(
-        self,
-        request: _Message,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        answers: asyncio.StreamReader,
-        upstream: asyncio.StreamWriter,
-    ) -> bool:
-        """Do one request; whether the connection can be used for another."""
-        method, target = request.first[:2]
-        self.seen.append((method, target))
-        fault = next((f for f in self._faults if f.strikes(method, target)), None)
-        kind = fault.kind if fault else ""
-        if kind == "reset":
-            return _break(writer)
-        if kind == "hang":
-            await asyncio.sleep(3600)
-        if "100-continue" in request.fields.get("expect", ""):
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if fault and kind == "status":
-            await self._relay(request, reader, lambda _: None)
-            writer.write(_refusal(fault, method))
-            await writer.drain()
-            return False
-        upstream.write(request.without("expect"))
-        await self._relay(request, reader, upstream.write, upstream)
-        answer = await _Message.read(answers)
-        if answer is None:
-            return False
-        if kind == "lose":
-            return _break(writer)
-        head = answer.head
-        if kind == "etag":
-            head = re.sub(rb'(?im)^etag: *"?[^"\r]{4}', b'ETag: "beef', head)
-        writer.write(head)
-        is_flipped = kind == "flip"
-
-        def send(block: bytes) -> None:
-            nonlocal is_flipped
-            writer.write(bytes([block[0] ^ 1]) + block[1:] if is_flipped else block)
-            is_flipped = False
-
-        has_body = method != "HEAD" and answer.first[1] not in ("204", "304")
-        is_whole = not has_body or await self._relay(answer, answers, send, writer)
-        await writer.drain()
-        return is_whole and "close" not in answer.fields.get("connection", "")
-
-    async def _relay(
-        self,
-        message: _Message,
-        reader: asyncio.StreamReader,
-        write: Callable[[bytes], Any],
-        writer: asyncio.StreamWriter | None = None,
-    ) -> bool:
-        """Pass a body on; whether all of it was."""
-        if "chunked" in message.fields.get("transfer-encoding", ""):
-            while True:
-                size = await reader.readline()
-                write(size)
-                count = int(size.split(b";")[0], 16)
-                write(await reader.readexactly(count + 2))
-                if count == 0:
-                    return True
-        rest = int(message.fields.get("content-length", 0))
-        while rest:
-            block = await reader.read(min(BLOCK, rest))
-            if not block:
-                return False
-            write(block)
-            rest -= len(block)
-            if writer is not None:
-                await self._pace(len(block))
-                await writer.drain()
-        return True
-
-    async def _pace(self, nbytes: int) -> None:
+    def pace(self, nbytes: int) -> None:
+        """Take as long as so many bytes do."""
         if self.bandwidth:
-            now = self._loop.time()
-            self._free_at = max(now, self._free_at) + nbytes / self.bandwidth
-            await asyncio.sleep(self._free_at - now)
+            with self._line:
+                time.sleep(nbytes / (self.bandwidth or 1e12))
 
 
-def _refusal(fault: Fault, method: str) -> bytes:
-    reason = fault.reason or REASONS.get(fault.code, "InternalError")
-    body = (
-        '<?xml version="1.0" encoding="UTF-8"?>'
-        f"<Error><Code>{reason}</Code><Message>by the proxy</Message></Error>"
-    ).encode()
-    head = (
-        f"HTTP/1.1 {fault.code} {reason}\r\nContent-Type: application/xml\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    ).encode()
-    return head if method == "HEAD" else head + body
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Any
 
+    def log_message(self, *_: object) -> None:
+        pass
 
-def _break(writer: asyncio.StreamWriter) -> bool:
-    """Reset a connection, so that the other side gets an error and not an end."""
-    sock: socket.socket = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
-    return False
+    def _serve(self) -> None:
+        fault = self.server.meet(self.command, self.path)
+        kind = fault.kind if fault else ""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.pace(len(body))
+        if kind == "hang":
+            self.server.is_over.wait()
+        if kind in ("reset", "hang"):
+            self._break()
+        elif fault and kind == "status":
+            reason = fault.reason or REASONS.get(fault.code, "InternalError")
+            text = f"<Error><Code>{reason}</Code><Message>by the proxy</Message></Error>"
+            self._answer(fault.code, {"Content-Type": "application/xml"}, text.encode())
+        else:
+            self._relay(body, kind)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815
+
+    def _relay(self, body: bytes, kind: str) -> None:
+        link = HTTPConnection("127.0.0.1", self.server.upstream, timeout=300)
+        link.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in ("expect", "connection"):
+                link.putheader(name, value)
+        link.endheaders(body)
+        answer = link.getresponse()
+        content, fields = answer.read(), dict(answer.getheaders())
+        link.close()
+        self.server.pace(len(content))
+        if kind == "lose":
+            self._break()
+            return
+        for name in fields:
+            if kind == "etag" and name.lower() == "etag":
+                fields[name] = f'"beef{fields[name].strip(chr(34))[4:]}"'
+        if kind == "flip":
+            content = bytes([content[0] ^ 1]) + content[1:]
+        self._answer(answer.status, fields, content)
+
+    def _answer(self, status: int, fields: dict[str, str], content: bytes) -> None:
+        is_head = self.command == "HEAD"
+        self.send_response_only(status)
+        for name, value in fields.items():
+            if name.lower() not in ("connection", "transfer-encoding") and (
+                is_head or name.lower() != "content-length"
+            ):
+                self.send_header(name, value)
+        if not is_head and status != 204:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(b"" if is_head else content)
+
+    def _break(self) -> None:
+        """Reset the connection, so that the other side gets an error and not an end."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
