@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 
 import dare
 from dare import MismatchError, ModelEntry, Recipe, TensorRule, keep_mask
-from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import WEIGHT_TYPES
 from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
@@ -248,15 +247,6 @@ def test_where_only_one_model_has_a_tensor_the_sum_is_its_own():
     assert {name: set(array.tolist()) for name, array in merged.items()} == {
         name: {float(np.float32(0.7))} for name in base
     }
-
-
-def test_a_model_that_is_stored_in_another_type_is_rounded_once(tmp_path):
-    generator = np.random.default_rng(4)
-    base = {"w": generator.standard_normal(CHUNK + 9).astype(np.float32)}
-    model = {"w": generator.standard_normal(CHUNK + 9).astype(np.float32)}
-    given = write_recipe(tmp_path, base, [model], stages={"dare": {"drop_rate": 0.0}}, dtype="F16")
-    dare.merge(given)
-    assert load_file(given.output)["w"].tobytes() == model["w"].astype(np.float16).tobytes()
 
 
 def test_float64_is_noted_once_where_it_is_computed_with(tmp_path):

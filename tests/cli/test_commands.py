@@ -96,26 +96,6 @@ def test_the_merged_model_has_the_values_that_dare_promises(folder):
     assert (found["model.position_ids"] == base["model.position_ids"]).all()
 
 
-def test_a_merge_shows_plan_report_and_the_next_commands(folder):
-    shown = dare_succeeds(*TWO, *TO).out
-    lines = [line.rstrip() for line in shown.splitlines()]
-    assert lines[0].startswith("Plan  method   dare+linear")
-    merged = "3 merged, 1 copied from base (not a weight type); 3,320 elements, F32, I64"
-    assert f"      tensors  {merged}" in lines
-    assert not any("thread" in line or "buffers" in line for line in lines)
-    (told,) = [n for n, line in enumerate(lines) if line.startswith("Merged 3 tensors in ")]
-    header, _, math, code = (line.split() for line in lines[told + 2 : told + 6])
-    assert " ".join(header) == "model dropped asked largest |δ| above 0.002 largest in"
-    for row, name in ((math, "math"), (code, "code")):
-        assert (row[0], row[2]) == (name, "90.000%")
-        assert row[4:] == ["0", "(0.00%)", "model.layers.0.mlp.weight"]
-    assert lines[-3:] == [
-        "merged.safetensors is written (13.3 kB)",
-        "  verify  dare verify merged.safetensors",
-        "  repeat  dare merged.safetensors --output OTHER",
-    ]
-
-
 def test_the_commands_it_suggests_work_for_any_name(folder):
     lines = dare_succeeds(*TWO, "-o", "my model's $HOME.safetensors").out.splitlines()
     for line in lines[-2:]:

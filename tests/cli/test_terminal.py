@@ -153,19 +153,6 @@ def test_a_plan_fits_even_with_long_paths(columns, page):
     assert place in "".join(text.split())
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
-def test_ten_models_with_long_names_fit(columns, page):
-    names = [f"{'a-name-that-is-far-too-long-' * 4}{number}" for number in range(10)]
-    for name in names:
-        shutil.copy("math.safetensors", f"{name}.safetensors")
-    files = [f"{name}.safetensors" for name in names]
-    text = page(columns, "base.safetensors", *files, "-o", "merged.safetensors")
-    rows = [line for line in text.splitlines() if line.startswith(" a-name-th")]
-    assert len(rows) == 20  # each once in the plan and once in the report
-    text = page(columns, "analyze", "base.safetensors", *files)
-    assert len(text.splitlines()) < 40
-
-
 @WIDTHS
 def test_a_merge_fits_from_plan_to_report(columns, folder):
     terminal = show(f"{MERGE} --delta-threshold 0.0001", columns)

@@ -323,28 +323,6 @@ def test_errors_reach_who_asked():
     assert found[-1] == ""
 
 
-def test_a_worker_holds_a_few_models_in_the_memory_of_older_ones():
-    opened, texts, holds = run_node("""
-    let opened = 0;
-    const open = () => { opened += 1; return node.openKernels(); };
-    const handle = node.createHandler(open, node.loadModel);
-    const texts = [];
-    let last;
-    for (const key of ["add", "base", "sort", "say", "add", "sort"]) {
-      const tensors = last?.includes(key) ? undefined : await node.loadModel(key);
-      await handle({ key, tensors, kind: "texts", items: ["37+58="] }, ({ answers, holds }) => {
-        texts.push(answers[0]);
-        last = holds;
-      });
-    }
-    node.print([opened, texts, last]);
-    """)
-    assert opened == 3
-    written = {name: Llama(MODELS / name, CONFIG).write(["37+58="])[0] for name in ("base", *TUNED)}
-    assert texts == [written[name] for name in ("add", "base", "sort", "say", "add", "sort")]
-    assert holds == ["say", "add", "sort"]
-
-
 IN_CHROMIUM = """
 async ({ setting, prompts }) => {
   const { openEngine } = await import("./engine/browser.js");
