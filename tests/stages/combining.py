@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as arrays
 import dare
 
 BACKENDS = ["reference", "cpu"]
+CHUNK = 1 << 19
 LARGE = (3, 200_003)
 """A shape of 600,009 elements: a chunk and a bit, with its border inside of a row."""
 
@@ -20,6 +21,11 @@ def combine(method, *deltas, base=None, **settings):
     given = {"verbose": False, "threads": 1, "allow_not_finite": True, **settings}
     models = [{"w": origin + delta} for delta in deltas]
     return dare.merge_arrays({"w": origin}, models, method=method, **given)[0]["w"]
+
+
+def largest_first(magnitudes):
+    """Positions in the last dimension from the largest to the smallest, equals by index."""
+    return np.argsort(-magnitudes, axis=-1, kind="stable")
 
 
 def large_deltas(count, seed=0):

@@ -4,16 +4,16 @@ import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
+from combining import BACKENDS, combine
 from hypothesis import strategies as st
 
-import dare
 from dare.inputs.arrays import array_source
 from dare.kernels import linalg
 from dare.planning.make import make_plan
 from dare.recipe.schema import ModelEntry, Recipe
 from dare.stages import STAGES
 
-BACKENDS = ["reference", "cpu"]
+__all__ = ["BACKENDS"]
 
 seeds = st.integers(0, 2**32 - 1)
 sides = st.integers(2, 12)
@@ -27,20 +27,9 @@ def rotation(size, seed):
     return np.linalg.qr(gaussian(size, size, seed=seed).astype(np.float64))[0]
 
 
-def merge(method, *deltas, backend="reference", stages=None, **settings):
+def merge(method, *deltas, backend="reference", **settings):
     """Merge deltas onto a base of zeros."""
-    deltas = [np.array(delta, np.float32) for delta in deltas]
-    result, _ = dare.merge_arrays(
-        {"w": np.zeros_like(deltas[0])},
-        [{"w": delta} for delta in deltas],
-        method=method,
-        backend=backend,
-        stages=stages or {},
-        verbose=False,
-        allow_not_finite=True,
-        **settings,
-    )
-    return result["w"]
+    return combine(method, *deltas, backend=backend, **settings)
 
 
 def plan(method, shapes, models=1, **settings):

@@ -2,18 +2,16 @@
 
 import numpy as np
 import pytest
+from combining import CHUNK, combine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from small_merges import CHUNK, merge_deltas
-
-from dare import RecipeError
 
 
 @pytest.fixture(params=["reference", "cpu"])
 def merged(request):
     def run(*deltas, weights=None, **parameters):
-        return merge_deltas(
+        return combine(
             "cabs", *deltas, stages={"cabs": parameters}, weights=weights, backend=request.param
         ).tolist()
 
@@ -55,10 +53,6 @@ def test_the_last_group_gives_its_share(merged):
     assert merged([1, 2, 3, 4, 5, 6], n=1, m=4) == [0, 0, 0, 4, 0, 6]
 
 
-def test_as_many_as_there_are_is_a_sum(merged):
-    assert merged([1, 2, 3], [4, 5, 6], n=8, m=8) == [5, 7, 9]
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 40)).flatmap(
@@ -70,10 +64,10 @@ def test_as_many_as_there_are_is_a_sum(merged):
 def test_any_numbers(deltas, pair, power):
     n, m = pair
     stages = {"cabs": {"n": n, "m": m}}
-    found = merge_deltas("cabs", *deltas, stages=stages)
+    found = combine("cabs", *deltas, stages=stages)
     assert found.tolist() == by_hand(deltas, n, m).tolist()
     factor = np.float32(2.0**power)
-    assert (merge_deltas("cabs", *(factor * deltas), stages=stages) == factor * found).all()
+    assert (combine("cabs", *(factor * deltas), stages=stages) == factor * found).all()
 
 
 def test_no_two_models_change_an_element():
@@ -81,13 +75,7 @@ def test_no_two_models_change_an_element():
     signs = [np.abs(generator.standard_normal(CHUNK + 1000)) + 1 for _ in range(4)]
     marked = [np.float32(1000**i) * (s > 0) for i, s in enumerate(signs)]
     stages = {"cabs": {"n": 2, "m": 8}}
-    found = merge_deltas("cabs", *marked, stages=stages)
+    found = combine("cabs", *marked, stages=stages)
     values, counts = np.unique(found, return_counts=True)
     assert values.tolist() == [1, 1000, 1000**2, 1000**3]
     assert set(counts.tolist()) == {(CHUNK + 1000) // 4}
-
-
-@pytest.mark.parametrize("parameters", [{"m": 6}, {"m": 1 << 20}, {"n": 0}])
-def test_what_cannot_be_is_refused(parameters):
-    with pytest.raises(RecipeError, match=next(iter(parameters))):
-        merge_deltas("cabs", [1.0], stages={"cabs": parameters})

@@ -135,12 +135,6 @@ def test_nm_by_magnitude_counts_what_is_left_of_a_group():
     assert merged.tolist() == [expected]
 
 
-def test_nm_after_dare_does_not_double():
-    delta = positive()
-    merged, _ = merge([delta], "dare+nm+sum")
-    assert merged.sum() / delta.sum() < 1.1
-
-
 def test_cabs_rescales_by_what_is_left_of_a_group():
     delta = np.array([[8, 0, 0, 0, 8, 4, 2, 0]], np.float32)
     stages = {"trim": {"keep_ratio": 0.5}, "cabs": {"n": 2, "m": 4, "rescale": True}}

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from combining import combine, largest_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from small_merges import largest_first, merge_deltas
 
 import dare
-from dare import RecipeError, keep_mask
+from dare import keep_mask
 from dare.kernels import native, reference
 from dare.tensors.mask import keep_threshold, mask_key
 
@@ -17,7 +17,7 @@ from dare.tensors.mask import keep_threshold, mask_key
 def merged(request):
     def run(delta, **parameters):
         stages = {"della": parameters}
-        return merge_deltas("della+sum", delta, stages=stages, backend=request.param)
+        return combine("della+sum", delta, stages=stages, backend=request.param)
 
     return run
 
@@ -65,28 +65,18 @@ def test_thresholds_are_held_against_the_numbers_of_the_mask(merged):
 def test_without_a_window_it_is_dare_bit_for_bit(merged, drop_rate, rescale):
     delta = np.random.default_rng(0).standard_normal((50, 60))
     stages = {"dare": {"drop_rate": drop_rate, "rescale": rescale}}
-    by_dare = merge_deltas("dare+sum", delta, stages=stages)
+    by_dare = combine("dare+sum", delta, stages=stages)
     found = merged(delta, drop_rate=drop_rate, window=0.0, rescale=rescale)
     assert (found == by_dare).all()
 
 
-def test_at_rate_zero_nothing_happens(merged):
-    assert merged([[1, 2, 3]], drop_rate=0.0).tolist() == [[1, 2, 3]]
-
-
-def test_the_norm_can_be_kept_instead(merged):
+@pytest.mark.parametrize("rescale", [False, "l1"])
+def test_what_is_kept_can_be_left_as_it_is_or_scaled_to_the_norm(merged, rescale):
     delta = np.arange(1, 65, dtype=np.float32)
     keep, _ = expected(delta, 0.5, 0.25)
-    factor = np.float32(delta.sum(dtype=float) / delta[keep].sum(dtype=float))
-    found = merged(delta, drop_rate=0.5, window=0.25, rescale="l1")
+    factor = np.float32(delta.sum(dtype=float) / delta[keep].sum(dtype=float)) if rescale else 1
+    found = merged(delta, drop_rate=0.5, window=0.25, rescale=rescale)
     assert found.tolist() == np.where(keep, delta * factor, 0).tolist()
-
-
-def test_what_is_kept_can_be_left_as_it_is(merged):
-    delta = np.arange(1, 65, dtype=np.float32)
-    keep, _ = expected(delta, 0.5, 0.25)
-    found = merged(delta, drop_rate=0.5, window=0.25, rescale=False)
-    assert found.tolist() == np.where(keep, delta, 0).tolist()
 
 
 def test_rows_of_one_element_are_dropped_at_the_mean_rate(merged):
@@ -112,14 +102,14 @@ def test_dropped_infinities_and_nans_do_not_spread(merged):
 def test_the_mean_is_the_delta(delta, drop_rate, window, power):
     """Over 200 models with own seeds, within 6 standard errors of each of 200 elements."""
     stages = {"della": {"drop_rate": drop_rate, "window": window}}
-    found = merge_deltas("della+linear", *[delta] * 200, stages=stages)
+    found = combine("della+linear", *[delta] * 200, stages=stages)
     rates = keep_rates(delta, drop_rate, window)
     error = np.abs(delta) * np.sqrt((1 - rates) / rates / 200)
     assert (np.abs(found - delta) <= 6 * error + 1e-4).all()
 
-    one = merge_deltas("della+sum", delta, stages=stages)
+    one = combine("della+sum", delta, stages=stages)
     factor = np.float32(2.0**power)
-    assert (merge_deltas("della+sum", factor * delta, stages=stages) == factor * one).all()
+    assert (combine("della+sum", factor * delta, stages=stages) == factor * one).all()
 
 
 @pytest.mark.parametrize("shape", [(300, 4096), (150, 7000), (2, 700_001), (600_000,)])
@@ -127,10 +117,10 @@ def test_rows_over_borders_of_chunks(shape):
     delta = np.random.default_rng(0).integers(1, 1000, shape).astype(np.float32)
     keep, values = expected(delta, 0.7, 0.4)
     stages = {"della": {"drop_rate": 0.7, "window": 0.4}}
-    found = merge_deltas("della+sum", delta, stages=stages, threads=2)
+    found = combine("della+sum", delta, stages=stages, threads=2)
     assert ((found != 0) == keep).all()
     assert np.abs(found - values).max() <= 4e-7 * np.abs(values).max()
-    small = merge_deltas("della+sum", delta, stages=stages, threads=1, max_memory="160MiB")
+    small = combine("della+sum", delta, stages=stages, threads=1, max_memory="160MiB")
     assert (small == found).all()
 
 
@@ -193,16 +183,3 @@ def test_the_report_counts_what_is_left():
         {"w": np.zeros_like(delta)}, [{"w": delta}], method="della", verbose=False
     )
     assert report.tensors[0].survivors == ((int(expected(delta, 0.9, 0.14)[0].sum()),),)
-
-
-@pytest.mark.parametrize(
-    ("drop_rate", "window", "text"),
-    [
-        (0.9, 0.2, "use a window below 0.2"),
-        (0.95, 0.14, "rates from 0.88 to 1.02"),
-        (0.05, 0.14, "use a window below 0.1"),
-    ],
-)
-def test_a_window_that_reaches_too_far_is_refused_before_anything_is_read(drop_rate, window, text):
-    with pytest.raises(RecipeError, match=text):
-        merge_deltas("della", [1.0], stages={"della": {"drop_rate": drop_rate, "window": window}})

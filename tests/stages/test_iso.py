@@ -14,8 +14,6 @@ from matrix_merges import (
     svd,
 )
 
-from dare import RecipeError
-
 CTS = {"iso": {"variant": "cts"}}
 
 
@@ -125,28 +123,7 @@ def test_the_nuclear_norm_stays_and_all_values_are_equal(rows, columns, seed):
     np.testing.assert_allclose(values, expected, rtol=1e-3)
 
 
-@given(sides, sides, seeds)
-def test_four_times_the_deltas_is_four_times_the_result(rows, columns, seed):
-    deltas = [gaussian(rows, columns, seed=seed ^ n) for n in (1, 2)]
-    for stages in ({}, CTS):
-        once = merge("iso", *deltas, stages=stages)
-        four = merge("iso", *(4 * delta for delta in deltas), stages=stages)
-        np.testing.assert_allclose(four, 4 * once, rtol=1e-4, atol=1e-4)
-
-
-def test_weights_multiply_deltas():
-    deltas = [gaussian(8, 9, seed=n) for n in range(2)]
-    found = merge("iso", *deltas, weights=[0.5, -2])
-    assert relative(found, by_svd(0.5 * deltas[0], -2 * deltas[1])) < 1e-5
-
-
 def test_deltas_that_cancel_leave_what_is_their_own():
     delta = gaussian(6, 7)
     assert not merge("iso", delta, -delta).any()
     assert np.isfinite(merge("iso", delta, -delta, stages=CTS)).all()
-
-
-@pytest.mark.parametrize("bad", [{"variant": "x"}, {"common_share": 1.5}])
-def test_parameters_have_bounds(bad):
-    with pytest.raises(RecipeError, match=next(iter(bad))):
-        merge("iso", [[1]], stages={"iso": bad})

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from combining import BACKENDS, combine, few_deltas, large_deltas, same_bits_however_cut
+from combining import BACKENDS, combine, large_deltas, same_bits_however_cut
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,27 +82,6 @@ def test_an_infinity_stays_where_it_is(merged):
 def test_weights_that_make_no_mean_are_refused(merged, weights):
     with pytest.raises(dare.RecipeError, match="karcher takes a mean, and needs weights of 0 or"):
         merged([1], [2], weights=weights)
-
-
-@pytest.mark.parametrize("on", ["weights", "deltas"])
-@given(few_deltas(most=1))
-def test_one_model_is_itself(on, deltas):
-    stages = {"karcher": {"on": on}}
-    assert (combine("karcher", *deltas, stages=stages) == deltas[0]).all()
-
-
-@given(few_deltas(least=2), st.randoms())
-def test_the_order_of_models_makes_no_difference_but_for_rounding(deltas, random):
-    shuffled = random.sample(list(deltas), len(deltas))
-    found = combine("karcher", *deltas, **DELTAS)
-    assert combine("karcher", *shuffled, **DELTAS) == pytest.approx(found, rel=1e-4, abs=1e-4)
-
-
-@given(few_deltas(least=2), st.sampled_from([-4.0, -1.0, 0.5, 1024.0]))
-def test_scales_with_its_inputs(deltas, factor):
-    # A power of two changes no rounding.
-    expected = combine("karcher", *deltas, **DELTAS) * np.float32(factor)
-    assert (combine("karcher", *deltas * np.float32(factor), **DELTAS) == expected).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6))

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
+from combining import CHUNK, combine, largest_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from small_merges import CHUNK, largest_first, merge_deltas
 
 import dare
-from dare import RecipeError
 from dare.kernels import reference
 from dare.tensors.mask import mask_key
 
@@ -17,7 +16,7 @@ from dare.tensors.mask import mask_key
 def merged(request):
     def run(delta, **parameters):
         stages = {"nm": parameters}
-        return merge_deltas("nm+sum", delta, stages=stages, backend=request.param).tolist()
+        return combine("nm+sum", delta, stages=stages, backend=request.param).tolist()
 
     return run
 
@@ -109,14 +108,14 @@ def test_models_with_one_seed_and_other_turns_do_not_overlap():
 def test_any_numbers(delta, pair, choose, power):
     n, m = pair
     parameters = {"n": n, "m": m, "choose": choose, "rescale": False}
-    found = merge_deltas("nm+sum", delta, stages={"nm": parameters})
+    found = combine("nm+sum", delta, stages={"nm": parameters})
     keys = np.abs(delta) if choose == "magnitude" else -numbers(delta.size).reshape(delta.shape)
     assert found.tolist() == np.where(kept(keys, n, m), delta, 0).tolist()
 
-    again = merge_deltas("nm+sum", found, stages={"nm": parameters})
+    again = combine("nm+sum", found, stages={"nm": parameters})
     assert (again == found).all()  # what is kept once is kept again
     factor = np.float32(2.0**power)
-    scaled = merge_deltas("nm+sum", factor * delta, stages={"nm": parameters})
+    scaled = combine("nm+sum", factor * delta, stages={"nm": parameters})
     assert (scaled == factor * found).all()
 
 
@@ -125,7 +124,7 @@ def test_at_random_the_mean_is_the_delta(n, m):
     # 200 seeds, 5 standard errors; rows of 20 have a short group where m = 7
     delta = np.arange(1, 41, dtype=np.float32).reshape(2, 20)
     stages = {"nm": {"n": n, "m": m, "choose": "random"}}
-    found = merge_deltas("nm+linear", *[delta] * 200, stages=stages)
+    found = combine("nm+linear", *[delta] * 200, stages=stages)
     assert (np.abs(found - delta) <= 5 * delta * np.sqrt(1.4 / 200)).all()
 
 
@@ -137,22 +136,6 @@ def test_at_random_the_mean_is_the_delta(n, m):
 def test_groups_over_borders_of_chunks(shape, n, m, choose):
     delta = np.random.default_rng(0).integers(1, 1000, shape).astype(np.float32)
     stages = {"nm": {"n": n, "m": m, "choose": choose, "rescale": False}}
-    found = merge_deltas("nm+sum", delta, stages=stages, threads=2)
+    found = combine("nm+sum", delta, stages=stages, threads=2)
     keys = delta if choose == "magnitude" else -numbers(delta.size).reshape(shape)
     assert (found == np.where(kept(keys, n, m), delta, 0)).all()
-
-
-@pytest.mark.parametrize(
-    ("parameters", "text"),
-    [
-        ({"n": 0}, "n = 0"),
-        ({"m": 0}, "m = 0"),
-        ({"n": 5, "m": 4}, "only 4 elements in a group"),
-        ({"n": 2, "m": 4, "turn": 2}, "may be no more than m"),
-        ({"turn": -1}, "turn = -1"),
-        ({"n": 1.5}, "n = 1.5"),
-    ],
-)
-def test_what_cannot_be_is_refused(parameters, text):
-    with pytest.raises(RecipeError, match=text):
-        merge_deltas("nm+sum", [1.0], stages={"nm": parameters})

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-import dare
 from dare.kernels import native, reference
 
 HALF = math.sqrt(0.5)
@@ -58,11 +57,6 @@ def test_each_column_has_its_angle(merged):
     assert found == np.transpose(merged(FIRST, SECOND, each="row")).tolist()
 
 
-def test_a_vector_is_taken_as_a_whole(merged):
-    for each in ("row", "column"):
-        assert merged([1, 0], [0, 1], each=each) == merged([1, 0], [0, 1])
-
-
 def test_a_row_of_more_dimensions_is_all_with_one_first_index(merged):
     first, second = np.reshape(np.arange(24.0), (2, 3, 4)), np.ones((2, 3, 4))
     found = merged(first, second, each="row")
@@ -92,11 +86,6 @@ def test_an_infinity_stays_in_its_row(merged):
     assert found[1] == pytest.approx([HALF] * 2, rel=1e-6)
 
 
-def test_it_takes_two_models(merged):
-    with pytest.raises(dare.RecipeError, match="nuslerp merges 2 models, and 3 are given"):
-        merged([1], [2], [3])
-
-
 @given(few_deltas(least=2, most=2))
 def test_the_whole_is_slerp_on_deltas(deltas):
     stages = {"slerp": {"on": "deltas", "t": 0.25}}
@@ -111,19 +100,6 @@ def test_the_two_can_change_places_with_their_weights(deltas, each):
     found = combine("nuslerp", first, second, weights=[1, 3], stages=stages)
     turned = combine("nuslerp", second, first, weights=[3, 1], stages=stages)
     assert found == pytest.approx(turned, rel=1e-6, abs=1e-6)
-
-
-@given(
-    few_deltas(least=2, most=2),
-    st.sampled_from(["tensor", "row", "column"]),
-    st.sampled_from([-4.0, 0.5, 1024.0]),
-)
-def test_scales_with_its_inputs(deltas, each, factor):
-    stages = {"nuslerp": {"each": each}}
-    first, second = deltas.reshape(2, 1, -1)
-    expected = combine("nuslerp", first, second, stages=stages) * np.float32(factor)
-    first, second = first * np.float32(factor), second * np.float32(factor)
-    assert (combine("nuslerp", first, second, stages=stages) == expected).all()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
-from dare.cli import main
 from dare.errors import InputError, RecipeError
 from dare.output.manifest import read_manifest
 from dare.output.writer import manifest_path
@@ -126,13 +125,6 @@ def test_a_plan_takes_its_stages_along_to_another_process(folder):
     assert found.stdout == "shrink\n"
 
 
-def test_without_its_file_a_stage_is_not_known(folder, capsys):
-    assert main(command(folder, "--method", "shrink+sum")) == 1
-    said = capsys.readouterr().err
-    assert "there is no stage 'shrink'" in said
-    assert "--stage FILE" in said
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -177,13 +169,6 @@ def test_stages_of_an_installed_package(folder):
         check=True,
     )
     assert json.loads(found.stdout) == ["shrink", "package shrinking 1.2"]
-
-
-def test_a_stage_may_not_take_the_name_of_another(folder):
-    dare.load_stages(folder / "shrink.py")
-    (folder / "again.py").write_text(HALVE)
-    with pytest.raises((InputError, RecipeError), match="already"):
-        dare.load_stages(folder / "again.py")
 
 
 def test_a_search_makes_candidates_with_it_in_another_process(folder):

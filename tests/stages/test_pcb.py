@@ -60,10 +60,6 @@ def test_shares_go_from_the_cut_to_the_top(merged):
     assert merged(first, second, ratio=0.7, weights=[1, 3]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_where_all_scores_are_equal_all_are_kept(merged):
-    assert merged([2, 2, -2], ratio=0.4) == [2, 2, -2]
-
-
 def test_zeros_and_single_elements(merged):
     assert merged([0, 0], [0, 0]) == [0, 0]
     assert merged([3], [1]) == [2]
@@ -84,42 +80,11 @@ def test_after_dare_only_survivors_compete():
     assert (found[found != 0] == 2 * delta[keep][-10:]).all()
 
 
-@pytest.mark.parametrize("wrong", [0.0, 1.5])
-def test_ranges(wrong):
-    with pytest.raises(dare.RecipeError, match="score_ratio"):
-        compete([1], ratio=wrong)
-
-
-@given(few_deltas(most=1))
-def test_one_model_all_of_it_is_itself(deltas):
-    assert compete(*deltas, ratio=1.0) == pytest.approx(deltas[0], rel=1e-6)
-
-
-@given(few_deltas(), st.randoms())
-def test_the_order_of_models_makes_no_difference_but_for_rounding(deltas, random):
-    shuffled = random.sample(list(deltas), len(deltas))
-    found = compete(*deltas, ratio=0.5)
-    assert compete(*shuffled, ratio=0.5) == pytest.approx(found, rel=1e-5, abs=1e-6)
-
-
 @given(few_deltas(), st.floats(1e-6, 1))
 def test_results_lie_between_the_models(deltas, ratio):
     found = compete(*deltas, ratio=ratio)
     assert (found <= deltas.max(axis=0, initial=0) * (1 + 1e-6)).all()
     assert (found >= deltas.min(axis=0, initial=0) * (1 + 1e-6)).all()
-
-
-@given(few_deltas())
-def test_turning_all_around_turns_the_result(deltas):
-    assert (compete(*-deltas, ratio=0.5) == -compete(*deltas, ratio=0.5)).all()
-
-
-@given(few_deltas(), st.sampled_from([0.5, 2.0, 1024.0]))
-def test_small_changes_scale(deltas, factor):
-    # tanh x is x to within 10⁻⁸ here, so that the scores scale by the square.
-    small = deltas * np.float32(2**-24)
-    expected = compete(*small, ratio=0.5) * np.float32(factor)
-    assert compete(*small * np.float32(factor), ratio=0.5) == pytest.approx(expected, rel=1e-3)
 
 
 def test_over_many_chunks():

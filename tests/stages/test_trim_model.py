@@ -81,12 +81,6 @@ def test_tensors_of_another_ratio_are_ranked_among_themselves():
     }
 
 
-def test_a_model_that_has_less_than_that_is_kept_whole():
-    merged = merge([{"a": [0, 1, 0], "b": [0, 0, 2]}])
-    assert merged["a"].tolist() == [0, 1, 0]
-    assert merged["b"].tolist() == [0, 0, 2]
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("spare_bytes", [0, None])
 def test_exact_over_chunks_threads_and_memory(threads, spare_bytes, monkeypatch):

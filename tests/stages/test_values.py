@@ -26,24 +26,36 @@ def merged(request):
     return run
 
 
-# ---------------------------------------------------------------- linear and sum
+def given(stage, **parameters):
+    return {"stages": {stage: parameters}}
 
 
-def test_linear_averages(merged):
-    assert merged("linear", [2, 4, -6], [4, 0, 2]) == [3, 2, -2]
-
-
-def test_linear_takes_weights_and_scale(merged):
-    # 0.5 · (0.25·8 + 0.75·4) = 2.5
-    assert merged("linear", [8], [4], weights=[0.25, 0.75], scale=0.5) == [2.5]
-
-
-def test_sum_adds(merged):
-    assert merged("sum", [2, 4], [4, -5], base=[1, 1]) == [7, 0]
-
-
-def test_negative_weights_subtract(merged):
-    assert merged("sum", [2], [5], weights=[1, -1]) == [-3]
+@pytest.mark.parametrize(
+    ("method", "deltas", "settings", "expected"),
+    [
+        ("linear", [[2, 4, -6], [4, 0, 2]], {}, [3, 2, -2]),
+        # 0.5 · (0.25·8 + 0.75·4) = 2.5
+        ("linear", [[8], [4]], {"weights": [0.25, 0.75], "scale": 0.5}, [2.5]),
+        ("sum", [[2, 4], [4, -5]], {"base": [1, 1]}, [7, 0]),
+        ("sum", [[2], [5]], {"weights": [1, -1]}, [-3]),
+        # ⌊0.4 · 5⌋ = 2; of equals the first; at least one
+        ("trim+sum", [[1, -5, 3, 2, -4]], given("trim", keep_ratio=0.4), [0, -5, 0, 0, -4]),
+        ("trim+sum", [[2, 1, -2, 2, 3]], given("trim", keep_ratio=0.6), [2, 0, -2, 0, 3]),
+        ("trim+sum", [[1, 2]], given("trim", keep_ratio=0.1), [0, 2]),
+        # element 0: 3 + 1 > 2: mean of 3 and 1; element 1: -4 beats 3; element 2: all agree
+        ("ties", [[3, 1, 2], [1, 2, 4], [-2, -4, 6]], {}, [2, -4, 4]),
+        ("ties", [[1, 0], [-1, 0]], {}, [0, 0]),  # the sides cancel
+        ("ties", [[3], [0], [5]], {}, [4]),  # a zero does not count in the mean
+        # 3·1 beats 1·2; its mean is (3·1)/3. Unweighted, 2 would win.
+        ("ties", [[1], [-2]], {"weights": [3, 1]}, [1]),
+        ("ties", [[2], [6]], {"weights": [1, 3]}, [5]),  # (1·2 + 3·6) / (1 + 3)
+        ("ties", [[2], [6]], {"weights": [1, 3], **given("ties", divide_by="count")}, [10]),
+        # trimmed to [3, 0] and [0, -4]
+        ("ties", [[3, 1], [-2, -4]], given("ties", keep_ratio=0.5), [3, -4]),
+    ],
+)
+def test_by_hand(merged, method, deltas, settings, expected):
+    assert merged(method, *deltas, **settings) == expected
 
 
 # ---------------------------------------------------------------- dare
@@ -60,18 +72,6 @@ def test_model_i_uses_seed_plus_i(merged):
     zero, delta = np.zeros(100, np.float32), np.ones(100, np.float32)
     second = merged("dare+sum", zero, delta, stages={"dare": {"drop_rate": 0.5}}, seed=6)
     assert second == (2.0 * keep_mask("w", 100, 0.5, seed=7)).tolist()
-
-
-def test_a_models_own_seed_is_its_seed(merged):
-    delta = np.ones(100, np.float32)
-    found = merged("dare+sum", delta, seeds=[0], stages={"dare": {"drop_rate": 0.5}})
-    assert found == (2.0 * keep_mask("w", 100, 0.5, seed=0)).tolist()
-
-
-def test_dare_without_rescale_only_drops(merged):
-    keep = keep_mask("w", 64, 0.5, seed=42)
-    stages = {"dare": {"drop_rate": 0.5, "rescale": False}}
-    assert merged("dare+sum", np.full(64, 3.0), stages=stages) == (3.0 * keep).tolist()
 
 
 def test_dare_can_rescale_to_the_l1_norm(merged):
@@ -103,21 +103,6 @@ def test_dropped_infinities_and_nans_do_not_spread(merged):
 
 
 # ---------------------------------------------------------------- trim
-
-
-def test_trim_keeps_the_largest(merged):
-    # ⌊0.4 · 5⌋ = 2
-    found = merged("trim+sum", [1, -5, 3, 2, -4], stages={"trim": {"keep_ratio": 0.4}})
-    assert found == [0, -5, 0, 0, -4]
-
-
-def test_trim_keeps_the_first_of_equals(merged):
-    found = merged("trim+sum", [2, 1, -2, 2, 3], stages={"trim": {"keep_ratio": 0.6}})
-    assert found == [2, 0, -2, 0, 3]
-
-
-def test_trim_keeps_at_least_one(merged):
-    assert merged("trim+sum", [1, 2], stages={"trim": {"keep_ratio": 0.1}}) == [0, 2]
 
 
 def test_trim_after_dare_counts_survivors_only(merged):
@@ -155,38 +140,6 @@ def test_trim_is_exact_over_many_chunks(size, max_memory):
 # ---------------------------------------------------------------- ties
 
 
-def test_ties_averages_the_side_that_outweighs(merged):
-    # element 0: 3 + 1 > 2: mean of 3 and 1; element 1: -4 beats 3; element 2: all agree
-    assert merged("ties", [3, 1, 2], [1, 2, 4], [-2, -4, 6]) == [2, -4, 4]
-
-
-def test_ties_is_zero_where_the_sides_cancel(merged):
-    assert merged("ties", [1, 0], [-1, 0]) == [0, 0]
-
-
-def test_a_zero_does_not_count_in_the_mean(merged):
-    assert merged("ties", [3], [0], [5]) == [4]
-
-
-def test_ties_weighs_the_vote_and_the_mean(merged):
-    # 3·1 beats 1·2; its mean is (3·1)/3. Unweighted, 2 would win.
-    assert merged("ties", [1], [-2], weights=[3, 1]) == [1]
-    # (1·2 + 3·6) / (1 + 3) = 5
-    assert merged("ties", [2], [6], weights=[1, 3]) == [5]
-
-
-def test_ties_can_divide_by_the_count(merged):
-    # (1·2 + 3·6) / 2 = 10
-    stages = {"ties": {"divide_by": "count"}}
-    assert merged("ties", [2], [6], weights=[1, 3], stages=stages) == [10]
-
-
-def test_keep_ratio_trims_before_the_vote(merged):
-    # trimmed to [3, 0] and [0, -4]
-    found = merged("ties", [3, 1], [-2, -4], stages={"ties": {"keep_ratio": 0.5}})
-    assert found == [3, -4]
-
-
 def test_ties_lets_a_nan_through(merged):
     assert np.isnan(merged("ties", [np.nan], [1.0])).all()
 
@@ -219,11 +172,6 @@ def test_parallel_opposite_and_zero_vectors_are_interpolated_straight(merged, ot
     stages = {"slerp": {"t": 0.25, "on": "deltas"}}
     expected = [0.75 * a + 0.25 * b for a, b in zip([1.0, 2.0], other, strict=True)]
     assert merged("slerp", [1.0, 2.0], other, stages=stages) == expected
-
-
-def test_slerp_takes_two_models(merged):
-    with pytest.raises(RecipeError, match="slerp merges 2 models, and 3 are given"):
-        merged("slerp", [1], [2], [3])
 
 
 # ---------------------------------------------------------------- chains

@@ -9,8 +9,7 @@ from typing import Any
 
 from dare.errors import did_you_mean
 from dare.recipe.layers import count_layers
-from dare.recipe.mergekit.nodes import Node, Table, as_items, as_table, as_text
-from dare.recipe.mergekit.parameters import Input, has_gradient
+from dare.recipe.mergekit.nodes import Input, Node, Table, as_items, as_table, as_text, has_gradient
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import MODEL_TYPES
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dare.recipe.entries import ModelEntry, distinct
 from dare.recipe.mergekit.configuration import Config
-from dare.recipe.mergekit.parameters import (
+from dare.recipe.mergekit.nodes import (
     Case,
     Cases,
     Input,
