@@ -240,7 +240,9 @@ def _fate(
             if base.dtype.is_weight and not model.is_partial:
                 missing.append(model_name)
             takes_part += [index] * takes_all
-        elif info.shape == base.shape and (info.dtype == base.dtype or _are_weights(info, base)):
+        elif info.shape == base.shape and (
+            info.dtype == base.dtype or (info.dtype.is_weight and base.dtype.is_weight)
+        ):
             takes_part.append(index)
         else:
             mismatched.append(f"base is {base.described}, {model_name} is {info.described}")
@@ -415,10 +417,6 @@ def _values(recipe: Recipe, parameter: str) -> set[Any]:
     found = [settings[parameter] for settings in places if parameter in settings]
     lists = [value if isinstance(value, list) else [value] for value in found]
     return {value for values in lists for value in values}
-
-
-def _are_weights(*infos: TensorInfo) -> bool:
-    return all(info.dtype.is_weight for info in infos)
 
 
 def _list(problems: Sequence[str]) -> list[str]:

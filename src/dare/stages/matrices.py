@@ -109,7 +109,9 @@ def matrix_delta_stage(
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
             if block.summary is not None:
-                _take_chunk(block)
+                block.values[:] = _chunk_of(block.summary, block)
+                block.factor = 1.0
+                block.leave_nonzero()
 
         delta_stage(
             sees="matrix",
@@ -117,7 +119,7 @@ def matrix_delta_stage(
             survey=survey,
             surveys_when=acts_when,
             survey_bytes=_of_matrices(work_bytes),
-            kept_bytes=_of_matrices(_result_bytes),
+            kept_bytes=_of_matrices(lambda rows, columns, _models: 4 * rows * columns),
         )(apply)
         return function
 
@@ -139,22 +141,20 @@ def matrix_combine_stage(
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
-            return _average(deltas) if deltas.summary is None else _chunk_of(deltas)
+            if deltas.summary is None:
+                return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])
+            return _chunk_of(deltas.summary, deltas.blocks[0])
 
         combine_stage(
             sees="matrix",
             paper=paper,
             survey=survey,
             survey_bytes=_of_matrices(work_bytes),
-            kept_bytes=_of_matrices(_result_bytes),
+            kept_bytes=_of_matrices(lambda rows, columns, _models: 4 * rows * columns),
         )(apply)
         return function
 
     return register
-
-
-def _result_bytes(rows: int, columns: int, _models: int) -> int:
-    return 4 * rows * columns
 
 
 def _of_matrices(work_bytes: WorkBytes) -> SurveyBytes:
@@ -164,21 +164,6 @@ def _of_matrices(work_bytes: WorkBytes) -> SurveyBytes:
     return survey_bytes
 
 
-def _take_chunk(block: Block) -> None:
-    """Replace a block's values by those of the matrix in its summary."""
-    matrix: Floats = block.summary
-    block.values[:] = matrix.reshape(-1)[block.start : block.start + block.size]
-    block.factor = 1.0
-    block.leave_nonzero()
-
-
-def _chunk_of(deltas: Deltas) -> Floats:
-    """The part of the matrix in the summary that belongs to this chunk."""
-    matrix: Floats = deltas.summary
-    start = deltas.blocks[0].start
-    return matrix.reshape(-1)[start : start + deltas.size]
-
-
-def _average(deltas: Deltas) -> Floats:
-    """Σ wᵢ·δᵢ / n: what becomes of vectors and scalars where only matrices are taken apart."""
-    return deltas.sum([weight / len(deltas.blocks) for weight in deltas.weights])
+def _chunk_of(matrix: Floats, block: Block) -> Floats:
+    """The part of a matrix that belongs to a block."""
+    return matrix.reshape(-1)[block.start : block.start + block.size]

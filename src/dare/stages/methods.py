@@ -56,17 +56,13 @@ def find_stage(name: str, file: str = "") -> Stage:
         load_installed_stages()
     if name not in STAGES:
         known = [*STAGES, *ALIASES]
+        others = [alias for alias in ALIASES if alias not in STAGES]
         raise RecipeError(
             f"there is no stage {name!r}{did_you_mean(name, known)}; "
-            f"stages: {', '.join(STAGES)}; other names: {', '.join(_other_names())}; "
+            f"stages: {', '.join(STAGES)}; other names: {', '.join(others)}; "
             "a stage of your own is given with --stage FILE"
         )
     return STAGES[name]
-
-
-def _other_names() -> list[str]:
-    """The aliases that are no stages as well."""
-    return [alias for alias in ALIASES if alias not in STAGES]
 
 
 def parse_method(method: str) -> tuple[Stage, ...]:

@@ -83,14 +83,10 @@ def nuslerp(deltas: Deltas, *, each: Each = "tensor", on: Space = "deltas") -> F
     found: tuple[float, float] | Lines = deltas.summary
     if not isinstance(found, Lines):
         return sum_in(deltas, found, on)
-    return _sum_lines(deltas, found.coefficients, _places(deltas, found.columns, each), on)
-
-
-def _places(deltas: Deltas, columns: int, each: Each) -> NDArray[np.int64]:
-    """For each element of a chunk, the number of its row or column."""
     start = deltas.blocks[0].start
     place = np.arange(start, start + deltas.size)
-    return place % columns if each == "column" else place // columns
+    lines = place % found.columns if each == "column" else place // found.columns
+    return _sum_lines(deltas, found.coefficients, lines, on)
 
 
 def _sum_lines(

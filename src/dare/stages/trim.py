@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from dare.stages.blocks import Block, Walk
-from dare.stages.registry import Census, Round, delta_stage
+from dare.stages.registry import Census, Round, always, delta_stage
 from dare.tensors.chunks import CHUNK, chunk_count
 
 KeepRatio = Annotated[
@@ -249,7 +249,7 @@ def _cut_of_model(magnitudes: Magnitudes, walk: Walk) -> Cut:
         look_bytes=HIGH_COUNTS * 6,
     ),
     is_identity=lambda settings: settings["keep_ratio"] == 1,
-    is_lazy=lambda _settings: True,
+    is_lazy=always,
 )
 def trim(
     block: Block,
