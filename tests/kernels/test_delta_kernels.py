@@ -59,14 +59,6 @@ def test_what_is_selected_can_be_put_back(case, carrier, data):
 
 
 @BOTH
-def test_selecting_by_hand(backend):
-    lane = np.array([255, 0, 0, 255, 255, 255], np.uint8)  # one more than there are elements
-    out = np.full(4, 9, np.uint16)
-    assert backend.select(np.array([1, 2, 3, 4, 5], np.uint16), lane, out) == 3
-    assert out.tolist() == [1, 4, 5, 9]
-
-
-@BOTH
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_too_few_or_too_many_packed_elements_are_noticed(backend, count):
     lane = np.array([255, 0, 0, 255, 255], np.uint8)
@@ -109,7 +101,7 @@ def deltas(draw):
 
 
 @settings(max_examples=200)
-@given(deltas(), st.sampled_from([8, 4, 2, 1]))
+@given(deltas(), st.sampled_from([4, 2]))
 def test_few_bits_are_the_same_in_both_backends(values, bits):
     codes, scales = quantised(reference, values, bits)
     fast_codes, fast_scales = quantised(native, values, bits)
@@ -126,25 +118,6 @@ def test_any_bytes_are_read_alike(size, bits, data):
     outs = [restored(backend, codes, scales, bits, size) for backend in BACKENDS]
     np.testing.assert_array_equal(*outs)
     np.testing.assert_array_equal(*(np.signbit(out[~np.isnan(out)]) for out in outs))
-
-
-@given(deltas())
-def test_eight_bits_are_off_by_half_a_step_at_most(values):
-    codes, scales = quantised(native, values, 8)
-    back = restored(native, codes, scales, 8, values.size).astype(np.float64)
-    unit = scales.view(ml_dtypes.bfloat16).astype(np.float64)
-    padded = np.zeros(unit.size * 256, np.float32)
-    padded[: values.size] = np.abs(values)
-    largest = padded.reshape(-1, 256).max(axis=1, initial=0)
-    first = (largest / np.float32(127)).astype(ml_dtypes.bfloat16).astype(np.float64)
-    # What is clipped is off by the rounding of the scale: a bfloat16 has 8 bits. And all is off by
-    # as much as the scale that is stored differs from the one that codes were found with.
-    steps = np.maximum(first * 0.5000001, largest / 256 + 127 * 2.0**-134)
-    stretch = np.abs(1 - first / np.where(unit == 0, 1, unit)) * (unit != 0)
-    spread = [np.repeat(each, 256)[: values.size] for each in (steps, stretch)]
-    allowed = spread[0] + spread[1] * np.abs(back)
-    assert (np.abs(back - values) <= allowed).all()
-    assert not back[values == 0].any()
 
 
 @BOTH
@@ -170,25 +143,7 @@ def test_two_bits_choose_their_levels_by_group(backend):
     assert back.tolist() == [*few.tolist(), *many.tolist()]
 
 
-@BOTH
-def test_one_bit_is_a_sign(backend):
-    values = np.array([1, -2, 3, 0, -0.0, -6, 1, 1, 4], np.float32)
-    codes, scales = quantised(backend, values, 1)
-    assert codes.tolist() == [0b00100010, 0]
-    s = 3.78125  # Σv²/Σ|v| = 68/18 in bfloat16
-    assert scales.view(ml_dtypes.bfloat16).tolist() == [-s]
-    assert restored(backend, codes, scales, 1, 9).tolist() == [s, -s, s, s, s, -s, s, s, s]
-
-
-@pytest.mark.parametrize(
-    ("bits", "digest"),
-    [
-        (8, "ccf1935123c6aa33"),
-        (4, "8491c823e55a2632"),
-        (2, "1c6533c555c71f0e"),
-        (1, "f9271d4f4505e525"),
-    ],
-)
+@pytest.mark.parametrize(("bits", "digest"), [(4, "8491c823e55a2632"), (2, "1c6533c555c71f0e")])
 @BOTH
 def test_codes_are_those_of_version_1(backend, bits, digest):
     mixed = np.arange(1000, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
@@ -200,7 +155,7 @@ def test_codes_are_those_of_version_1(backend, bits, digest):
 
 
 @BOTH
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("size", [1, 256, 300])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, -1e-45])
 def test_what_is_too_small_for_a_scale_becomes_zero(backend, bits, size, value):
@@ -214,9 +169,9 @@ def test_what_is_too_small_for_a_scale_becomes_zero(backend, bits, size, value):
 @pytest.mark.parametrize(
     ("shape", "allowed"),
     [
-        ("normal", (5e-5, 0.0125, 0.136, 0.575)),
-        ("laplace", (1.1e-4, 0.0255, 0.246, 1.02)),
-        ("sparse", (3e-5, 0.0084, 0.22, 15)),  # a sign is no way to say zero
+        ("normal", (0.0125, 0.136)),
+        ("laplace", (0.0255, 0.246)),
+        ("sparse", (0.0084, 0.22)),
     ],
 )
 def test_squared_errors(shape, allowed, unit):
@@ -227,7 +182,7 @@ def test_squared_errors(shape, allowed, unit):
     if shape == "sparse":
         values[generator.random(100_000) < 0.9] = 0
     values = (values * unit).astype(np.float32)
-    for bits, most in zip((8, 4, 2, 1), allowed, strict=True):
+    for bits, most in zip((4, 2), allowed, strict=True):
         codes, scales = quantised(native, values, bits)
         back = restored(native, codes, scales, bits, values.size).astype(np.float64)
         squares = (values.astype(np.float64) ** 2).sum()
@@ -300,22 +255,6 @@ def test_hostile_places(size, kept, longer, data):
         assert again.tolist() == code.tolist()
 
 
-@given(st.integers(1, 300), st.integers(0, 2**32), st.data())
-def test_a_flipped_bit_is_another_set_or_refused(size, seed, data):
-    generator = np.random.default_rng(seed)
-    lane = np.where(generator.random(size) < 0.2, 255, 0).astype(np.uint8)
-    kept = int(np.count_nonzero(lane))
-    code = np.zeros(reference.places_nbytes(size, kept), np.uint8)
-    native.code_places(lane, size, kept, code)
-    if code.size:
-        code[data.draw(st.integers(0, code.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-        back, slow = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-        valid = native.uncode_places(code, size, kept, back)
-        assert valid == reference.uncode_places(code, size, kept, slow)
-        if valid:
-            assert back.tolist() == slow.tolist() != lane.tolist()
-
-
 @BOTH
 def test_lanes_that_are_too_few_are_refused(backend):
     assert not backend.uncode_places(np.array([1], np.uint8), 2, 1, np.zeros(1, np.uint8))
@@ -377,12 +316,3 @@ def test_only_what_is_packed_is_applied(backend, name):
     assert getattr(backend, name)(base, packed, lane, np.float32(0.5), out, saved) == 3
     assert out.tolist() == ([3, 9, 5, 9] if name == "apply_values" else [3.5, 9, 6.5, 9])
     assert saved.tolist() == [1, 3, 9]
-
-
-@BOTH
-def test_where_nothing_changes_the_base_keeps_its_bits(backend):
-    base = np.array([0x8000, 0x7F81, 0x0001, 0x3F80], np.uint16)  # -0, a signalling NaN, the least
-    out, saved = np.zeros_like(base), np.zeros_like(base)
-    lane = np.full(4, 255, np.uint8)
-    backend.apply_deltas(base, np.zeros(4, np.float32), lane, np.float32(3), out, saved)
-    assert out.tolist() == base.tolist()

@@ -1192,7 +1192,7 @@ def quantise(values, bits, codes, scales, parts, fields):
         for i in range(some.size, SCALE_GROUP):
             fields[i] = u8(0)
         if odd:
-            odd_fields(some, to_float(rounded), bits, fields)
+            odd_fields(some, to_float(rounded), fields)
         else:
             even_fields(some, to_float(rounded), bits, fields)
         if rounded != u16(0):
@@ -1231,14 +1231,8 @@ def fair_scale(parts, largest, fields, bits, odd):
 @kernel
 def scale_of(values, largest, bits, parts):
     """A group's scale before it is rounded, and whether its levels are the odd multiples."""
-    if bits == 8 or largest == f32(0):
-        return largest / f32(127), False
-    if bits == 1:
-        parts_of(values, largest, f32(FINE_PARTS), parts)
-        total = i64(0)
-        for i in range(values.size):
-            total += parts[i]
-        return f32(f64(largest) * (f64(total) / f64(values.size * FINE_PARTS))), True
+    if largest == f32(0):
+        return largest, False
     parts_of(values, largest, f32(PARTS), parts)
     if bits == 4:
         step, _ = best_even_step(parts, i32(7), STEPS_OF_4)
@@ -1290,7 +1284,7 @@ def best_odd_step(parts, steps):
 @kernel
 def even_fields(values, scale, bits, fields):
     unit = scale if scale != f32(0) else f32(1)
-    most = f32(max(1, (1 << (bits - 1)) - 1))
+    most = f32((1 << (bits - 1)) - 1)
     ones = u8((1 << bits) - 1)
     for i in range(values.size):
         number = min(max(values[i] / unit, -most), most)
@@ -1298,16 +1292,12 @@ def even_fields(values, scale, bits, fields):
 
 
 @kernel
-def odd_fields(values, scale, bits, fields):
-    if bits == 1:
-        for i in range(values.size):
-            fields[i] = u8(0) if values[i] >= f32(0) else u8(1)
-    else:
-        twice = f32(2) * scale
-        for i in range(values.size):
-            value = values[i]
-            above = u8(value >= -twice) + u8(value >= f32(0)) + u8(value >= twice)
-            fields[i] = u8(above - 2) & u8(3)
+def odd_fields(values, scale, fields):
+    twice = f32(2) * scale
+    for i in range(values.size):
+        value = values[i]
+        above = u8(value >= -twice) + u8(value >= f32(0)) + u8(value >= twice)
+        fields[i] = u8(above - 2) & u8(3)
 
 
 @kernel

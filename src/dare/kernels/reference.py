@@ -571,13 +571,12 @@ ODD_STEPS = (1365, 1216, 1084, 965, 860, 766, 683, 608, 542, 483, 430, 383)
 
 
 def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -> None:
-    """Round finite values to 8, 4, 2 or 1 bits each, with a bfloat16 scale for each SCALE_GROUP.
+    """Round finite values to 4 or 2 bits each, with a bfloat16 scale for each SCALE_GROUP.
 
     A code is an integer q in two's complement; the first value's is in the lowest bits of the first
     byte. It stands for q·scale, or for (2q + 1)·|scale| if the scale is negative. Codes are found
-    with a first scale. With 8 bits that is largest/127. With 4 bits it is the one of EVEN_STEPS
-    that has the least squared error for q = -7 … 7. With 2 bits it is the best for -1, 0, 1 or,
-    where that is better, for -3, -1, 1, 3. With 1 bit it is the mean magnitude, for -1 and 1.
+    with a first scale. With 4 bits it is the one of EVEN_STEPS that has the least squared error for
+    q = -7 … 7. With 2 bits it is the best for -1, 0, 1 or, where that is better, for -3, -1, 1, 3.
 
     The scale that is stored is another: with it Σ v̂·v = Σ v², for the rounded values v̂ of a group.
     So rounding shortens no change, as dropping and rescaling does not. A group of zeros has the
@@ -590,25 +589,18 @@ def quantise(values: Floats, bits: int, codes: NDArray[np.uint8], scales: Raw) -
     magnitudes = np.minimum(np.abs(padded), LARGEST)
     largest = magnitudes.max(axis=1, initial=0)
     shares = magnitudes / np.where(largest == 0, np.float32(1), largest)[:, None]
-    odd = np.full(groups, bits == 1)
-    if bits == 8:
-        scale = largest / np.float32(127)
-    elif bits == 1:
-        total = np.rint(shares * np.float32(FINE_PARTS)).astype(np.int64).sum(axis=1)
-        scale = (largest * (total / (used.sum(axis=1) * FINE_PARTS))).astype(np.float32)
-    else:
-        step, odd = _best_steps(np.rint(shares * np.float32(PARTS)).astype(np.int64), used, bits)
-        scale = largest * (step / PARTS).astype(np.float32)
+    step, odd = _best_steps(np.rint(shares * np.float32(PARTS)).astype(np.int64), used, bits)
+    scale = largest * (step / PARTS).astype(np.float32)
     rounded = np.empty(groups, np.uint16)
     encode(scale, rounded)
     odd &= rounded != 0
     decode(rounded, scale)
     unit = np.where(scale == 0, np.float32(1), scale)[:, None]
-    half = 1 << bits - 1
+    most = (1 << bits - 1) - 1
     with np.errstate(over="ignore"):
-        middle = np.rint(np.clip(padded / unit, -max(1, half - 1), max(1, half - 1)))
+        middle = np.rint(np.clip(padded / unit, -most, most))
         above = (padded >= -2 * unit).astype(int) + (padded >= 0) + (padded >= 2 * unit)
-    chosen = np.where(odd[:, None], np.clip(above - 2, -half, half - 1), middle.astype(int))
+    chosen = np.where(odd[:, None], above - 2, middle.astype(int))
     scales[:] = odd.astype(np.uint16) << 15
     levels = np.abs(np.where(odd[:, None], 2 * chosen + 1, chosen)) * used
     parts = np.rint(shares * np.float32(FINE_PARTS)).astype(np.int64)
@@ -654,7 +646,7 @@ def _best_steps(
 
 
 def dequantise(codes: NDArray[np.uint8], scales: Raw, bits: int, out: Floats) -> None:
-    """out = the values that the codes of `quantise` stand for."""
+    """out = the values that codes stand for, as in `quantise`; earlier files have 8 bits or 1."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     fields = (codes[:, None] >> shifts).reshape(-1)[: out.size].astype(np.int64)
     half = 1 << bits - 1
