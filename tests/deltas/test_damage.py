@@ -169,14 +169,6 @@ def test_a_damaged_file_is_not_merged(made, kind, tmp_path):
         assert not (tmp_path / "out").exists(), part
 
 
-def test_a_delta_file_in_a_directory_is_read_as_well(made, kind, tmp_path):
-    file = copy_of(made, kind, tmp_path)
-    assert read_all(made.base, tmp_path) == read_all(made.base, made.files[kind])
-    assert dare.verify(tmp_path).ok
-    flip_bit(file, 8 * (file.stat().st_size - 1))
-    assert NAME in " ".join(dare.verify(tmp_path).problems)
-
-
 def test_shards_that_say_they_are_a_delta_file_are_refused(made, tmp_path):
     for number in range(2):
         shutil.copy(made.files["native"], tmp_path / f"{number}.safetensors")
@@ -247,26 +239,20 @@ ALL = tuple(KINDS)
 CONFIG = "config.json"
 LIES: dict[str, tuple[tuple[str, ...], Change]] = {
     "version 2": (ALL, note(version=2)),
-    "version 0": (ALL, note(version=0)),
     "no version": (ALL, without_note("version")),
     "mask 2": (RANDOM, note(mask=2)),
-    "mask 0": (RANDOM, note(mask=0)),
     "no mask": (RANDOM, without_note("mask")),
     "a mask": (("magnitude", "lossless"), note(mask=1)),
     "no seed": (RANDOM, without_note("seed")),
     "seed -1": (RANDOM, note(seed=-1)),
-    "seed of text": (RANDOM, note(seed="1")),
     "bits 3": (ALL, note(bits=3)),
     "other bits": (LOSSY, note(bits=8)),
     "another scheme": (LOSSY, note(scheme="lossless")),
     "lossless, and none": (CODED, note(scheme="magnitude")),
     "no scheme": (ALL, note(scheme="none")),
     "drop rate 2": (LOSSY, note(drop_rate=2)),
-    "drop rate -1": (LOSSY, note(drop_rate=-1.0)),
-    "drop rate 1": (LOSSY, note(drop_rate=1.0)),
     "drop rate NaN": (LOSSY, note(drop_rate=float("nan"))),
     "no drop rate": (LOSSY, without_note("drop_rate")),
-    "a tensor's drop rate 1": (LOSSY, of_tensor(LAYER, drop_rate=1.0)),
     "a tensor's drop rate NaN": (LOSSY, of_tensor(LAYER, drop_rate=float("nan"))),
     "a tensor without a drop rate": (LOSSY, of_tensor(LAYER, drop_rate=None)),
     "another drop rate": (RANDOM, of_tensor(LAYER, drop_rate=0.25)),
@@ -281,7 +267,6 @@ LIES: dict[str, tuple[tuple[str, ...], Change]] = {
     # what is told of tensors
     "another shape": (ALL, of_tensor(LAYER, shape=[9, 12])),
     "a huge shape": (ALL, of_tensor(LAYER, shape=[1 << 40])),
-    "a huger shape": (ALL, of_tensor(LAYER, shape=[1 << 47] * 64)),
     "a shape beyond all": (ALL, of_tensor(LAYER, shape=[1 << 48])),
     "too many dimensions": (ALL, of_tensor(LAYER, shape=[1] * 65)),
     "a negative shape": (ALL, of_tensor(LAYER, shape=[-12, -9])),
@@ -312,7 +297,6 @@ LIES: dict[str, tuple[tuple[str, ...], Change]] = {
     "more values than elements": (ALL, count(-3, 1 << 40)),
     "as many as there can be": (ALL, count(-3, (1 << 63) - 1)),
     "-2 values": (ALL, count(-3, -2)),
-    "fewest values": (ALL, count(-3, -(1 << 63))),
     "values of integers": (LOSSY, count(-1, 0)),
     "the base's, and stored": (ALL, count(-3, -1)),
     "no index": (ALL, without_part(INDEX)),
@@ -384,25 +368,6 @@ def test_what_is_put_together_as_it_was_is_read(made, kind, tmp_path):
     file.write_bytes(changed(made.files[kind].read_bytes(), lambda *_: None))
     assert read_all(made.base, file) == read_all(made.base, made.files[kind])
     assert dare.verify(file).ok
-
-
-@pytest.mark.parametrize("name", ["dare-manifest.json", "dare-partial.txt", "journal.jsonl"])
-@pytest.mark.parametrize("old", ["config.json", "model.safetensors"])
-def test_what_we_write_ourselves_is_not_taken_from_a_file(made, tmp_path, old, name):
-    file = tmp_path / NAME
-    file.write_bytes(changed(made.files["lossless"].read_bytes(), of_file(old, name)))
-    with pytest.raises(InputError, match=NAME):
-        apply_quietly(made.base, file, tmp_path / "out")
-    assert listing(tmp_path) == [NAME]
-
-
-def test_weights_of_a_restored_model_lie_in_its_folder(made, tmp_path):
-    file = tmp_path / NAME
-    change = of_file("model.safetensors", "deep/model.safetensors")
-    file.write_bytes(changed(made.files["lossless"].read_bytes(), change))
-    with pytest.raises(InputError, match=NAME):
-        apply_quietly(made.base, file, tmp_path / "out")
-    assert listing(tmp_path) == [NAME]
 
 
 def file_bytes_of(header: object) -> bytes:
@@ -529,6 +494,34 @@ def test_another_base_is_refused_before_anything_is_written(wide, kind, tmp_path
         assert listing(tmp_path) == ["other"]
 
 
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        *((old, "dare-manifest.json") for old in ("config.json", "model.safetensors")),
+        *(("config.json", name) for name in ("dare-partial.txt", "journal.jsonl")),
+        ("model.safetensors", "deep/model.safetensors"),
+    ],
+)
+def test_names_of_files_that_are_not_the_models_are_refused(made, tmp_path, old, name):
+    """What we write ourselves is not taken from a file, and weights lie in the model's folder."""
+    file = tmp_path / NAME
+    file.write_bytes(changed(made.files["lossless"].read_bytes(), of_file(old, name)))
+    with pytest.raises(InputError, match=NAME):
+        apply_quietly(made.base, file, tmp_path / "out")
+    assert listing(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_another_file_of_the_base_is_noticed(wide, kind, tmp_path, is_there):
+    other = other_base(wide, tmp_path, lambda _: None)
+    (other / "generation_config.json").unlink()
+    if is_there:
+        (other / "generation_config.json").write_text('{"changed": 1}')
+    with pytest.raises(InputError, match=r"generation_config.json"):
+        apply_quietly(other, wide.files[kind], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", [LAYER, NORM, POSITIONS])
 def test_one_other_element_of_the_base_is_noticed_at_the_end(wide, kind, tmp_path, name):
     def change(arrays: dict[str, np.ndarray]) -> None:
@@ -564,22 +557,6 @@ def test_a_base_with_other_tensors_is_refused_at_once(wide, kind, tmp_path, chan
         assert listing(tmp_path) == ["other"]
 
 
-def test_another_configuration_of_the_base_is_noticed(wide, kind, tmp_path):
-    other = other_base(wide, tmp_path, lambda _: None)
-    (other / "generation_config.json").write_text('{"changed": 1}')
-    with pytest.raises(InputError, match=r"generation_config.json: has changed since"):
-        apply_quietly(other, wide.files[kind], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_file_that_the_base_no_longer_has_is_named(wide, kind, tmp_path):
-    other = other_base(wide, tmp_path, lambda _: None)
-    (other / "generation_config.json").unlink()
-    with pytest.raises(InputError, match=rf"{NAME}: takes generation_config.json from its base"):
-        apply_quietly(other, wide.files[kind], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_delta_file_is_no_base_and_no_model_by_itself(made, kind, tmp_path):
     file = made.files[kind]
     for call in (
@@ -587,6 +564,7 @@ def test_a_delta_file_is_no_base_and_no_model_by_itself(made, kind, tmp_path):
         lambda: compress_quietly(made.base, file, tmp_path / "x.safetensors", kind),
         lambda: compress_quietly(file, made.model, tmp_path / "x.safetensors", kind),
         lambda: apply_quietly(made.base, made.model, tmp_path / "out"),
+        lambda: dare.merge(dare.Recipe(base=file, models=[made.model], output=tmp_path / "out")),
     ):
         with pytest.raises((InputError, OutputError)):
             call()

@@ -144,13 +144,6 @@ def test_it_goes_on_where_it_stopped(way, monkeypatch, error):
     check_same(way)
 
 
-def test_stopped_again_and_again_it_gets_on(way, monkeypatch):
-    for _ in range(2):
-        stop(way, monkeypatch)
-    assert way.run().resumed_chunks == 2 * SOME
-    check_same(way)
-
-
 def test_it_starts_over_if_told_to(way, monkeypatch):
     stop(way, monkeypatch)
     assert way.run(resume=False).resumed_chunks == 0
@@ -274,16 +267,6 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(given, kind, tmp_path
     assert not (tmp_path / NAME).exists()
 
 
-def test_changes_that_cannot_be_rounded_leave_nothing(given, tmp_path):
-    _, model = make_arrays()
-    model["b"][-1] = np.nan
-    other = save(tmp_path / "in" / "model.safetensors", model)
-    for kind in ("two bits", "magnitude"):
-        with pytest.raises(MismatchError, match="use --bits native"):
-            compress_quietly(given.base, other, tmp_path / NAME, kind, drop_rates={"b": 0.0})
-        assert listing(tmp_path) == ["in"]
-
-
 def test_a_chunk_of_which_nothing_is_kept_is_rounded(tmp_path):
     base = {"w": np.zeros(600_000, np.float32)}
     model = {"w": np.full(600_000, 1e-6, np.float32)}
@@ -388,12 +371,7 @@ def test_a_folder_with_an_input_is_never_replaced(inputs, kind, tmp_path):
     assert listing(tmp_path) == ["base", "delta", "model"]
 
 
-def test_a_delta_file_may_lie_beside_its_model(inputs, given, kind, tmp_path):
-    output = tmp_path / "model" / NAME
-    compress_quietly(tmp_path / "base", tmp_path / "model", output, kind, threads=1)
-    assert listing(output.parent) == [NAME, f"{NAME}.manifest.json", "model.safetensors"]
-    apply_quietly(tmp_path / "base", output, tmp_path / "out")
-    assert sha256(inputs["model"]) == sha256(given.model)
+# ---------------------------------------------------------------- the same bytes
 
 
 def test_a_delta_file_is_one_file(given, kind, tmp_path):
@@ -401,9 +379,6 @@ def test_a_delta_file_is_one_file(given, kind, tmp_path):
         with pytest.raises(OutputError, match="a delta file is one file"):
             compress_quietly(given.base, given.model, tmp_path / name, kind)
     assert listing(tmp_path) == []
-
-
-# ---------------------------------------------------------------- the same bytes
 
 
 @pytest.mark.parametrize("settings", [{"threads": 1}, {"threads": 2}, {"max_memory": "100MB"}])

@@ -91,9 +91,3 @@ def test_deltas_of_any_size(size):
     weights = {"w": base["w"] + delta["w"]}
     found = merged(base, [deltas_source(delta)], method="dare+sum")
     assert found[1] == merged(base, [array_source(weights, "model")], method="dare+sum")[1]
-
-
-def test_memory_is_planned_for_what_one_kernel_cannot_combine():
-    plan, _, _ = merged(BASE, [deltas_source(DELTAS[0])], method="dare+linear")
-    assert plan.has_deltas
-    assert not plan.cost.is_fused

@@ -113,6 +113,17 @@ def test_a_scale_may_be_of_another_type(dtype):
     assert_same_bits(presented({"w": weight, "w_scale": scale}), expected)
 
 
+def test_a_weight_of_any_rank_may_have_one_factor():
+    weight = codes((2, 3, 4))
+    assert_same_bits(
+        presented({"w": weight, "w_scale": np.float32([3])}), weight.astype(np.float32) * 3
+    )
+    scalar = np.array(2, E4M3)
+    assert_same_bits(
+        presented({"w": scalar, "w_scale": np.float32([3])}), np.float32(6).reshape(())
+    )
+
+
 def test_blocks_are_bit_for_bit_what_transformers_makes_of_them():
     torch = pytest.importorskip("torch")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -75,18 +75,6 @@ def test_the_scaling_follows_the_configuration(tmp_path, config, scaling):
     assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
 
 
-def test_fan_in_fan_out_is_the_transpose(tmp_path):
-    source = open_adapter(write_adapter(tmp_path, PAIR, fan_in_fan_out=True))
-    assert read_all(source, "m.q_proj.weight").tolist() == (2.0 * (B @ A)).T.tolist()
-
-
-def test_embeddings_are_stored_the_other_way_round(tmp_path):
-    down, up = floats(2, 7), floats(3, 2, seed=1)
-    pair = {"m.embed.lora_embedding_A": down, "m.embed.lora_embedding_B": up}
-    source = open_adapter(write_adapter(tmp_path, pair))
-    assert read_all(source, "m.embed.weight").tolist() == (2.0 * (up @ down)).T.tolist()
-
-
 def test_convolutions_keep_their_shape(tmp_path):
     down, up = floats(2, 3, 3, 3), floats(4, 2, 1, 1, seed=1)
     pair = {"conv.lora_A.weight": down, "conv.lora_B.weight": up}
@@ -112,21 +100,6 @@ def test_what_is_stored_in_full_and_as_a_lora_is_the_sum(tmp_path):
     assert not source.holds_delta("m.q_proj.weight")
     expected = 2.0 * (B @ A) + whole["m.q_proj.base_layer.weight"]
     assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
-
-
-def test_names_of_adapters_inside_keys_do_not_matter(tmp_path):
-    named = {key.replace(".weight", ".default.weight"): value for key, value in PAIR.items()}
-    assert set(open_adapter(write_adapter(tmp_path, named)).tensors) == {"m.q_proj.weight"}
-
-
-@given(st.integers(0, 12), st.integers(0, 12))
-def test_any_range_is_a_slice_of_the_whole(tmp_path_factory, start, end):
-    folder = tmp_path_factory.getbasetemp() / "lora"
-    source = open_adapter(folder if folder.exists() else write_adapter(folder, PAIR))
-    with source:
-        whole = read_elements(source, "m.q_proj.weight")
-        part = read_elements(source, "m.q_proj.weight", start, max(0, end - start))
-    assert part.tobytes() == whole[start : max(start, end)].tobytes()
 
 
 sizes = st.integers(1, 9)
@@ -164,12 +137,6 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
 def test_what_is_not_plain_lora_is_refused_with_the_reason(tmp_path, config, message):
     with pytest.raises(InputError, match=message):
         open_adapter(write_adapter(tmp_path, PAIR, **config))
-
-
-def test_a_bad_pattern_is_refused_by_file_and_name(tmp_path):
-    folder = write_adapter(tmp_path, PAIR, alpha_pattern={"q_proj": 1, "*": 2})
-    with pytest.raises(InputError, match=rf"{CONFIG_NAME}: alpha_pattern '\*': "):
-        open_adapter(folder)
 
 
 def test_damaged_adapters_are_refused(tmp_path):

@@ -66,10 +66,3 @@ def test_a_bias_is_itself():
     found = np.empty(3, np.float32)
     Product("b", None, False, 2.0).fill(source, 1, found)
     assert found.tolist() == [2, 4, 6]
-
-
-def test_a_product_without_elements_is_read():
-    stored = array_source(
-        {"a": np.ones((2, 0), np.float32), "b": np.ones((3, 2), np.float32)}, "factors"
-    )
-    Product("b", "a", False, 1.0).fill(stored, 0, np.empty(0, np.float32))

@@ -10,7 +10,7 @@ import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.formats import open_model
-from dare.inputs.quantised import HOW, NAMES, read_quantised
+from dare.inputs.quantised import NAMES, read_quantised
 from dare.recipe.schema import Recipe
 from helpers import save
 
@@ -134,20 +134,6 @@ def test_plain_weights_are_plain_whatever_the_configuration_says(method):
     assert read_quantised(source, config) is source
 
 
-def test_what_a_scheme_can_be_undone_by_is_said():
-    for method, how in HOW.items():
-        source = array_source({"l.B": BYTES}, "x")
-        with pytest.raises(InputError) as error:
-            read_quantised(source, {"quantization_config": {"quant_method": method}})
-        assert f"or dequantise it first: {how}, and save it" in str(error.value)
-    with pytest.raises(InputError, match=r"made from, or dequantise it first: .*dequantize\(\)"):
-        read_quantised(array_source({"l.weight": BYTES, "l.SCB": FLOATS}, "x"), {})
-    with pytest.raises(InputError, match=r"merge the model that it was made from$"):
-        read_quantised(array_source(PACKED["GPTQ"][0], "x"), {})
-    with pytest.raises(InputError, match=r"'mlx'.*mlx_lm.convert --dequantize"):
-        read_quantised(array_source({"l.B": BYTES}, "x"), {"quantization": {"bits": 4}})
-
-
 def test_weights_that_are_rounded_in_use_cannot_do_without_their_configuration():
     source = array_source({"l.weight": FLOATS}, "x")
     with pytest.raises(InputError, match=r"quant_method is 'bitnet'; its layers round"):
@@ -192,10 +178,3 @@ def test_a_configuration_that_still_speaks_of_it_loses_that(tmp_path):
     dare.merge(recipe)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert set(config) == {"model_type", "torch_dtype"}
-
-
-def test_a_pickle_is_looked_at_too(tmp_path):
-    torch = pytest.importorskip("torch")
-    torch.save({"l.qweight": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"l\.qweight: quantised"):
-        open_model(tmp_path, allow_pickle=True)

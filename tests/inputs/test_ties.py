@@ -52,12 +52,6 @@ def test_a_tied_head_gets_the_mask_of_its_embedding(copy):
     assert all(result[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-def test_the_one_embedding_of_an_encoder_and_a_decoder_gives_the_mask():
-    result = merged(*(twice(seed, *T5[1:], first=T5[0]) for seed in (1, 2)))
-    expected = merged(once(1, T5[0]), once(2, T5[0]))[T5[0]]
-    assert all(result[name].tobytes() == expected.tobytes() for name in T5)
-
-
 def test_parameters_of_torch_that_are_one_stay_one():
     torch.manual_seed(0)
     config = BertConfig(
@@ -94,11 +88,6 @@ def test_one_model_whose_head_is_another_makes_them_two():
     assert result[HEAD].tobytes() == lone[HEAD].tobytes()
 
 
-def test_scalars_and_empty_arrays_are_never_one():
-    base = {"a": np.float32(1), "b": np.float32(1), "e.wte.weight": np.empty((0, 2), np.float32)}
-    assert merged(base, base, method="linear", stages={})["b"] == 1
-
-
 # ---------------------------------------------------------------- stages
 
 
@@ -119,14 +108,6 @@ def test_every_stage_treats_both_names_alike(method, stages):
     expected = merged(*map(once, (1, 2, 3)), **settings)
     assert result[HEAD].tobytes() == result[EMBED].tobytes()
     assert all(result[name].tobytes() == expected[name].tobytes() for name in expected)
-
-
-def test_rules_are_those_of_the_embedding():
-    rule = {"match": [EMBED], "weight": 2.0}
-    result = merged(twice(1, HEAD), twice(2, HEAD), tensors=[rule], method="linear", stages={})
-    assert result[HEAD].tobytes() == result[EMBED].tobytes()
-    kept = merged(twice(1, HEAD), twice(2, HEAD), embedding_drop_rate=0.0)
-    assert kept[HEAD].tobytes() == kept[EMBED].tobytes()
 
 
 def test_a_rule_for_the_second_name_alone_has_no_effect_and_that_is_said():

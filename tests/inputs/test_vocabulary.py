@@ -26,13 +26,7 @@ from dare.run.execute import execute
 from helpers import read_elements, save
 
 EMBEDDING = "model.embed_tokens.weight"
-FLAGS = {
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": True,
-    "special": False,
-}
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
 
 
 def added(number: int, token: str, **flags: bool) -> dict[str, Any]:
@@ -44,15 +38,11 @@ def write_tokenizer(
 ) -> Path:
     """A word-level tokenizer as tokenizer.json, with added tokens."""
     ids = vocab if isinstance(vocab, Mapping) else {token: n for n, token in enumerate(vocab)}
-    document = {
+    absent = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    document = dict.fromkeys(absent) | {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": list(extra),
-        "normalizer": None,
         "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
         "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": next(iter(ids))},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,23 +160,6 @@ def test_all_files_that_name_added_tokens_are_extended(abc: Path, with_y: Path) 
     assert found.token_ids[0] == {0: 0, 1: 1, 2: 2, 3: 4}
 
 
-def test_rows_are_matched_by_token_whatever_their_order(abc: Path, tmp_path: Path) -> None:
-    moved = write_tokenizer(tmp_path / "moved", "cab")
-    found = aligned("union", (source(rows(1, 2, 3)), abc), (source(rows(30, 10, 20)), moved))
-    assert found.resized() is None
-    assert found.tokenizer_files == {}
-    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3))
-    np.testing.assert_array_equal(read(found.models[0]), rows(10, 20, 30))
-
-
-def test_new_tokens_go_into_padding_before_rows_are_added(abc: Path, with_xy: Path) -> None:
-    base, model = source(rows(1, 2, 3, 0.5, 0.25, 0.125)), source(rows(1, 2, 3, 8, 9))
-    found = aligned("union", (base, abc), (model, with_xy))
-    assert found.resized() is None
-    np.testing.assert_array_equal(read(found.base), rows(1, 2, 3, 8, 9, 0.125))
-    np.testing.assert_array_equal(read(found.models[0]), rows(1, 2, 3, 8, 9, 0.125))
-
-
 def test_a_token_of_the_bases_tokenizer_without_a_row_gets_one(
     tmp_path: Path, with_y: Path
 ) -> None:
@@ -201,24 +174,6 @@ def test_weights_that_are_not_positive_count_alike(abc: Path, with_y: Path) -> N
     models = [(source(rows(1, 2, 3, value)), with_y) for value in (4, 8)]
     found = aligned("union", (source(rows(1, 2, 3)), abc), *models, weights=[-1, 1])
     np.testing.assert_array_equal(read(found.base)[3], [6, -6])
-
-
-def test_one_owner_gives_its_very_bits(abc: Path, with_y: Path) -> None:
-    matrix = np.array([[1, 1], [2, 2], [3, 3], [-0.0, 1e-40]], np.float32)
-    found = aligned("union", (source(rows(1, 2, 3)), abc), (source(matrix), with_y), weights=[0.3])
-    with found.base:
-        raw = read_elements(found.base, EMBEDDING, 6, 2)
-    assert raw.tobytes() == matrix[3].tobytes()
-
-
-def test_the_mean_is_rounded_once_to_the_bases_type(abc: Path, with_y: Path) -> None:
-    base = source(rows(1, 2, 3, dtype=ml_dtypes.bfloat16))
-    models = [(source(rows(1, 2, 3, value)), with_y) for value in (1.0, 1.0078125, 1.0)]
-    found = aligned("union", (base, abc), *models)
-    third = np.float32(1 / 3)
-    total = third * np.float32(1) + third * np.float32(1.0078125) + third * np.float32(1)
-    expected = np.float32(total).astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(read(found.base)[3], [expected, -expected])
 
 
 def test_a_model_of_another_type_has_no_change_where_it_has_no_row(abc: Path, with_y: Path) -> None:
@@ -262,11 +217,6 @@ def test_head_and_bias_follow_and_other_tensors_do_not(abc: Path, with_y: Path) 
     assert {name: info.shape for name, info in found.models[0].tensors.items()} == shapes
 
 
-def test_a_head_that_is_tied_stays_absent(abc: Path, with_y: Path) -> None:
-    found = aligned("union", (source(rows(1, 2, 3)), abc), (source(rows(1, 2, 3, 4)), with_y))
-    assert set(found.base.tensors) == set(found.models[0].tensors) == {EMBEDDING}
-
-
 def test_a_new_token_needs_a_row_in_every_tensor(abc: Path, with_y: Path) -> None:
     base = source(rows(1, 2, 3), **{"lm_head.weight": rows(1, 2, 3)})
     with pytest.raises(MismatchError, match=r"lm_head\.weight: none of the models with .*'<y>'"):
@@ -285,18 +235,6 @@ def test_equal_vocabularies_are_left_alone(abc: Path, tmp_path: Path) -> None:
             assert found == Aligned(base, (model,), (3, 3, 3))
 
 
-def test_models_without_an_embedding_are_left_alone(abc: Path, with_y: Path) -> None:
-    plain = array_source({"w": rows(1, 2)}, "test")
-    found = aligned("error", (plain, abc), (plain, with_y))
-    assert found.base is plain
-    assert found.resized() is None
-    base = source(rows(1, 2, 3))
-    found = aligned("error", (base, abc), (plain, with_y))
-    assert found.models == (plain,)
-    assert found.rows == (3, 3, None)
-    assert found.resized(1) is None
-
-
 def test_by_default_a_difference_is_an_error_that_names_the_tokens(
     abc: Path, with_xy: Path, tmp_path: Path
 ) -> None:
@@ -308,24 +246,9 @@ def test_by_default_a_difference_is_an_error_that_names_the_tokens(
             (source(rows(*range(5))), with_xy),
             (source(rows(1, 2, 3)), renamed),
         )
-    assert str(caught.value).splitlines() == [
-        (
-            "math: 2 of its tokens are not in the base: '<x>' 3, '<y>' 4; set "
-            'vocabulary = "base" to keep the '
-            "base's rows and tokenizer, or vocabulary = "
-            '"union" to add the new tokens'
-        ),
-        "  code: 1 of its tokens is not in the base: 'z' 2; 1 of the base's "
-        "tokens is not in it: 'c' 2; 2 tokens have another id in it: 'b' 0, 'a' "
-        '1; set vocabulary = "base" to keep the '
-        "base's rows and tokenizer, or vocabulary = "
-        '"union" to add the new tokens',
-    ]
-
-
-def test_the_error_says_if_only_padding_differs(abc: Path) -> None:
-    with pytest.raises(MismatchError, match=r"4 rows and the base's 3, for the same tokens: only "):
-        aligned("error", (source(rows(1, 2, 3)), abc), (source(rows(1, 2, 3, 0)), abc))
+    math, code = str(caught.value).splitlines()
+    for line, named in ((math, ("'<x>' 3, '<y>' 4",)), (code, ("'z' 2", "'c' 2", "'b' 0, 'a' 1"))):
+        assert all(tokens in line for tokens in (*named, 'vocabulary = "base"', '"union"'))
 
 
 def test_without_a_tokenizer_the_error_says_so(abc: Path) -> None:
@@ -435,7 +358,6 @@ def test_vocabularies_of_other_forms(tmp_path: Path) -> None:
         ("tokenizer.json", "{", "is not valid JSON"),
         ("tokenizer.json", "[" * 100_000, "is not valid JSON"),
         ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}', "has the id -1"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 1e300}}}', "has the id 1e"),
         ("tokenizer.json", '{"model": {"vocab": {"a": true}}}', "has the id True"),
         ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', "the token 1 has"),
         ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [3]}', "needs id and content"),
@@ -574,20 +496,17 @@ def test_sources_are_opened_together_and_watched(tmp_path: Path) -> None:
         found.base.__enter__()
 
 
-def test_another_process_can_read_the_rows(tmp_path: Path) -> None:
+def test_another_process_reads_the_rows_and_other_tokens_have_another_fingerprint(
+    tmp_path: Path,
+) -> None:
     base = files(tmp_path / "base", rows(1, 2, 3, dtype=np.float16), "abc")
     model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
-    found = aligned("union", (open_source(base), base), (open_source(model), model))
+    opened = (open_source(base), base), (open_source(model), model)
+    found = aligned("union", *opened)
     for presented in (found.base, *found.models):
         again = pickle.loads(pickle.dumps(presented))
         np.testing.assert_array_equal(read(again), read(presented))
-
-
-def test_other_tokens_make_another_fingerprint(tmp_path: Path) -> None:
-    base = files(tmp_path / "base", rows(1, 2, 3), "abc")
-    model = files(tmp_path / "model", rows(4, 5, 6, 7), "abc", added(3, "<y>"))
-    opened = (open_source(base), base), (open_source(model), model)
-    first = aligned("union", *opened).models[0].fingerprint()
+    first = found.models[0].fingerprint()
     assert first == aligned("union", *opened).models[0].fingerprint()
     assert first != aligned("base", *opened).models[0].fingerprint()
     write_tokenizer(model, "acb", added(3, "<y>"))
@@ -619,20 +538,3 @@ def test_new_rows_come_through_a_merge_to_the_bit(tmp_path: Path, method: str) -
     plain = ArraySink([base.tensors[EMBEDDING]])
     execute(same, plain)
     np.testing.assert_array_equal(out[:1100].ravel(), plain.arrays[EMBEDDING].view(np.float32))
-
-
-def test_rows_that_lie_together_are_read_together(abc: Path, with_xy: Path) -> None:
-    class Counting(ArraySource):
-        reads = 0
-
-        def read(self, name: str, start: int, into: np.ndarray) -> None:
-            self.reads += 1
-            super().read(name, start, into)
-
-    base = Counting({EMBEDDING: stored(rows(1, 2, 3), "")})
-    model = Counting({EMBEDDING: stored(rows(1, 2, 3, 4, 5), "")})
-    found = aligned("union", (base, abc), (model, with_xy))
-    read(found.base)
-    assert (base.reads, model.reads) == (1, 2)  # all old rows at once, and one for each new
-    read(aligned("base", (base, abc), (model, with_xy)).models[0])
-    assert (base.reads, model.reads) == (1, 3)
