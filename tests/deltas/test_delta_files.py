@@ -19,10 +19,8 @@ from dare.errors import DareError, InputError, MismatchError, RecipeError
 from dare.inputs.delta_files import DeltaSource
 from dare.inputs.formats import open_model
 from dare.inputs.sources import open_source
-from dare.kernels import reference
 from dare.recipe.document import recipe_from_document
 from dare.tensors.chunks import CHUNK
-from dare.tensors.mask import keep_mask
 from helpers import listing, read_elements, save, save_shards, sha256
 
 warnings.simplefilter("ignore", dare.DareWarning)
@@ -148,49 +146,6 @@ def test_large_tensors_are_stored_chunk_by_chunk(tmp_path):
 
 
 # ---------------------------------------------------------------- values in few bits
-
-
-@settings(max_examples=20)
-@given(
-    st.sampled_from([4, 2]),
-    st.sampled_from(["random", "magnitude"]),
-    st.sampled_from(["F32", "BF16", "F16"]),
-    st.floats(0, 0.99),
-    st.integers(1, 900),
-)
-def test_rounded_values_are_those_of_the_kernels(
-    tmp_path_factory, bits, keep, dtype, rate, elements
-):
-    folder = tmp_path_factory.mktemp("delta")
-    base, tuned = ({"w": weights(n, elements, dtype=TYPES[dtype])} for n in (1, 2))
-    files = [save(folder / f"{n}.safetensors", x) for n, x in (("base", base), ("math", tuned))]
-    dare.compress(*files, folder / NAME, drop_rate=rate, bits=bits, keep=keep, **QUIET)
-    delta = tuned["w"].astype(np.float32) - base["w"].astype(np.float32)
-    source = open_model(folder / NAME, base=open_model(files[0]), rescales=False)
-    with source:
-        found = read_elements(source, "w")
-    places = np.flatnonzero(found != 0)
-    kept = delta != 0
-    if keep == "random":
-        kept = keep_mask("w", elements, rate, seed=42)
-    else:
-        assert places.size <= round(elements * (1 - rate)) + 1
-        order = np.argsort(-np.abs(delta), kind="stable")
-        kept = np.zeros(elements, bool)
-        kept[order[: open_delta(folder / NAME).pieces["w"][0].kept]] = True
-    values = delta[kept]
-    codes = np.empty(-(-values.size * bits // 8), np.uint8)
-    scales = np.empty(-(-values.size // 256), np.uint16)
-    reference.quantise(values, bits, codes, scales)
-    if keep == "magnitude" and values.any():
-        share = reference.sum_products(values, values) / reference.sum_products(delta, delta)
-        enlarged = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(1 / share)
-        scales = enlarged.astype(ml_dtypes.bfloat16).view(np.uint16)
-    expected = np.zeros(elements, np.float32)
-    stored = np.empty(values.size, np.float32)
-    reference.dequantise(codes, scales, bits, stored)
-    expected[kept] = stored
-    assert found.tolist() == expected.tolist()
 
 
 def test_the_measured_error_is_that_of_the_file(models, tmp_path):

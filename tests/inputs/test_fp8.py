@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from dare.errors import InputError
 from dare.inputs.fp8 import PIECE_BYTES, DequantizedSource, dequantized
 from dare.inputs.sources import ArraySource, FileSource, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
-from helpers import entry, file_bytes, read_elements, read_tensor
+from helpers import entry, file_bytes, read_tensor
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 TYPES = {
@@ -157,19 +155,6 @@ def ranged():
 @given(st.sampled_from(sorted(RANGED)), PLACES, PLACES)
 def test_any_range_is_the_same_part_of_the_whole(ranged, name, one, other):
     ranged.check(name, one, other)
-
-
-def test_a_tensor_of_many_pieces_is_the_same_from_many_threads():
-    weight, scale = codes((300, 700)), factors((3, 6))
-    expanded = np.repeat(np.repeat(scale, 128, 0), 128, 1)[:300, :700]
-    expected = one_nan(weight.astype(np.float32) * expanded).tobytes()
-    source = dequantized(source_of({"w": weight, "w_scale": scale}))
-
-    def read(begin):
-        return read_elements(source, "w", begin, min(30_011, weight.size - begin)).tobytes()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert b"".join(pool.map(read, range(0, weight.size, 30_011))) == expected
 
 
 # ---------------------------------------------------------------- what is presented

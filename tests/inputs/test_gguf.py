@@ -149,25 +149,6 @@ def test_any_range_is_the_same_part_of_the_whole(ranged, which, one, other):
     ranged.check(list(ranged.wholes)[which], one, other)
 
 
-@given(st.integers(0, 3), st.integers(0, 1 << 20), st.integers(0, 1 << 20))
-def test_what_is_prefetched_is_what_will_be_read(ranged, which, one, other):
-    source, wholes = ranged.source, ranged.wholes
-    name = list(wholes)[which]
-    elements = source.tensors[name].elements
-    begin, end = sorted((one % elements, other % elements))
-    count = end + 1 - begin
-    stored = source._stored[name]
-    asked, read = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "prefetch_bytes", lambda _, at, count: asked.append((at, count)))
-        patch.setattr(source, "read_bytes", lambda _, at, into, __: read.append((at, into.nbytes)))
-        source.prefetch(name, begin, count)
-        read_elements(source, name, begin, count)
-    ((first, nbytes),) = asked
-    assert stored.start <= first <= min(at for at, _ in read)
-    assert max(at + size for at, size in read) <= first + nbytes <= stored.start + stored.nbytes
-
-
 def test_a_tensor_of_many_pieces_is_the_same_in_chunks_and_from_many_threads(tmp_path):
     raw = random_blocks(Kind.Q8_0, rows=64, blocks=96)  # 196,608 elements
     path = write(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)})

@@ -251,26 +251,6 @@ def test_the_second_time_nothing_is_fetched(hub: Hub, sharded: dict[str, bytes])
     assert hub.asked == []
 
 
-def test_progress_is_shown_where_it_is_wanted(
-    hub: Hub,
-    single: dict[str, bytes],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TQDM_POSITION", "-1")  # the client's way to draw bars without a terminal
-    commit = hub.add("org/name", single)
-    fetch("org/name")
-    assert capfd.readouterr() == ("", "")
-    hub.add("org/other", {**single, "model.safetensors": b"other"})
-    resolve(Path("org/other"), verbose=True)
-    out, shown = capfd.readouterr()
-    assert out == ""
-    assert re.match(r"fetching org/other \(commit [0-9a-f]{12}\) from the hub\n", shown)
-    assert "Fetching 1 files" in shown
-    resolve(Path(f"org/name@{commit}"), verbose=True)
-    assert capfd.readouterr() == ("", "")
-
-
 # ---------------------------------------------------------------- without a network
 
 

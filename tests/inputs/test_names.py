@@ -7,7 +7,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
-from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.names import match_names
 from helpers import save
@@ -106,15 +105,3 @@ def test_a_merge_sees_through_both_at_once(tmp_path):
     assert sorted(merged) == sorted([*full, EMBED, HEAD])
     assert all(value.tolist() == [3.0, 3.0] for value in merged.values())
     assert dare.verify(tmp_path / "out.safetensors").ok
-
-
-def test_an_adapter_is_no_base(tmp_path):
-    folder = model_folder(tmp_path / "lora", ones("x.lora_A.weight"))
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
-    pair = {
-        "x.lora_A.weight": np.ones((1, 2), np.float32),
-        "x.lora_B.weight": np.ones((2, 1), np.float32),
-    }
-    save(folder / "adapter_model.safetensors", pair)
-    with pytest.raises(InputError, match="is an adapter; the base must be a whole model"):
-        dare.plan(dare.Recipe(base=folder, models=[folder]))

@@ -9,13 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from peft_models import quiet, read_adapter, train, write_adapter
+from peft_models import quiet, train, write_adapter
 from safetensors.numpy import load_file
 
 import dare
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.formats import open_model, read_config
-from dare.inputs.loaded import find_places, plain_types
+from dare.inputs.loaded import plain_types
 from dare.lora import extract_adapter
 from dare.recipe.schema import Recipe
 from helpers import save
@@ -183,37 +182,6 @@ def test_the_loaded_adapter_computes_what_the_fine_tune_does(tmp_path, architect
     assert not [key for key in result.missing_keys if ".default" in key]
     assert not torch.allclose(before, expected, atol=1e-2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    ["ViTForImageClassification", "MixtralForCausalLM", "DeepseekV3ForCausalLM"],
-)
-def test_what_is_left_out_is_all_that_is_left_out(tmp_path, architecture):
-    """Without save_others: layers are taken, and of all else that changed each tensor is listed."""
-    base, _ = build(architecture)
-    tuned = tune(base, lambda model, name: True)
-    save_all(tmp_path, base=base, tuned=tuned)
-    report = extract_adapter(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", rank=1)
-    places = find_places(
-        tmp_path / "base", read_config(tmp_path / "base"), open_model(tmp_path / "base").tensors
-    ).places
-    taken = {f"{module.name}.weight" for module in report.modules}
-    left = {entry.tensor for entry in report.left_out}
-    changed = {name for name in places if "e_score_correction_bias" not in name}  # a buffer
-    assert {name for name in changed if places[name].name not in taken} == left
-    linear = {
-        f"{name}.weight"
-        for name, module in base.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D")
-    }
-    assert taken <= linear
-    peft_config = read_adapter(tmp_path / "out")[1]
-    assert peft_config["modules_to_save"] is None
-    reasons = {entry.tensor: entry.reason for entry in report.left_out}
-    for name, reason in reasons.items():
-        if "experts." in name and "shared" not in name:
-            assert "in memory it is a part of model.layers." in reason
 
 
 def test_an_expert_that_is_asked_for_is_refused_with_the_reason(tmp_path):

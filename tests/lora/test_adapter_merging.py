@@ -176,27 +176,6 @@ def test_a_module_of_which_all_is_dropped_is_left_out(tmp_path):
 # ---------------------------------------------------------------- other kinds of tensors
 
 
-def test_embeddings_and_convolutions_keep_their_form(tmp_path):
-    def tensors(rank, seed):
-        return {
-            "m.embed.lora_embedding_A": eighths(rank, 7, seed=seed),
-            "m.embed.lora_embedding_B": eighths(3, rank, seed=seed + 1),
-            "conv.lora_A.weight": eighths(rank, 3, 2, 2, seed=seed + 2),
-            "conv.lora_B.weight": eighths(4, rank, 1, 1, seed=seed + 3),
-        }
-
-    paths = [write_adapter(tmp_path / str(n), tensors(n, 5 * n), r=n) for n in (1, 2)]
-    for asked in ({}, {"rank": 9}, {"rank": 9, "method": "dare+linear", "drop_rate": 0.0}):
-        merge_adapters(paths, tmp_path / "out", overwrite=True, **asked)
-        stored, _ = read_adapter(tmp_path / "out")
-        assert stored["m.embed.lora_embedding_A"].shape == (3, 7)
-        assert stored["conv.lora_A.weight"].shape == (3, 3, 2, 2)
-        assert stored["conv.lora_B.weight"].shape == (4, 3, 1, 1)
-        for module in ("m.embed", "conv"):
-            expected = 0.5 * delta(paths[0], module) + 0.5 * delta(paths[1], module)
-            np.testing.assert_allclose(delta(tmp_path / "out", module), expected, atol=2e-6)
-
-
 def test_what_is_stored_in_full_is_averaged_by_weight(tmp_path):
     heads = [eighths(3, 2, seed=n) for n in range(2)]
     biases = [eighths(4, seed=n + 5) for n in range(2)]

@@ -1318,14 +1318,12 @@ def dequantise(codes, scales, bits, out):
         scale = to_float(scales[group])
         odd = i32(bits_of(scale) >> u32(31))
         room = codes[first * bits // 8 :]
-        if bits == 8:
-            unpack_fields(room, 8, odd, abs(scale), some)
-        elif bits == 4:
+        if bits == 4:
             unpack_fields(room, 4, odd, abs(scale), some)
         elif bits == 2:
             unpack_fields(room, 2, odd, abs(scale), some)
         else:
-            unpack_fields(room, 1, odd, abs(scale), some)
+            unpack_fields(room, bits, odd, abs(scale), some)
 
 
 @helper
