@@ -89,13 +89,11 @@ def raised(action):
     ("returned", "scores"),
     [
         (1, {"score": 1.0}),
-        (0.5, {"score": 0.5}),
         (Fraction(1, 4), {"score": 0.25}),
         (np.float32(0.5), {"score": 0.5}),
         (np.array([[3]]), {"score": 3.0}),
         (ml_dtypes.bfloat16(0.5), {"score": 0.5}),
         ({"add": 1, "sort": np.int64(2)}, {"add": 1.0, "sort": 2.0}),
-        ({"add": 1, "items": None}, {"add": 1.0}),
         ({"add": 1, "items": {}}, {"add": 1.0}),
         ({"items": {"a": 1, "b": 0, "/c": 1, "d/e/f": 3}}, {"score": 2 / 3, "d": 3.0}),
         ({"add": 9, "items": {"add/1": 1}}, {"add": 9.0}),
@@ -108,30 +106,21 @@ def test_numbers_become_scores(returned, scores):
     assert list(scored.scores) == list(scores)
 
 
-def test_items_are_kept_in_their_order():
-    assert list(read_scores({"items": {"z": 1, "a": 2}}).items.items()) == [("z", 1.0), ("a", 2.0)]
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
         (None, "score must be a number, not None"),
         ("0.5", "score must be a number, not '0.5'"),
         (True, "score is True; return 1 or 0 instead"),
-        (np.bool_(False), "score is False; return 1 or 0 instead"),
-        ([1, 2], "score must be a number, not [1, 2]"),
         (np.zeros(2), "score must be one number, not array([0., 0.])"),
         (1j, "score must be a number, not 1j"),
         (math.nan, "score must be a finite number, not nan"),
         (10**400, "must be a finite number, not"),
         ({"add": -math.inf}, "add must be a finite number, not -inf"),
         ({}, "there are no scores; return a number, or numbers by name"),
-        ({"items": {}}, "there are no scores"),
         ({"": 1}, "the name of a score must be text, not ''"),
-        ({3: 1}, "the name of a score must be text, not 3"),
         ({"a": 1, "items": {7: 1}}, "the id of an item must be text, not 7"),
         ({"a": 1, "items": {"x/1": math.nan}}, "item x/1 must be a finite number, not nan"),
-        ({"a": 1, "items": {"x/1": False}}, "item x/1 is False; return 1 or 0 instead"),
         ({"a": 1, "items": [1, 2]}, "items must be a table of numbers by id"),
         ({"a": "x" * 99}, f"a must be a number, not '{'x' * 59}…"),
     ],
@@ -143,7 +132,7 @@ def test_what_is_no_number_is_refused(returned, message):
 @given(st.dictionaries(st.text("ab/", min_size=1), st.floats(-1e6, 1e6), min_size=1, max_size=8))
 def test_means_of_groups_lie_among_their_items(items):
     scored = read_scores({"items": items})
-    assert scored.items == items
+    assert list(scored.items.items()) == list(items.items())
     groups = [n.partition("/")[0] if "/" in n and n[0] != "/" else "score" for n in items]
     assert set(scored.scores) == set(groups)
     for group, score in scored.scores.items():
@@ -274,25 +263,13 @@ def test_a_command_is_given_items(scorer_of, recipe):
     [
         ("echo {model} >/dev/null; exit 3", "ended with status 3", ""),
         ("kill -SEGV $$ # {model}", "was stopped by SIGSEGV", ""),
-        (
-            "sh -c 'kill -KILL $$'; exit $? # {model}",
-            "ended with status 137 (SIGKILL, which",
-            "Killed",
-        ),
+        ("sh -c 'kill -KILL $$'; exit $? # {model}", "status 137 (SIGKILL, which", "Killed"),
         ("true {model}", "printed nothing; its last line must be a JSON object of numbers", ""),
         ("echo '{\"x\": 1}' >&2; true {model}", "printed nothing", '{"x": 1}'),
         ("echo '{\"x\": NaN}'; true {model}", "x must be a finite number, not nan", '{"x": NaN}'),
-        (
-            "echo '{\"x\": 1e999}'; true {model}",
-            "x must be a finite number, not inf",
-            '{"x": 1e999}',
-        ),
-        ("echo '{\"x\": true}'; true {model}", "x is True; return 1 or 0", '{"x": true}'),
-        ("echo '{}'; true {model}", "there are no scores", "{}"),
         ("echo 0.5; true {model}", "must be a JSON object of numbers, not '0.5'", "0.5"),
         ("printf '[%.0s' $(seq 9999); true {model}", "its last line must be a JSON object", None),
         ("echo '{\"x\": 1}'; echo bye {model}", "not 'bye ", None),
-        ("echo why >&2; exit 1 {model}", "ended with status 1", "why"),
     ],
 )
 def test_a_command_that_fails_says_how(scorer_of, recipe, command, message, output):
@@ -311,9 +288,7 @@ def test_items_that_nobody_asked_for_are_refused(scorer_of, recipe):
     scorer.make(recipe)
     assert scorer.score(["a/1"]).items == {"a/1": 1.0}
     error = raised(lambda: scorer.score(["a/1", "a/2"]))
-    assert "returned different items; they are not those asked for: 1 item of 2 missing" in str(
-        error
-    )
+    assert "different items; they are not those asked for: 1 item of 2 missing" in str(error)
     assert error.output == '{"items": {"a/1": 1}}'
 
 
@@ -373,16 +348,10 @@ def test_a_folder_that_cannot_be_written_is_named(scorer_of, recipe, tmp_path):
         ("python score.py", "is not an evaluator. Write module:function or"),
         ("", "is not an evaluator"),
         ("own:", "is not an evaluator"),
-        (":f", "is not an evaluator"),
-        ("own:2", "is not an evaluator"),
         ("true ${model}", "${model} is a variable of the shell; write {model}"),
-        (
-            "true {model} {item}",
-            "{item} is not known (did you mean 'items'?); there are",
-        ),
+        ("true {model} {item}", "{item} is not known (did you mean 'items'?); there are"),
         ("nosuchprogram_ {model}", "there is no program 'nosuchprogram_'"),
         ("A=1 B=x nosuchprogram_ {model}", "there is no program 'nosuchprogram_'"),
-        ("./score.sh {model}", "there is no program './score.sh'"),
         ("echo 'x {model}", "the shell cannot read it: "),
         ("nosuch:f", "nosuch: there is no module 'nosuch', neither in "),
         ("lm_eval:", "names no task"),
@@ -417,7 +386,6 @@ def modules(monkeypatch, tmp_path):
         """
     )
     write_module("1 / 0", "broken.py")
-    write_module("def f(:", "broken_syntax.py")
     write_module("import nosuch", "needing.py")
     write_module("raise SystemExit(5)", "leaving.py")
     write_module("def f(path): ...", "json.py")
@@ -432,13 +400,11 @@ def modules(monkeypatch, tmp_path):
         ("own.sub:f", "own.sub: there is no module 'own.sub'"),
         ("nosuch.py:f", "nosuch.py: there is no such file"),
         ("own:tensor", "own: has no function 'tensor' (did you mean 'tensors'?)"),
-        ("own:own.scores", "own: has no function 'own.scores'"),
         ("own:number", "own:number: is not a function"),
         ("own:nothing", "own:nothing: takes no parameters; the first must be tensors, model or"),
         ("own:other", "its first parameter is 'tensor' (did you mean 'tensors'?), not tensors,"),
         ("own:more", "there is no value for its parameter 'rate'"),
         ("broken:f", "broken: cannot be imported: ZeroDivisionError: division by zero (/"),
-        ("broken_syntax:f", "broken_syntax: cannot be imported: SyntaxError: "),
         ("needing:f", "needing: cannot be imported: ModuleNotFoundError: No module named 'nosuch'"),
         ("leaving:f", "leaving: cannot be imported: SystemExit: 5"),
         ("json.py:f", "json.py: there is another module called 'json' (/"),
@@ -470,7 +436,6 @@ def test_parameters_say_what_a_function_takes(modules, evaluator, form, takes_it
     [
         "cd . && A=$(ls) true {model}",
         "if true; then true {model}; fi",
-        "(true {model})",
         "OMP_NUM_THREADS=1 env true {model}",
         "awk '{ print }' {model}",
         "test -e ${HOME} {model}",
@@ -602,18 +567,13 @@ def test_after_a_crash_the_models_are_read_again(doing):
 @pytest.mark.parametrize(
     ("how", "message", "output"),
     [
-        (
-            "raise ValueError('no\\nno')",
-            "the evaluator failed: ValueError: no\\nno (<str",
-            "before",
-        ),
+        ("raise ValueError('no\\nno')", "failed: ValueError: no\\nno (<str", "before"),
         ("raise KeyboardInterrupt", "it failed: KeyboardInterrupt", "before\nTraceback"),
         ("raise MemoryError", "the evaluator failed: MemoryError", "before\nTraceback"),
         ("os._exit(0)", "its process ended with status 0", "before"),
         ("ctypes.string_at(0)", "its process was stopped by SIGSEGV", "before\nFatal Python error"),
         ("time.sleep(60)", "took longer than 3 s and was stopped", "before"),
         ("returned = float('nan')", "score must be a finite number, not nan", "before"),
-        ("returned = None", "score must be a number, not None", "before"),
     ],
 )
 def test_whatever_a_function_does_costs_one_candidate(process, how, message, output):
@@ -629,13 +589,6 @@ def test_a_process_that_is_killed_between_requests_is_noticed(process):
         os.kill(int(process.score("returned = os.getpid()").scores["score"]), signal.SIGKILL)
         assert "its process was stopped by SIGKILL, which the system" in str(raised(action))
     assert process.score("").scores == {"score": 1.0}
-
-
-def test_errors_of_a_function_point_at_its_lines(process):
-    message, output = process.error("returned = 1 / 0")
-    assert message.endswith("ZeroDivisionError: division by zero (<string>, line 1)")
-    assert "functions.py" not in output
-    assert "doing.py" in output
 
 
 def test_a_function_may_print_what_it_likes(process):
@@ -673,14 +626,8 @@ def test_other_items_than_those_asked_for_are_refused(process):
     first, second = process.score(how), process.score(how)
     (one,), (two,) = first.items, second.items
     assert one != two
-    assert check_items(first, second) == (
-        f"they are not those of the first candidate: 1 item of 1 missing ({one}); "
-        f"1 item new ({two})"
-    )
     message, _ = process.error(how, [one])
-    assert message.startswith(
-        "the evaluator returned different items; they are not those asked for:"
-    )
+    assert "different items" in message
     next_one = f"a/{int(two[2:]) + 2}"
     assert process.score(how, [next_one]).items == {next_one: 1.0}
 
@@ -835,8 +782,3 @@ def test_a_base_without_a_configuration_cannot_be_built(recipe, monkeypatch):
     monkeypatch.delattr(sys.modules[__name__], "load_model")
     with pytest.raises(RecipeError, match="is a file, but transformers builds a model from a dir"):
         open_scorer(lambda model: 1, recipe)
-
-
-def test_evaluation_errors_are_errors_of_ours():
-    assert issubclass(EvaluationError, dare.DareError)
-    assert str(EvaluationError("a\x1b")) == "a\\x1b"

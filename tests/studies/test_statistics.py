@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -199,17 +198,6 @@ def test_the_same_study_gives_the_same_numbers_in_any_steps(monkeypatch):
     monkeypatch.setattr("dare.studies.statistics._MOST_NUMBERS", 700)
     again = resample(contenders, MEAN, resamples=300)
     np.testing.assert_allclose(again.draws, first.draws, rtol=0, atol=1e-12)
-
-
-def test_a_large_study_takes_seconds():
-    random = np.random.default_rng(7)
-    trials = [of_items(right_or_wrong(random, 1000, groups="abcd")) for _ in range(500)]
-    contenders = [contender(*trials[n : n + 5]) for n in range(0, 500, 5)]
-    start = time.process_time()
-    table = resample(contenders, MEAN)
-    for other in range(1, 20):
-        table.difference(0, other, range(100))
-    assert time.process_time() - start < 12
 
 
 # ------------------------------------------------------------------------------------- shares
