@@ -16,12 +16,24 @@ from dare.studies.results import (
     StudyData,
     Trial,
 )
+from dare.studies.study import Charter
 
 SCORES = ("add", "sort", "english")
 RECIPE = {
     "method": "dare+sum",
     "models": {"base_file": "base", "merge_files": ["add", "sort"]},
 }
+CHARTER = Charter(
+    recipe={"models": {"base_file": "base", "merge_files": ["math", "code"]}},
+    space={"drop_rate": {"from": 0.1, "to": 0.9}, "scale": {"from": 0.5, "to": 2.0}},
+    sampler="tpe",
+    seeds=1,
+    evaluator="score.py:score",
+    objective={},
+    guards=(),
+    race=False,
+    seed=0,
+)
 
 
 def make_scored(quality: float, *, items: bool = True) -> Scored:

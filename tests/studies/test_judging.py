@@ -37,19 +37,7 @@ def test_an_objective_is_the_weighted_mean_of_scores(given, weights, value):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "mean",
-        "min",
-        "",
-        "-loss",
-        "mean(add, sort)",
-        "min(a)",
-        "a + b",
-        "2*a",
-        "a - b",
-        ["a", "b+c"],
-    ],
+    "text", ["mean", "", "-loss", "mean(add, sort)", "a + b", "2*a", ["a", "b+c"]]
 )
 def test_formulas_of_earlier_versions_are_refused_with_what_to_write(text):
     with pytest.raises(RecipeError, match=r"objective .*\{ math = 1.0, loss = -0.5 \}"):

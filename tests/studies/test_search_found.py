@@ -19,23 +19,12 @@ from dare.studies.conclusions import conclude
 from dare.studies.reading import read_result
 from dare.studies.results import Estimate, Scored, State, Trial
 from dare.studies.space import Space, parse_over
-from dare.studies.study import BASELINE, Charter, Study
+from dare.studies.study import BASELINE, Study
 from dare.studies.terminal import show_study, trial_line
-from dare.studies.words import summarize
 from helpers import save
 
-CHARTER = Charter(
-    recipe={"models": {"base_file": "base", "merge_files": ["math", "code"]}},
-    space={"scale": [0.5, 2.0]},
-    sampler="grid",
-    seeds=1,
-    evaluator="scor.py:score",
-    objective={},
-    guards=(),
-    race=False,
-    seed=0,
-)
-MENDED = replace(CHARTER, evaluator="score.py:score")
+MENDED = sample.CHARTER
+CHARTER = replace(MENDED, evaluator="scor.py:score")
 
 
 @pytest.mark.parametrize("name", ["what?.db", "100%.db", "a%20b.db", "größe #1.db"])
@@ -94,15 +83,6 @@ def test_no_digit_of_a_score_is_cut():
     show_study(console, data, replace(found, ranking=(small,)))
     (row,) = (line for line in console.file.getvalue().splitlines() if "-0.00256" in line)
     assert "-0.003206   -0.003395 … -0.003012   -0.00256   -0.00256" in row
-
-
-def test_a_baseline_that_is_better_is_not_called_the_simplest():
-    data = sample.make_search()
-    found = sample.make_conclusion(data)
-    plain = found.baselines[-1]
-    better = replace(found, better=(plain,), chosen=plain, simplest=plain)
-    assert dict(summarize(data, better).facts)["Take instead"].startswith("sum: ")
-    assert "Simplest within noise" not in dict(summarize(data, better).facts)
 
 
 def test_lists_over_the_layers_are_short_in_the_lines_of_a_search():
@@ -178,12 +158,6 @@ def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
     assert any("scale=1.5" in r and "4.5, above 0.5" in r for r in found.conclusion.remarks)
     with pytest.raises(InputError, match="guard"):
         found.to_toml()
-
-
-def test_no_interval_is_spoken_of_where_there_is_none(tmp_path: Path):
-    remarks = " ".join(search_scales(tmp_path).conclusion.remarks)
-    assert "3 settings" in remarks
-    assert "intervals" not in remarks
 
 
 def test_settings_that_were_stopped_early_were_to_choose_from_too():

@@ -254,15 +254,6 @@ def test_a_sampler_starts_with_the_advice_and_the_recipe_and_learns(recipe, tmp_
     assert len(longer.data.trials) == 13
 
 
-def test_an_evaluator_without_items_is_said_to_have_none(recipe, tmp_path):
-    def bare(found, _calls):
-        return {name: value for name, value in found.items() if name != "items"}
-
-    result = run(recipe, Evaluator(recipe, bare), tmp_path / "study.db")
-    assert any("no items" in remark for remark in result.conclusion.remarks)
-    assert result.conclusion.best is not None
-
-
 def test_two_searches_on_one_new_study_in_one_process_share_the_work(recipe, tmp_path):
     evaluator, scored = Evaluator(recipe), []
 

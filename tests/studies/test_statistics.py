@@ -69,16 +69,6 @@ def test_differences_are_paired():
     assert verdict(table.difference(1, 0)) == "worse"
 
 
-def test_one_more_right_item_shows_nothing_and_twenty_do():
-    worse = {f"a/{n}": float(n < 50) for n in range(100)}
-    one, twenty = ({f"a/{n}": float(n < 50 + k) for n in range(100)} for k in (1, 20))
-    table = resample(alone(of_items(worse), of_items(one), of_items(twenty)), MEAN)
-    assert table.difference(1, 0).value == pytest.approx(0.01)
-    assert verdict(table.difference(1, 0)) == "no difference shown"
-    assert verdict(table.difference(2, 0)) == "better"
-    assert table.difference(0, 0) == Estimate(0.0, 0.0, 0.0)
-
-
 def test_fewer_than_six_items_show_nothing_even_if_all_differ_one_way():
     worse, *others = (of_items({f"a/{n}": float(n < k) for n in range(100)}) for k in (50, 55, 56))
     table = resample(alone(worse, *others), MEAN)

@@ -10,27 +10,17 @@ from pathlib import Path
 
 import optuna
 import pytest
+from study_sample import CHARTER
 
 from dare.errors import InputError
 from dare.recipe.schema import Recipe
 from dare.studies.results import Scored, State
 from dare.studies.space import Space, parse_over
-from dare.studies.study import BASELINE, Charter, Planned, Study  # noqa: F401
+from dare.studies.study import BASELINE, Planned, Study  # noqa: F401
 
 SPACE = Space(
     Recipe(base="base", models=["math", "code"]),
     dict(map(parse_over, ["drop_rate=0.1:0.9", "scale=0.5:2"])),
-)
-CHARTER = Charter(
-    recipe={"models": {"base_file": "base", "merge_files": ["math", "code"]}},
-    space={"drop_rate": {"from": 0.1, "to": 0.9}, "scale": {"from": 0.5, "to": 2.0}},
-    sampler="tpe",
-    seeds=1,
-    evaluator="score.py:score",
-    objective={},
-    guards=(),
-    race=False,
-    seed=0,
 )
 
 

@@ -117,6 +117,8 @@ def test_a_better_baseline_is_the_headline():
     better = found.baselines[-1:]
     text = shown(data, replace(found, better=better, chosen=better[0], simplest=better[0]))
     assert text.startswith("A baseline is better than the best setting")
+    assert "Take instead" in text
+    assert "Simplest within noise" not in text
     single = found.baselines[1]
     text = shown(data, replace(found, better=(single,), chosen=single, simplest=single))
     assert text.startswith("Do not merge: a baseline is better than the best setting")
