@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ KEPT = {field.name for field in fields(Trial)} - {"number", "settings", "state",
 """What of a trial is written when it ends; the rest is known before."""
 TAKEN, OUTCOME = "taken", "outcome"
 """What is written with a trial: by whom it was taken and for what, and what became of it."""
+LEAST_FOR_IMPORTANCE = 10
+"""Trials that must be done before settings are ranked: one of them makes the best tenth."""
 OPTUNAS = {
     State.DONE: "COMPLETE",
     State.STOPPED: "PRUNED",
@@ -292,15 +294,17 @@ class Study:
 
     def importance(self) -> dict[str, float]:
         """How much each of several settings tells good trials from others, in shares of 1."""
-        optuna, found = _optuna(), dict[str, float]()
-        with _quiet(), suppress(ValueError, RuntimeError):  # too few trials, or all the same
-            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-            shares = optuna.importance.get_param_importances(
-                self._studies[TRIALS], evaluator=evaluator
-            )
-            for name, value in shares.items():  # of a setting by layers: the sum
-                setting = name.partition("[")[0]
-                found[setting] = found.get(setting, 0.0) + value
+        optuna, study, found = _optuna(), self._studies[TRIALS], dict[str, float]()
+        values = [
+            trial.value for trial in study.get_trials(deepcopy=False) if trial.value is not None
+        ]
+        if len(values) < LEAST_FOR_IMPORTANCE or min(values) == max(values):
+            return {}
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
+        for name, value in shares.items():  # of a setting by layers: the sum
+            setting = name.partition("[")[0]
+            found[setting] = found.get(setting, 0.0) + value
         return found if len(found) > 1 else {}
 
 
