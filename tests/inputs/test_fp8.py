@@ -25,7 +25,6 @@ TYPES = {
     np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
 }
-EVERY_CODE = np.arange(256, dtype=np.uint8)
 
 
 def source_of(arrays) -> ArraySource:

@@ -369,9 +369,6 @@ def test_narrower_types_and_their_limits(two, tmp_path):
     assert not (tmp_path / "big").exists()
 
 
-# ---------------------------------------------------------------- what is said
-
-
 # ---------------------------------------------------------------- the same as with the base
 
 

@@ -17,7 +17,7 @@ from dare.inputs import gguf, lora, torch_bin
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.quantised import read_quantised
 from dare.inputs.small_files import MAX_CONFIG_BYTES, is_there, parse_json
-from dare.inputs.sources import FileSource, Source, open_source
+from dare.inputs.sources import Source, open_source
 from dare.stores.locations import to_path
 from dare.tensors.files import read_limited
 
@@ -44,9 +44,11 @@ def open_model(
         return gguf.open_gguf(path)
     if not torch_bin.looks_like(path):
         source = open_source(path)
-        if is_delta_file(source):
-            return _open_delta(source, base, rescales)
-        return read_quantised(source, read_config(path))
+        if not is_delta_file(source):
+            return read_quantised(source, read_config(path))
+        if base is None:
+            raise InputError(f"{path}: is a delta file; first run `dare apply BASE DELTA -o OUT`")
+        return DeltaSource(DeltaFile(source), base, rescales=rescales)
     if not allow_pickle:
         raise InputError(
             f"{path}: stores its weights as a pickle, which can contain programs; "
@@ -54,14 +56,6 @@ def open_model(
             "and torch reads the weights and nothing else"
         )
     return read_quantised(torch_bin.open_torch(path), read_config(path))
-
-
-def _open_delta(stored: FileSource, base: Source | None, rescales: bool) -> DeltaSource:
-    if base is None:
-        raise InputError(
-            f"{stored.path}: is a delta file; first run `dare apply BASE DELTA -o OUT`"
-        )
-    return DeltaSource(DeltaFile(stored), base, rescales=rescales)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ PIECE_ELEMENTS = 1 << 16
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Codes of `struct` for the types of metadata."""
-_FLOAT32, _TEXT, _ARRAY = 6, 8, 9
+_TEXT, _ARRAY = 8, 9
 _AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -391,8 +391,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self._pass_over_array(key)
         self.require(kind in _SCALARS, f"{key} is of type {kind}, which GGUF does not have")
-        value = self.number(_SCALARS[kind])
-        return float(str(np.float32(value))) if kind == _FLOAT32 else value
+        return self.number(_SCALARS[kind])
 
     def _pass_over_array(self, key: str) -> str:
         kind, count = self.number("I"), self.number("Q")

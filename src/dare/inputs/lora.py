@@ -174,7 +174,7 @@ class LoraSource(SourceView):
                 kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
                 pair = factors.setdefault((module, kind), {})
                 admit(info, (), str(self.path), as_weight=True)
-                if letter in pair or (kind == "bias" and letter == "A") or not info.shape:
+                if letter in pair or (kind == "bias" and letter == "A"):
                     raise InputError(self._why_not(key, pair.get(letter)))
                 pair[letter] = key
                 continue

@@ -6,7 +6,6 @@ models are brought in line with the base's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +75,9 @@ def open_inputs(
         raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     open_tuned = partial(open_model, base_config=configs[0], base=base, rescales=rescales)
     models = [open_tuned(path, allow_pickle=allow_pickle) for path in paths[1:]]
-    _limit_ahead([base, *models], (recipe.max_memory or DEFAULT_MEMORY) // 4)
+    in_stores = [source for source in (base, *models) if source.ahead_bytes]
+    for source in in_stores:  # no more than a quarter of the memory is for what they read ahead
+        source.limit_ahead((recipe.max_memory or DEFAULT_MEMORY) // 4 // len(in_stores))
     folders = [path if path.is_dir() else None for path in paths]
     for place, model in enumerate(models, start=1):
         if isinstance(model, DeltaSource):
@@ -108,10 +109,3 @@ def open_inputs(
             pad_to_multiple_of=recipe.pad_to_multiple_of,
         )
     return recipe, Inputs(tuple(names), tuple(folders), aligned, (*notes, *aligned.notes))
-
-
-def _limit_ahead(sources: Sequence[Source], nbytes: int) -> None:
-    """Have sources in stores read no more ahead than this, together."""
-    stored = [source for source in sources if source.ahead_bytes]
-    for source in stored:
-        source.limit_ahead(nbytes // len(stored))

@@ -172,7 +172,9 @@ class InputFiles(Source):
         self._users += 1
         try:
             if self._users == 1:
-                self._open_all()
+                ahead = share_ahead(self.ahead_bytes) if self.ahead_bytes else None
+                for file, stamp in self._stamps.items():
+                    self._open[file] = open_input(file, stamp, ahead)
             self.check_unchanged()
         except InputError:
             self.__exit__()
@@ -185,11 +187,6 @@ class InputFiles(Source):
             for opened in self._open.values():
                 opened.close()
             self._open = {}
-
-    def _open_all(self) -> None:
-        ahead = share_ahead(self.ahead_bytes) if self.ahead_bytes else None
-        for file, stamp in self._stamps.items():
-            self._open[file] = open_input(file, stamp, ahead)
 
     def check_unchanged(self) -> None:
         for file, stamp in self._stamps.items():

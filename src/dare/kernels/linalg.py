@@ -139,7 +139,7 @@ def _in_single(wide: Floats, rank: int | None) -> Spectrum | None:
         return None
     if _stands_out(wide):
         return None
-    energies, vectors = falling_eigen(_single_gram(wide))
+    energies, vectors = falling_eigen(gram(wide, np.float32).astype(np.float32))
     large = int(np.count_nonzero(energies > SMALL**2 * energies[0]))
     values = np.sqrt(energies[:large].astype(np.float64))
     if large == short or (rank is not None and rank <= large):
@@ -276,11 +276,11 @@ def multiply(left: Numbers, right: Numbers) -> Floats:
     return product
 
 
-def gram(wide: NDArray[np.floating]) -> Doubles:
-    """wide·wideᵀ in float64, a panel of columns at a time."""
+def gram(wide: Numbers, kind: type[np.floating[Any]] = np.float64) -> Doubles:
+    """wide·wideᵀ by products of a type, of a panel of columns at a time, summed in float64."""
     total = np.zeros((wide.shape[0], wide.shape[0]))
     for columns in _panels(wide.shape[1]):
-        panel = wide[:, columns].astype(np.float64)
+        panel = wide[:, columns].astype(kind, copy=False)
         total += panel @ panel.T
     return total
 
@@ -354,14 +354,6 @@ def _single_eigh(symmetric: Floats) -> tuple[Floats, Floats]:
     with np.errstate(all="ignore"):  # LAPACK leaves flags behind
         solution: tuple[Floats, Floats] = solve(symmetric, signature="f->ff")
     return solution
-
-
-def _single_gram(wide: Floats) -> Floats:
-    """wide·wideᵀ of products in float32, panels of which are summed in float64."""
-    total = np.zeros((wide.shape[0], wide.shape[0]))
-    for columns in _panels(wide.shape[1]):
-        total += wide[:, columns] @ wide[:, columns].T
-    return total.astype(np.float32)
 
 
 def _stands_out(wide: Floats) -> bool:
