@@ -164,17 +164,6 @@ def test_weights_are_those_that_apply_delta_writes_and_then_the_bases_again(tmp_
     assert contents(model) == contents(base)
 
 
-@pytest.mark.parametrize(
-    "scheme", [{"drop_rate": 0.5}, {"drop_rate": 0.9, "keep": "magnitude"}, {"lossless": True}]
-)
-def test_values_that_are_not_finite(tmp_path, scheme):
-    odd = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38], np.float32)
-    base = {"w": np.resize(odd, 60)}
-    tuned = {"w": np.resize(odd[::-1], 60)}
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
-    there_and_back(delta, copies(base), written_model(tmp_path))
-
-
 @given(
     data=st.data(),
     kind=st.sampled_from(WEIGHT_TYPES),

@@ -79,12 +79,6 @@ def test_a_model_without_a_delta_still_counts_in_the_mean():
     assert found["w"] == (BASE["w"] + np.float32(0.5) * DELTAS[1]["w"]).tobytes()
 
 
-def test_slerp_takes_a_missing_delta_for_zero():
-    sources = [deltas_source({"v": DELTAS[0]["v"]}), array_source(WEIGHTS[1], "model")]
-    whole = [array_source(BASE | {"v": WEIGHTS[0]["v"]}, "model"), sources[1]]
-    assert merged(BASE, sources, method="slerp")[1] == merged(BASE, whole, method="slerp")[1]
-
-
 @pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1])
 def test_deltas_of_any_size(size):
     base, delta = {"w": numbers(0, size)}, {"w": numbers(1, size)}

@@ -59,10 +59,3 @@ def test_memory_is_what_is_said(sides, transposed, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < product.reading_bytes(source) + (16 << 10)
-
-
-def test_a_bias_is_itself():
-    source = array_source({"b": np.arange(5, dtype=np.float32)}, "adapter")
-    found = np.empty(3, np.float32)
-    Product("b", None, False, 2.0).fill(source, 1, found)
-    assert found.tolist() == [2, 4, 6]

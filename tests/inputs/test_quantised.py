@@ -27,11 +27,6 @@ PACKED = {
         "weight.absmax",
         "bitsandbytes",
     ),
-    "bitsandbytes state": (
-        {"l.weight": BYTES, "l.weight.quant_state.bitsandbytes__fp4": BYTES},
-        "weight.quant_state.bitsandbytes__fp4",
-        "bitsandbytes",
-    ),
     "bitsandbytes 8": ({"l.weight": INTS, "l.SCB": FLOATS}, "SCB", "bitsandbytes"),
     "compressed-tensors": (
         {"l.weight_packed": INTS, "l.weight_scale": HALVES, "l.weight_shape": INTS},
@@ -50,11 +45,8 @@ PACKED = {
     ),
     "HQQ": ({"l.W_q": BYTES, "l.scale": HALVES, "l.zero": HALVES}, "W_q", "HQQ"),
     "quanto": ({"l.weight._data": BYTES, "l.weight._scale": HALVES}, "weight._data", "U8 with"),
-    "quanto FP8": ({"l.weight._data": FP8, "l.weight._scale": HALVES}, "weight._data", "F8_E4M3"),
     "torchao": ({"l.weight_qdata": BYTES, "l.weight_scale": HALVES}, "weight_qdata", "U8 with"),
-    "torchao, colon": ({"l.weight:qdata": BYTES, "l.weight:scale": HALVES}, "weight:qdata", "U8"),
     "AQLM": ({"l.codes": INTS, "l.codebooks": HALVES, "l.scales": HALVES}, "codes", "I32 with"),
-    "EETQ": ({"l.weight": BYTES, "l.weight_scales": HALVES}, "weight", "U8 with scales"),
     "VPTQ": ({"l.centroids.weight": HALVES, "l.indices": FLOATS}, "centroids.weight", "VPTQ"),
     "MLX": (
         {"l.weight": INTS.astype(np.uint32), "l.scales": HALVES, "l.biases": HALVES},
