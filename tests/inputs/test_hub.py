@@ -174,6 +174,12 @@ def test_the_shards_that_the_index_names_are_fetched(hub: Hub, sharded: dict[str
     assert set(open_model(resolved.path).tensors) == set(WEIGHTS)
 
 
+def test_adapters_are_fetched(hub: Hub) -> None:
+    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w", "README.md": b""}
+    hub.add("org/name", {**adapter, "adapter_model.bin": b"", "optimizer.safetensors": b"o"})
+    assert folder_bytes(fetch("org/name").path) == adapter
+
+
 def test_a_single_file_of_any_name_is_fetched(hub: Hub) -> None:
     commit = hub.add("org/name", {"odd.safetensors": b"w", "deep/model.safetensors": b"d"})
     assert folder_bytes(fetch("org/name").path) == {"odd.safetensors": b"w"}
