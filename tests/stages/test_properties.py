@@ -45,7 +45,7 @@ def test_one_matrix_is_itself(method, rows, columns, seed):
     assert relative(combine(method, delta, stages=stages.get(method, {})), delta) < 1e-5
 
 
-@pytest.mark.parametrize("method", STAGES.keys() - {"nuslerp"})
+@pytest.mark.parametrize("method", [name for name in STAGES if name != "nuslerp"])
 @settings(max_examples=20)
 @given(few_deltas(least=2), st.randoms())
 def test_the_order_of_models_makes_no_difference_but_for_rounding(method, deltas, random):

@@ -93,7 +93,8 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
         holdout=holdout,
         remarks=(
             *_of_chance(table, entries),
-            *(_of_best(data, judge, best, entries[feasible[0]]) if best else ()),
+            *(_of_seeds(data, entries[feasible[0]]) if best else ()),
+            *(_of_ends(data.space, best.settings, judge) if best else ()),
             *_of_others(table, standing, order, feasible, noise, data),
             *_of_failures(data),
             *_of_scores(judge, standing, singles),
@@ -245,7 +246,7 @@ def _of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
         reason = (
             "No score of the objective is a mean of items that every setting has"
             if given
-            else ("The evaluator gives no items")
+            else "The evaluator gives no items"
         )
         yield f"{reason}, so " + (
             "intervals cover only the chance of the seeds, not that of the items."
@@ -262,15 +263,6 @@ def _of_chance(table: Resampled, entries: Sequence[Entry]) -> Iterator[str]:
         yield (
             f"Not all settings were scored on the same items: the {table.items:,} "
             f"common ones are compared, {table.left_out:,} are left out."
-        )
-
-
-def _of_best(data: StudyData, judge: Judge, best: Ranked, entry: Entry) -> Iterator[str]:
-    """What the best setting itself says of the search."""
-    yield from _of_seeds(data, entry)
-    for name, end in _at_ends(data.space, best.settings, judge):
-        yield (
-            f"{name} is at the {end} value searched ({best.settings[name]:.4g}): widen the range."
         )
 
 
@@ -330,7 +322,7 @@ def _of_seeds(data: StudyData, best: Entry) -> Iterator[str]:
 
 def _of_failures(data: StudyData) -> Iterator[str]:
     """What could not be scored."""
-    ended = [t for t in data.trials if t.state not in (State.WAITING, State.RUNNING)]
+    ended = [trial for trial in data.trials if trial.state.is_final]
     if failed := sum(trial.state is State.FAILED for trial in ended):
         yield f"{failed} of {times(len(ended), 'trial')} failed."
     for trial in data.baselines:
@@ -352,9 +344,7 @@ def _of_scores(
             )
 
 
-def _at_ends(
-    space: Mapping[str, Any], settings: Settings, judge: Judge
-) -> Iterator[tuple[str, str]]:
+def _of_ends(space: Mapping[str, Any], settings: Settings, judge: Judge) -> Iterator[str]:
     """Numbers of a setting that lie at an end of their range, where the recipe would take more."""
     for name, over in space.items():
         value, is_log = settings.get(name), isinstance(over, Mapping) and over.get("log", False)
@@ -372,7 +362,7 @@ def _at_ends(
             further = edge + (1 if edge > other else -1) if isinstance(value, int) else beyond
             could = judge.recipe is None or judge.with_settings({**settings, name: further})
             if share <= _NEAR and could:
-                yield name, end
+                yield f"{name} is at the {end} value searched ({value:.4g}): widen the range."
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,8 @@ class SearchResult:
 
 def read_result(path: Path) -> SearchResult:
     """What a study shows by now, also while others work on it."""
-    study = Study(path)
-    try:
+    with closing(Study(path)) as study:
         return result_of(study)
-    finally:
-        study.close()
 
 
 def result_of(study: Study) -> SearchResult:

@@ -66,6 +66,8 @@ class ProcessScorer:
         self._start()
 
     def _start(self) -> Asked:
+        from dare.stages import STAGES
+
         self._asked = asked = Asked(self._evaluator, self._threads)
         try:
             limit = None if self._time_limit is None else max(self._time_limit, READY_SECONDS)
@@ -77,11 +79,12 @@ class ProcessScorer:
                 "recipe": self._recipe.to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 "threads": self._threads,
-                "stages": _stage_files(),
+                # The files of stages that are no package's: who makes candidates needs them too.
+                "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
             }
             asked.ask({"open": request}, limit)
         except BaseException:
-            self._end()
+            self.close()
             raise
         return asked
 
@@ -106,10 +109,11 @@ class ProcessScorer:
             return asked.ask(request, time_limit)
         except BaseException:
             if not asked.is_running:
-                self._end()
+                self.close()
             raise
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the process, and delete what was written."""
         self._is_made = False
         if self._asked is not None:
             self._asked.close()
@@ -117,17 +121,6 @@ class ProcessScorer:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-    def close(self) -> None:
-        """End the process."""
-        self._end()
-
-
-def _stage_files() -> list[str]:
-    """The files of stages that are no package's: who makes candidates needs them too."""
-    from dare.stages import STAGES
-
-    return sorted({stage.file for stage in STAGES.values() if stage.file})
 
 
 class Asked:

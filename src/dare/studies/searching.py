@@ -422,21 +422,16 @@ class _Story:
     @contextmanager
     def _scorers(self, evaluator: Evaluator) -> Iterator[list[Scorer]]:
         """What scores, one for each job; all are ended with the search, however it ends."""
+        open_one = partial(
+            open_scorer,
+            evaluator,
+            self.request.recipe,
+            time_limit=self.request.table.time_limit,
+            work=self.work,
+            threads=max(1, available_cores() // self.jobs),
+        )
         with ExitStack() as opened:
-            yield [
-                opened.enter_context(
-                    closing(
-                        open_scorer(
-                            evaluator,
-                            self.request.recipe,
-                            time_limit=self.request.table.time_limit,
-                            work=self.work,
-                            threads=max(1, available_cores() // self.jobs),
-                        )
-                    )
-                )
-                for _ in range(self.jobs)
-            ]
+            yield [opened.enter_context(closing(open_one())) for _ in range(self.jobs)]
 
     def _work(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,9 @@ class Study:
         """Let others know that this process no longer works on it."""
         self._presence.close()
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """Nobody else changes the study."""
-        with self._presence.turn():
-            yield
+        return self._presence.turn()
 
     # ------------------------------------------------------------ notes on the whole study
 

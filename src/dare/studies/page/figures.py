@@ -171,7 +171,7 @@ def curve(data: StudyData, conclusion: Conclusion, name: str) -> Figure | None:
         _curve_table(name, found),
         setting=name,
         means=_curve_words(found),
-        levels=_level_words(levels, far),
+        levels=(" Dashed lines are baselines." if levels else "") + _far_words(far),
         points=times(len(found.points), "trial"),
         best=f", the largest {value_text(best['objective'])} at {value_text(best['x'])}",
     )
@@ -205,16 +205,11 @@ def _setting_axis(name: str, values: Sequence[float]) -> Any:
     return x.axis(values=few, format=".6~g") if len(few) <= 8 else x.axis(format="~g", tickCount=6)
 
 
-def _objective_axis(heights: Sequence[float], title: str = "objective") -> Any:
+def _objective_axis(heights: Sequence[float]) -> Any:
     low, high = min(heights), max(heights)
     room = 0.06 * ((high - low) or abs(high) or 1.0)
-    y = alt.Y("objective:Q", title=title).axis(tickCount=5, format="~g")
+    y = alt.Y("objective:Q", title="objective").axis(tickCount=5, format="~g")
     return y.scale(domain=[low - room, high + room], nice=False, zero=False)
-
-
-def _by_objective() -> Any:
-    colour = alt.Color("objective:Q", title="objective")
-    return colour.legend(gradientLength=180, gradientThickness=10, format=".3~g", tickCount=4)
 
 
 def _level_lines() -> list[Any]:
@@ -227,11 +222,6 @@ def _level_lines() -> list[Any]:
         line.encode(y="level:Q", tooltip=tooltip),
         haloed_text(label, align="right", baseline="bottom", dx=-4, dy=-2),
     ]
-
-
-def _level_words(levels: list[Row], far: list[str]) -> str:
-    near = " Dashed lines are baselines." if levels else ""
-    return near + _far_words(far)
 
 
 def _far_words(far: list[str]) -> str:
@@ -332,7 +322,9 @@ def pareto(data: StudyData, conclusion: Conclusion) -> Figure | None:
     points = settings.mark_point(
         filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=0.6, aria=False
     )
-    points = points.encode(x=x, y=y, tooltip=tooltip, color=_by_objective())
+    colour = alt.Color("objective:Q", title="objective")
+    colour = colour.legend(gradientLength=180, gradientThickness=10, format=".3~g", tickCount=4)
+    points = points.encode(x=x, y=y, tooltip=tooltip, color=colour)
     rings = settings.transform_filter("datum.front").mark_point(
         size=150, strokeWidth=1.5, aria=False
     )

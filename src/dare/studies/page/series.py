@@ -105,13 +105,11 @@ def _kind(ranked: Ranked, conclusion: Conclusion, tied: set[str]) -> str:
 
 def bounds(ranked: Ranked) -> Row:
     """The interval of a setting; both ends are its value where it has none."""
-    low, high = ranked.objective.low, ranked.objective.high
     value = finite(ranked.objective.value)
-    if low is None or high is None:
-        return {"low": value, "high": value}
+    ends = {"low": ranked.objective.low, "high": ranked.objective.high}
     return {
-        "low": finite(low) if math.isfinite(low) else value,
-        "high": finite(high) if math.isfinite(high) else value,
+        name: value if end is None or not math.isfinite(end) else finite(end)
+        for name, end in ends.items()
     }
 
 
