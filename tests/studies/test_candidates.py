@@ -169,24 +169,20 @@ def test_some_of_the_models_in_any_order(held, three, places):
     check_like_merge(held, three.model_copy(update={"models": models, "method": "dare+ties"}))
 
 
-def write_adapter(folder, seed):
-    """A LoRA of a layer and of the embedding."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["mlp"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    factors = {
-        "model.layers.1.mlp.lora_A.weight": numbers((2, 8), seed, np.float32),
-        "model.layers.1.mlp.lora_B.weight": numbers((24, 2), seed, np.float32),
-    }
-    tensors = {f"base_model.model.{name}": array for name, array in factors.items()}
-    save(folder / "adapter_model.safetensors", tensors)
-    return folder
-
-
 @pytest.mark.parametrize("settings", [{}, {"method": "dare+ties"}, {"weight.adapter": 0.0}])
 def test_an_adapter_among_the_models(tmp_path, settings):
     recipe = write_recipe(tmp_path, *small_models(count=1))
-    adapter = dare.ModelEntry(file=write_adapter(tmp_path / "adapter", 4))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["mlp"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    layer = "base_model.model.model.layers.1.mlp"
+    tensors = {
+        f"{layer}.lora_A.weight": numbers((2, 8), 4, np.float32),
+        f"{layer}.lora_B.weight": numbers((24, 2), 4, np.float32),
+    }
+    save(folder / "adapter_model.safetensors", tensors)
+    adapter = dare.ModelEntry(file=folder)
     candidates = dare.Candidates(recipe.model_copy(update={"models": (*recipe.models, adapter)}))
     check_like_merge(candidates, settings)
 

@@ -10,11 +10,6 @@ from dare.studies.results import Scored, group_of
 from dare.studies.scores import group_means, groups_of, groups_of_scores, rungs
 
 
-def test_the_group_is_what_stands_before_the_first_slash():
-    found = [group_of(i) for i in ("add/1", "a/b/c", "/x", "17", "")]
-    assert found == ["add", "a", "score", "score", "score"]
-
-
 def test_scores_are_means_of_groups():
     items = {"add/1": 1.0, "sort/1": 0.25, "add/2": 0.5, "3": 7.0}
     assert group_means(items) == {"add": 0.75, "sort": 0.25, "score": 7.0}

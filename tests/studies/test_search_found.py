@@ -99,6 +99,13 @@ def save_models(folder: Path) -> Recipe:
     return Recipe(base=files[0], models=files[1:], method="sum", verbose=False)
 
 
+def search_scales(folder: Path, **more) -> dare.SearchResult:
+    """Over three scales, by the mean of all weights; the study lies in the folder."""
+    usual = {"evaluate": lambda tensors: float(tensors["w"].mean()), "advice": False}
+    usual |= {"study": folder / "s.db", "verbose": False}
+    return dare.search(save_models(folder), {"scale": (0.5, 1.0, 1.5)}, **(usual | more))
+
+
 def test_a_study_knows_its_plan_while_baselines_are_scored(tmp_path: Path):
     planned = []
 
@@ -106,10 +113,8 @@ def test_a_study_knows_its_plan_while_baselines_are_scored(tmp_path: Path):
         planned.append(read_result(tmp_path / "s.db").data.planned)
         return float(tensors["w"].mean())
 
-    recipe = save_models(tmp_path)
-    over = {"scale": (0.5, 1.0)}
-    dare.search(recipe, over, evaluate=score, study=tmp_path / "s.db", advice=False, verbose=False)
-    assert planned[0] == 2
+    search_scales(tmp_path, evaluate=score)
+    assert planned[0] == 3
 
 
 def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
@@ -117,11 +122,7 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
         raise ValueError(f"no file for {len(tensors)}")
 
     with pytest.raises(InputError) as raised:
-        dare.search(
-            save_models(tmp_path),
-            {"scale": (0.5, 1.0)},
-            **{"evaluate": score, "study": tmp_path / "s.db", "advice": False, "verbose": False},
-        )
+        search_scales(tmp_path, evaluate=score)
     assert "\\n" not in str(raised.value)
     assert str(raised.value).endswith("its last line was: ValueError: no file for 1")
 
@@ -144,13 +145,6 @@ def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: 
 def test_a_study_without_a_folder_is_told_so(tmp_path: Path):
     with pytest.raises(OutputError, match=r"nowhere/s\.db.*folder"):
         Study(tmp_path / "nowhere" / "s.db", CHARTER)
-
-
-def search_scales(folder: Path, **more) -> dare.SearchResult:
-    """Over three scales, by the mean of all weights; the study lies in the folder."""
-    usual = {"evaluate": lambda tensors: float(tensors["w"].mean()), "advice": False}
-    usual |= {"study": folder / "s.db", "verbose": False}
-    return dare.search(save_models(folder), {"scale": (0.5, 1.0, 1.5)}, **(usual | more))
 
 
 def test_where_all_break_a_guard_the_guard_is_named(tmp_path: Path):
