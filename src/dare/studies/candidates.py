@@ -22,15 +22,7 @@ from numpy.typing import NDArray
 
 from dare import kernels
 from dare.api import AnyRecipe, check_digests, make_recipe
-from dare.deltas.memory import (
-    WRITING,
-    Flat,
-    Memory,
-    arrays_of,
-    check_apart,
-    memory_of,
-    names_in,
-)
+from dare.deltas.memory import WRITING, Flat, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.errors import InputError
 from dare.inputs.arrays import place_of
 from dare.inputs.held import Held, HeldSource, hold

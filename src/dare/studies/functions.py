@@ -257,15 +257,6 @@ def _read_only(array: Any) -> Any:
 # ---------------------------------------------------------------- calling
 
 
-def _open_form(function: Function, recipe: Recipe, work: Path | None, threads: int | None) -> Form:
-    """The form that the first parameter of a function asks for."""
-    if function.form == "path":
-        return OnDisk(recipe, work)
-    if function.form == "model":
-        return Live(recipe, threads, function.load_model)
-    return InMemory(recipe, threads)
-
-
 class FormScorer:
     """Makes candidates in a form, of which each is scored when it was made."""
 
@@ -295,7 +286,12 @@ class FunctionScorer(FormScorer):
     ) -> None:
         self._call = function.call
         try:
-            form = _open_form(function, recipe, work, threads)
+            if function.form == "path":
+                form: Form = OnDisk(recipe, work)
+            elif function.form == "model":
+                form = Live(recipe, threads, function.load_model)
+            else:
+                form = InMemory(recipe, threads)
         except DareError:
             raise
         except (Exception, SystemExit) as error:

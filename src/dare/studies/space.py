@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,18 +28,6 @@ SEED_STEP = 1000
 """Model i is merged with seed + i: the seeds of two candidates must not be neighbours."""
 MOST_IN_GRID = 100_000
 METHOD = "method"
-
-
-class Suggests(Protocol):
-    """What a sampler suggests values through: a trial of Optuna."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[str]) -> Any:
-        """One of some texts."""
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, log: bool, step: float | None
-    ) -> float:
-        """A number from a range."""
 
 
 def parse_over(text: str) -> tuple[str, Choices | Range]:
@@ -163,8 +151,8 @@ class Space:
         counting = self.names_in(drawn.get(METHOD, self.methods[0]))
         return {name: value for name, value in drawn.items() if name in (METHOD, *counting)}
 
-    def suggest(self, trial: Suggests) -> dict[str, Any]:
-        """A setting as a sampler of Optuna suggests it."""
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """A setting as a sampler suggests it through a trial of Optuna."""
         settings: dict[str, Any] = {}
         if METHOD in self.over:
             settings[METHOD] = trial.suggest_categorical(METHOD, self.methods)
@@ -250,7 +238,7 @@ def _parts(name: str, dimension: Range) -> list[str]:
     return [name] if count is None else [f"{name}[{place + 1}]" for place in range(count)]
 
 
-def _suggested(trial: Suggests, part: str, dimension: Range) -> float:
+def _suggested(trial: Any, part: str, dimension: Range) -> float:
     start, to, step = dimension.start, dimension.to, dimension.step
     return dimension.fitted(trial.suggest_float(part, start, to, log=dimension.log, step=step))
 
