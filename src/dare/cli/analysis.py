@@ -20,7 +20,7 @@ from dare.analysis.judge.judgement import Advice, Readiness, Verdict
 from dare.analysis.measure.analyzing import analyze as look_at
 from dare.analysis.results import SCHEMA, Analysis
 from dare.cli import DONE, FAILED, UsageError, show
-from dare.cli.flags import RESOURCES, Debug, Json, Overwrite, Quiet, switch
+from dare.cli.flags import FIELDS, RESOURCES, Debug, Json, Overwrite, Quiet, output_flag, switch
 from dare.cli.template import advised_toml, nothing_advised
 from dare.errors import InputError, printable
 from dare.output.manifest import find_manifest, read_manifest
@@ -36,16 +36,18 @@ WRITES = Group("What to write", sort_key=1)
 
 Inputs = Annotated[
     Path,
-    Parameter(
-        help="The base and its fine-tunes; or a recipe that names them, "
-        "or an analysis that was written before."
-    ),
+    Parameter(help="The base and its fine-tunes; or a recipe with them, or an analysis."),
 ]
 
 Steps = Annotated[
     int | None,
     Parameter(help="How many steps the models were fine-tuned for; guidelines depend on it."),
 ]
+
+
+def _of_recipe(name: str) -> Parameter:
+    help_text = Recipe.model_fields[name].description
+    return Parameter(group=RESOURCES, metavar=FIELDS[name].metavar, help=help_text)
 
 
 @Parameter(name="*")
@@ -59,22 +61,8 @@ class Options:
     ] = "auto"
     allow_pickle: Annotated[bool, switch("Read .bin files, weights only.")] = False
     threads: Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")] = None
-    max_memory: Annotated[
-        str | None,
-        Parameter(
-            group=RESOURCES,
-            metavar="SIZE",
-            help=Recipe.model_fields["max_memory"].description,
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        Parameter(
-            group=RESOURCES,
-            metavar="auto|ADDRESS",
-            help=Recipe.model_fields["cluster"].description,
-        ),
-    ] = None
+    max_memory: Annotated[str | None, _of_recipe("max_memory")] = None
+    cluster: Annotated[str | None, _of_recipe("cluster")] = None
 
 
 Judged = tuple[Analysis, Readiness, Advice]
@@ -85,10 +73,7 @@ def analyze(
     *inputs: Inputs,
     steps: Steps = None,
     options: Options | None = None,
-    output: Annotated[
-        Path | None,
-        Parameter(name=["--output", "-o"], group=WRITES, help="The analysis, as JSON."),
-    ] = None,
+    output: Annotated[Path | None, output_flag("The analysis, as JSON.", group=WRITES)] = None,
     html: Annotated[
         Path | None, Parameter(group=WRITES, help="A page with figures: see dare report.")
     ] = None,
@@ -160,14 +145,8 @@ def _free_name(stem: str, suffix: str) -> str:
 
 def advise(
     *inputs: Inputs,
-    output: Annotated[
-        Path,
-        Parameter(name=["--output", "-o"], help="The merge's output, as it stands in the recipe."),
-    ] = Path("merged.safetensors"),
-    study: Annotated[
-        Path | None,
-        Parameter(help="What a search has found out about the models, in place of rules."),
-    ] = None,
+    output: Annotated[Path, output_flag("The merge's output.")] = Path("merged.safetensors"),
+    study: Annotated[Path | None, Parameter(help="A study to go by, in place of rules.")] = None,
     steps: Steps = None,
     drop_rate: Annotated[
         float | None,
@@ -186,10 +165,8 @@ def advise(
             raise UsageError("--drop-rate and --study given; a study has its rates: leave one out")
         return _advise_by_study(study, output, json=json)
     if output.suffix in (".toml", ".json", ".yaml", ".yml"):
-        raise UsageError(
-            f"--output {output}: is where the merged model will go; to write the recipe to a file, "
-            f"end the command with > {output}"
-        )
+        where = f"to write the recipe to a file, end the command with > {output}"
+        raise UsageError(f"--output {output}: is where the merged model will go; {where}")
     _, _, advice = judge(inputs, options, steps, drop_rate, verbose=not quiet)
     if not advice.recipe and not json:
         raise nothing_advised(advice, _repeated(inputs, options, steps))
@@ -218,9 +195,7 @@ def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
 
 def report(
     *inputs: Inputs,
-    output: Annotated[
-        Path, Parameter(name=["--output", "-o"], group=WRITES, help="The page.")
-    ] = Path("report.html"),
+    output: Annotated[Path, output_flag("The page.", group=WRITES)] = Path("report.html"),
     merged: Annotated[
         Path | None,
         Parameter(help="The output of a finished merge: what was kept, and how much survived."),

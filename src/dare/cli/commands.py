@@ -23,8 +23,10 @@ from dare.cli.flags import (
     Json,
     Overwrite,
     Quiet,
+    Resume,
     StageFiles,
     Verbose,
+    output_flag,
     recipe_from_flags,
     switch,
     takes_recipe,
@@ -43,11 +45,7 @@ if TYPE_CHECKING:
 
 Inputs = Annotated[
     Path,
-    Parameter(
-        name="PATHS",
-        group=FILES,
-        help="Two or more: the base and its models. One: a recipe, or a finished output to repeat.",
-    ),
+    Parameter(name="PATHS", group=FILES, help="Base and models; or a recipe or output to repeat."),
 ]
 RECIPES = (".toml", *api.YAML_SUFFIXES)
 
@@ -57,27 +55,14 @@ def merge(
     *paths: Inputs,
     config: Config = None,
     overwrite: Overwrite = False,
-    resume: Annotated[
-        bool,
-        Parameter(show_default=False, group=RUN, help="Resume a merge that was interrupted."),
-    ] = True,
+    resume: Resume = True,
     dry_run: Annotated[bool, switch("Only say what would be done: dare plan.", group=RUN)] = False,
     part: Annotated[
         str | None,
-        Parameter(
-            name="--slice",
-            metavar="NUMBER/OF",
-            group=RUN,
-            help="Do one part only, such as 3/16; the last one that is done publishes the output.",
-        ),
+        Parameter(name="--slice", metavar="NUMBER/OF", group=RUN, help="One part, such as 3/16."),
     ] = None,
     wait: Annotated[
-        float,
-        Parameter(
-            metavar="SECONDS",
-            group=RUN,
-            help="How long a slice waits without news for others that run.",
-        ),
+        float, Parameter(metavar="SECONDS", group=RUN, help="How long a slice waits for news.")
     ] = 600,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -91,10 +76,8 @@ def merge(
     if dry_run:
         return _show_plan(asked, json=json, quiet=quiet)
     if part is not None and not resume:
-        raise UsageError(
-            "--slice and --no-resume given: a slice cannot know what the others have done; delete "
-            "the folder OUTPUT.partial to start over"
-        )
+        remedy = "delete the folder OUTPUT.partial to start over"
+        raise UsageError(f"--slice and --no-resume given: leave one out, or {remedy}")
     if part is not None:
         Slice.parse(part)  # before anything is read
     console = show.console(json=json, quiet=not asked.verbose)
@@ -362,12 +345,7 @@ def convert(
 
 def demo(
     *,
-    output: Annotated[
-        Path | None,
-        Parameter(
-            name=["--output", "-o"], help="Keep picture and merged models in this directory."
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_flag("Keep picture and merged models here.")] = None,
     quick: Annotated[bool, switch("Fewer prompts and seeds: rough figures, sooner.")] = False,
     models: Annotated[
         Path | None,

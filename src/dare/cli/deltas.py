@@ -10,14 +10,24 @@ from cyclopts import Parameter
 
 from dare import api
 from dare.cli import DONE, UsageError, show
-from dare.cli.flags import METHOD, MISFITS, RESOURCES, RUN, Debug, Json, Overwrite, Quiet, switch
+from dare.cli.flags import (
+    METHOD,
+    MISFITS,
+    RESOURCES,
+    Debug,
+    Json,
+    Overwrite,
+    Quiet,
+    Resume,
+    output_flag,
+    switch,
+)
 from dare.deltas.compressing import compress as compress_model
 from dare.deltas.packing import USUAL_RATES
 from dare.errors import DareWarning
 from dare.output.report import Report
 
 Base = Annotated[Path, Parameter(help="The model before fine-tuning.")]
-Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
 Threads = Annotated[int | None, Parameter(group=RESOURCES, help="Worker threads.")]
 MaxMemory = Annotated[str | None, Parameter(group=RESOURCES, help="For buffers, such as 512MiB.")]
 
@@ -27,18 +37,13 @@ def compress(
     model: Annotated[Path, Parameter(help="The fine-tuned model: a file or a directory.")],
     /,
     *,
-    output: Annotated[
-        Path,
-        Parameter(name=["--output", "-o"], help="The delta file, such as math.delta.safetensors."),
-    ],
+    output: Annotated[Path, output_flag("The delta file, such as math.delta.safetensors.")],
     drop_rate: Annotated[
         float | None, Parameter(group=METHOD, help="Share of changes to drop; suits the bits.")
     ] = None,
     bits: Annotated[
         Literal["native", "4", "2"] | None,
-        Parameter(
-            group=METHOD, help="For each kept change; native is the stored value. Usually 2."
-        ),
+        Parameter(group=METHOD, help="For each kept change; native: as it is stored. Usually 2."),
     ] = None,
     keep: Annotated[
         Literal["random", "magnitude"],
@@ -124,10 +129,7 @@ def apply(
     delta: Annotated[Path, Parameter(help="A file from `dare compress`.")],
     /,
     *,
-    output: Annotated[
-        Path,
-        Parameter(name=["--output", "-o"], help="The model: NAME.safetensors, or a directory."),
-    ],
+    output: Annotated[Path, output_flag("The model: NAME.safetensors, or a directory.")],
     allow_not_finite: Annotated[
         bool, switch("Also restore values that are NaN or infinite.", group=MISFITS)
     ] = False,

@@ -42,14 +42,18 @@ def switch(text: str, *names: str, **place: Any) -> Parameter:
     return Parameter(name=names or None, negative="", show_default=False, help=text, **place)
 
 
+def output_flag(text: str, **place: Any) -> Parameter:
+    """Where the result goes."""
+    return Parameter(name=["--output", "-o"], help=text, **place)
+
+
+def several(text: str, **place: Any) -> Parameter:
+    """A flag with one value or more."""
+    return Parameter(negative="", consume_multiple=(1, None), help=text, **place)
+
+
 Verbose = Annotated[
-    bool,
-    switch(
-        "Show plan, progress and report, even if the recipe says otherwise.",
-        "--verbose",
-        "-v",
-        group=OUTPUT,
-    ),
+    bool, switch("Show plan, progress and report in any case.", "--verbose", "-v", group=OUTPUT)
 ]
 Quiet = Annotated[bool, switch("Show errors only.", "--quiet", "-q", group=OUTPUT)]
 Json = Annotated[
@@ -57,6 +61,7 @@ Json = Annotated[
 ]
 Debug = Annotated[bool, switch("With an error, show where it came from.", group=OUTPUT)]
 Overwrite = Annotated[bool, switch("Replace an existing output.", group=RUN)]
+Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
 Config = Annotated[
     Path | None,
     Parameter(

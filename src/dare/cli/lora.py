@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from dare.cli import DONE, show
-from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, switch
+from dare.cli.flags import RUN, Debug, Json, Overwrite, Quiet, output_flag, several, switch
 from dare.cli.texts import COMMANDS
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import plan_adapters, run_plan
@@ -18,7 +18,7 @@ lora = App(name="lora", help=COMMANDS["lora"], help_format="rich", help_epilogue
 
 Rank = Annotated[int | None, Parameter(help="Rank of the result.")]
 Energy = Annotated[float | None, Parameter(help="Or: the share of the squared change to keep.")]
-Output = Annotated[Path, Parameter(name=["--output", "-o"], help="Directory of the adapter.")]
+Output = Annotated[Path, output_flag("Directory of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Parameter(help="Storage type.")]
 
 
@@ -28,10 +28,7 @@ def merge(
     /,
     *,
     output: Output,
-    weight: Annotated[
-        list[float] | None,
-        Parameter(negative="", consume_multiple=(1, None), help="Weights, one for each adapter."),
-    ] = None,
+    weight: Annotated[list[float] | None, several("Weights, one for each adapter.")] = None,
     method: Annotated[str, Parameter(help="As in a merge: sum, dare+linear, ties, …")] = "linear",
     rank: Rank = None,
     energy: Energy = None,
@@ -77,10 +74,7 @@ def extract(
     output: Output,
     rank: Rank = None,
     energy: Energy = None,
-    modules: Annotated[
-        list[str] | None,
-        Parameter(negative="", consume_multiple=(1, None), help="Patterns of modules to take."),
-    ] = None,
+    modules: Annotated[list[str] | None, several("Patterns of modules to take.")] = None,
     save_others: Annotated[
         bool, Parameter(negative="", help="Store other changed tensors in full.")
     ] = False,

@@ -27,21 +27,13 @@ def playground(
     ],
     port: Annotated[
         int | None,
-        Parameter(
-            group=RUN,
-            help=r"The port on this machine; 0 is any free one. \[default: 8787, if free]",
-        ),
+        Parameter(group=RUN, help=r"The port; 0 is any free one. \[default: 8787, if free]"),
     ] = None,
-    no_browser: Annotated[
-        bool, switch("Print the address, but do not open a browser.", group=RUN)
-    ] = False,
+    no_browser: Annotated[bool, switch("Do not open a browser.", group=RUN)] = False,
     build: Annotated[
-        Path | None,
-        Parameter(group=RUN, help="Write the page as static files into a folder, and exit."),
+        Path | None, Parameter(group=RUN, help="Write the page as static files into a folder.")
     ] = None,
-    overwrite: Annotated[
-        bool, switch("With --build, replace what is in the folder.", group=RUN)
-    ] = False,
+    overwrite: Annotated[bool, switch("Replace what --build would not.", group=RUN)] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
@@ -58,9 +50,7 @@ def playground(
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
     for root in roots:
         if not root.is_dir():
-            raise UsageError(
-                f"{root}: is not a directory; give the folders that contain your models"
-            )
+            raise UsageError(f"{root}: is not a directory; give folders that contain models")
 
     def announce(address: str) -> None:
         if json:

@@ -23,6 +23,7 @@ from dare.cli.flags import (
     Quiet,
     StageFiles,
     recipe_from_flags,
+    several,
     switch,
     takes_recipe,
 )
@@ -61,12 +62,10 @@ class Options:
 
     over: Annotated[
         list[str] | None,
-        Parameter(
+        several(
+            "A setting and its values: drop_rate=0.8,0.9 or scale=0.5:2 (see the examples).",
             group=WHAT,
-            negative="",
-            consume_multiple=(1, None),
             metavar="NAME=VALUES...",
-            help="A setting and its values: drop_rate=0.8,0.9 or scale=0.5:2 (see the examples).",
         ),
     ] = None
     seeds: Annotated[int | None, Parameter(group=WHAT, help=_help("seeds"))] = None
@@ -82,30 +81,22 @@ class Options:
         ),
     ] = None
     holdout: Annotated[
-        str | None,
-        Parameter(
-            group=SCORES, help="An evaluator on other data; it scores only the winner, once."
-        ),
+        str | None, Parameter(group=SCORES, help="An evaluator on other data, for the winner only.")
     ] = None
     objective: Annotated[
         list[str] | None,
-        Parameter(
+        several(
+            "Scores whose weighted mean is to be large: math code=2 loss=-0.5. By default all.",
             group=SCORES,
-            negative="",
-            consume_multiple=(1, None),
             metavar="SCORE[=WEIGHT]...",
-            help="Scores whose weighted mean is to be large: math code=2 loss=-0.5. By default "
-            "the mean of all scores.",
         ),
     ] = None
     guard: Annotated[
         list[str] | None,
-        Parameter(
+        several(
+            "A condition: english:max:1.25, add:min:0.9, or '*:keep:0.95' (no task below 95 % of "
+            "the best single model).",
             group=SCORES,
-            negative="",
-            consume_multiple=(1, None),
-            help="A condition: english:max:1.25, add:min:0.9, or '*:keep:0.95' (no task below "
-            "95 % of the best single model).",
         ),
     ] = None
     race: Annotated[bool, switch(_help("race") or "", group=SCORES)] = False
@@ -113,39 +104,23 @@ class Options:
         float | None, Parameter(group=SCORES, metavar="SECONDS", help=_help("time_limit"))
     ] = None
     study: Annotated[
-        Path | None,
-        Parameter(group=RUN, help="The study, an SQLite file. By default RECIPE.study.db."),
+        Path | None, Parameter(group=RUN, help="An SQLite file. By default RECIPE.study.db.")
     ] = None
     jobs: Annotated[
-        int,
-        Parameter(
-            name=["--jobs", "-j"],
-            group=RESOURCES,
-            help="How many candidates to score at the same time.",
-        ),
+        int, Parameter(name=["--jobs", "-j"], group=RESOURCES, help="Candidates scored at a time.")
     ] = 1
     work: Annotated[
-        Path | None,
-        Parameter(group=RESOURCES, help="Folder for the temporary candidates of commands."),
+        Path | None, Parameter(group=RESOURCES, help="Folder for the candidates of commands.")
     ] = None
     retry_failed: Annotated[bool, switch("Also try failed trials again.", group=RUN)] = False
     advice: Annotated[
         bool, Parameter(group=RUN, help="Analyse the models first and start with the advice.")
     ] = True
     write: Annotated[
-        Path,
-        Parameter(
-            group=RUN,
-            allow_leading_hyphen=True,
-            help="Where to write the best recipe; - for nowhere.",
-        ),
+        Path, Parameter(group=RUN, allow_leading_hyphen=True, help="The best recipe; - for none.")
     ] = Path("best.toml")
-    html: Annotated[Path | None, Parameter(group=RUN, help="Also write a page with figures.")] = (
-        None
-    )
-    dry_run: Annotated[bool, switch("Only check the settings and count the trials.", group=RUN)] = (
-        False
-    )
+    html: Annotated[Path | None, Parameter(group=RUN, help="Also write a page.")] = None
+    dry_run: Annotated[bool, switch("Check the settings and count trials.", group=RUN)] = False
 
 
 @search.default
@@ -212,9 +187,8 @@ def _search(
     console = show.console(json=json, quiet=quiet)
     if options.dry_run:
         checked = make_request(recipe, **asked)
-        console.print(
-            f"{times(checked.planned, 'trial')} by {checked.sampler}; all settings are valid"
-        )
+        trials = times(checked.planned, "trial")
+        console.print(f"{trials} by {checked.sampler}; all settings are valid")
         return DONE
     result = run_search(
         recipe,
@@ -240,9 +214,7 @@ StudyFile = Annotated[Path, Parameter(help="The study.")]
 def show_command(
     study: StudyFile,
     *,
-    html: Annotated[
-        Path | None, Parameter(help="Write a page with figures and a sortable table.")
-    ] = None,
+    html: Annotated[Path | None, Parameter(help="Write a page with figures and a table.")] = None,
     rows: Annotated[int, Parameter(help="How many settings to show.")] = 12,
     failed: Annotated[bool, switch("Also show what failed evaluators printed.")] = False,
     watch: Annotated[bool, switch("Show it again and again until the study is complete.")] = False,
@@ -273,9 +245,7 @@ def best_command(
     write: Annotated[
         Path, Parameter(allow_leading_hyphen=True, help="Where to write the recipe; - for stdout.")
     ] = Path("-"),
-    simplest: Annotated[
-        bool, switch("Take the simplest setting within noise of the best.")
-    ] = False,
+    simplest: Annotated[bool, switch("Take the simplest one within noise of the best.")] = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> int:
