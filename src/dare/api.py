@@ -113,9 +113,7 @@ def make_recipe(recipe: AnyRecipe | None = None, **settings: Any) -> Recipe:
     """The recipe in any form, with settings by name laid over it; None is no setting."""
     given = with_our_names({name: v for name, v in settings.items() if v is not None})
     if isinstance(given.get("base"), Mapping):
-        raise RecipeError(
-            "base is a dict: files are named here; arrays are merged by merge_arrays(base, models)"
-        )
+        raise RecipeError("base is a dict: arrays are merged by merge_arrays(base, models)")
     if isinstance(recipe, Advice):
         if not recipe.recipe:
             raise RecipeError("the advice is not to merge any of the models; print it to see why")
@@ -211,6 +209,7 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
         noticed = _take_over(planned, output, display)
         meter = Meter(display)
         display.advance(_bytes_taken_over(planned, output.resumed))
+        how: dict[str, Any] = {"done": output.resumed, "progress": meter.advance}
 
         def compiling() -> None:
             nonlocal compiled
@@ -218,31 +217,13 @@ def _carry_out(planned: Plan, started: float, *, overwrite: bool, resume: bool) 
             display.announce(COMPILING)
 
         if recipe.cluster is None:
-            records = execute(
-                planned,
-                output,
-                done=output.resumed,
-                progress=meter.advance,
-                announce=compiling,
-            )
+            records = execute(planned, output, announce=compiling, **how)
         else:
-            records = execute_on_cluster(
-                planned,
-                output,
-                metadata_of(embedded_manifest(planned)),
-                done=output.resumed,
-                progress=meter.advance,
-                announce=display.announce,
-            )
-        report = make_report(
-            planned,
-            records,
-            seconds=time.perf_counter() - started,
-            bytes_read=meter.bytes_read,
-            resumed_chunks=len(output.resumed),
-            noticed=[*seen.notices, *noticed],
-        )
-        report = with_size_warnings(planned, report, seen)
+            how["announce"] = display.announce
+            metadata = metadata_of(embedded_manifest(planned))
+            records = execute_on_cluster(planned, output, metadata, **how)
+        figures = time.perf_counter() - started, meter.bytes_read, len(output.resumed)
+        report = _report(planned, records, seen, noticed, *figures)
         noticed = [*seen.notices, *noticed]
         report = _publish(planned, output, report, noticed, overwrite=overwrite)
     if recipe.cluster is None and not (compiled or output.resumed):
@@ -319,9 +300,8 @@ def _do_slice(
         display.advance(_bytes_taken_over(planned, output.resumed))
         identity = f"{fingerprint(planned)} {planned.stamps}"
         feedback = Feedback(meter.advance, lambda: display.announce(COMPILING), display.announce)
-        known = SharedCensuses(
-            planned, part, division, output.folder, identity, wait, feedback
-        ).conclusions()
+        of = planned, part, division
+        known = SharedCensuses(*of, output.folder, identity, wait, feedback).conclusions()
         execute(
             planned,
             output,
@@ -369,25 +349,16 @@ def _finish(
         noticed = [*noticed, *_take_over(planned, output, display)]
         output.check_complete(planned)
         output.adopt()
-        report = make_report(
-            planned,
-            output.resumed,
-            seconds=output.seconds,
-            bytes_read=output.bytes_read,
-            resumed_chunks=output.resumed_chunks,
-            noticed=[*seen.notices, *noticed],
-        )
-        report = with_size_warnings(planned, report, seen)
+        figures = output.seconds, output.bytes_read, output.resumed_chunks
+        report = _report(planned, output.resumed, seen, noticed, *figures)
         return _publish(planned, output, report, [*seen.notices, *noticed], overwrite=overwrite)
 
 
 def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
     """The layout of an output that slices can write to."""
     if planned.recipe.cluster is not None:
-        raise RecipeError(
-            f'cluster = "{planned.recipe.cluster}": slices run without a cluster; leave one of '
-            "the two out"
-        )
+        cluster = planned.recipe.cluster
+        raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
     if planned.layout is not None and planned.layout.is_sent:
         raise OutputError(
             f"{planned.layout.target}: slices need an output on a file system that all of them "
@@ -453,18 +424,25 @@ def _finished_before(planned: Plan) -> Report | None:
         return None
     if {stamps for stamps, _ in found.records.values()} - {planned.stamps}:
         return None  # whether the inputs are still the same is not known
-    target = planned.recipe.output
-    text = f"{target}: was complete already, only leftovers lay about"
+    text = f"{planned.recipe.output}: was complete already, only leftovers lay about"
     records = [record for _, record in found.records.values()]
-    seen = glance(planned)
-    report = make_report(
-        planned,
-        records,
-        seconds=0.0,
-        bytes_read=0,
-        resumed_chunks=len(records),
-        noticed=[*seen.notices, Notice(Concern.LEFTOVERS, text, Strength.NOTE)],
-    )
+    noticed = [Notice(Concern.LEFTOVERS, text, Strength.NOTE)]
+    return _report(planned, records, glance(planned), noticed, 0.0, 0, len(records))
+
+
+def _report(
+    planned: Plan,
+    records: Sequence[Record],
+    seen: Glance,
+    noticed: Sequence[Notice],
+    seconds: float,
+    bytes_read: int,
+    resumed_chunks: int,
+) -> Report:
+    """What was done, with all that was noticed on the way."""
+    figures = {"bytes_read": bytes_read, "resumed_chunks": resumed_chunks}
+    notices = [*seen.notices, *noticed]
+    report = make_report(planned, records, seconds=seconds, noticed=notices, **figures)
     return with_size_warnings(planned, report, seen)
 
 
@@ -580,15 +558,8 @@ def merge_arrays(
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
     sink = ArraySink(written)
     records = execute(planned, sink)
-    report = make_report(
-        planned,
-        records,
-        seconds=time.perf_counter() - started,
-        bytes_read=planned.cost.bytes_read,
-        resumed_chunks=0,
-        noticed=seen.notices,
-    )
-    report = with_size_warnings(planned, report, seen)
+    seconds = time.perf_counter() - started
+    report = _report(planned, records, seen, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *seen.notices}
     _warn(recipe, [notice for notice in report.warnings if notice not in shown])
     merged = {

@@ -97,10 +97,7 @@ class DareMerger:
     """Merges files: `DareMerger(base_file=…, merge_files=[…]).merge("out.safetensors")`."""
 
     def __init__(
-        self,
-        base_file: AnyPath,
-        merge_files: Sequence[AnyPath],
-        config: DareConfig | None = None,
+        self, base_file: AnyPath, merge_files: Sequence[AnyPath], config: DareConfig | None = None
     ) -> None:
         self.base_file = base_file
         self.merge_files = merge_files
@@ -130,7 +127,7 @@ def dare_sparsify(
     pretrained: Arrays, finetuned: Arrays, drop_rate: float = 0.9, seed: int = 42
 ) -> dict[str, Any]:
     """Apply DARE to one fine-tune: pretrained + DARE(finetuned - pretrained)."""
-    return _merge(pretrained, [finetuned], "dare+sum", seed, dare={"drop_rate": drop_rate})[0]
+    return _merge(pretrained, [finetuned], "dare+sum", seed, dare={"drop_rate": drop_rate})
 
 
 def dare_drop(
@@ -180,7 +177,7 @@ def dare_slerp_merge(
 ) -> dict[str, Any]:
     """Apply DARE to both models, then interpolate between them on the sphere."""
     settings = {"dare": {"drop_rate": drop_rate}, "slerp": {"t": t}}
-    return _merge(pretrained, [model_a, model_b], "dare+slerp", seed, **settings)[0]
+    return _merge(pretrained, [model_a, model_b], "dare+slerp", seed, **settings)
 
 
 def ties_trim(task_vector: Arrays, keep_ratio: float = 0.2) -> dict[str, Any]:
@@ -246,7 +243,7 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
     that a few outliers decide them; where there are any, what holds without them is printed too,
     and the advice goes by that. NaN and infinite elements are warned of and not counted.
     """
-    largest, total, squares, count, elements = 0.0, 0.0, 0.0, 0, 0
+    total, squares, elements = 0.0, 0.0, 0
     sums, bins = Sums(), NONE
     deltas = named_arrays(task_vector, "task_vector")
     for name, delta in deltas.items():
@@ -257,10 +254,9 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
         zeros = magnitudes.size - int(counted.counts.sum())
         sums += with_inside(Sums(magnitudes.size, zeros, largest=peak), counted)
         bins += counted
-        largest = max(largest, peak)
         total += float(magnitudes.sum(dtype=np.float64))
         squares += float(np.square(magnitudes, dtype=np.float64).sum())
-        count += magnitudes.size
+    largest, count = sums.largest, sums.elements
     if elements == 0:
         raise InputError("there are no elements whose sparsity could be measured")
     if count == 0:
@@ -314,9 +310,9 @@ def dare_merge(
     as unchanged there, and one that only a model has is left out; either is warned of.
     """
     if merge_method not in MERGE_METHODS:
+        guess = did_you_mean(merge_method, MERGE_METHODS)
         raise RecipeError(
-            f"merge_method {merge_method!r}: not known"
-            f"{did_you_mean(merge_method, MERGE_METHODS)}; use one of {', '.join(MERGE_METHODS)}"
+            f"merge_method {merge_method!r}: not known{guess}; use linear, ties or sum"
         )
     return _merge_files(
         base_path,
@@ -378,7 +374,7 @@ def dare_ties_merge(*arguments: Any, **keywords: Any) -> Any:
     tables = {"dare": {"drop_rate": given.pop(rate)}, "ties": {"keep_ratio": given.pop(ratio)}}
     if takes_files:
         return _merge_files(method="dare+ties", stages=_checked(tables), **given)
-    return _merge(given["pretrained"], given["models"], "dare+ties", given["seed"], **tables)[0]
+    return _merge(given["pretrained"], given["models"], "dare+ties", given["seed"], **tables)
 
 
 def _merge_files(
@@ -428,14 +424,8 @@ def _by_name(task_vectors: Sequence[Arrays]) -> Iterator[tuple[str, list[Any]]]:
 
 def _merge(
     base: Arrays, models: Sequence[Arrays], method: str, seed: int, **stages: dict[str, Any]
-) -> tuple[dict[str, Any], Report]:
-    return merge_arrays(
-        base,
-        models,
-        method=method,
-        stages=_checked(stages),
-        seed=seed,
-    )
+) -> dict[str, Any]:
+    return merge_arrays(base, models, method=method, stages=_checked(stages), seed=seed)[0]
 
 
 def _checked(stages: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

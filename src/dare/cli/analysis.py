@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from dare import api
 from dare.analysis.judge.advice import judge as judge_analysis
@@ -39,10 +38,7 @@ Inputs = Annotated[
     Parameter(help="The base and its fine-tunes; or a recipe with them, or an analysis."),
 ]
 
-Steps = Annotated[
-    int | None,
-    Parameter(help="How many steps the models were fine-tuned for; guidelines depend on it."),
-]
+Steps = Annotated[int | None, Parameter(help="Steps of fine-tuning; guidelines depend on it.")]
 
 
 def _of_recipe(name: str) -> Parameter:
@@ -74,9 +70,7 @@ def analyze(
     steps: Steps = None,
     options: Options | None = None,
     output: Annotated[Path | None, output_flag("The analysis, as JSON.", group=WRITES)] = None,
-    html: Annotated[
-        Path | None, Parameter(group=WRITES, help="A page with figures: see dare report.")
-    ] = None,
+    html: Annotated[Path | None, Parameter(group=WRITES, help="A page, as of dare report.")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -96,7 +90,7 @@ def analyze(
     for line in _write(judged, output=output, html=html):
         console.print(printable(line), soft_wrap=True)
     same = _repeated(inputs if output is None else [output], options, steps)
-    show.next_steps(console, "Next", _next_steps(console, advice, same, more))
+    show.next_steps(console, "Next", _next_steps(advice, same, more))
     if json:
         show.json(to_json(*judged))
     return FAILED if readiness.verdict is Verdict.NOT_READY else DONE
@@ -126,15 +120,12 @@ def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None
     return words if steps is None else [*words, "--steps", str(steps)]
 
 
-def _next_steps(console: Console, advice: Advice, same: Sequence[str], more: str) -> dict[str, str]:
+def _next_steps(advice: Advice, same: Sequence[str], more: str) -> dict[str, str]:
     """The commands that make a merge of it, and the one that shows everything."""
     recipe = _free_name("recipe", ".toml")
     steps = {"advise": f"dare advise {{}} > {recipe}", "merge": f"dare {recipe}"}
     steps = (steps if advice.recipe else {}) | {"more": f"dare report {{}} # {more}"}
-    words = shlex.join(same)
-    if not all(show.fits(console, step.format(words)) for step in steps.values()):
-        words = "…"
-    return {name: step.format(words) for name, step in steps.items()}
+    return {name: step.format(shlex.join(same)) for name, step in steps.items()}
 
 
 def _free_name(stem: str, suffix: str) -> str:
@@ -149,8 +140,7 @@ def advise(
     study: Annotated[Path | None, Parameter(help="A study to go by, in place of rules.")] = None,
     steps: Steps = None,
     drop_rate: Annotated[
-        float | None,
-        Parameter(help="A drop rate that is wanted; the recipe has it, with the q that suits it."),
+        float | None, Parameter(help="A drop rate that is wanted; q is found for it.")
     ] = None,
     options: Options | None = None,
     quiet: Quiet = False,
@@ -196,10 +186,7 @@ def _advise_by_study(path: Path, output: Path, *, json: bool) -> int:
 def report(
     *inputs: Inputs,
     output: Annotated[Path, output_flag("The page.", group=WRITES)] = Path("report.html"),
-    merged: Annotated[
-        Path | None,
-        Parameter(help="The output of a finished merge: what was kept, and how much survived."),
-    ] = None,
+    merged: Annotated[Path | None, Parameter(help="A finished merge: what it kept.")] = None,
     steps: Steps = None,
     overwrite: Overwrite = False,
     options: Options | None = None,

@@ -175,16 +175,12 @@ def _by_position(
         _check_is_recipe(to_path(paths[0]))
         return paths[0], flags
     if recipes := [path for path in paths if path.suffix.lower() in RECIPES]:
-        raise UsageError(
-            f"{recipes[0]} is a recipe, and {len(paths) - 1} more given; a recipe stands alone: "
-            "its models are in it, or replaced with --base and --models"
-        )
+        remedy = "its models are in it, or replaced with --base and --models"
+        raise UsageError(f"{recipes[0]} is a recipe, which stands alone: {remedy}")
     given = {**flags, "config": config}
     if twice := [f"--{name}" for name in ("base", "models", "config") if given.get(name)]:
-        raise UsageError(
-            f"base and models are given without flags, and {' and '.join(twice)} too; "
-            f"leave out {twice[0]}, or give all of them by flags"
-        )
+        flagged = f"{' and '.join(twice)} too; leave out {twice[0]}, or give all of them by flags"
+        raise UsageError(f"base and models are given without flags, and {flagged}")
     models = paths if len(paths) == 2 and _interpolates(flags.get("method")) else paths[1:]
     return None, {**flags, "base": paths[0], "models": list(models)}
 
@@ -202,17 +198,13 @@ def _check_is_recipe(path: Path) -> None:
     manifest = find_manifest(path)
     if manifest is None or manifest == path or manifest.exists() or not path.exists():
         return
-    raise UsageError(
-        f"{path} is neither a recipe nor the output of a merge; name a base and its models, as in "
-        "`dare BASE MODEL... --output MERGED`, or give every model by its flag"
-    )
+    remedy = "write `dare BASE MODEL... --output MERGED`, or give every model by its flag"
+    raise UsageError(f"{path} is neither a recipe nor the output of a merge; {remedy}")
 
 
 def verify(
     *outputs: Annotated[Path, Parameter(help="Outputs of finished merges, files or directories.")],
-    sha256: Annotated[
-        bool, Parameter(help="Also take the SHA-256 of the weights; without it, this is quicker.")
-    ] = True,
+    sha256: Annotated[bool, Parameter(help="Also take the SHA-256; it is slower.")] = True,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -256,10 +248,8 @@ def methods(
     names = [] if chain is None else chain.split("+")
     if unknown := [stage for stage in names if stage not in STAGES]:
         known = list(dict.fromkeys([*STAGES, *ALIASES]))
-        raise RecipeError(
-            f"{unknown[0]}: no such stage or method{did_you_mean(unknown[0], known)}; "
-            f"there are {', '.join(known)}"
-        )
+        others = f"{did_you_mean(unknown[0], known)}; there are {', '.join(known)}"
+        raise RecipeError(f"{unknown[0]}: no such stage or method{others}")
     console = show.console(json=json)
     if json:
         show.json(jsonlib.dumps(catalogue(names or STAGES), indent=2, ensure_ascii=False))
@@ -280,8 +270,7 @@ def init(
     ] = Path("recipe.toml"),
     overwrite: Annotated[bool, switch("Replace an existing recipe.", group=RUN)] = False,
     from_analysis: Annotated[
-        Path | None,
-        Parameter(group=FILES, help="What `dare analyze --output` wrote: follow its advice."),
+        Path | None, Parameter(group=FILES, help="An analysis whose advice to follow.")
     ] = None,
     config: Config = None,
     stage: StageFiles = None,
@@ -347,10 +336,7 @@ def demo(
     *,
     output: Annotated[Path | None, output_flag("Keep picture and merged models here.")] = None,
     quick: Annotated[bool, switch("Fewer prompts and seeds: rough figures, sooner.")] = False,
-    models: Annotated[
-        Path | None,
-        Parameter(help="Only write the models into this directory, to try things on: 15 MB."),
-    ] = None,
+    models: Annotated[Path | None, Parameter(help="Only write the models here: 15 MB.")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> int:

@@ -56,10 +56,7 @@ def compress(
     tensors: Annotated[
         list[str] | None,
         Parameter(
-            group=METHOD,
-            negative="",
-            metavar="'PATTERN: RATE'",
-            help="A drop rate for the tensors whose names match, such as '*.mlp.*: 0.95'.",
+            group=METHOD, negative="", metavar="'PATTERN: RATE'", help="Such as '*.mlp.*: 0.9'."
         ),
     ] = None,
     lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,

@@ -27,9 +27,7 @@ from dare.stages import STAGES
 FILES = Group("Files", sort_key=1)
 METHOD = Group("Method", sort_key=2)
 STAGE_PARAMETERS = Group(
-    "Parameters of stages",
-    help="One value, or for delta stages one for each model.",
-    sort_key=3,
+    "Parameters of stages", help="One value, or for delta stages one for each model.", sort_key=3
 )
 MISFITS = Group("What does not fit together", sort_key=4)
 RESOURCES = Group("Resources", sort_key=5)
@@ -64,11 +62,7 @@ Overwrite = Annotated[bool, switch("Replace an existing output.", group=RUN)]
 Resume = Annotated[bool, Parameter(show_default=False, group=RUN, help="Resume an earlier run.")]
 Config = Annotated[
     Path | None,
-    Parameter(
-        name=["--config", "--recipe", "-c"],
-        group=FILES,
-        help="A recipe in TOML, or a finished output to repeat. Flags override it.",
-    ),
+    Parameter(name=["--config", "--recipe", "-c"], group=FILES, help="A recipe, or an output."),
 ]
 StageFiles = Annotated[
     list[Path] | None,
@@ -124,10 +118,7 @@ FIELDS: dict[str, Flag] = {
     "dtype": Flag(str, METHOD),
     "embedding_drop_rate": Flag(float, METHOD),
     "tensors": Flag(
-        list[str],
-        METHOD,
-        metavar="RULE...",
-        help="Parameters for tensors by name, as in '*.mlp.*: drop_rate=0.5, rescale=l1'.",
+        list[str], METHOD, (), "RULE...", "Parameters by name, as in '*.mlp.*: drop_rate=0.5, q=1'."
     ),
     "vocabulary": Flag(str, MISFITS, metavar="error|base|union"),
     "pad_to_multiple_of": Flag(int, MISFITS),
@@ -191,10 +182,8 @@ def recipe_from_flags(
     if config is None and start is None:
         missing = [FLAGS[name][0] for name in ("base", "models") if name not in given]
         if missing:
-            raise UsageError(
-                f"{' and '.join(missing)} missing: give --base, --models and --output, "
-                "or a recipe with --config"
-            )
+            remedy = "give --base, --models and --output, or a recipe with --config"
+            raise UsageError(f"{' and '.join(missing)} missing: {remedy}")
     document = copy.deepcopy(dict(start or {})) if config is None else load_document(config)
     where = "command line" if config is None else str(config)
     if config is not None and given:

@@ -38,9 +38,7 @@ from dare.studies.space import parse_over
 from dare.studies.terminal import show_study
 from dare.tensors.sizes import times
 
-RecipePath = Annotated[
-    Path | None, Parameter(group=FILES, help="The same as --config, without the flag.")
-]
+RecipePath = Annotated[Path | None, Parameter(group=FILES, help="The same as --config.")]
 
 search = App(name="search", help=COMMANDS["search"], help_format="rich", help_epilogue="")
 

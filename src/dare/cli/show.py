@@ -185,9 +185,7 @@ def report(console: Console, report: Report) -> None:
     speed = show_size(int(report.bytes_read / max(report.seconds, 1e-9)))
     title = f"Merged {times(len(report.tensors), 'tensor')} in {report.seconds:.1f} s"
     pace = f"{show_size(report.bytes_read)} read, {speed}/s"
-    if report.resumed_chunks:
-        pace += f", {times(report.resumed_chunks, 'piece')} taken over from the interrupted run"
-    console.print(Text.assemble((title, "bold green"), f"  {pace}"))
+    _done(console, title, f"{pace}{_taken_over(report.resumed_chunks)}")
     console.print(_report_table(report, console.width))
     warnings(console, report.warnings)
     if report.output is not None:
@@ -197,6 +195,14 @@ def report(console: Console, report: Report) -> None:
             f"{report.output} is written ({show_size(report.bytes_written)})",
             {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"},
         )
+
+
+def _done(console: Console, title: str, pace: str) -> None:
+    console.print(Text.assemble((title, "bold green"), f"  {pace}"))
+
+
+def _taken_over(chunks: int) -> str:
+    return f", {times(chunks, 'piece')} taken over from the interrupted run" if chunks else ""
 
 
 def _report_table(report: Report, width: int) -> Table:
@@ -219,9 +225,7 @@ def slice_report(console: Console, done: SliceReport) -> None:
     """What a slice did, and who is not done yet; the whole report, if it was the last."""
     title = f"Slice {done.slice} is done in {done.seconds:.1f} s"
     pace = f"{times(done.chunks, 'piece')}, {show_size(done.bytes_read)} read"
-    if done.resumed_chunks:
-        pace += f", {times(done.resumed_chunks, 'piece')} taken over from the interrupted run"
-    console.print(Text.assemble((title, "bold green"), f"  {pace}"))
+    _done(console, title, f"{pace}{_taken_over(done.resumed_chunks)}")
     if done.report is not None:
         report(console, done.report)
     elif done.unfinished:
@@ -237,7 +241,7 @@ def compressed(console: Console, report: DeltaReport) -> None:
     """What a delta file holds, and what to do with it."""
     size = f"{show_size(report.bytes_written)}, {report.ratio:.1f} times smaller than the model"
     title = f"Compressed in {report.seconds:.1f} s"
-    console.print(Text.assemble((title, "bold green"), f"  {report.pace}"))
+    _done(console, title, report.pace)
     for line in (f"{size} ({report.bits_per_parameter:.3g} bits for each parameter)", report.held):
         console.print(shown(f"  {line}"))
     for note in report.notes:
@@ -254,7 +258,7 @@ def compressed(console: Console, report: DeltaReport) -> None:
 def restored(console: Console, report: Restoration) -> None:
     """That a model is there again."""
     title = f"Restored {show_size(report.bytes_written)} in {report.seconds:.1f} s"
-    console.print(Text.assemble((title, "bold green"), "  bit for bit"))
+    _done(console, title, "bit for bit")
     output = shlex.quote(str(report.output))
     next_steps(console, f"{report.output} is written", {"verify": f"dare verify {output}"})
 
@@ -270,11 +274,7 @@ def _model_row(model: ModelReport) -> Sequence[str]:
     )
 
 
-STYLES = {
-    Strength.NOTE: "bold",
-    Strength.WARNING: "bold yellow",
-    Strength.STRONG: "bold red",
-}
+STYLES = {Strength.NOTE: "bold", Strength.WARNING: "bold yellow", Strength.STRONG: "bold red"}
 
 
 def warnings(console: Console, notices: Iterable[Notice]) -> None:
@@ -319,7 +319,7 @@ def verification(console: Console, result: Verification) -> None:
     path = printable(str(result.path))
     if result.ok:
         checked = f"{times(result.tensors, 'tensor')}, {show_size(result.bytes_checked)}"
-        console.print(Text.assemble(("Intact", "bold green"), f"  {checked}, {path}"))
+        _done(console, "Intact", f"{checked}, {path}")
     else:
         verdict = "Not what was written" if result.tensors else "Cannot be verified"
         console.print(Text.assemble((verdict, "bold red"), f"  {path}"))
@@ -333,8 +333,6 @@ MOST_ALIKE = 3
 """Warnings of one kind that are told in full; the report's table has all models."""
 STEP = 10
 """Columns before a command."""
-MOST_LINES = 6
-"""Of a command that is to be copied."""
 WORD = re.compile(r"""(?:> )?(?:'[^']*'|"[^"]*"|\S)+""")
 """Of a command, as `shlex.quote` writes it."""
 
@@ -346,12 +344,6 @@ def next_steps(console: Console, done: str, steps: Mapping[str, str]) -> None:
         for place, line in enumerate(fold_command(command, console.width - STEP)):
             label = "" if place else word
             console.print(Text.assemble((f"  {label:8}", "dim"), line), soft_wrap=True)
-
-
-def fits(console: Console, command: str) -> bool:
-    """Whether a command can be shown in a few lines, none of them too long."""
-    lines = fold_command(command, console.width - STEP)
-    return len(lines) <= MOST_LINES and max(map(cell_len, lines)) <= console.width - STEP
 
 
 def fold_command(command: str, width: int) -> list[str]:

@@ -330,17 +330,15 @@ def _storage(analysis: Analysis, model: ModelAnalysis) -> Iterator[tuple[str, Va
     """A model that is stored more coarsely than the base."""
     ratio = model.total.relative_norm
     if noise := rounding_norm(analysis, model):
-        yield (
-            "storage",
-            {
-                "concerns": (model.name,),
-                "kind": _main_type(model.dtypes),
-                "finer": _main_type(analysis.base_dtypes),
-                "relative_norm": ratio,
-                "rounding": noise,
-                "share": min((noise / ratio) ** 2, 1.0) if ratio else 1.0,
-            },
-        )
+        values: Values = {
+            "concerns": (model.name,),
+            "kind": _main_type(model.dtypes),
+            "finer": _main_type(analysis.base_dtypes),
+            "relative_norm": ratio,
+            "rounding": noise,
+            "share": min((noise / ratio) ** 2, 1.0) if ratio else 1.0,
+        }
+        yield "storage", values
 
 
 def _outliers(model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
@@ -349,16 +347,9 @@ def _outliers(model: ModelAnalysis) -> Iterator[tuple[str, Values]]:
     named = [name for name, held in shares.items() if held >= LIMIT.outlier_share]
     if named:
         count = sum(parts[name].inliers.outliers for name in named)
-        yield (
-            "outliers",
-            {
-                "concerns": (model.name,),
-                "outliers": count,
-                "share": max(shares.values()),
-                "count": times(count, "outlier"),
-                "names": listed(named),
-            },
-        )
+        said = {"count": times(count, "outlier"), "names": listed(named)}
+        figures = {"outliers": count, "share": max(shares.values())}
+        yield "outliers", {"concerns": (model.name,), **figures, **said}
 
 
 def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[tuple[str, Values]]:
@@ -369,17 +360,15 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[tuple[str, Values]]
     ratios = {name: norms[largest] / norm for name, norm in norms.items()}
     small = {name: ratio for name, ratio in ratios.items() if ratio >= LIMIT.outweighed}
     if small:
-        yield (
-            "outweighed",
-            {
-                "concerns": tuple(small),
-                "ratios": {f"ratio.{name}": ratio for name, ratio in small.items()},
-                "their_change": "Its change is" if len(small) == 1 else "Their changes are",
-                "span": Span(list(small.values())),
-                "largest": largest,
-                "weights": listed(f"{ratio:.2g} to {name}" for name, ratio in small.items()),
-            },
-        )
+        values: Values = {
+            "concerns": tuple(small),
+            "ratios": {f"ratio.{name}": ratio for name, ratio in small.items()},
+            "their_change": "Its change is" if len(small) == 1 else "Their changes are",
+            "span": Span(list(small.values())),
+            "largest": largest,
+            "weights": listed(f"{ratio:.2g} to {name}" for name, ratio in small.items()),
+        }
+        yield "outweighed", values
 
 
 def _together(analysis: Analysis) -> Iterator[tuple[str, Values]]:
@@ -407,17 +396,15 @@ def _unfit(analysis: Analysis) -> Iterator[tuple[str, Values]]:
         ("extra_tensors", [x for x in analysis.left_out if x.endswith(", not in the base")]),
     ):
         if lines:
-            yield (
-                rule,
-                {
-                    "concerns": tuple(name for name in analysis.names if _is_named(name, lines)),
-                    "tensors": len(embeddings) if rule == "vocabulary" else len(lines),
-                    "models": len(notes),
-                    "count": times(len(lines), "tensor"),
-                    "line": listed(lines, 1),
-                    "names": listed(map(_tensor, lines)),
-                },
-            )
+            values: Values = {
+                "concerns": tuple(name for name in analysis.names if _is_named(name, lines)),
+                "tensors": len(embeddings) if rule == "vocabulary" else len(lines),
+                "models": len(notes),
+                "count": times(len(lines), "tensor"),
+                "line": listed(lines, 1),
+                "names": listed(map(_tensor, lines)),
+            }
+            yield rule, values
 
 
 def _configurations(analysis: Analysis, configs: Configs) -> Iterator[tuple[str, Values]]:
@@ -426,15 +413,9 @@ def _configurations(analysis: Analysis, configs: Configs) -> Iterator[tuple[str,
         config = configs.get(model.name, {})
         keys = [k for k in MEANING if k in config and k in base and config[k] != base[k]]
         if keys:
-            differences = (f"{key} is {config[key]}, the base's {base[key]}" for key in keys)
-            yield (
-                "other_configuration",
-                {
-                    "concerns": (model.name,),
-                    "keys": len(keys),
-                    "differences": ", ".join(differences),
-                },
-            )
+            said = ", ".join(f"{key} is {config[key]}, the base's {base[key]}" for key in keys)
+            values = {"concerns": (model.name,), "keys": len(keys), "differences": said}
+            yield "other_configuration", values
 
 
 # ---------------------------------------------------------------- what is asked of models

@@ -165,22 +165,20 @@ class Study:
     def collect(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
         """Keep what steps have found that are the last of their tensors."""
         for step, result in zip(steps, results, strict=True):
-            assert isinstance(step, MeasureStep)
-            self._collect(step, result)
+            if isinstance(step, MeasureSpectrum):
+                self.spectra[step.subject.name, step.model] = result
+            elif isinstance(step, AddUp) and step.is_last:
+                self._add(step.subject, result)
 
-    def _collect(self, step: MeasureStep, result: Any) -> None:
-        subject = step.subject
-        if isinstance(step, MeasureSpectrum):
-            self.spectra[subject.name, step.model] = result
-        elif isinstance(step, AddUp) and step.is_last:
-            for model, sums in result.sums.items():
-                magnitudes = result.magnitudes[model]
-                self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
-                cell = (model, subject.layer, subject.kind)
-                with self.lock:
-                    self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
-            kept = result if self.keeps_magnitudes else replace(result, magnitudes={})
-            self.measured[subject.name] = kept
+    def _add(self, subject: Subject, found: Measured) -> None:
+        for model, sums in found.sums.items():
+            magnitudes = found.magnitudes[model]
+            self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
+            cell = (model, subject.layer, subject.kind)
+            with self.lock:
+                self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
+        kept = found if self.keeps_magnitudes else replace(found, magnitudes={})
+        self.measured[subject.name] = kept
 
     def conclude(
         self,

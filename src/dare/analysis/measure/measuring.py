@@ -215,7 +215,12 @@ def number_layers(tensors: Iterable[str]) -> dict[str, int]:
     counts = count_layers(names)
     firsts: dict[str, int] = {}
     number = 0
-    for stack in itertools.chain(*sorted(find_networks(counts), key=_order(counts))):
+
+    def rank(stacks: list[str]) -> tuple[bool, int, bool, str]:
+        layers = sum(counts[stack] for stack in stacks)
+        return len(stacks) == 1, -layers, "decoder" in stacks[0], stacks[0]
+
+    for stack in itertools.chain(*sorted(find_networks(counts), key=rank)):
         firsts[stack] = number
         number += counts[stack]
     places = {name: stack_and_layer(name) for name in names}
@@ -223,14 +228,6 @@ def number_layers(tensors: Iterable[str]) -> dict[str, int]:
         name: OUTSIDE if place is None else firsts[place[0]] + place[1]
         for name, place in places.items()
     }
-
-
-def _order(counts: Mapping[str, int]) -> Callable[[list[str]], tuple[bool, int, bool, str]]:
-    def rank(stacks: list[str]) -> tuple[bool, int, bool, str]:
-        layers = sum(counts[stack] for stack in stacks)
-        return len(stacks) == 1, -layers, "decoder" in stacks[0], stacks[0]
-
-    return rank
 
 
 # ---------------------------------------------------------------- steps
@@ -326,15 +323,13 @@ class Worker:
 
     def _run(self, step: MeasureStep, results: Mapping[Any, Any]) -> Measured | Spectrum | None:
         result: Measured | Spectrum | None
-        match step:
-            case MeasureChunk():
-                result = self._measure(step.subject, step.chunk)
-            case AddUp():
-                result = self._add_up(step, [results[need] for need in step.needs])
-            case MeasureSpectrum():
-                result = self._spectrum(step)
-            case _:
-                raise TypeError(f"{step!r} is not a step of an analysis")
+        if isinstance(step, AddUp):
+            result = self._add_up(step, [results[need] for need in step.needs])
+        elif isinstance(step, MeasureSpectrum):
+            result = self._spectrum(step)
+        else:
+            assert isinstance(step, MeasureChunk)
+            result = self._measure(step.subject, step.chunk)
         self._progress(step.nbytes)
         return result
 
@@ -487,9 +482,8 @@ class Worker:
             read_floats(source, name, first * width, rows * width, "cpu").reshape(rows, width)
             for first, rows in window.runs
         ]
-        return (
-            runs[0] if window.is_whole else np.concatenate([run[:, window.columns] for run in runs])
-        )
+        whole = window.is_whole
+        return runs[0] if whole else np.concatenate([run[:, window.columns] for run in runs])
 
 
 def _apart(measured: Measured) -> float:

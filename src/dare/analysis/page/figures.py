@@ -118,23 +118,17 @@ def magnitudes(analysis: Analysis) -> Figure | None:
     chart = chart.transform_filter("datum.kind === kind")
     chart = chart.add_params(alt.param(name="kind", value=series.ALL_KINDS, bind=picker))
     medians = [f"{model.name} {number(model.total.quantiles.p50)}" for model in analysis.models]
-    shares: dict[tuple[float, float], dict[str, float]] = {}
-    for row in sorted(rows, key=lambda row: (row["from"], row["to"])):
-        if row["kind"] == series.ALL_KINDS:
-            shares.setdefault((row["from"], row["to"]), {})[row["model"]] = row["share"]
-    table = Table(
-        ("|δ| from … to", *names),
-        (
-            ("not changed", *(share(model.total.sparsity) for model in analysis.models)),
-            *(
-                (
-                    f"{number(low)} … {number(high)}",
-                    *(share(by_model.get(name, 0.0)) for name in names),
-                )
-                for (low, high), by_model in shares.items()
-            ),
-        ),
-    )
+    shares = {
+        (row["from"], row["to"], row["model"]): row["share"]
+        for row in rows
+        if row["kind"] == series.ALL_KINDS
+    }
+    cells = [
+        (f"{number(low)} … {number(high)}", *(share(shares.get((low, high, n), 0)) for n in names))
+        for low, high in sorted({(low, high) for low, high, _ in shares})
+    ]
+    unchanged = ("not changed", *(share(model.total.sparsity) for model in analysis.models))
+    table = Table(("|δ| from … to", *names), (unchanged, *cells))
     texts = {"names": listed(names), "medians": ", ".join(medians)}
     return _figure("magnitudes", finish(chart, rows), table, **texts)
 
@@ -290,10 +284,8 @@ def cosines(analysis: Analysis) -> Figure | None:
     return _matrix(
         analysis,
         "cosines",
-        "cosine",
-        title="cosine",
-        shown_as="+.2f",
-        scale={"domain": [-1, 1], "range": "diverging"},
+        alt.Color("cosine:Q", title="cosine").scale(domain=[-1, 1], range="diverging"),
+        "+.2f",
         notable=f"abs(datum.cosine) >= {limit('apart_cosine')}",
         columns=columns,
     )
@@ -311,38 +303,29 @@ def conflicts(analysis: Analysis) -> Figure | None:
     return _matrix(
         analysis,
         "conflicts",
-        "conflict",
-        title="opposite (chance: 50%)",
-        shown_as=".0%",
-        scale={"domain": [0, 1], "range": "diverging", "reverse": True},
+        alt.Color("conflict:Q", title="opposite (chance: 50%)").scale(
+            domain=[0, 1], range="diverging", reverse=True
+        ),
+        ".0%",
         notable=f"abs(datum.conflict - 0.5) >= {limit('conflict') - 0.5:g}",
         columns=columns,
     )
 
 
 def _matrix(
-    analysis: Analysis,
-    name: str,
-    field: str,
-    *,
-    title: str,
-    shown_as: str,
-    scale: Spec,
-    notable: str,
-    columns: Columns,
+    analysis: Analysis, name: str, colour: Any, shown_as: str, *, notable: str, columns: Columns
 ) -> Figure | None:
     """A cell for every two models; the second of the columns shows what is drawn.
 
     Where there are many, only the cells have a text for which `notable` holds.
     """
-    rows, names = series.pair_rows(analysis), analysis.names
+    rows, names, field = series.pair_rows(analysis), analysis.names, name.removesuffix("s")
     if not rows:
         return None
     few = len(names) <= ROOM_FOR_TEXT
-    flat = len(names) <= 3 and max(map(len, names)) <= 8
-    angle = {"labelAngle": 0} if flat else {"labelAngle": -90}
+    angle = 0 if len(names) <= 3 and max(map(len, names)) <= 8 else -90
     place = alt.Chart().encode(
-        x=model_axis(alt.X, names, "other", orient="top", **angle),
+        x=model_axis(alt.X, names, "other", orient="top", labelAngle=angle),
         y=model_axis(alt.Y, names),
         opacity=bright_if(CHOSEN_PAIR),
         tooltip=tooltip_of(
@@ -353,11 +336,9 @@ def _matrix(
             ("both:Q", "elements both change", ","),
         ),
     )
-    cells = place.mark_rect(cornerRadius=3).encode(
-        color=alt.Color(f"{field}:Q", title=title)
-        .scale(**scale)
-        .legend(format=shown_as, gradientLength=160, gradientThickness=10, tickCount=4)
-    )
+    looks = {"gradientLength": 160, "gradientThickness": 10, "tickCount": 4}
+    colour = colour.legend(format=shown_as, **looks)
+    cells = place.mark_rect(cornerRadius=3).encode(color=colour)
     contrast = alt.expr(CONTRAST.format(field=field))
     size = alt.expr("bandwidth('x') < 22 ? 0 : clamp(bandwidth('x') / 3.2, 7, 13)")
     texts = place.transform_filter("true" if few else notable)
@@ -384,7 +365,6 @@ def cancelled(analysis: Analysis) -> Figure | None:
     rows: list[Row] = [
         {
             "layer": layer_name(layer),
-            "place": layer,
             "cancelled": finite(by_layer[layer]),
             "chance": finite(series.layer_chance(analysis, layer)),
         }
@@ -424,12 +404,8 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
         return None
     advised = advice.own("drop_rate")
     steps = {name: sorted({*series.TABLE_RATES, advised.get(name) or 0.5}) for name in names}
-    listed_rows = [
-        row for model in models for row in series.prediction_rows(model, steps[model.name])
-    ]
-    points = [
-        row for row in listed_rows if row["rate"] == advised.get(row["model"]) and row["error"]
-    ]
+    found = [row for model in models for row in series.prediction_rows(model, steps[model.name])]
+    points = [row for row in found if row["rate"] == advised.get(row["model"]) and row["error"]]
     place = {
         "x": alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True),
         "y": alt.Y("error:Q", title="error of a layer's outputs, at most")
@@ -456,7 +432,7 @@ def predicted_error(analysis: Analysis, advice: Advice) -> Figure | None:
     )
     rates = [f"{row['model']} {row['rate']:g} (error {share(row['error'])})" for row in points]
     table = listing(
-        listed_rows,
+        found,
         {
             "drop rate": lambda row: f"{row['rate']:g}",
             "model": lambda row: row["model"],

@@ -59,21 +59,18 @@ def magnitude_rows(analysis: Analysis) -> list[Row]:
 
 
 def _octaves(model: str, kind: str, statistics: Statistics) -> list[Row]:
-    counts = statistics.histogram.counts
-    if not any(counts):
-        return []
-    first = next(place for place, count in enumerate(counts) if count)
-    last = max(place for place, count in enumerate(counts) if count)
+    counts, lowest = statistics.histogram.counts, statistics.histogram.lowest
+    filled = [place for place, count in enumerate(counts) if count]
     return [
         {
             "model": model,
             "kind": kind,
-            "from": finite(2.0 ** (statistics.histogram.lowest + place)),
-            "to": finite(2.0 ** (statistics.histogram.lowest + place + 1)),
-            "middle": finite(2.0 ** (statistics.histogram.lowest + place + 0.5)),
+            "from": finite(2.0 ** (lowest + place)),
+            "to": finite(2.0 ** (lowest + place + 1)),
+            "middle": finite(2.0 ** (lowest + place + 0.5)),
             "share": finite(counts[place] / statistics.elements),
         }
-        for place in range(first, last + 1)
+        for place in range(min(filled, default=0), max(filled, default=-1) + 1)
     ]
 
 
@@ -82,11 +79,8 @@ def change_rows(model: ModelAnalysis) -> list[Row]:
     return [
         {
             "layer": layer_name(cell.layer),
-            "place": cell.layer,
             "kind": str(cell.kind),
-            "change": finite(cell.statistics.relative_norm),
-            "largest": finite(cell.statistics.largest),
-            "elements": cell.statistics.elements,
+            **_change(cell.statistics),
         }
         for cell in sorted(model.cells, key=lambda cell: cell.layer)
     ]
@@ -98,13 +92,16 @@ def layer_change_rows(analysis: Analysis) -> list[Row]:
         {
             "model": model.name,
             "layer": layer_name(layer),
-            "change": finite(found.relative_norm),
-            "largest": finite(found.largest),
-            "elements": found.elements,
+            **_change(found),
         }
         for model in analysis.models
         for layer, found in sorted(model.by_layer.items())
     ]
+
+
+def _change(found: Statistics) -> Row:
+    change, largest = finite(found.relative_norm), finite(found.largest)
+    return {"change": change, "largest": largest, "elements": found.elements}
 
 
 def change_domain(rows: Iterable[Row]) -> list[float]:
@@ -186,13 +183,8 @@ def pair_name(pair: PairAnalysis) -> str:
 
 def layer_chance(analysis: Analysis, layer: int) -> float:
     """The share of a layer's change that independent models would lose when they are added up."""
-    return lost_by_chance(
-        [
-            model.by_layer[layer].mean_magnitude
-            for model in analysis.models
-            if layer in model.by_layer
-        ]
-    )
+    found = [model.by_layer[layer] for model in analysis.models if layer in model.by_layer]
+    return lost_by_chance([each.mean_magnitude for each in found])
 
 
 # ---------------------------------------------------------------- drop rates
@@ -286,10 +278,8 @@ def outcome_of_manifest(
             tuple(survival),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{output}: its manifest has no whole report of a merge ({error!r}); pass the manifest "
-            "that `dare merge` wrote beside its output"
-        ) from None
+        fault = f"{output}: its manifest has no whole report of a merge ({error!r})"
+        raise InputError(f"{fault}; pass the one that `dare merge` wrote") from None
 
 
 def _count_left(report: Mapping[str, Any], analysis: Analysis) -> dict[str, list[int]]:
