@@ -238,10 +238,8 @@ def _planned(
     if not isinstance(recipe, Plan):
         return plan(recipe, backend=backend, fetches=True, **given)
     if given:
-        raise RecipeError(
-            f"{', '.join(given)}: a plan is complete and takes no settings; give them to "
-            "plan(…), or to merge(plan.recipe, …)"
-        )
+        remedy = "give them to plan(…), or to merge(plan.recipe, …)"
+        raise RecipeError(f"{', '.join(given)}: a plan is complete and takes no settings; {remedy}")
     return recipe
 
 
@@ -360,10 +358,8 @@ def _shared_layout(planned: Plan, *, overwrite: bool) -> Layout:
         cluster = planned.recipe.cluster
         raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
     if planned.layout is not None and planned.layout.is_sent:
-        raise OutputError(
-            f"{planned.layout.target}: slices need an output on a file system that all of them "
-            "see, not in a store; merge without --slice, or copy the output there afterwards"
-        )
+        remedy = "merge without --slice, or copy the output there afterwards"
+        raise OutputError(f"{planned.layout.target}: slices cannot write to a store; {remedy}")
     return checked_layout(planned, overwrite=overwrite)
 
 
@@ -622,10 +618,8 @@ def check_digests(planned: Plan, digests: Digests) -> None:
     for model, entry in zip(planned.models, recipe.models, strict=True):
         for name in model.tensors.keys() & digests.base_tensors.keys():
             if model.base_digest(name) not in (None, digests.base_tensors[name]):
-                raise InputError(
-                    f"{entry.file}: is a delta file for another base: {name} differs from the one "
-                    f"in {recipe.base}; give the base that it was made for"
-                )
+                differs = f"{name} differs from the one in {recipe.base}; give the base it is for"
+                raise InputError(f"{entry.file}: is a delta file for another base: {differs}")
     for file, expected, digest in zip(files, recipe.input_digests or (), found, strict=False):
         if digest != expected:
             raise InputError(

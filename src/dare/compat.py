@@ -311,9 +311,7 @@ def dare_merge(
     """
     if merge_method not in MERGE_METHODS:
         guess = did_you_mean(merge_method, MERGE_METHODS)
-        raise RecipeError(
-            f"merge_method {merge_method!r}: not known{guess}; use linear, ties or sum"
-        )
+        raise RecipeError(f"merge_method {merge_method!r}: unknown{guess}; use linear, ties or sum")
     return _merge_files(
         base_path,
         finetuned_paths,

@@ -170,9 +170,7 @@ def score_of_merges(recipe: Recipe, judge: Callable[[Path], float]) -> Callable[
     are deleted when they have been judged.
     """
     if "darex" not in [stage.name for stage, _ in recipe.chain]:
-        raise RecipeError(
-            f"method {recipe.method!r} has no q; use one with darex, as in darex+ties"
-        )
+        raise RecipeError(f"method {recipe.method!r} has no q; use darex, as in darex+ties")
     name = "merged" if recipe.output is None else recipe.output.name
 
     def score(q: float) -> float:
@@ -244,10 +242,8 @@ def analytic_q(delta: Any, mean_inputs: Any, drop_rate: float, *, eta: float = 0
     changes = as_float64(delta, "delta")
     inputs = as_float64(mean_inputs, "mean_inputs")
     if changes.ndim != 2 or inputs.shape != changes.shape[1:]:
-        raise InputError(
-            f"expected a delta of outputs × inputs and a mean for each input, found "
-            f"{changes.shape} and {inputs.shape}"
-        )
+        found = f"{changes.shape} and {inputs.shape}"
+        raise InputError(f"expected outputs × inputs and a mean for each input, found {found}")
     sums = np.abs(changes @ inputs)
     squares = (changes**2) @ (inputs**2)
     changed = squares > 0

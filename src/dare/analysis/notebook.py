@@ -102,10 +102,8 @@ def chart(analysis: Analysis, name: str | None) -> Any:
     _, advice = judge(analysis)
     figures = {figure.name: figure for figure in draw(analysis, advice)}
     if name is not None and name not in figures:
-        raise RecipeError(
-            f"{name!r}: there is no such figure{did_you_mean(name, figures)}; there are "
-            f"{', '.join(figures)}"
-        )
+        known = f"{did_you_mean(name, figures)}; there are {', '.join(figures)}"
+        raise RecipeError(f"{name!r}: there is no such figure{known}")
     figure = figures[name] if name else next(iter(figures.values()))
     theme = THEMES["light"]
     config = {**vega_config(theme), "background": theme.colours["panel"], "padding": 12}

@@ -55,9 +55,7 @@ def compress(
     ] = None,
     tensors: Annotated[
         list[str] | None,
-        Parameter(
-            group=METHOD, negative="", metavar="'PATTERN: RATE'", help="Such as '*.mlp.*: 0.9'."
-        ),
+        Parameter(group=METHOD, negative="", metavar="'PATTERN: RATE'", help="As '*.mlp.*: 0.9'."),
     ] = None,
     lossless: Annotated[bool, switch("Keep every bit of the model.", group=METHOD)] = False,
     on_missing: Annotated[

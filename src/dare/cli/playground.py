@@ -41,10 +41,8 @@ def playground(
     if port is not None and not 0 <= port <= MOST_PORT:
         raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
     if not all(find_spec(name) for name in NEEDED):
-        raise OutputError(
-            "the playground needs starlette, uvicorn and the packages of a report, "
-            "and not all of them are installed: pip install 'dare-merge[web]'"
-        )
+        needs = "starlette, uvicorn and the packages of a report: pip install 'dare-merge[web]'"
+        raise OutputError(f"the playground needs {needs}")
     if build is not None:
         return _build(build, overwrite=overwrite, json=json)
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
@@ -70,10 +68,8 @@ def _build(folder: Path, *, overwrite: bool, json: bool) -> int:
     from dare.web.assets import others_in, write_folder
 
     if not overwrite and (others := others_in(folder)):
-        raise OutputError(
-            f"{folder}: contains {others[0]}, which does not belong to the page; "
-            "build into an empty folder, or add --overwrite"
-        )
+        remedy = "build into an empty folder, or add --overwrite"
+        raise OutputError(f"{folder}: contains {others[0]}, which is not of the page; {remedy}")
     written = write_folder(folder)
     if json:
         show.json(jsonlib.dumps({"folder": str(folder), "files": written}))

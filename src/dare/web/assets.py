@@ -99,10 +99,8 @@ def write_folder(folder: Path) -> list[str]:
     assets = page_assets(is_server=False)
     there = [name for name in assets if (folder / name).exists()]
     if there and not (folder / INDEX).exists():
-        raise OutputError(
-            f"{folder}: contains {there[0]} and no {INDEX} of the page, so dare did not write it; "
-            "build into an empty folder"
-        )
+        fault = f"contains {there[0]} and no {INDEX}, so dare did not write it"
+        raise OutputError(f"{folder}: {fault}; build into an empty folder")
     write_file(folder / INDEX, assets[INDEX](), "page")
     for name, content in assets.items():
         write_file(folder / name, content(), kind=None)

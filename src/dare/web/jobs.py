@@ -111,9 +111,7 @@ class Jobs:
         """A job by its number as text, which may be any text."""
         job = self._jobs.get(number)
         if job is None:
-            raise InputError(
-                f"there is no job {number[:20]!a}; it ended long ago or was never added"
-            )
+            raise InputError(f"there is no job {number[:20]!a}; it ended long ago or never was")
         return job
 
     def cancel(self, job: Job) -> None:

@@ -199,10 +199,8 @@ def _in_the_way(layout: Layout, inputs: Sequence[Path], error: OutputError) -> s
         check_target(layout, inputs, overwrite=True)
     except OutputError:
         return str(error)
-    return (
-        f"{layout.target.name} exists already. Choose another output, or tick "
-        "“Replace an existing output”."
-    )
+    remedy = "Choose another output, or tick “Replace an existing output”."
+    return f"{layout.target.name} exists already. {remedy}"
 
 
 def _chain(recipe: Recipe) -> dict[str, Any]:

@@ -90,9 +90,7 @@ class Roots:
         try:
             path = as_path(given)
             if isinstance(path, StorePath):
-                raise OutsideError(
-                    f"{path}: is not on this machine; use the command line for addresses"
-                )
+                raise OutsideError(f"{path}: is not on this machine; use the command line")
             if ".." in path.parts:
                 raise OutsideError(f"{path}: write the path without `..`")
             path = path.absolute()
@@ -101,11 +99,9 @@ class Roots:
             raise InputError(f"{os.fspath(given)!a}: is not a path: {error}") from None
         if not any(real.is_relative_to(folder) for folder in self.folders):
             leads = "" if real == path else f" leads to {real}, which"
-            raise OutsideError(
-                f"{path}:{leads} is outside {', '.join(map(str, self.folders))}; start "
-                "the playground with the folder that contains it: dare playground FOLDER "
-                "…"
-            )
+            remedy = "start the playground with its folder: dare playground FOLDER …"
+            folders = ", ".join(map(str, self.folders))
+            raise OutsideError(f"{path}:{leads} is outside {folders}; {remedy}")
         return path
 
     # ------------------------------------------------------------ recipes
@@ -113,9 +109,7 @@ class Roots:
     def admit(self, recipe: Recipe) -> Recipe:
         """The recipe with absolute paths, all inside; what would leave the machine is refused."""
         if recipe.cluster is not None:
-            raise RecipeError(
-                "cluster: the page merges on this machine; use the command line for a cluster"
-            )
+            raise RecipeError("cluster: the page merges on this machine; use the command line")
         if recipe.scratch is not None:
             self.find(recipe.scratch)
         names = distinct([entry.name for entry in recipe.models])

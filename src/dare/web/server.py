@@ -91,9 +91,8 @@ def listen(port: int | None) -> socket.socket:
         if port is None and error.errno == errno.EADDRINUSE:
             return _listen(0)
         reason = error.strerror or str(error)
-        raise OutputError(
-            f"port {port} cannot be used: {reason}; give another, or --port 0 for a free one"
-        ) from None
+        remedy = "give another, or --port 0 for a free one"
+        raise OutputError(f"port {port} cannot be used: {reason}; {remedy}") from None
 
 
 def _listen(port: int) -> socket.socket:

@@ -294,10 +294,8 @@ def _most_of(parts: Sequence[Part]) -> str:
     """Say where the elements above the threshold are."""
     found = [part for part in parts if part.over_threshold]
     most = max(found, key=lambda part: part.over_threshold)
-    return (
-        f" of {times(len(found), 'tensor')}, most of them, {most.over_threshold:,}, in "
-        f"{most.tensor.name}"
-    )
+    place = f"{most.over_threshold:,}, in {most.tensor.name}"
+    return f" of {times(len(found), 'tensor')}, most of them, {place}"
 
 
 def _remedy(plan: Plan, model: int, gambled: Sequence[Part], *, is_too_large: bool) -> str:
