@@ -147,16 +147,11 @@ def dare_drop(
     DARE: dropped 25.00% (target: 50.00%)
     array([0., 2., 2., 2., 2., 2., 0., 2.], dtype=float32)
     """
-    settings = {"drop_rate": drop_rate, "rescale": rescale}
+    stages = _checked({"dare": {"drop_rate": drop_rate, "rescale": rescale}})
     deltas = named_arrays(task_vector, "task_vector")
     zeros = {name: _as_original(delta, name, None) for name, delta in deltas.items()}
     dropped, report = merge_arrays(
-        zeros,
-        [deltas],
-        method="dare+sum",
-        stages=_checked({"dare": settings}),
-        seed=_seed(seed),
-        verbose=False,
+        zeros, [deltas], method="dare+sum", stages=stages, seed=_seed(seed), verbose=False
     )
     for notice in report.warnings:
         if notice.about not in BESIDE_A_BASE:

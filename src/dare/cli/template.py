@@ -85,10 +85,8 @@ def advised_toml(advice: Advice, output: Path, **fixed: Any) -> str:
 def nothing_advised(advice: Advice, inputs: Sequence[str]) -> RecipeError:
     """The error where no model is fit to be merged: why, and the command to run instead."""
     unfit = [f"{each.model}: {each.reason}" for each in advice.suggestions if each.model]
-    return RecipeError(
-        f"none of the models should be merged, so there is no recipe ({'; '.join(unfit)}); what "
-        f"can be done about it says `dare analyze {shlex.join(inputs)}`"
-    )
+    why = f"none of the models should be merged, so there is no recipe ({'; '.join(unfit)})"
+    return RecipeError(f"{why}; what can be done says `dare analyze {shlex.join(inputs)}`")
 
 
 def _protections(advice: Advice) -> Iterator[str]:

@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -51,11 +51,8 @@ class Line:
 
     def send(self, **message: Any) -> None:
         """Send one message; if nobody listens any more, the work ends by its interrupt."""
-        with self._sending:
-            try:
-                print(json.dumps(json_ready(message)), file=self._stream, flush=True)
-            except OSError:
-                return
+        with self._sending, suppress(OSError):
+            print(json.dumps(json_ready(message)), file=self._stream, flush=True)
 
     @contextmanager
     def show(self, total_bytes: int, verb: str) -> Iterator[Display]:

@@ -230,8 +230,6 @@ def _endpoint(answer: Callable[[Asked], Any]) -> Callable[[Request], Any]:
         except (DareError, OSError) as error:  # as of a name that is longer than names can be
             status = 403 if isinstance(error, OutsideError) else 400
             return Json({"error": str(error)}, status)
-        if isinstance(answered, Response):
-            return answered
-        return Json(json_ready(answered))
+        return answered if isinstance(answered, Response) else Json(json_ready(answered))
 
     return respond

@@ -267,13 +267,12 @@ def outcome_of_manifest(
         report = manifest["report"]
         counts = _count_left(report, analysis)
         stages = report["method"].split("+")[:-1]
+        models = [_model(m, stages, counts.get(m["name"], [0])) for m in report["models"]]
         return Outcome(
             report["method"],
             "" if output is None else str(output),
             report["seconds"],
-            tuple(
-                _model(model, stages, counts.get(model["name"], [0])) for model in report["models"]
-            ),
+            tuple(models),
             tuple(warning["text"] for warning in report["warnings"]),
             tuple(survival),
         )

@@ -12,14 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dare.analysis.judge.groups import every, said_cosines
-from dare.analysis.judge.judgement import (
-    GRAVITY,
-    Advice,
-    Finding,
-    Readiness,
-    Severity,
-    Verdict,
-)
+from dare.analysis.judge.judgement import GRAVITY, Advice, Finding, Readiness, Severity, Verdict
 from dare.analysis.judge.readiness import RULES, chance_cancelled
 from dare.analysis.page.words import FEW_WORDS, bound, few_words, headline, origin
 from dare.analysis.results import Analysis
