@@ -81,13 +81,8 @@ class Part:
 
 
 @cache
-def _records() -> TypeAdapter[Record]:
-    return TypeAdapter(Record)
-
-
-@cache
-def _accounts() -> TypeAdapter[Synced]:
-    return TypeAdapter(Synced)
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 @dataclass
@@ -146,9 +141,9 @@ def read_journal(text: bytes) -> Found:
                 found.parts.setdefault(maker, Part(float(line["started"]))).synced = None
             elif "synced" in line:
                 account = json.dumps(line["synced"])
-                found.parts[maker].synced = _accounts().validate_json(account, strict=True)
+                found.parts[maker].synced = _adapter(Synced).validate_json(account, strict=True)
             else:
-                record = _records().validate_json(json.dumps(line), strict=True)
+                record = _adapter(Record).validate_json(json.dumps(line), strict=True)
                 key = record.tensor, record.chunk
                 found.records[key] = found.stamps, record
                 found.makers.pop(key, None)
@@ -157,11 +152,6 @@ def read_journal(text: bytes) -> Found:
         except (ValidationError, KeyError, TypeError, ValueError):
             continue
     return found
-
-
-def _merge_of(text: bytes) -> str | None:
-    """The merge that a journal is of; None if its first line cannot be believed."""
-    return next(checked_lines(text.partition(b"\n")[0]), {}).get("fingerprint")
 
 
 def is_complete(path: Path, fingerprint: str) -> bool:
@@ -187,10 +177,8 @@ def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
             expected = _check(body, fingerprint)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             expected = ""
-        if check == f'{expected}"}}'.encode() and document.pop("journal", None) in (
-            None,
-            JOURNAL_VERSION,
-        ):
+        is_ours = check == f'{expected}"}}'.encode()
+        if is_ours and document.pop("journal", JOURNAL_VERSION) in (None, JOURNAL_VERSION):
             yield document
         elif number == 0:
             return
@@ -198,11 +186,6 @@ def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
 
 def _check(body: bytes, fingerprint: str) -> str:
     return bytes_digest(fingerprint.encode() + body)
-
-
-def first_line(fingerprint: str) -> dict[str, Any]:
-    """Says which merge a journal is of."""
-    return {"journal": JOURNAL_VERSION, "fingerprint": fingerprint}
 
 
 def line_of(record: Record) -> dict[str, Any]:
@@ -267,8 +250,7 @@ class Journal:
     def start(self) -> None:
         """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
         os.truncate(self._file, 0)
-        self._append([first_line(self.fingerprint)])
-        os.fsync(self._file)
+        self._append_synced({"journal": JOURNAL_VERSION, "fingerprint": self.fingerprint})
 
     def note_stamps(self, stamps: str) -> None:
         """Say by what the inputs are known from here on."""
@@ -276,13 +258,11 @@ class Journal:
 
     def begin_slice(self, name: str) -> None:
         """Say who does what follows; that it is not complete is on the disk then."""
-        self._append([{"slice": name, "started": time.time()}])
-        os.fsync(self._file)
+        self._append_synced({"slice": name, "started": time.time()})
 
     def end_slice(self, synced: Synced) -> None:
         """Say that all chunks of the slice are on the disk."""
-        self._append([{"synced": asdict(synced)}])
-        os.fsync(self._file)
+        self._append_synced({"synced": asdict(synced)})
 
     def absorb(self, paths: Iterable[Path]) -> None:
         """Take the lines of other journals of this merge over, which are on the disk then."""
@@ -292,7 +272,8 @@ class Journal:
                 text = read_whole(file)
             finally:
                 os.close(file)
-            if _merge_of(text) == self.fingerprint:
+            first = next(checked_lines(text.partition(b"\n")[0]), {})
+            if first.get("fingerprint") == self.fingerprint:
                 self._write(text.partition(b"\n")[2] + b"\n")
         os.fsync(self._file)
 
@@ -302,17 +283,18 @@ class Journal:
 
     def note_ours(self, names: Iterable[str]) -> None:
         """Say which names in a store are about to be written, or deleted."""
-        self._append([{"ours": sorted(names)}])
-        os.fsync(self._file)
+        self._append_synced({"ours": sorted(names)})
 
     def note_sent(self, file: str, size: int, version: str) -> None:
         """Say that a store has a file."""
-        self._append([{"sent": file, "size": size, "version": version}])
-        os.fsync(self._file)
+        self._append_synced({"sent": file, "size": size, "version": version})
 
     def finish(self, manifest: str) -> None:
         """Say that only the name is missing."""
-        self._append([{"finished": manifest}])
+        self._append_synced({"finished": manifest})
+
+    def _append_synced(self, line: dict[str, Any]) -> None:
+        self._append([line])
         os.fsync(self._file)
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:

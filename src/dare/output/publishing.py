@@ -94,8 +94,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
 
 def _appeared(target: Path) -> OutputError:
     return OutputError(
-        f"{target}: appeared during the merge; move it away and run the same "
-        "merge again; only this last step is left"
+        f"{target}: appeared during the merge; move it away and run the same merge again"
     )
 
 
@@ -238,16 +237,12 @@ def claim(folder: Path) -> list[Path]:
         folder.mkdir()
     except FileExistsError:
         if folder.is_symlink() or not folder.is_dir():
-            raise OutputError(
-                f"{folder}: the output is made in this folder, but this is not a folder; "
-                "move it away"
-            ) from None
+            what = "the output is made in this folder, but this is not a folder; move it away"
+            raise OutputError(f"{folder}: {what}") from None
         found = next(folder.iterdir(), None)
         if found is not None and not has_mark(folder):
-            raise OutputError(
-                f"{folder}: contains {found.name} and was not made by dare; move it away, "
-                "because the output is made there"
-            ) from None
+            what = f"contains {found.name} and was not made by dare; move it away"
+            raise OutputError(f"{folder}: {what}") from None
     if not has_mark(folder):
         _mark(folder)
     return made
@@ -279,8 +274,7 @@ def write_synced(path: Path, content: bytes | Path) -> str:
     path.unlink(missing_ok=True)
     digest = xxhash.xxh3_128()
     with ExitStack() as stack:
-        source = _as_stream(content)
-        stack.enter_context(source)
+        source = stack.enter_context(_as_stream(content))
         file = stack.enter_context(path.open("xb"))
         while piece := source.read(COPIED_BYTES):
             digest.update(piece)

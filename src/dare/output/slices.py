@@ -138,10 +138,8 @@ class SliceOutput(PartialOutput):
         try:
             main = self._lock(JOURNAL_NAME, wait=JOIN_SECONDS)
         except Busy:
-            raise OutputError(
-                f"{self.folder}: another process is writing this output without slices; "
-                "wait until it is done, or stop it"
-            ) from None
+            what = "another process is writing this output without slices; wait, or stop it"
+            raise OutputError(f"{self.folder}: {what}") from None
         try:
             yield main
         finally:
@@ -156,9 +154,8 @@ class SliceOutput(PartialOutput):
         if found.stamps != self._stamps:
             if running := self._running():
                 raise InputError(
-                    f"{self.folder}: the inputs are not the same files as those of slice "
-                    f"{running[0]} (times, sizes or inodes differ); all slices must read the "
-                    "same files on a shared file system"
+                    f"{self.folder}: the inputs are not the files that slice {running[0]} reads; "
+                    "all slices must read the same files on a shared file system"
                 )
             main.note_stamps(self._stamps)
         journals = slice_journals(self.folder)
@@ -166,8 +163,7 @@ class SliceOutput(PartialOutput):
             if running := [part for part in self._running() if part.of != self.part.of]:
                 raise OutputError(
                     f"{self.folder}: this merge is running in {running[0].of} slices "
-                    f"({_listed(running)} running); use {running[0].of} slices too, or stop "
-                    "them first"
+                    f"({_listed(running)}); use as many, or stop them first"
                 )
             main.absorb(former)
             found = main.read()
@@ -197,10 +193,8 @@ class SliceOutput(PartialOutput):
         try:
             return self._lock(slice_journal(self.folder, self.part).name, wait=PROBE_SECONDS)
         except Busy:
-            raise OutputError(
-                f"{self.folder}: slice {self.part} is already running; give each process "
-                "a different slice"
-            ) from None
+            what = f"slice {self.part} is already running; give each process a different slice"
+            raise OutputError(f"{self.folder}: {what}") from None
 
     def _open_files(self) -> None:
         """Open the files; make them, unless another slice has."""
@@ -237,18 +231,14 @@ class SliceOutput(PartialOutput):
                 continue
             if not path.exists():  # not begun, or what it says has gone into the main journal
                 try:
-                    adopted = adopted or read_journal(self._main.read_bytes()).parts
+                    main = (self.folder / JOURNAL_NAME).read_bytes()
+                    adopted = adopted or read_journal(main).parts
                 except FileNotFoundError:
                     return ()
-                account = adopted.get(str(part))
-                if account is not None and account.synced is not None:
+                if (account := adopted.get(str(part))) is not None and account.synced is not None:
                     continue
             left.append(number)
         return tuple(left)
-
-    @property
-    def _main(self) -> Path:
-        return self.folder / JOURNAL_NAME
 
 
 class Gone(OutputError):  # noqa: N818
@@ -289,9 +279,8 @@ class FinishingOutput(PartialOutput):
         self._found = journal.read()
         if self._found.fingerprint != self._fingerprint:
             raise OutputError(
-                f"{self.folder}: was left by another merge or another version of dare; "
-                "finish it with the recipe and the version that started it, or delete "
-                "the folder"
+                f"{self.folder}: was left by another merge or another version of dare; finish it "
+                "with the recipe and the version that started it, or delete the folder"
             )
         for file in slice_journals(self.folder).values():
             self._found.add(read_journal(file.read_bytes()))

@@ -142,9 +142,7 @@ def check_replaceable(layout: Layout) -> None:
     """Refuse to replace what dare did not write, or what has changed since."""
     target = layout.target
     if target.is_symlink():
-        raise OutputError(
-            f"{target}: is a link, and links are not replaced; give the path that it points to"
-        )
+        raise OutputError(f"{target}: is a link, and links are not replaced; give its target")
     if layout.is_directory != target.is_dir():
         raise OutputError(f"{target}: is a {'file' if layout.is_directory else 'directory'}")
     if layout.is_directory:
@@ -158,8 +156,7 @@ def check_replaceable(layout: Layout) -> None:
     if not _is_as_written(target, digests):
         raise OutputError(
             f"{target}: was not made by dare, or has changed since (neither a check in its header "
-            f"nor {manifest.name} fits it), so it is not replaced; remove it yourself, or choose "
-            "another output"
+            f"nor {manifest.name} fits it), so it is not replaced; choose another output"
         )
 
 
@@ -180,10 +177,7 @@ def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
 def check_is_here(layout: Layout) -> None:
     """Refuse a place in a store; merges do not come here with one."""
     if layout.is_sent:
-        raise OutputError(
-            f"{layout.target}: only a merge can be written to a store; choose a path "
-            "on this machine"
-        )
+        raise OutputError(f"{layout.target}: only a merge can be written to a store; name a path")
 
 
 def _check_name(target: Path) -> None:
@@ -192,12 +186,8 @@ def _check_name(target: Path) -> None:
     longest = f"{target.name}{REPLACED}{os.getpid()}"
     if target.suffix == ".safetensors":
         longest = manifest_path(target).name
-    surplus = len(os.fsencode(longest)) - LONGEST_NAME
-    if surplus > 0:
-        raise OutputError(
-            f"{target}: the name is {surplus} bytes too long, because "
-            f"{longest[-30:]!r} must fit next to it; choose a shorter name"
-        )
+    if (surplus := len(os.fsencode(longest)) - LONGEST_NAME) > 0:
+        raise OutputError(f"{target}: the name is {surplus} bytes too long; choose a shorter name")
 
 
 # ---------------------------------------------------------------- inputs
@@ -214,15 +204,11 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
             if (danger := at_risk.get(_identity(place, follow=True))) is None:
                 continue
             if danger == partial or partial in danger.parents:
-                raise OutputError(
-                    f"{target}: would be made in {partial}, where the input {file} is; choose "
-                    "another output"
-                )
-            raise OutputError(
-                f"{target}: the output would overwrite the input {file}"
-                + ("" if place == file else f", which is in {place}")
-                + "; choose another output"
-            )
+                what = f"would be made in {partial}, where the input {file} is"
+            else:
+                what = f"the output would overwrite the input {file}"
+                what += "" if place == file else f", which is in {place}"
+            raise OutputError(f"{target}: {what}; choose another output")
 
 
 def _places(file: Path) -> Iterator[Path]:
@@ -269,8 +255,7 @@ def _check_manifest(target: Path) -> None:
     except InputError:
         pass
     raise OutputError(
-        f"{manifest}: is not a manifest of dare, so it is not replaced; move it "
-        "away, or choose another output"
+        f"{manifest}: is not a manifest of dare, so it is not replaced; choose another output"
     )
 
 
@@ -288,17 +273,17 @@ def _check_folder(target: Path) -> None:
     folders = {parent for path in ours for parent in path.parents}
     for path in _entries(target):
         is_folder = path.is_dir() and not path.is_symlink()
+        name = path.relative_to(target).as_posix()
         if path not in (folders if is_folder else ours):
-            raise OutputError(
-                f"{target}: contains {path.relative_to(target)}, which dare did not write, "
-                "so it is not replaced; move that file away, or choose another output"
-            )
-        digest = digests.get(path.relative_to(target).as_posix())
-        if digest is not None and not _is_as_written(path, [digest]):
-            raise OutputError(
-                f"{target}: contains {path.relative_to(target)}, which has changed since dare "
-                "wrote it, so it is not replaced; move that file away, or choose another output"
-            )
+            what = "dare did not write"
+        elif name in digests and not _is_as_written(path, [digests[name]]):
+            what = "has changed since dare wrote it"
+        else:
+            continue
+        raise OutputError(
+            f"{target}: contains {name}, which {what}, so it is not replaced; move that file away, "
+            "or choose another output"
+        )
 
 
 def _is_as_written(file: Path, digests: Collection[str]) -> bool:
@@ -362,8 +347,5 @@ def read_sealed(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or SEAL not in document:
         raise InputError(f"{path}: is not a manifest made by dare")
     if bytes_digest(_with_seal(text, UNKNOWN)) != document[SEAL]:
-        raise InputError(
-            f"{path}: the manifest has been changed since it was written (its "
-            "checksum does not match)"
-        )
+        raise InputError(f"{path}: the manifest has been changed since it was written")
     return document

@@ -256,10 +256,7 @@ def _compare_weights(
     if embedded.get("output") == UNKNOWN:
         embedded = {**embedded, **{key: manifest.get(key) for key in ("base", "models", "output")}}
     if not problems and manifest.get("output") != embedded["output"]:
-        yield (
-            f"{beside}: belongs to another merge than the weights, which match their "
-            "header; a merge was interrupted at its last step: run it again"
-        )
+        yield f"{beside}: belongs to another merge than the weights; run the merge again"
         return
     expected = manifest["digests"]["output"]
     for name in sorted(digests.keys() | expected.keys()):

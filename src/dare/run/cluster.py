@@ -64,8 +64,7 @@ def check_inputs(recipe: Recipe, sources: Sequence[Source], samples: Sequence[Sa
         if differing := [name for name in sample if found.get(name) != sample[name]]:
             raise InputError(
                 f"{file}: is another file here than where the work was started: "
-                f"{differing[0] or 'what its headers say'} differs; every node must see the same "
-                "inputs"
+                f"{differing[0] or 'its header'} differs; every node must see the same inputs"
             )
 
 
@@ -144,8 +143,8 @@ class MergeJob:
         check_inputs(recipe, (plan.base, *plan.models), self.inputs)
         if fingerprint(plan) != self.fingerprint:
             raise InputError(
-                f"{self.recipe.output}: the plan is another one here than where the merge was "
-                "started; every node must see the same inputs with the same configurations"
+                f"{self.recipe.output}: the plan is another one here; every node must see the same "
+                "inputs with the same configurations"
             )
         files = self.files(plan)
         is_sent = plan.layout is not None and plan.layout.is_sent
@@ -180,9 +179,8 @@ def check_for_cluster(plan: Plan) -> None:
     is_sent = plan.layout is not None and plan.layout.is_sent
     if recipe.cluster is not None and is_sent and recipe.scratch is None:
         raise RecipeError(
-            f'cluster = "{recipe.cluster}": nodes write to a file system that all of them see, and '
-            f"{recipe.output} is in a store; name a folder on it with --scratch FOLDER, or leave "
-            "cluster out"
+            f'cluster = "{recipe.cluster}": {recipe.output} is in a store; name a folder that all '
+            "nodes see with --scratch FOLDER, or leave cluster out"
         )
 
 
@@ -252,10 +250,7 @@ def _shares_left(division: Division, done: Sequence[Record]) -> Iterator[Share]:
     """What the slices have to do, without the chunks that are done."""
     finished = {(record.tensor, record.chunk) for record in done}
     for share in division.shares():
-        left = {
-            name: [chunk for chunk in chunks if (name, chunk) not in finished]
-            for name, chunks in share.items()
-        }
+        left = {n: [chunk for chunk in of if (n, chunk) not in finished] for n, of in share.items()}
         if left := {name: chunks for name, chunks in left.items() if chunks}:
             yield left
 

@@ -63,11 +63,8 @@ def check_records(plan: Plan, records: Iterable[Record]) -> None:
     if plan.recipe.allow_not_finite:
         return
     tensors = {tensor.name: tensor for tensor in plan.merged()}
-    suspects = [
-        record
-        for record in records
-        if record.tensor in tensors and is_suspect(record.models, record.exceptions)
-    ]
+    merged = (record for record in records if record.tensor in tensors)
+    suspects = [record for record in merged if is_suspect(record.models, record.exceptions)]
     if not suspects:
         return
     with _opened(plan):

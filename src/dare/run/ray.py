@@ -68,10 +68,8 @@ def _do(key: str, expected: dict[str, str], job: tuple[Any], piece: Any, common:
     node = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
     try:
         if (found := versions()) != expected:
-            raise ClusterError(
-                f"has {_listed(found)}, and the driver {_listed(expected)}; "
-                "install the same versions on every node"
-            )
+            differ = f"has {_listed(found)}, and the driver {_listed(expected)}"
+            raise ClusterError(f"{differ}; install the same versions on every node")
         if piece is None:  # the driver asks whether anybody is there
             return *node, None
         if key not in _opened:
@@ -104,10 +102,8 @@ def connect(address: str, *, verbose: bool) -> Iterator[Cluster]:
     try:
         import ray
     except ImportError:
-        raise ClusterError(
-            f'cluster = "{address}": Ray is not installed; '
-            'install it with pip install "dare-merge[ray]"'
-        ) from None
+        what = 'Ray is not installed; install it with pip install "dare-merge[ray]"'
+        raise ClusterError(f'cluster = "{address}": {what}') from None
     if ray.is_initialized():
         yield Cluster(ray, address)
         return
@@ -211,15 +207,10 @@ class Cluster:
         """Refuse to wait any longer for a node that has processors for a task."""
         if seconds < PATIENCE_SECONDS:
             return
-        raise ClusterError(
-            f'cluster = "{self._address}": '
-            + (
-                "no node has free processors; wait for other jobs to end, or add nodes"
-                if room
-                else "no node is left that can do the work; when there are nodes again, run the "
-                "same command: it resumes"
-            )
-        )
+        reason = "no node is left that can do the work; add nodes and run it again: it resumes"
+        if room:
+            reason = "no node has free processors; wait for other jobs to end, or add nodes"
+        raise ClusterError(f'cluster = "{self._address}": {reason}')
 
     def _take(self, reference: Any) -> Iterator[Result]:
         """Give the result of a task, unless it was only to answer."""
@@ -228,16 +219,14 @@ class Cluster:
             node, name, outcome = self._ray.get(reference)
         except errors.RayTaskError as error:  # before any line of ours
             reason = str(error).strip().splitlines()[-1]
-            raise ClusterError(
-                f"node {error.ip}: dare cannot be started there ({reason}); "
-                "install the same versions on every node"
-            ) from None
+            what = f"dare cannot be started there ({reason})"
+            same = "install the same versions on every node"
+            raise ClusterError(f"node {error.ip}: {what}; {same}") from None
         except errors.RayError as error:
             reason = str(error).strip().partition("\n")[0]
             raise ClusterError(
-                f'cluster = "{self._address}": a task died {1 + RETRIES} times ({reason}), perhaps '
-                "for want of memory; lower threads or max_memory, and run the same command again: "
-                "it resumes"
+                f'cluster = "{self._address}": a task died {1 + RETRIES} times ({reason}); lower '
+                "threads or max_memory, and run the same command again: it resumes"
             ) from None
         if isinstance(outcome, DareError):
             raise type(outcome)(*(f"node {name}: {finding}" for finding in outcome.args))

@@ -99,10 +99,8 @@ class SharedCensuses:
                 if is_ours and self._read(task, self.part.number) is None:
                     self._look(task, self.part.number)
             for task in ready:  # one at a time: looks take room
-                step = self._conclude[task]
-                self._known |= do_census_steps(
-                    self.plan, [step], {**self._known, **self._gather(task)}
-                )
+                looks = {**self._known, **self._gather(task)}
+                self._known |= do_census_steps(self.plan, [self._conclude[task]], looks)
             left = [task for task in left if task not in ready]
         return self._known
 
@@ -139,14 +137,10 @@ class SharedCensuses:
         """Do the looks of one slice and leave them for all."""
         if number != self.part.number and number not in self._absent:
             self._absent.add(number)
-            whose = f"slice {number}/{self.part.of}"
-            self.feedback.say(f"looking at the tensors of {whose}, which does not")
+            self.feedback.say(f"looking at the tensors of slice {number}/{self.part.of}")
         steps, feedback = self._looks[task][number], self.feedback
-        looks = do_census_steps(
-            *(self.plan, steps, self._known),
-            progress=feedback.progress,
-            announce=feedback.compiling,
-        )
+        told = {"progress": feedback.progress, "announce": feedback.compiling}
+        looks = do_census_steps(self.plan, steps, self._known, **told)
         by_tensor = {step.tensor: looks[step.id] for step in steps}
         write_looks(self._file(task, number), self._identity(task), by_tensor, self._looker(task))
 
@@ -189,10 +183,8 @@ def write_looks(path: Path, identity: str, looks: Mapping[str, Any], look: Looke
     try:
         values = {name: _pack(value, arrays, look) for name, value in looks.items()}
     except TypeError as error:
-        raise RecipeError(
-            f"{look.__module__}.{look.__name__}: {error}; slices cannot share it, so merge "
-            "without --slice"
-        ) from None
+        name = f"{look.__module__}.{look.__name__}"
+        raise RecipeError(f"{name}: {error}, so merge without --slice") from None
     stored = io.BytesIO()
     np.savez(stored, *arrays)
     content = json.dumps(values).encode() + b"\n" + stored.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -103,10 +104,8 @@ class Worker:
         census = self._plan.censuses[step.census]
         conclude = self._plan.stages[census.position].rounds(census.settings)[step.round].conclude
         known = results[conclusion_id(census, step.round - 1)] if step.round else None
-        looks = {
-            tensor.name: results["look", step.census, step.round, tensor.name]
-            for tensor in census.tensors
-        }
+        names = [tensor.name for tensor in census.tensors]
+        looks = {name: results["look", step.census, step.round, name] for name in names}
         return conclude(looks, known, **census.settings)
 
     def _survey(
@@ -220,11 +219,8 @@ class Worker:
         sources = self._sources(chunk.tensor, chunk.tuned)
         known = [self._known_digests(source, chunk) for source in sources]
         raws = (chunk.base, *chunk.tuned.values(), *others)
-        found = iter(
-            self._backend.digests(
-                [raw for raw, digests in zip_longest(raws, known) if digests is None]
-            )
-        )
+        unknown = [raw for raw, digests in zip_longest(raws, known) if digests is None]
+        found = iter(self._backend.digests(unknown))
         return [digests or next(found) for _, digests in zip_longest(raws, known)]
 
     def _known_digests(self, source: Source, chunk: Chunk) -> list[str] | None:
@@ -242,10 +238,10 @@ class Worker:
     def _check_copies(self, tensor: TensorPlan, digests: Sequence[Sequence[str]]) -> None:
         for model, found in zip(tensor.models, digests[1:], strict=True):
             if found != digests[0]:
+                whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"
                 raise MismatchError(
-                    f"{tensor.name}: the {tensor.base.dtype.name} values of "
-                    f"{self._plan.model_names[model]} differ from the base's and cannot be "
-                    'merged; set on_integer_mismatch = "base" to keep the base\'s'
+                    f"{tensor.name}: the {whose} differ from the base's and cannot be merged; set "
+                    'on_integer_mismatch = "base" to keep the base\'s'
                 )
 
     def _room(self, tensor: TensorPlan, start: int, count: int) -> tuple[Bytes, bool]:
@@ -286,20 +282,14 @@ def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
     return {model: results.get(survey_id(tensor, model), {}) for model in tensor.models}
 
 
+@dataclass
 class _Walk:
     """Blocks of a tensor in order, as often as a survey asks."""
 
-    def __init__(
-        self,
-        spare_bytes: int,
-        shape: tuple[int, ...],
-        walk: Callable[[], Iterator[Any]],
-        census: Any = None,
-    ) -> None:
-        self.spare_bytes = spare_bytes
-        self.shape = shape
-        self.census = census
-        self._walk = walk
+    spare_bytes: int
+    shape: tuple[int, ...]
+    walk: Callable[[], Iterator[Any]]
+    census: Any = None
 
     def __call__(self) -> Iterator[Any]:
-        return self._walk()
+        return self.walk()
