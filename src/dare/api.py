@@ -290,7 +290,7 @@ def _do_slice(
     share = division.share(part.number)
     total = planned.cost.bytes_read * division.nbytes(share) // division.total
     with (
-        SliceOutput(*_output_of(planned, layout), part, share, overwrite=overwrite) as output,
+        SliceOutput(part, share, *_output_of(planned, layout), overwrite=overwrite) as output,
         show_progress(total, f"slice {part}", visible=planned.recipe.verbose) as display,
     ):
         noticed += _take_over(planned, output, display)

@@ -71,7 +71,7 @@ def slice_output(recipe, text):
     planned = dare.plan(recipe)
     part = Slice.parse(text)
     share = Division(planned, part.of).share(part.number)
-    return SliceOutput(*dare.api._output_of(planned, planned.layout), part, share)
+    return SliceOutput(part, share, *dare.api._output_of(planned, planned.layout))
 
 
 def stopped(recipe, text, monkeypatch, after):

@@ -114,10 +114,8 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
     target = layout.target
     assert isinstance(target, StorePath)
     if target.scheme not in uploading.SCHEMES:
-        raise OutputError(
-            f"{target}: outputs cannot be written to {target.scheme}:// addresses; "
-            "choose s3://, gs://, az:// or a path on this machine"
-        )
+        what = f"outputs cannot be written to {target.scheme}:// addresses"
+        raise OutputError(f"{target}: {what}; choose s3://, gs://, az:// or a path")
     if not target.key or target.key.endswith(".."):
         raise OutputError(f"{target}: is not a name for an output; add a name after the bucket")
     largest = max(layout.sizes, default=0)
@@ -128,9 +126,8 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
         )
     for file in inputs:
         if {target, manifest_path(target)} & {file, *file.parents}:
-            raise OutputError(
-                f"{target}: the output would overwrite the input {file}; choose another output"
-            )
+            what = f"the output would overwrite the input {file}"
+            raise OutputError(f"{target}: {what}; choose another output")
 
 
 def _existing(layout: Layout) -> list[str]:
@@ -153,19 +150,15 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
     if manifest not in found and not set(found) - set(known):
         return found
     if not overwrite:
-        raise OutputError(
-            f"{layout.target}: exists already; choose another output, or pass overwrite=True to "
-            "replace it"
-        )
+        raise targets.exists_already(layout.target)
     ours = {*known, *_written_names(layout)}
-    for name in found:
-        if name not in ours:
-            seen = uploading.look_at(_place(layout, name))
-            if seen is not None and not seen.is_ours:
-                raise OutputError(
-                    f"{layout.target}: contains {name}, which was not made by dare, so it is not "
-                    "replaced; move it away, or choose another output"
-                )
+    for name in (name for name in found if name not in ours):
+        seen = uploading.look_at(_place(layout, name))
+        if seen is not None and not seen.is_ours:
+            raise OutputError(
+                f"{layout.target}: contains {name}, which was not made by dare, so it is not "
+                "replaced; move it away, or choose another output"
+            )
     return sorted(found, key=lambda name: name != manifest)
 
 
@@ -199,17 +192,9 @@ def _noted(layout: Layout) -> Found:
 class StoreOutput(PartialOutput):
     """An output that is made in the scratch folder and uploaded file by file."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        metadata: Mapping[str, str],
-        fingerprint: str,
-        stamps: str = "",
-        *,
-        resume: bool = True,
-        overwrite: bool = False,
-    ) -> None:
-        super().__init__(layout, metadata, fingerprint, stamps, resume=resume)
+    def __init__(self, *given: Any, overwrite: bool = False, **how: Any) -> None:
+        super().__init__(*given, **how)
+        layout, metadata, *_ = given
         self._overwrite = overwrite
         self._is_one = len(layout.files) == 1
         if not self._is_one and METADATA_KEY in metadata:

@@ -53,13 +53,8 @@ def embedded_manifest(
 ) -> dict[str, Any]:
     """The manifest that goes into the output's own header, before its check is filled in."""
     recipe = plan.recipe
-    given = zip(
-        models or [UNKNOWN] * len(plan.models),
-        recipe.weights(),
-        recipe.seeds(),
-        recipe.models,
-        strict=True,
-    )
+    digests = models or [UNKNOWN] * len(plan.models)
+    given = zip(digests, recipe.weights(), recipe.seeds(), recipe.models, strict=True)
     later = {  # what came after the first manifests, and stands there only if it is used
         "vocabulary": None if recipe.vocabulary == "error" else recipe.vocabulary,
         "pad_to_multiple_of": recipe.pad_to_multiple_of,
@@ -163,16 +158,8 @@ def _told_recipe(plan: Plan) -> Recipe:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()
-    return told_recipe.model_copy(
-        update={
-            "chat_template": template,
-            "input_digests": None,
-            "output_digest": None,
-            "search": None,
-            "cluster": None,
-            "scratch": None,
-        }
-    )
+    untold = ("input_digests", "output_digest", "search", "cluster", "scratch")
+    return told_recipe.model_copy(update={"chat_template": template, **dict.fromkeys(untold)})
 
 
 def find_manifest(path: Path) -> Path | None:
@@ -202,9 +189,8 @@ def repeating_document(path: Path, manifest_file: Path) -> dict[str, Any]:
     for key, ours in (("format", FORMAT), ("mask", MASK_VERSION)):
         if manifest.get(key) != ours:
             raise InputError(
-                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version "
-                f"of dare can repeat only {ours!r}; use the version that wrote it "
-                f"({writer})"
+                f"{manifest_file}: its {key} is {manifest.get(key)!r}, and this version of dare "
+                f"can repeat only {ours!r}; use the version that wrote it ({writer})"
             )
     try:
         digests = [manifest["base"], *(model["digest"] for model in manifest["models"])]

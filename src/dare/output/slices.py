@@ -47,7 +47,6 @@ from dare.output.targets import (
     slice_journals,
 )
 from dare.output.writer import PartialOutput
-from dare.planning.layout import Layout
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
 from dare.tensors.chunks import chunk_span
@@ -89,18 +88,8 @@ class SliceReport:
 class SliceOutput(PartialOutput):
     """The output as one slice of a merge writes it; call `end` at the end."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        metadata: Mapping[str, str],
-        fingerprint: str,
-        stamps: str,
-        part: Slice,
-        share: Share,
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        super().__init__(layout, metadata, fingerprint, stamps)
+    def __init__(self, part: Slice, share: Share, *given: Any, overwrite: bool = False) -> None:
+        super().__init__(*given)
         self.part = part
         self._share = share
         self._overwrite = overwrite

@@ -132,10 +132,13 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
         _check_manifest(target)
         return
     if not overwrite:
-        raise OutputError(
-            f"{target}: exists already; choose another output, or pass overwrite=True to replace it"
-        )
+        raise exists_already(target)
     check_replaceable(layout)
+
+
+def exists_already(target: Path) -> OutputError:
+    """What is said where an output would be replaced."""
+    return OutputError(f"{target}: exists already; choose another output, or pass overwrite=True")
 
 
 def check_replaceable(layout: Layout) -> None:
@@ -177,7 +180,9 @@ def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
 def check_is_here(layout: Layout) -> None:
     """Refuse a place in a store; merges do not come here with one."""
     if layout.is_sent:
-        raise OutputError(f"{layout.target}: only a merge can be written to a store; name a path")
+        raise OutputError(
+            f"{layout.target}: only merges go to a store; choose a path on this machine"
+        )
 
 
 def _check_name(target: Path) -> None:
@@ -293,8 +298,7 @@ def _is_as_written(file: Path, digests: Collection[str]) -> bool:
     """
     if file.suffix == ".safetensors":
         try:
-            opened = open_input(file)
-            with closing(opened):
+            with closing(open_input(file)) as opened:
                 raw = read_beginning(file, read_header(opened, str(file)).data_start)
             if bytes_digest(raw) in digests or has_fitting_check(raw):
                 return True

@@ -256,22 +256,20 @@ class PartialOutput:
         """Forget what was left there, and say why, if that was not asked for."""
         journal.start()
         if self._clear({MARK_NAME, JOURNAL_NAME}) and self._resume:
-            self.started_over = (
-                "its journal cannot be read, so it starts over"
-                if found.fingerprint is None
-                else "was left by another merge or another version of dare, and is not used"
-            )
+            self.started_over = "its journal cannot be read, so it starts over"
+            if found.fingerprint is not None:
+                self.started_over = "was left by another merge or version of dare, and is not used"
 
     def _clear(self, kept: Collection[str]) -> bool:
         """Remove all but these files; say whether there was anything.
 
         Sidecars of an earlier try are removed, too: they are written again.
         """
+        held = (MARK_NAME, JOURNAL_NAME)
         leftovers = [
             path
             for path in self.folder.iterdir()
-            if path.name not in kept
-            or (path.name not in (MARK_NAME, JOURNAL_NAME) and not is_only_name(path))
+            if path.name not in kept or (path.name not in held and not is_only_name(path))
         ]
         for leftover in leftovers:
             remove(leftover)
@@ -303,11 +301,8 @@ class PartialOutput:
         missing = self._missing_bytes()
         free = shutil.disk_usage(self.folder).free
         if missing > free:
-            raise OutputError(
-                f"{self.folder}: needs {show_size(missing)} more and the disk has "
-                f"{show_size(free)} free; make room or choose another place, then run the "
-                "merge again"
-            )
+            needs = f"needs {show_size(missing)} more and the disk has {show_size(free)} free"
+            raise OutputError(f"{self.folder}: {needs}; make room or choose another place")
 
     def _missing_bytes(self) -> int:
         """Room on the disk that is still needed."""
@@ -377,9 +372,8 @@ class PartialOutput:
                 header = self._final_header(name, metadata[name])
                 file.write(header, 0)
                 file.sync()
-                headers[name] = bytes_digest(header)
-                if digests_of_all:
-                    headers[name] = file_digest(self.folder / name)
+                path = self.folder / name
+                headers[name] = file_digest(path) if digests_of_all else bytes_digest(header)
             if (index := self.layout.index()) is not None:
                 self.add_files({self.layout.index_name: index})
             text = seal(manifest, {**headers, **self._others})
@@ -409,8 +403,7 @@ def explaining(place: Path, *, resumable: bool = False) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and resumable:
-            raise OutputError(
-                f"{place}: the disk is full; make room and run the same merge again; it resumes"
-            ) from error
-        raise OutputError(f"{place}: cannot be written: {error.strerror or error}") from error
+            what = "the disk is full; make room and run the same merge again; it resumes"
+        raise OutputError(f"{place}: {what}") from error

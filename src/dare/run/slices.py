@@ -139,7 +139,7 @@ class SharedCensuses:
             self._absent.add(number)
             self.feedback.say(f"looking at the tensors of slice {number}/{self.part.of}")
         steps, feedback = self._looks[task][number], self.feedback
-        told = {"progress": feedback.progress, "announce": feedback.compiling}
+        told: dict[str, Any] = {"progress": feedback.progress, "announce": feedback.compiling}
         looks = do_census_steps(self.plan, steps, self._known, **told)
         by_tensor = {step.tensor: looks[step.id] for step in steps}
         write_looks(self._file(task, number), self._identity(task), by_tensor, self._looker(task))

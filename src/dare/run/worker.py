@@ -282,7 +282,7 @@ def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:
     return {model: results.get(survey_id(tensor, model), {}) for model in tensor.models}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Walk:
     """Blocks of a tensor in order, as often as a survey asks."""
 

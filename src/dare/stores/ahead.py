@@ -247,10 +247,8 @@ class StoreFile:
         try:
             answer = asked.result()
         except FileNotFoundError:
-            raise _Changed(
-                f"{self.path}: was removed after the merge was planned; put it back and "
-                "run the merge again"
-            ) from None
+            what = "was removed after the merge was planned; put it back and run the merge again"
+            raise _Changed(f"{self.path}: {what}") from None
         is_same = answer.size == self.size if self._is_fixed else answer.stamp == self.stamp
         if not is_same:
             raise _Changed(f"{self.path}: changed since the merge was planned; run the merge again")

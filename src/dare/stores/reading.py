@@ -75,9 +75,7 @@ REMEDIES = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key of an account that may read it",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
     "hf": "log in with `hf auth login` or set HF_TOKEN; accept the model's terms if it has any",
-    "http": (
-        "give an address that contains its password or signature (dare does not write it anywhere)"
-    ),
+    "http": "give an address that contains its password or signature",
 }
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -220,9 +218,7 @@ def _insist(path: Address, request: Callable[[], Result]) -> Result:
 def _is_passing(error: Exception) -> bool:
     from obstore import exceptions
 
-    if isinstance(error, exceptions.GenericError):
-        return "without LOCATION" not in str(error)
-    return False
+    return isinstance(error, exceptions.GenericError) and "without LOCATION" not in str(error)
 
 
 # ---------------------------------------------------------------- connecting
@@ -233,12 +229,10 @@ def _locate(path: Address) -> tuple[Any, str]:
     place, access = access_to(path)
     if path.scheme == "hf" and not access.url:
         raise InputError(f"{path}: a model on the hub can only be read as a base or a model")
+    root = access.url or f"{path.scheme}://{path.authority}"
+    key = unquote(path.key) if path.scheme in WEB else path.key
     if access.url:
-        key, root = path.relative_to(place).as_posix(), access.url
-    elif path.scheme in WEB:
-        key, root = unquote(path.key), f"{path.scheme}://{path.authority}"
-    else:
-        key, root = path.key, f"{path.scheme}://{path.authority}"
+        key = path.relative_to(place).as_posix()
     headers = dict(access.headers)
     if access.password and "authorization" not in headers:
         coded = base64.b64encode(unquote(access.password).encode()).decode()
@@ -261,27 +255,21 @@ def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
         from obstore import store
     except ImportError:
         raise InputError(f"{path}: reading from a store needs obstore: {INSTALL}") from None
-    settings: dict[str, Any] = {}
-    is_web = urlsplit(url).scheme in WEB
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=PATIENCE_SECONDS),
         "timeout": timedelta(seconds=REQUEST_SECONDS),
     }
-    if is_web or _allows_http(path):
+    if urlsplit(url).scheme in WEB or _allows_http(path):
         options["allow_http"] = True
     if headers:
         options["default_headers"] = dict(headers)
-    if path.scheme == "s3":
-        settings |= _s3_settings()
+    settings = _s3_settings() if path.scheme == "s3" else {}
+    waits = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=8)}
     retries = {
         "max_retries": RETRIES,
         "retry_timeout": timedelta(seconds=RETRY_SECONDS),
-        "backoff": {
-            "init_backoff": timedelta(milliseconds=200),
-            "max_backoff": timedelta(seconds=8),
-            "base": 2,
-        },
+        "backoff": {**waits, "base": 2},
     }
     try:
         connect: Any = store.from_url
@@ -296,14 +284,12 @@ def _allows_http(path: Address) -> bool:
     if path.scheme != "s3" or not endpoint.startswith("http://"):
         return False
     host = urlsplit(endpoint).hostname or ""
-    if host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host):
-        return True
-    if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes"):
+    is_here = host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host)
+    if is_here or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes"):
         return True
     raise InputError(
-        f"{path}: the endpoint of S3 (AWS_ENDPOINT_URL) is http://{host}, where "
-        "others can read keys and weights on the way; use https, or set "
-        "AWS_ALLOW_HTTP=true"
+        f"{path}: the endpoint of S3 (AWS_ENDPOINT_URL) is http://{host}, where others can read "
+        "keys and weights on the way; use https, or set AWS_ALLOW_HTTP=true"
     )
 
 
@@ -421,9 +407,8 @@ def _list(path: Address) -> Names:
         return obstore.list_with_delimiter(store, prefix=key or None)
 
     found = in_background(lambda: _insist(path, ask)).result()
-    names: dict[str, int | None] = {}
-    for folder in found["common_prefixes"]:
-        names[folder.rstrip("/").rpartition("/")[2]] = None
+    folders = [folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]]
+    names: dict[str, int | None] = dict.fromkeys(folders)
     for entry in found["objects"]:
         if entry["path"] != key:  # a mark that some tools leave for a folder
             names[entry["path"].rpartition("/")[2]] = entry["size"]
@@ -463,8 +448,7 @@ def _start_head(path: Address) -> Future[int]:
     def head() -> int:
         import obstore
 
-        meta = obstore.head(store, key)
-        return int(meta["size"])
+        return int(obstore.head(store, key)["size"])
 
     return in_background(lambda: _insist(path, head))
 
@@ -537,36 +521,26 @@ def _explained(path: Address, error: Exception, *, writes: bool = False) -> Inpu
     answer = " ".join(filter(None, (number, code and code[1])))
     remedy = REMEDIES["http" if path.scheme in WEB else path.scheme]
     remedy += "; writing needs the right to list, read, write and delete" if writes else ""
-    is_elsewhere = code is not None and code[1] in (
-        *("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect"),
-    )
+    elsewhere = ("AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect")
+    is_elsewhere = code is not None and code[1] in elsewhere
     if path.scheme == "s3" and (is_elsewhere or "without LOCATION" in text):
-        where = f", {region[1]}" if region else ""
-        return InputError(
-            f"{path}: the bucket {path.authority} is in another region{where}; set AWS_REGION to it"
-        )
+        where = f"is in another region{f', {region[1]}' if region else ''}; set AWS_REGION to it"
+        return InputError(f"{path}: the bucket {path.authority} {where}")
     if number in ("401", "403"):
         return Forbidden(f"{path}: the store denies access ({answer}); {remedy}")
     if isinstance(error, exceptions.NotSupportedError):
-        return InputError(
-            f"{path}: the server does not send parts of a file (it ignores Range), "
-            "which is needed; download the file and give its path"
-        )
+        what = "the server does not send parts of a file (it ignores Range)"
+        return InputError(f"{path}: {what}; download the file and give its path")
     if number == "404":
-        return InputError(
-            f"{path}: the store has no {path.authority} ({answer}); check the address"
-            + (", or make it first" if writes else "")
-        )
+        check = "check the address, or make it first" if writes else "check the address"
+        return InputError(f"{path}: the store has no {path.authority} ({answer}); {check}")
     if number in ("413", "507"):
-        return InputError(
-            f"{path}: the store is full, or its quota is used up ({answer}); make room and run the "
-            "same merge again; it resumes"
-        )
+        what = f"the store is full, or its quota is used up ({answer})"
+        return InputError(f"{path}: {what}; make room and run the same merge again; it resumes")
     if number == "400" and path.scheme != "hf":
         return InputError(f"{path}: the store does not understand the request ({answer}); {remedy}")
     tried = _RETRIED.search(text)
-    times = int(tried[1]) + 1 if tried else 1
-    after = f" after {times} tries" if times > 1 else ""
+    after = f" after {int(tried[1]) + 1} tries" if tried and int(tried[1]) else ""
     return InputError(
         f"{path}: cannot be {'written to' if writes else 'read from'} its store{after}: "
         f"{_reason(text, answer)}; check the address and the network and run the merge again; "

@@ -22,7 +22,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -96,10 +96,8 @@ class LocalFile:
     def stamp(self) -> Stamp:
         """Size, time, device and inode; last the time that nobody can set."""
         status = os.fstat(self.file_descriptor)
-        return (
-            *(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino),
-            status.st_ctime_ns,
-        )
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return status.st_size, times[0], status.st_dev, status.st_ino, times[1]
 
     def read_at(self, into: memoryview, position: int) -> int:
         """Fill a buffer; return how many bytes there were before the end of the file."""
@@ -235,12 +233,9 @@ def read_limited(file: Path, most_bytes: int, where: Path | None = None) -> byte
 
 def read_beginning(file: Path, nbytes: int) -> bytes:
     """The first bytes of a file, or as many as there are."""
-    opened = open_input(file)
-    try:
-        found = bytearray(nbytes)
+    found = bytearray(nbytes)
+    with closing(open_input(file)) as opened:
         return bytes(found[: opened.read_at(memoryview(found), 0)])
-    finally:
-        opened.close()
 
 
 def _read_stored(file: StorePath, most_bytes: int) -> bytes:
@@ -260,9 +255,8 @@ def aligned_bytes(size: int) -> NDArray[np.uint8]:
 def read_at(file_descriptor: int, into: memoryview, position: int) -> int:
     """Fill a buffer; return how many bytes there were before the end of the file."""
     filled = 0
-    while filled < len(into):
-        count = _read_some(file_descriptor, into[filled:], position + filled)
-        if count == 0:
+    while rest := into[filled:]:
+        if not (count := _read_some(file_descriptor, rest, position + filled)):
             break
         filled += count
     return filled

@@ -91,9 +91,7 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     if not is_text(name):
         raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     if name == METADATA:
-        raise HeaderError(
-            f"{where}: a tensor is called {METADATA}, where safetensors keeps notes; rename it"
-        )
+        raise HeaderError(f"{where}: no tensor can be called {METADATA}; rename it")
     if name in known:
         raise HeaderError(f"{where}: {name} is there twice; leave one of them out")
     if as_weight and not info.dtype.is_weight:
@@ -117,10 +115,8 @@ def read_header(file: InputFile, where: str) -> Header:
     file_size = file.size
     prefix = _read(file, _LENGTH_BYTES, 0)
     if len(prefix) < _LENGTH_BYTES:
-        raise HeaderError(
-            f"{where}: {file_size} bytes is too short for a safetensors file; "
-            "the download is probably incomplete"
-        )
+        what = f"{file_size} bytes is too short for a safetensors file"
+        raise HeaderError(f"{where}: {what}; the download is probably incomplete")
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise HeaderError(
@@ -151,19 +147,16 @@ def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header
     data_start = _LENGTH_BYTES + len(text)
     metadata: object = {}
     tensors: dict[str, TensorInfo] = {}
-    seen = set()
+    has_metadata = False
     for name, entry in _entries(_as_text(text, where), where):
-        if name == METADATA and METADATA not in seen:
-            metadata = entry
-            seen.add(METADATA)
+        if name == METADATA and not has_metadata:
+            metadata, has_metadata = entry, True
             continue
         if name in tensors or name == METADATA:
             raise HeaderError(f"{where}: {name!r} occurs twice in the header")
         if len(tensors) == MAX_TENSORS:
-            raise HeaderError(
-                f"{where}: has more than {MAX_TENSORS} tensors, which no model has; "
-                "cut it into several files"
-            )
+            what = f"has more than {MAX_TENSORS} tensors; cut it into several files"
+            raise HeaderError(f"{where}: {what}")
         dtype, shape, begin = _check_entry(name, entry, where)
         info = TensorInfo(sys.intern(name), dtype, shape, data_start + begin)
         admit(info, tensors, where)
@@ -259,9 +252,8 @@ def _check_entry(name: str, entry: object, where: str) -> tuple[StorageType, tup
         raise HeaderError(f"{place}: needs exactly dtype, shape and data_offsets")
     dtype = STORAGE_TYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise HeaderError(
-            f"{place}: unknown dtype {entry['dtype']!r}; known: {', '.join(STORAGE_TYPES)}"
-        )
+        known = ", ".join(STORAGE_TYPES)
+        raise HeaderError(f"{place}: unknown dtype {entry['dtype']!r}; known: {known}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
         raise HeaderError(f"{place}: shape {_shown(shape)} is not a list of whole numbers")

@@ -31,12 +31,8 @@ def show_size(nbytes: int) -> str:
     ('1.90 GB', '2.0 kB', '7 bytes')
     """
     text = "1 byte" if nbytes == 1 else f"{nbytes} bytes"
-    for unit, bytes_each, digits in (
-        ("kB", 1e3, 1),
-        ("MB", 1e6, 1),
-        ("GB", 1e9, 2),
-        ("TB", 1e12, 2),
-    ):
+    units = ("kB", 1e3, 1), ("MB", 1e6, 1), ("GB", 1e9, 2), ("TB", 1e12, 2)
+    for unit, bytes_each, digits in units:
         if float(text.split(maxsplit=1)[0]) < 1000:  # as it is rounded
             break
         text = f"{nbytes / bytes_each:.{digits}f} {unit}"
