@@ -30,15 +30,9 @@ class PieceOutput(PartialOutput):
     """A file under way of which only the chunks are known; `assemble` it, then `finish`."""
 
     def __init__(
-        self,
-        target: Path,
-        chunks: Mapping[str, int],
-        fingerprint: str,
-        stamps: str,
-        *,
-        resume: bool,
+        self, target: Path, chunks: Mapping[str, int], *identity: str, resume: bool
     ) -> None:
-        super().__init__(Layout(target, {}), {}, fingerprint, stamps, resume=resume)
+        super().__init__(Layout(target, {}), {}, *identity, resume=resume)
         self._chunks = chunks
         """How many each tensor has."""
         self._appending = threading.Lock()

@@ -53,10 +53,8 @@ def publish(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[st
     `made` are the folders on the way to it that did not exist.
     """
     target, folder = layout.target, partial_folder(layout.target)
-    if layout.is_directory:
-        _name_directory(folder, layout, overwrite=overwrite)
-    else:
-        _name_file(folder, layout, overwrite=overwrite)
+    name = _name_directory if layout.is_directory else _name_file
+    name(folder, layout, overwrite=overwrite)
     problems: list[str] = []
     for parent in dict.fromkeys((target.parent, *(path.parent for path in made))):
         _attempt(problems, sync_folder, parent)

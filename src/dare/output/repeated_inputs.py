@@ -36,11 +36,8 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Reci
     if recipe.input_digests is not None:  # these very inputs were merged before
         return recipe
     known_base, *known = (_files_of(source) for source in (base, *models))
-    bases = [
-        entry
-        for entry, files in zip(recipe.models, known, strict=True)
-        if files and files == known_base
-    ]
+    entries = zip(recipe.models, known, strict=True)
+    bases = [entry for entry, files in entries if files and files == known_base]
     recipe = with_base_among_models(recipe) if bases else recipe
     if not recipe.interpolates and not all(map(_is_meant, bases)):
         raise _base_among_models(recipe, bases)
@@ -51,18 +48,15 @@ def check_inputs(recipe: Recipe, base: Source, models: Sequence[Source]) -> Reci
             again = "is among the models twice"
             if one.file != other.file:
                 again = f"is the file {one.file}, which is among the models too"
-            raise RecipeError(
-                f"{other.file}: {again}; take one of them out (double its weight to let it count "
-                "twice), or give each a seed if two masks of one model are meant"
-            )
+            remedy = "take one of them out, or give each a seed if two masks of it are meant"
+            raise RecipeError(f"{other.file}: {again}; {remedy}")
     for entry in recipe.models:
         rest = [other for other in recipe.models if other is not entry and other not in bases]
         if not _is_meant(entry) and (merged := _merged_here(recipe, entry, rest)):
             meant = "weight" if recipe.chain[-1][0].default_weight else "seed"
             raise RecipeError(
-                f"{entry.file}: was made by dare from this base and {' and '.join(merged)}, which "
-                f"is merged again here; take the output out of models, or give it a {meant} if "
-                "that is meant"
+                f"{entry.file}: was made by dare from this base and {' and '.join(merged)}; take "
+                f"this output out of models, or give it a {meant} if that is meant"
             )
     return recipe
 
@@ -85,10 +79,9 @@ def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeErr
     if stage.interpolates is not None:
         settings = [f"{name} = {write_value(value)}" for name, value in stage.interpolates.items()]
         remedy = f"to interpolate whole models set {', '.join(settings)} in [{stage.name}]"
-    elif 0 < len(others) <= SHORT_LIST:
-        remedy = f"take it out of models: {written_models(others)}"
     else:
-        remedy = "take it out of models"
+        is_short = 0 < len(others) <= SHORT_LIST
+        remedy = f"take it out of models{f': {written_models(others)}' if is_short else ''}"
     return RecipeError(
         f"{bases[0].file}: is the base, and stands among the models too; {remedy}; to stay nearer "
         "to the base, lower scale"

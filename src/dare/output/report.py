@@ -161,18 +161,12 @@ def make_report(
 ) -> Report:
     """Add the figures of all chunks up; `noticed` is what was warned of since the plan."""
     by_tensor = _by_tensor(records)
-    tensors = tuple(
-        _tensor_report(plan, tensor, by_tensor[tensor.name]) for tensor in plan.merged()
-    )
+    tensors = tuple(_tensor_report(plan, t, by_tensor[t.name]) for t in plan.merged())
     models = tuple(_model_report(plan, index, tensors) for index in range(len(plan.models)))
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
     digests = _digests(plan, by_tensor)
-    warnings = [
-        *plan.warnings,
-        *noticed,
-        *_twin_warnings(plan, models, digests),
-        *_number_warnings(overflowed, nans),
-    ]
+    found = *_twin_warnings(plan, models, digests), *_number_warnings(overflowed, nans)
+    warnings = [*plan.warnings, *noticed, *found]
     return Report(
         method="+".join(stage.name for stage in plan.stages),
         output=plan.recipe.output,
@@ -277,13 +271,11 @@ def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) 
         is_weighted = plan.recipe.models[index].weight is not None  # to pull towards the base
         is_meant = is_weighted or plan.recipe.interpolates  # from the base on
         if model.elements and model.largest_delta == 0 and not is_meant:
-            yield Notice(
-                Concern.EQUALS_BASE,
+            text = (
                 f"{model.name}: equals the base in every element, so it changes nothing, and in a "
-                "mean each other model counts less; leave it out, or check that it is the file "
-                "you meant",
-                Strength.STRONG,
+                "mean others count less; leave it out, or check that it is the file you meant"
             )
+            yield Notice(Concern.EQUALS_BASE, text, Strength.STRONG)
         elif model.largest_delta != 0:
             changed.append(index)
     for one, other in itertools.combinations(changed, 2):
@@ -294,33 +286,21 @@ def _twin_warnings(plan: Plan, models: Sequence[ModelReport], digests: Digests) 
 def same_model(plan: Plan, one: int, other: int) -> Notice:
     """What is said of two models that are one, by a glance or by their digests."""
     names = plan.model_names
-    return Notice(
-        Concern.SAME_MODEL,
-        f"{names[other]}: has the same weights as {names[one]}, so it counts twice; leave one of "
-        "them out, or double its weight if that is meant",
-        Strength.STRONG,
-    )
+    what = f"has the same weights as {names[one]}, so it counts twice; leave one of them out"
+    text = f"{names[other]}: {what}, or double its weight if that is meant"
+    return Notice(Concern.SAME_MODEL, text, Strength.STRONG)
 
 
 def _number_warnings(overflowed: int, nans: int) -> Iterator[Notice]:
-    if overflowed:
-        yield Notice(
-            Concern.OVERFLOW,
-            f"{_counted(overflowed, 'merged value')} infinite or too large for the output type; "
-            "lower scale, or store a wider dtype",
-            Strength.STRONG,
-        )
-    if nans:
-        yield Notice(
-            Concern.NOT_A_NUMBER,
-            f"{_counted(nans, 'merged value')} NaN; `dare analyze` shows which input has NaN or "
-            "infinite elements, and where",
-            Strength.STRONG,
-        )
-
-
-def _counted(count: int, word: str) -> str:
-    return f"1 {word} is" if count == 1 else f"{count:,} {word}s are"
+    too_large = "infinite or too large for the output type; lower scale, or store a wider dtype"
+    not_numbers = "NaN; `dare analyze` shows which input has NaN or infinite elements, and where"
+    for about, count, what in (
+        (Concern.OVERFLOW, overflowed, too_large),
+        (Concern.NOT_A_NUMBER, nans, not_numbers),
+    ):
+        if count:
+            values = "1 merged value is" if count == 1 else f"{count:,} merged values are"
+            yield Notice(about, f"{values} {what}", Strength.STRONG)
 
 
 def _digests(plan: Plan, by_tensor: dict[str, list[Record]]) -> Digests:

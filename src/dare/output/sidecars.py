@@ -108,9 +108,8 @@ def _template(
     giver = next((number for number in givers if templates[number] == template), chosen)
     if setting == "auto" and giver != own and (lost := _lost(inputs, giver)):
         text = (
-            f"chat template: the one of {inputs.names[giver - 1]} is not used, because it ends a "
-            f"text with {lost}, which the output's tokenizer does not have; set vocabulary = "
-            '"union" to add it'
+            f"chat template: the one of {inputs.names[giver - 1]} is not used: it ends a text with "
+            f'{lost}, which the tokenizer does not have; set vocabulary = "union" to add it'
         )
         return None, chosen, (text,)
     return template, giver, notes
@@ -167,11 +166,8 @@ def _with_missing_configuration(planned: Plan, inputs: Inputs, chosen: int) -> P
     others = [name for name, has in zip(inputs.names, has_one[1:], strict=True) if has]
     if not others:
         return replace(planned, notes=(*planned.notes, text))
-    text += (
-        f"; set copy_from = {others[0]!r} to take configuration and tokenizer from that model "
-        f"(--copy-from {shlex.quote(others[0])})"
-    )
-    notice = Notice(Concern.NO_CONFIGURATION, text)
+    text += f"; set copy_from = {others[0]!r} to take configuration and tokenizer from that model"
+    notice = Notice(Concern.NO_CONFIGURATION, f"{text} (--copy-from {shlex.quote(others[0])})")
     return replace(planned, warnings=(*planned.warnings, notice))
 
 
@@ -180,10 +176,8 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> int:
     if recipe.copy_from is None:
         return 0
     if recipe.copy_from not in names:
-        raise RecipeError(
-            f"copy_from = {recipe.copy_from!r}: there is no such model"
-            f"{did_you_mean(recipe.copy_from, names)}; there are {', '.join(names)}"
-        )
+        known = f"{did_you_mean(recipe.copy_from, names)}; there are {', '.join(names)}"
+        raise RecipeError(f"copy_from = {recipe.copy_from!r}: there is no such model{known}")
     return 1 + names.index(recipe.copy_from)
 
 
@@ -263,9 +257,7 @@ def inherited(directory: Path) -> dict[str, str]:
     except (yaml.YAMLError, RecursionError, ValueError):
         metadata = None
     values = metadata if isinstance(metadata, dict) else {}
-    return {
-        key: values[key] for key in INHERITED if values.get(key) and isinstance(values[key], str)
-    }
+    return {key: text for key in INHERITED if (text := values.get(key)) and isinstance(text, str)}
 
 
 def _bounded_loader(yaml: Any) -> Any:
@@ -316,17 +308,13 @@ def _digests(report: Report) -> str:
 
 
 def _warnings(plan: Plan, report: Report) -> str:
-    lines = [
-        f"- {_graded(notice)}: {_inline(without_folders(notice.text, plan.recipe.paths))}\n"
-        for notice in report.warnings
-        if notice.about is not Concern.LEFTOVERS
-    ]
-    return f"## Warnings\n\n{''.join(lines)}\n" if lines else ""
-
-
-def _graded(notice: Notice) -> str:
-    """What a notice is about, and that it is a strong one."""
-    return f"**{notice.about}**" if notice.strength is Strength.STRONG else str(notice.about)
+    lines = ""
+    for notice in report.warnings:
+        if notice.about is not Concern.LEFTOVERS:
+            mark = "**" if notice.strength is Strength.STRONG else ""
+            text = _inline(without_folders(notice.text, plan.recipe.paths))
+            lines += f"- {mark}{notice.about}{mark}: {text}\n"
+    return f"## Warnings\n\n{lines}\n" if lines else ""
 
 
 def _recipe(plan: Plan) -> str:
@@ -354,8 +342,7 @@ def _fenced(language: str, text: str) -> str:
 
 def _code(text: str) -> str:
     """Code in a line or a table's cell."""
-    plain = _one_line(text).replace("`", "'")
-    return f"`{plain}`"
+    return "`" + _one_line(text).replace("`", "'") + "`"
 
 
 def _inline(text: str) -> str:

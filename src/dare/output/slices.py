@@ -98,8 +98,7 @@ class SliceOutput(PartialOutput):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        elsewhere = [r for r in self.resumed if (r.tensor, r.chunk) not in self._known]
-        self.record(elsewhere)
+        self.record([r for r in self.resumed if (r.tensor, r.chunk) not in self._known])
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
@@ -340,8 +339,7 @@ class FinishingOutput(PartialOutput):
             owners = sorted({division.owner(*key) for key in missing})
             what += f", from {_listed([Slice(number, division.of) for number in owners])}"
         raise OutputError(
-            f"{self.folder}: {what}; run these slices again, or run the merge without "
-            "--slice, which does the rest"
+            f"{self.folder}: {what}; run these slices again, or run the merge without --slice"
         )
 
 

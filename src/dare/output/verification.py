@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from dare.tensors.header import TensorInfo
 from dare.tensors.sizes import times
 
 Outcome = TypeVar("Outcome")
+Manifest = Mapping[str, Any]
 
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
 """Endings of what people lay beside a model, and no program loads with it."""
@@ -116,7 +117,7 @@ def verify(
             problems.append(f"{beside.name}: is missing, so only the weights could be checked")
         elif beside.exists():
             manifest = read_manifest(beside)
-            problems += _compare_weights(beside, manifest, digests, embedded, problems)
+            problems += _compare_weights(beside, manifest, digests, embedded, ok=not problems)
             if path.is_dir():
                 problems += _compare_files(path, manifest, set(source.headers), changed)
     except (InputError, KeyError, TypeError, AttributeError) as error:
@@ -187,9 +188,7 @@ def _verify_delta(path: Path, source: FileSource, verbose: bool) -> Verification
     return Verification(path, tuple(problems), tensors, nbytes)
 
 
-def _checked_manifest(
-    file: Path, metadata: Mapping[str, str], problems: list[str]
-) -> dict[str, Any]:
+def _checked_manifest(file: Path, metadata: Mapping[str, str], problems: list[str]) -> Manifest:
     """Read the manifest in a file's header and check the header against it."""
     if METADATA_KEY not in metadata:
         raise VerificationError(f"{file}: was not made by dare; its header has no manifest")
@@ -246,16 +245,12 @@ def _in_threads(
 
 
 def _compare_weights(
-    beside: Path,
-    manifest: Mapping[str, Any],
-    digests: Mapping[str, str],
-    embedded: Mapping[str, Any],
-    problems: Sequence[str],
+    beside: Path, manifest: Manifest, digests: Mapping[str, str], embedded: Manifest, *, ok: bool
 ) -> Iterator[str]:
     """Compare with the manifest beside the weights, which can say which tensor is damaged."""
     if embedded.get("output") == UNKNOWN:
         embedded = {**embedded, **{key: manifest.get(key) for key in ("base", "models", "output")}}
-    if not problems and manifest.get("output") != embedded["output"]:
+    if ok and manifest.get("output") != embedded["output"]:
         yield f"{beside}: belongs to another merge than the weights; run the merge again"
         return
     expected = manifest["digests"]["output"]

@@ -48,10 +48,8 @@ def execute(
     merged. `make_worker` makes what does the steps.
     """
     if plan.recipe.cluster is not None:
-        raise RecipeError(
-            f'cluster = "{plan.recipe.cluster}": only merges of files into files run on a cluster; '
-            "leave cluster out here"
-        )
+        what = "only merges of files into files run on a cluster; leave cluster out here"
+        raise RecipeError(f'cluster = "{plan.recipe.cluster}": {what}')
     records = list(done)
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
@@ -90,11 +88,7 @@ def with_same_inputs(plan: Plan, records: Sequence[Record], progress: Progress) 
     whole = {name for name, count in chunks.items() if count == tensors[name].chunks}
     if plan.censuses and len(whole) < len(tensors):
         return [record for record in same if not tensors[record.tensor].is_merged]
-    return [
-        record
-        for record in same
-        if record.tensor in whole or not plan.is_surveyed(tensors[record.tensor])
-    ]
+    return [r for r in same if r.tensor in whole or not plan.is_surveyed(tensors[r.tensor])]
 
 
 def draw_conclusions(plan: Plan) -> Conclusions:

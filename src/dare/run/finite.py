@@ -119,9 +119,8 @@ def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
         for model, count in _count(plan, tensor, base, tuned).items():
             totals[model] += count
     parts = [
-        f"{'base' if model == BASE else plan.model_names[model]}: {count:,} of "
-        f"{tensor.elements:,} elements of {tensor.name} {'is' if count == 1 else 'are'} NaN or "
-        "infinite"
+        f"{'base' if model == BASE else plan.model_names[model]}: {count:,} of {tensor.elements:,} "
+        f"elements of {tensor.name} {'is' if count == 1 else 'are'} NaN or infinite"
         for model, count in totals.items()
         if count
     ]

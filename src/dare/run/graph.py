@@ -146,17 +146,12 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
         for number in range(len(rounds)):
             looks = []
             for tensor in census.tensors:
-                earlier = tuple(
-                    (position, conclusion)
-                    for position, conclusion in before[tensor.name, census.model]
-                    if position < census.position
-                )
+                concluded_before = before[tensor.name, census.model]
+                earlier = tuple(c for c in concluded_before if c[0] < census.position)
                 needs = (*last, *(conclusion for _, conclusion in earlier))
                 looks.append(("look", place, number, tensor.name))
-                yield Look(
-                    *(looks[-1], needs, 0, tensor.elements),
-                    *(place, number, tensor.name, earlier),
-                )
+                name, elements = tensor.name, tensor.elements
+                yield Look(looks[-1], needs, 0, elements, place, number, name, earlier)
             concluded = conclusion_id(census, number)
             yield Conclude(concluded, (*last, *looks), 0, 0, place, number)
             last = (concluded,)
@@ -189,9 +184,8 @@ def _merging(
             concluded = tuple(conclusions[tensor.key, model])
             needs = tuple(conclusion for _, conclusion in concluded)
             surveys.append(survey_id(tensor, model))
-            yield Survey(
-                *(surveys[-1], needs, group, tensor.elements), *(tensor.name, model, concluded)
-            )
+            found = surveys[-1], needs, group, tensor.elements
+            yield Survey(*found, tensor.name, model, concluded)
     if plan.combine.surveys(tensor.combine):
         yield SurveyAll(survey_all_id(tensor), tuple(surveys), group, tensor.elements, tensor.name)
         surveys.append(survey_all_id(tensor))

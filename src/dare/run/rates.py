@@ -91,12 +91,9 @@ def _kept() -> dict[str, float]:
     with suppress(OSError, ValueError, RecursionError):
         kept = json.loads(read_private(cache_folder() / "rates.json"))
         if isinstance(kept, dict):
-            return {key: rate for key, rate in kept.items() if _is_rate(rate)}
+            rates = ((key, rate) for key, rate in kept.items() if isinstance(rate, float))
+            return {key: rate for key, rate in rates if 0 < rate < math.inf}
     return {}
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
 
 
 def _key(plan: Plan) -> str:

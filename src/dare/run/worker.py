@@ -270,11 +270,9 @@ def _spans(steps: Sequence[Step], most: int) -> Iterator[Sequence[Step]]:
 
 
 def _follows(step: Step, after: Step) -> bool:
-    return (
-        isinstance(step, Merge | Copy)
-        and isinstance(after, Merge | Copy)
-        and (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
-    )
+    if isinstance(step, Merge | Copy) and isinstance(after, Merge | Copy):
+        return (after.tensor, after.chunk) == (step.tensor, step.chunk + 1)
+    return False
 
 
 def summaries_of(tensor: TensorPlan, results: Results) -> dict[int, Summaries]:

@@ -465,10 +465,9 @@ def size_of(path: Address) -> int | None:
     place, access = access_to(path)
     if access.names is not None:
         return access.names.get(path.relative_to(place).as_posix())
-    beside = _recall("folder", path.parent)
+    beside: Names | None = _recall("folder", path.parent)
     if beside is not None and (path.scheme not in WEB or path.name in USUAL_NAMES):
-        size: int | None = beside.get(path.name)
-        return size
+        return beside.get(path.name)
     found = _recall("size", path)
     if found is None:
         found = _remember("size", path, -1 if (asked := _ask_size(path)) is None else asked)

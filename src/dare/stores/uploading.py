@@ -123,10 +123,9 @@ def upload(
     stored = look_at(path)
     whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
     expected = f"{whole}-{len(digests)}" if in_parts else "".join(d.hex() for d in digests)
-    is_there = stored is not None and stored.size == size
     if (
         stored is None
-        or not is_there
+        or stored.size != size
         or (stored.version != expected and not _is_same(path, content))
     ):
         raise OutputError(f"{path}: the store does not have it as it was sent; run the merge again")

@@ -148,7 +148,7 @@ def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header
     metadata: object = {}
     tensors: dict[str, TensorInfo] = {}
     has_metadata = False
-    for name, entry in _entries(_as_text(text, where), where):
+    for name, entry in _entries(text, where):
         if name == METADATA and not has_metadata:
             metadata, has_metadata = entry, True
             continue
@@ -167,14 +167,7 @@ def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> Header
     return Header(tensors, metadata, data_start)
 
 
-def _as_text(text: bytes | bytearray, where: str) -> str:
-    try:
-        return text.decode("utf-8")
-    except ValueError as error:
-        raise HeaderError(f"{where}: the header is not valid JSON: {error}") from None
-
-
-def _entries(text: str, where: str) -> Iterator[tuple[str, Any]]:
+def _entries(coded: bytes | bytearray, where: str) -> Iterator[tuple[str, Any]]:
     """The names in a JSON object with their values, one after the other."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -186,6 +179,7 @@ def _entries(text: str, where: str) -> Iterator[tuple[str, Any]]:
 
     decode = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode
     try:
+        text = coded.decode()
         place = _after_space(text, 0)
         if text[place : place + 1] != "{":
             decode(text, place)

@@ -157,8 +157,7 @@ def _are_scattered(used: NDArray[np.bool_]) -> bool:
     count = np.count_nonzero(used)
     if not 0 < 4 * count <= used.size:
         return False
-    neighbours = np.count_nonzero(used[1:] & used[:-1])
-    return bool(2 * neighbours < count)
+    return bool(2 * np.count_nonzero(used[1:] & used[:-1]) < count)
 
 
 def _pack_gaps(places: NDArray[np.intp]) -> Bytes:
@@ -199,8 +198,7 @@ class _Reader:
         return self.take(1)[0]
 
     def length(self) -> int:
-        (length,) = LENGTH.unpack(self.take(LENGTH.size))
-        return int(length)
+        return int.from_bytes(self.take(LENGTH.size), "little")
 
     def planes(self, numbers: Numbers) -> list[Bytes]:
         """As many as these numbers have bytes, each with a byte for every number."""
