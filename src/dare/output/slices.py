@@ -210,7 +210,7 @@ class SliceOutput(PartialOutput):
             return self._find_unfinished()
 
     def _find_unfinished(self) -> tuple[int, ...]:
-        left = []
+        left, main = [], self.folder / JOURNAL_NAME
         adopted: Mapping[str, Part] | None = None
         for number in range(1, self.part.of + 1):
             part = Slice(number, self.part.of)
@@ -219,8 +219,7 @@ class SliceOutput(PartialOutput):
                 continue
             if not path.exists():  # not begun, or what it says has gone into the main journal
                 try:
-                    main = (self.folder / JOURNAL_NAME).read_bytes()
-                    adopted = adopted or read_journal(main).parts
+                    adopted = adopted or read_journal(main.read_bytes()).parts
                 except FileNotFoundError:
                     return ()
                 if (account := adopted.get(str(part))) is not None and account.synced is not None:

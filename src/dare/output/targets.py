@@ -181,7 +181,7 @@ def check_is_here(layout: Layout) -> None:
     """Refuse a place in a store; merges do not come here with one."""
     if layout.is_sent:
         raise OutputError(
-            f"{layout.target}: only a merge can be sent; choose a path on this machine"
+            f"{layout.target}: only a merge can be written to a store; choose a path on this machine"
         )
 
 

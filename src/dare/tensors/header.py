@@ -91,7 +91,7 @@ def admit(info: TensorInfo, known: Container[str], where: str, *, as_weight: boo
     if not is_text(name):
         raise HeaderError(f"{where}: the tensor name {name!r} is not valid Unicode")
     if name == METADATA:
-        raise HeaderError(f"{where}: no tensor can be called {METADATA}; rename it")
+        raise HeaderError(f"{where}: a tensor is called {METADATA}; rename it")
     if name in known:
         raise HeaderError(f"{where}: {name} is there twice; leave one of them out")
     if as_weight and not info.dtype.is_weight:
