@@ -181,7 +181,7 @@ def check_is_here(layout: Layout) -> None:
     """Refuse a place in a store; merges do not come here with one."""
     if layout.is_sent:
         raise OutputError(
-            f"{layout.target}: only a merge can be written to a store; choose a path on this machine"
+            f"{layout.target}: only a merge can go to a store; choose a path on this machine"
         )
 
 
@@ -280,13 +280,13 @@ def _check_folder(target: Path) -> None:
         is_folder = path.is_dir() and not path.is_symlink()
         name = path.relative_to(target).as_posix()
         if path not in (folders if is_folder else ours):
-            what = "dare did not write"
+            what = ", which dare did not write"
         elif name in digests and not _is_as_written(path, [digests[name]]):
-            what = "has changed since dare wrote it"
+            what = ", which has changed since dare wrote it"
         else:
             continue
         raise OutputError(
-            f"{target}: contains {name}, which {what}, so it is not replaced; move that file away, "
+            f"{target}: contains {name}{what}, so it is not replaced; move that file away, "
             "or choose another output"
         )
 
