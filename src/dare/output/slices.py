@@ -210,7 +210,8 @@ class SliceOutput(PartialOutput):
             return self._find_unfinished()
 
     def _find_unfinished(self) -> tuple[int, ...]:
-        left, main = [], self.folder / JOURNAL_NAME
+        left = []
+        main = self.folder / JOURNAL_NAME
         adopted: Mapping[str, Part] | None = None
         for number in range(1, self.part.of + 1):
             part = Slice(number, self.part.of)
