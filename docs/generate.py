@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=text))
     for source in NOTEBOOKS:
         files.append(File.generated(config, source, content=(ROOT / source).read_text("utf-8")))
-    for name, content in page_assets().items():
+    for name, content in page_assets(is_server=False).items():
         files.append(File.generated(config, f"playground/{name}", content=content()))
     return files
 
