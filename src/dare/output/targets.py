@@ -138,7 +138,8 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
 
 def exists_already(target: Path) -> OutputError:
     """What is said where an output would be replaced."""
-    return OutputError(f"{target}: exists already; choose another output, or pass overwrite=True")
+    remedy = "choose another output, or pass overwrite=True to replace it"
+    return OutputError(f"{target}: exists already; {remedy}")
 
 
 def check_replaceable(layout: Layout) -> None:
