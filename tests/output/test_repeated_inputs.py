@@ -92,11 +92,9 @@ def test_two_masks_of_one_model_are_meant(folder):
 
 def test_an_earlier_output_among_its_models_is_refused(folder):
     merge(folder, "code", "math", output=folder / "merged.safetensors")
-    with pytest.raises(
-        dare.RecipeError, match=r"merged\.safetensors: was made by dare from this base and code and"
-    ):
+    with pytest.raises(dare.RecipeError, match=r"merged\.safetensors: .*code and math"):
         merge(folder, "code", "math", "merged")
-    with pytest.raises(dare.RecipeError, match="from this base and math, which"):
+    with pytest.raises(dare.RecipeError, match=r"merged\.safetensors: .* math; .*models"):
         merge(folder, "math", "merged")
 
 

@@ -186,7 +186,7 @@ def test_another_version_of_the_program_starts_over(halfway, monkeypatch):
     monkeypatch.setattr("dare.output.manifest.__version__", "0.0.9")
     report = dare.merge(recipe)
     assert report.resumed_chunks == 0
-    assert any("another version" in n.text for n in report.warnings)
+    assert any("version of dare" in n.text for n in report.warnings)
 
 
 def test_a_changed_configuration_of_an_adapters_base_starts_over(tmp_path, monkeypatch):
