@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from dare.inputs.sources import ArraySource
-from dare.kernels import kept
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
 from dare.recipe.schema import Recipe
 from dare.run.rates import Estimate, estimate, keep_rate
 from dare.stages import STAGES
+from dare.tensors import private
 from dare.tensors.dtypes import STORAGE_TYPES
 
 LARGE = (4096, 4096)
@@ -135,4 +135,4 @@ def test_where_rates_are_kept(platform, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
-    assert kept.cache_folder() == tmp_path / expected
+    assert private.cache_folder() == tmp_path / expected
