@@ -209,15 +209,7 @@ def lossless_job(given: Mapping[str, Any]) -> Job:
     )  # the base under the model's names
     tensors = [_copied(info, matched.source) for _, info in sorted(model.tensors.items())]
     plan = Plan(
-        recipe,
-        model,
-        (matched.source,),
-        ("base",),
-        tuple(tensors),
-        (),
-        (),
-        None,
-        matched.notes,
+        recipe, model, (matched.source,), ("base",), tuple(tensors), (), (), None, matched.notes
     )
     files = {file.name: _header(file, header.data_start) for file, header in model.headers.items()}
     folders = [path if path.is_dir() else None for path in places]

@@ -21,13 +21,7 @@ from typing import Any, TypeGuard
 
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.quantised import quantisation_settings, tables_of
-from dare.inputs.small_files import (
-    dump_json,
-    is_there,
-    list_names,
-    parse_json,
-    some_of,
-)
+from dare.inputs.small_files import dump_json, is_there, list_names, parse_json, some_of
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import MODEL_TYPES, StorageType
 from dare.tensors.files import read_limited

@@ -168,10 +168,7 @@ class GgufSource(InputFiles):
         tensors: list[Stored] = []
         parts = [self.path.with_name(name) for name in part_names(self.path.name)]
         for number, part in enumerate(parts):
-            with (
-                self.first_look(part) as opened,
-                as_stream(opened, closes=False) as stream,
-            ):
+            with self.first_look(part) as opened, as_stream(opened, closes=False) as stream:
                 metadata, stored = read_header(stream, part, opened.size)
             count, place = metadata.get("split.count", 0) or 1, metadata.get("split.no", 0)
             if (count, place) != (len(parts), number):
@@ -398,8 +395,7 @@ class _Cursor:
         is_known = kind in _SCALARS or kind == _TEXT
         self.require(is_known, f"{key} is an array of type {kind}, which is not allowed")
         self.require(
-            count <= MAX_ARRAY_ITEMS,
-            f"{key} claims {count} items; the limit is {MAX_ARRAY_ITEMS}",
+            count <= MAX_ARRAY_ITEMS, f"{key} claims {count} items; the limit is {MAX_ARRAY_ITEMS}"
         )
         if kind == _TEXT:  # a vocabulary has hundreds of thousands, so this loop is tight
             read, limit = self._stream.read, min(self.size, MAX_HEADER_BYTES)

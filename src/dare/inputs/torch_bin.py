@@ -158,10 +158,7 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
 def _read_edges(file_descriptor: int, file: Path) -> list[int]:
     """Where a record of the archive ends at the latest: where the next begins, or the file ends."""
     try:
-        with (
-            os.fdopen(os.dup(file_descriptor), "rb") as stream,
-            zipfile.ZipFile(stream) as archive,
-        ):
+        with os.fdopen(os.dup(file_descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
