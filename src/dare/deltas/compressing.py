@@ -66,9 +66,7 @@ def compress(
     started = time.perf_counter()
     target = to_path(output)
     if target.suffix != ".safetensors":
-        raise OutputError(
-            f"{target}: a delta file is one file; give a name that ends in .delta.safetensors"
-        )
+        raise OutputError(f"{target}: a delta file is one file; call it NAME.delta.safetensors")
     given = {"base": base, "models": [model], "verbose": verbose, **settings}
     if lossless:
         job = lossless_job(given)
@@ -165,11 +163,8 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
                 pieces[part].append((start, size * kind.itemsize))
                 start += size * kind.itemsize
                 totals[place] += size
-        described += [
-            (part, kind, (total,))
-            for part, kind, total in zip(parts, kinds, totals, strict=True)
-            if total
-        ]
+        found = zip(parts, kinds, totals, strict=True)
+        described += [(part, kind, (total,)) for part, kind, total in found if total]
     index = np.zeros((len(rows), 3), np.int64)
     index[:, 0] = [count for count, _ in rows]
     index[:, 1:] = np.frombuffer(b"".join(digest for _, digest in rows), np.int64).reshape(-1, 2)
@@ -181,10 +176,8 @@ def _assemble(job: Job, output: PieceOutput, records: Records) -> DeltaNotes:
             described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
     notes = notes.model_copy(update={"index": bytes_digest(index.tobytes())})
     if len(json.dumps(_metadata(notes))) > MAX_METADATA:
-        raise MismatchError(
-            f"{output.layout.target}: the model has {len(notes.tensors)} tensors, and "
-            "the header of one file cannot describe that many; split the model"
-        )
+        target, count = output.layout.target, len(notes.tensors)
+        raise MismatchError(f"{target}: the model has {count} tensors, too many; split the model")
     layout = lay_out(output.layout.target, described, None)
     sources = {name: [extras[name]] if name in extras else pieces[name] for name, _, _ in described}
     output.assemble(layout, _metadata(notes), sources)

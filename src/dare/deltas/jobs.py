@@ -204,13 +204,11 @@ def lossless_job(given: Mapping[str, Any]) -> Job:
     places = [resolve(path, verbose=recipe.verbose).path for path in (recipe.base, entry.file)]
     base, model = (_open_files(path) for path in places)
     configs = [read_config(path) for path in places]
-    matched = match_names(
-        model, base, "base", base_config=configs[1], model_config=configs[0]
-    )  # the base under the model's names
+    # the base under the model's names
+    matched = match_names(model, base, "base", base_config=configs[1], model_config=configs[0])
     tensors = [_copied(info, matched.source) for _, info in sorted(model.tensors.items())]
-    plan = Plan(
-        recipe, model, (matched.source,), ("base",), tuple(tensors), (), (), None, matched.notes
-    )
+    bases, notes = (matched.source,), matched.notes
+    plan = Plan(recipe, model, bases, ("base",), tuple(tensors), (), (), None, notes)
     files = {file.name: _header(file, header.data_start) for file, header in model.headers.items()}
     folders = [path if path.is_dir() else None for path in places]
     files |= _files_beside(*folders)
@@ -247,9 +245,8 @@ def _copied(info: TensorInfo, base: Source) -> TensorPlan:
     other = base.tensors.get(info.name)
     is_like = other is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
     models = (0,) if is_like else ()
-    return TensorPlan(
-        info.name, Fate.COPIED, info.shape, info, info.dtype, models, ((),) * len(models), (), {}
-    )
+    given, kind = ((),) * len(models), info.dtype
+    return TensorPlan(info.name, Fate.COPIED, info.shape, info, kind, models, given, (), {})
 
 
 def _coded_tensor(tensor: TensorPlan, base: Source, records: Sequence[Record]) -> StoredTensor:
@@ -279,15 +276,10 @@ def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[Stor
         return files
     for name in filter(lambda name: (model / name).is_file(), sorted(collect(model).files)):
         if not is_inside(name):
-            raise InputError(
-                f"{str(model / name)!r}: some systems do not allow this file name; rename the file"
-            )
+            raise InputError(f"{str(model / name)!r}: not a name on every system; rename the file")
         content = read_limited(model / name, MAX_FILE_BYTES)
-        has_same = (
-            base is not None
-            and (base / name).is_file()
-            and read_limited(base / name, MAX_FILE_BYTES) == content
-        )
+        other = base / name if base else None
+        has_same = other and other.is_file() and read_limited(other, MAX_FILE_BYTES) == content
         files[name] = _described("base" if has_same else "whole", content)
     return files
 
@@ -297,10 +289,6 @@ def _described(
 ) -> tuple[StoredFile, bytes]:
     """What is said of a file, and what is stored of it."""
     coded = b"" if kind == "base" else pack(np.frombuffer(content, np.uint8), None, 1)
-    file = StoredFile(
-        kind=kind,
-        size=len(content),
-        digest=bytes_digest(content),
-        coded=None if kind == "base" else bytes_digest(coded),
-    )
+    digest = None if kind == "base" else bytes_digest(coded)
+    file = StoredFile(kind=kind, size=len(content), digest=bytes_digest(content), coded=digest)
     return file, coded

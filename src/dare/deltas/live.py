@@ -126,10 +126,7 @@ class LiveDelta:
     def _remove(self, model: Any) -> None:
         self._forget_the_dead()
         if id(model) not in self._applied:
-            raise InputError(
-                f"{self.path}: is not applied to this model; give the same object that "
-                "apply_ was given"
-            )
+            raise InputError(f"{self.path}: is not applied to this model; give the same object")
         _, written = self._applied[id(model)]
         homes = {home.name: home for home in self._find_homes(model)}
         self._check_is_unchanged(homes, written)
@@ -176,21 +173,15 @@ class LiveDelta:
             home = Home(found, owner, *memory_of(arrays[found], found))
             other = homes.setdefault(place_of(arrays[found]), home)
             if other.tensor != owner and not self._are_one(other.tensor, owner):
-                raise InputError(
-                    f"{self.path}: {other.tensor} and {owner} are one tensor in the model and "
-                    "two in the delta file; untie them in the model"
-                )
+                both = f"{other.tensor} and {owner} are one tensor in the model"
+                raise InputError(f"{self.path}: {both} and two in the delta file; untie them")
         if lacking:
-            raise InputError(
-                f"{self.path}: the base has no {some_of(lacking)} of that shape and type, so they "
-                "cannot be changed in memory; turn the delta file into a model with `dare apply`"
-            )
+            absent = f"{some_of(lacking)} of that shape and type"
+            raise InputError(f"{self.path}: the base has no {absent}; use `dare apply`")
         unseen = [name for name in self._file.pieces if name not in seen]
         if missing := list(filter(self._is_touched, unseen)):
-            raise InputError(
-                f"{self.path}: the model has no {some_of(missing)}; give the base that "
-                f"the delta was made for (digest {self.notes.base})"
-            )
+            remedy = f"give the base (digest {self.notes.base})"
+            raise InputError(f"{self.path}: the model has no {some_of(missing)}; {remedy}")
         changed = {home.name for home in homes.values() if self._is_touched(home.tensor)}
         check_apart(arrays, changed)
         return list(homes.values())
@@ -229,12 +220,9 @@ class LiveDelta:
         digests = _digests(touched)
         wrong = {name for (name, chunk), w in written.items() if digests[name][chunk] != w.digest}
         if self.notes.scheme == "lossless":
-            tensors = self.notes.tensors
-            wrong |= {
-                home.name
-                for home in touched
-                if tensor_digest(digests[home.name]) != tensors[home.tensor].model
-            }
+            for home in touched:
+                if tensor_digest(digests[home.name]) != self.notes.tensors[home.tensor].model:
+                    wrong.add(home.name)
         if wrong:
             raise InputError(
                 f"{self.path}: {some_of(sorted(wrong))} did not become the fine-tune's: the file "
@@ -255,9 +243,8 @@ class LiveDelta:
         kept = zip(written, _on_all_cores(is_unchanged, list(written)), strict=True)
         if changed := sorted({name for (name, _), is_same in kept if not is_same}):
             raise InputError(
-                f"{self.path}: {some_of(changed)} changed since the delta was applied. "
-                "Remove deltas that were applied later first; if the weights were "
-                "trained since, the delta cannot be removed. Nothing was changed"
+                f"{self.path}: {some_of(changed)} changed since the delta was applied, by another "
+                "delta (remove that first) or by training. Nothing was changed"
             )
 
     # ------------------------------------------------------------ chunks
@@ -331,11 +318,8 @@ _Written = dict[tuple[str, int], Saved]
 def _difference(home: Home, tensor: StoredTensor) -> str:
     if home.kind == tensor.kind:
         return home.name
-    return (
-        f"{home.name}, which is {home.kind.name} in the model and {tensor.dtype} "
-        "in the fine-tune (load the base in its stored type, for example with "
-        'dtype="auto")'
-    )
+    types = f"{home.kind.name} in the model and {tensor.dtype} in the fine-tune"
+    return f'{home.name}, which is {types} (load the base with dtype="auto")'
 
 
 def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

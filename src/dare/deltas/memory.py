@@ -97,9 +97,7 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
         tensor = plain.view(getattr(torch, f"int{8 * kind.itemsize}"))
         if plain.device.type != "cpu":
             if not tensor.is_contiguous():
-                raise InputError(
-                    f"{name}: is not contiguous on {plain.device}; call .contiguous() first"
-                )
+                raise InputError(f"{name}: is not contiguous; call .contiguous() first")
             return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
         elements = tensor.numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous
@@ -114,10 +112,7 @@ def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
     extents = sorted(_extents(arrays), key=attrgetter("device", "first"))
     for number, one in enumerate(extents):
         if one.name in changed and one.overlaps_itself:
-            raise InputError(
-                f"{one.name}: some of its elements lie in the same memory (as of an expanded "
-                "tensor); give a copy (.clone()). Nothing was changed"
-            )
+            raise InputError(f"{one.name}: shares memory with itself; give a copy (.clone())")
         for other in extents[number + 1 :]:
             if (other.device, other.first) >= (one.device, one.end):
                 break
@@ -125,9 +120,8 @@ def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
                 continue
             if one.shares_memory(other):
                 raise InputError(
-                    f"{one.name} and {other.name} share memory and are not one and the same tensor "
-                    "(such as a view and its transpose): changing one would change the other; give "
-                    "one of them memory of its own (.clone()). Nothing was changed"
+                    f"{one.name} and {other.name} share memory and are not one and the same "
+                    "tensor; give one of them memory of its own (.clone()). Nothing was changed"
                 )
 
 

@@ -108,11 +108,8 @@ class LosslessCoder(_Coder):
         against = next(iter(chunk.tuned.values()), None)
         if len(digests) == 2 and digests[0] == digests[1]:
             return self._put(chunk, digests, (), AS_IN_BASE)
-        blob = pack(
-            chunk.base.view(np.uint8),
-            None if against is None else against.view(np.uint8),
-            chunk.base.itemsize,
-        )
+        other = None if against is None else against.view(np.uint8)
+        blob = pack(chunk.base.view(np.uint8), other, chunk.base.itemsize)
         return self._put(chunk, digests, [np.frombuffer(blob, np.uint8)], len(blob))
 
 
@@ -204,9 +201,8 @@ class Packer(_Coder):
         stored = self._stored[: kept.size]
         self._run.dequantise(codes, scales, bits, stored)
         if not np.isfinite(stored).all():
-            raise MismatchError(
-                f"{chunk.tensor.name}: its changes are too large to be rounded; use --bits native"
-            )
+            name = chunk.tensor.name
+            raise MismatchError(f"{name}: has changes too large to be rounded; use --bits native")
         return [codes, scales], stored
 
     def _errors(

@@ -57,9 +57,8 @@ class DeltaReport:
         """How much was read, and how fast."""
         speed = show_size(int(self.bytes_read / max(self.seconds, 1e-9)))
         taken = times(self.resumed_chunks, "piece")
-        return f"{show_size(self.bytes_read)} read, {speed}/s" + (
-            f", {taken} reused from the interrupted run" if self.resumed_chunks else ""
-        )
+        reused = f", {taken} reused from the interrupted run" if self.resumed_chunks else ""
+        return f"{show_size(self.bytes_read)} read, {speed}/s{reused}"
 
     @property
     def _bits(self) -> str:

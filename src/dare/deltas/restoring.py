@@ -123,10 +123,7 @@ def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
     headers = {name: _header(file, name) for name in names}
     if not is_directory_target(output):
         if len(names) != 1:
-            raise OutputError(
-                f"{output}: the model has {len(names)} weight files and the output is a "
-                "single file; give a directory (a name without .safetensors)"
-            )
+            raise OutputError(f"{output}: there are {len(names)} weight files; give a directory")
         headers = {output.name: headers[names[0]]}
     files = {
         name: tuple((info.name, info.dtype, info.shape) for info in header.tensors.values())
@@ -162,7 +159,6 @@ def _check(file: DeltaFile, records: Sequence[Record]) -> None:
     for name, tensor in file.notes.tensors.items():
         if tensor_digest(found[name]) != tensor.model:
             raise VerificationError(
-                f"{name}: the restored values are wrong, because the base is not the one "
-                f"that {file.path} was made for (digest {file.notes.base}); give that "
-                "base. Nothing was written"
+                f"{name}: the restored values are wrong, because {file.path} is for another base "
+                f"(digest {file.notes.base}); give that base. Nothing was written"
             )

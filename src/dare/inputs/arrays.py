@@ -47,9 +47,7 @@ def named_arrays(given: Arrays, label: str) -> Mapping[str, Any]:
     if is_module(given):
         return given.state_dict()
     if not isinstance(given, Mapping):
-        raise InputError(
-            f"{label}: expected a dict of arrays or a torch module, found {type(given)}"
-        )
+        raise InputError(f"{label}: expected a dict of arrays or a torch module, not {type(given)}")
     return given
 
 

@@ -67,9 +67,7 @@ class DeltaFile:
 
     def __init__(self, stored: FileSource) -> None:
         if len(stored.headers) != 1:
-            raise InputError(
-                f"{stored.path}: a delta file is a single file, and this model has several"
-            )
+            raise InputError(f"{stored.path}: a delta file is one file, and this model has several")
         ((self.path, header),) = stored.headers.items()
         self.stored = stored
         self.notes = read_notes(header.metadata[KEY], str(self.path))
@@ -112,13 +110,11 @@ class DeltaFile:
                 if ((found.dtype, found.elements) if found else (kind, 0)) != (kind, places[-1]):
                     raise self.damaged(f"{part} does not match the index")
             expected |= set(parts) if counts[name] else set()
-            yield (
-                name,
-                [
-                    Piece(int(row[0]), row[1:].tobytes(), tuple(p[chunk] for p in starts), size)
-                    for chunk, (row, size) in enumerate(zip(rows[first:last], sizes, strict=True))
-                ],
-            )
+            pieces = [
+                Piece(int(row[0]), row[1:].tobytes(), tuple(p[chunk] for p in starts), size)
+                for chunk, (row, size) in enumerate(zip(rows[first:last], sizes, strict=True))
+            ]
+            yield name, pieces
             first = last
         if more := sorted(set(infos) - expected):
             raise self.damaged(f"{more[0]} is not in the index")
@@ -204,12 +200,10 @@ class DeltaFile:
                 try:
                     content = read_limited(base / name, MAX_FILE_BYTES)
                 except InputError as error:
-                    raise InputError(
-                        f"{self.path}: takes {name} from its base: {error}; give its base"
-                    ) from None
+                    raise InputError(f"{self.path}: lacks {name}: {error}; give its base") from None
                 if bytes_digest(content) != file.digest:
                     raise InputError(
-                        f"{base / name}: has changed since {self.path} was made; give its base"
+                        f"{base / name}: changed since {self.path} was made; give its base"
                     )
                 place.write_bytes(content)
 
@@ -305,10 +299,8 @@ class DeltaSource(Source):
             raise self._wrong_base("its weights are different")
 
     def _wrong_base(self, reason: str) -> InputError:
-        return InputError(
-            f"{self.file.path}: was made for another base: {reason}; give the base "
-            f"with the digest {self.notes.base}"
-        )
+        which = f"{reason}; give the base with the digest {self.notes.base}"
+        return InputError(f"{self.file.path}: was made for another base: {which}")
 
     # ------------------------------------------------------------ what it holds
 
@@ -332,11 +324,10 @@ class DeltaSource(Source):
 
     def drop_of(self, name: str) -> Drop | None:
         name, tensor = self._tensor(name)
-        is_dropped = bool(tensor.drop_rate) and tensor.kind.is_weight and not self._rescales
-        seed = self.notes.seed
-        return (
-            Drop(tensor.drop_rate or 0.0, seed, name) if is_dropped and seed is not None else None
-        )
+        rate, seed = tensor.drop_rate, self.notes.seed
+        if not rate or seed is None or self._rescales or not tensor.kind.is_weight:
+            return None
+        return Drop(rate, seed, name)
 
     def original_digest(self, name: str) -> str | None:
         return None if self.holds_delta(name) else self._tensor(name)[1].model

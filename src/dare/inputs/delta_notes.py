@@ -114,7 +114,7 @@ class DeltaNotes(_Notes):
                     raise ValueError(f"{name}: is tied to {tensor.tied_to!r}, which is missing")
                 if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
                     raise ValueError(
-                        f"{name}: is tied to {tensor.tied_to!r}, which has another shape or type"
+                        f"{name}: is tied to {tensor.tied_to!r}, of another shape or type"
                     )
             if self.scheme != "lossless" and (tensor.drop_rate is None or tensor.base is None):
                 raise ValueError(f"{name}: has no drop_rate or no base")
@@ -153,9 +153,7 @@ def read_notes(text: str, where: str) -> DeltaNotes:
         for what, ours in (("version", VERSION), ("mask", MASK_VERSION)):
             theirs = document.get(what, ours)
             if type(theirs) is int and theirs > ours:
-                raise InputError(
-                    f"{where}: has {what} {theirs}, not {ours}; install a newer version of dare"
-                )
+                raise InputError(f"{where}: has {what} {theirs}, not {ours}; install a newer dare")
         return DeltaNotes.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]

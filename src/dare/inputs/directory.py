@@ -185,9 +185,8 @@ class _Gathered:
             weights = [name for name in names if name.endswith(".safetensors")]
             pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
             if weights or pickles:
-                self.notes.append(
-                    f"{folder}: its weights are copied from {self.directory}, not merged"
-                )
+                home = self.directory
+                self.notes.append(f"{folder}: its weights are copied from {home}, not merged")
             yield from (name for name in names if not weights or name not in pickles)
 
     def take_code(self) -> None:
@@ -197,7 +196,7 @@ class _Gathered:
         if modules and any("auto_map" in self.table(name) for name in configs):
             self.take(self.directory, modules)
             self.notes.append(
-                f"{some_of(modules, EXAMPLES)}: custom code, runs with trust_remote_code=True"
+                f"{some_of(modules, EXAMPLES)}: custom code, for trust_remote_code=True"
             )
 
     def table(self, name: str) -> dict[str, Any]:
@@ -234,13 +233,11 @@ class _Gathered:
         for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
             if name in self.files:
                 document = self.table(name)
-                differing = {
-                    key: value
-                    for key, value in stop.special.items()
-                    if _token_text(document.get(key)) != _token_text(value)
-                }
-                said = [f"{key} {_token_text(value)}" for key, value in differing.items()]
-                self.replace(name, {**document, **differing}, said)
+                texts = {key: _token_text(value) for key, value in stop.special.items()}
+                differing = [key for key in texts if _token_text(document.get(key)) != texts[key]]
+                said = [f"{key} {texts[key]}" for key in differing]
+                document |= {key: stop.special[key] for key in differing}
+                self.replace(name, document, said)
         if CONFIG in self.files:
             document = self.table(CONFIG)
             self.replace(CONFIG, document, _set_values(_text_tables(document), stop.config))
@@ -262,17 +259,14 @@ class _Gathered:
             missing += [(TOKENIZER_CONFIG, text)] if text and text not in tokens else []
         for name, token in missing:
             raise RecipeError(
-                f"{name}: the output would end a text at the token {token!r}, which its tokenizer "
-                'does not have; set vocabulary = "union" to add it, set chat_template or copy_from '
-                f"to another model, or correct {self.directory / name}"
+                f"{name}: the output would end a text at the token {token!r}, which it lacks; "
+                'set vocabulary = "union", or set chat_template or copy_from to another model'
             )
 
     def configure(self, changes: Changes) -> None:
         """Rewrite the configuration where the output differs from the directory's model."""
         if changes.dtype is not None and changes.dtype not in MODEL_TYPES and CONFIG in self.files:
-            self.notes.append(
-                f"{CONFIG}: keeps its type; transformers has no model in {changes.dtype.name}"
-            )
+            self.notes.append(f"{CONFIG}: keeps its type; transformers has no {changes.dtype.name}")
         for name in (CONFIG, GENERATION_CONFIG):
             if name in self.files and (name == CONFIG or changes.token_ids is not None):
                 document = self.table(name)
@@ -301,9 +295,7 @@ def _module_folders(directory: Path) -> Iterator[str]:
     for path in paths:
         parts = PurePosixPath(path).parts if isinstance(path, str) else ("..",)
         if any(part.startswith((".", "/")) for part in parts):
-            raise InputError(
-                f"{directory / MODULES}: {path!a} is not the name of a folder in {directory}"
-            )
+            raise InputError(f"{directory / MODULES}: {path!a} is not the name of a folder there")
         if parts and directory.joinpath(*parts).is_dir():  # modules without settings have none
             yield "/".join(parts)
 
@@ -349,9 +341,8 @@ def _inside(directory: Path, name: str) -> Path:
     if home.parent.name == "snapshots":
         allowed.append(home.parents[1] / "blobs")
     if not any(path.is_relative_to(folder) for folder in allowed):
-        raise InputError(
-            f"{directory / name}: is a link to {path}, outside the directory; put a copy there"
-        )
+        where = f"is a link to {path}, outside the directory"
+        raise InputError(f"{directory / name}: {where}; put a copy there")
     return path
 
 
@@ -419,9 +410,8 @@ def _renumbered(
             return value
         if ids[value] is None:
             raise RecipeError(
-                f"{where}: {key} = {value} is a token that is not in the output's "
-                'vocabulary; set vocabulary = "union" to add it, or set copy_from to '
-                "another model"
+                f"{where}: {key} = {value} is a token that the output's vocabulary lacks; "
+                'set vocabulary = "union", or copy_from to another model'
             )
         return ids[value]
 

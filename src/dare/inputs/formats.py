@@ -51,9 +51,8 @@ def open_model(
         return DeltaSource(DeltaFile(source), base, rescales=rescales)
     if not allow_pickle:
         raise InputError(
-            f"{path}: stores its weights as a pickle, which can contain programs; "
-            "save it as safetensors, or set allow_pickle = true (--allow-pickle), "
-            "and torch reads the weights and nothing else"
+            f"{path}: stores its weights as a pickle, which can contain programs; save it as "
+            "safetensors, or set allow_pickle = true (--allow-pickle)"
         )
     return read_quantised(torch_bin.open_torch(path), read_config(path))
 

@@ -71,9 +71,7 @@ class DequantizedSource(SourceView):
         }
         super().__init__(inner, tensors)
         self.reading_bytes += PIECE_BYTES
-        self.remarks += (
-            f"{times(len(applied), 'FP8 tensor')} read as float32, with the scales applied",
-        )
+        self.remarks += (f"{times(len(applied), 'FP8 tensor')} read as float32, scales applied",)
         if activations:
             self.remarks += (f"{times(len(activations), 'activation scale')} left out",)
 
@@ -132,14 +130,12 @@ def _fit(weight: TensorInfo, tensors: Mapping[str, TensorInfo], where: str) -> S
     """Find a weight's scale, and which part of the weight each of its factors is for."""
     names = _scale_names(weight.name, tensors)
     if len(names) > 1:
-        raise InputError(
-            f"{where}: {weight.name} has two scales, {' and '.join(names)}; remove one"
-        )
+        both = " and ".join(names)
+        raise InputError(f"{where}: {weight.name} has two scales, {both}; remove one")
     scale = tensors[names[0]]
     if scale.dtype.name not in SCALE_TYPES:
-        raise InputError(
-            f"{where}: {scale.name} is {scale.dtype.name}, not {', '.join(SCALE_TYPES)}"
-        )
+        kinds = ", ".join(SCALE_TYPES)
+        raise InputError(f"{where}: {scale.name} is {scale.dtype.name}, not {kinds}")
     width = weight.shape[-1] if weight.shape else 1
     rows = weight.elements // width if width else 0
     if scale.elements == 1:

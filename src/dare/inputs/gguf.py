@@ -202,9 +202,7 @@ class GgufSource(InputFiles):
         elif unknown:
             self._remark(f"no Hugging Face name is known for {some_of(unknown)}")
         if left_out:
-            self._remark(
-                f"{some_of(left_out)} is left out: llama.cpp computes it, it is not a weight"
-            )
+            self._remark(f"{some_of(left_out)} is left out: llama.cpp computes it")
 
     def _remark(self, text: str) -> None:
         self.remarks += (f"{self.path}: {text}",)
@@ -236,9 +234,7 @@ class GgufSource(InputFiles):
             raise InputError(f"{self.path}: {key} is {heads!r}; expected a whole number above 0")
         rows = tensor.shape[0] if tensor.shape else 1
         if rows % (2 * heads):
-            raise HeaderError(
-                f"{self.path}: {tensor.name} has {rows} rows, not {heads} heads of even size"
-            )
+            raise HeaderError(f"{self.path}: {tensor.name} has {rows} rows, not {heads} even heads")
         return replace(tensor, head_rows=rows // heads)
 
     def read(self, name: str, start: int, into: Raw) -> None:
@@ -353,10 +349,8 @@ class _Cursor:
         """The next bytes."""
         self.position += count
         if self.position > min(self.size, MAX_HEADER_BYTES):
-            self.require(
-                self.position <= self.size,
-                f"truncated or not GGUF: {self.size} bytes, and the header needs {self.position}",
-            )
+            text = f"truncated or not GGUF: {self.size} bytes, and the header needs {self.position}"
+            self.require(self.position <= self.size, text)
             self.require(False, f"the header is larger than {MAX_HEADER_BYTES} bytes")
         data = self._stream.read(count)
         self.require(len(data) == count, "the file became shorter while it was being read")
@@ -394,9 +388,8 @@ class _Cursor:
         kind, count = self.number("I"), self.number("Q")
         is_known = kind in _SCALARS or kind == _TEXT
         self.require(is_known, f"{key} is an array of type {kind}, which is not allowed")
-        self.require(
-            count <= MAX_ARRAY_ITEMS, f"{key} claims {count} items; the limit is {MAX_ARRAY_ITEMS}"
-        )
+        text = f"{key} claims {count} items; the limit is {MAX_ARRAY_ITEMS}"
+        self.require(count <= MAX_ARRAY_ITEMS, text)
         if kind == _TEXT:  # a vocabulary has hundreds of thousands, so this loop is tight
             read, limit = self._stream.read, min(self.size, MAX_HEADER_BYTES)
             for _ in range(count):
@@ -422,14 +415,11 @@ class _Cursor:
             kind = gguf.GGMLQuantizationType(number)
             elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
-            raise InputError(
-                f"{self.file}: {name} is of type {number}; try: pip install --upgrade gguf"
-            ) from None
+            text = f"{self.file}: {name} is of type {number}; try: pip install --upgrade gguf"
+            raise InputError(text) from None
         row = shape[-1] if shape else 1
-        self.require(
-            row % elements == 0,
-            f"{name} has rows of {row} elements, and {kind.name} comes in blocks of {elements}",
-        )
+        text = f"{name} has rows of {row} elements, and {kind.name} has blocks of {elements}"
+        self.require(row % elements == 0, text)
         return Stored(name, self.file, kind, shape, offset, elements, nbytes)
 
 
@@ -440,10 +430,8 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
     start = repr(magic) if len(magic) == len(MAGIC) else f"only {len(magic)} bytes"
     cursor.require(magic == MAGIC, f"not a GGUF file: it begins with {start}, not {MAGIC!r}")
     version = cursor.number("I")
-    cursor.require(
-        version == 0 or version & 0xFFFF != 0,
-        "written for big-endian machines; convert it to little-endian with gguf-convert-endian",
-    )
+    text = "written for big-endian machines; convert it with gguf-convert-endian"
+    cursor.require(version == 0 or version & 0xFFFF != 0, text)
     cursor.require(version in (2, 3), f"GGUF version {version}; versions 2 and 3 are supported")
     tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
     for count, most, what in (
@@ -467,10 +455,8 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> tuple[Metadata, list
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.nbytes)):
         cursor.require(tensor.start >= position, f"{tensor.name} overlaps {previous}")
         position, previous = tensor.start + tensor.nbytes, tensor.name
-        cursor.require(
-            position <= cursor.size,
-            f"{previous} ends at byte {position} of {cursor.size}; the file is truncated",
-        )
+        text = f"{previous} ends at byte {position} of {cursor.size}; the file is truncated"
+        cursor.require(position <= cursor.size, text)
     return metadata, stored
 
 
@@ -478,9 +464,7 @@ def _import_gguf(path: Path) -> Any:
     try:
         import gguf
     except ImportError:
-        raise InputError(
-            f"{path}: reading GGUF needs the gguf package: pip install 'dare-merge[gguf]'"
-        ) from None
+        raise InputError(f"{path}: reading GGUF needs: pip install 'dare-merge[gguf]'") from None
     return gguf
 
 

@@ -107,15 +107,12 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
         return Resolved(path)
     folder = name.repo.partition("/")[0]
     if not is_address and name.revision is None and Path(folder).is_dir():
-        raise InputError(
-            f"{name}: is not in the folder {folder}; for the model on the hub, write {name}@main"
-        )
+        raise InputError(f"{name}: is not in {folder}; for the model on the hub, write {name}@main")
     try:
         import huggingface_hub  # noqa: F401
     except ImportError:
-        raise InputError(
-            f"{name}: no such file or directory; to fetch it from the hub, {INSTALL}"
-        ) from None
+        text = f"{name}: no such file or directory; to fetch it from the hub, {INSTALL}"
+        raise InputError(text) from None
     from huggingface_hub import constants
 
     try:
@@ -213,9 +210,8 @@ def _only_weights(name: Name, commit: str, folder: Path) -> str:
     others = weights or [file for file in files if file.endswith(WEIGHT_SUFFIXES)]
     example = Name(name.repo, str(name.folder / (others or ["FOLDER"])[0]), revision)
     if weights:
-        raise InputError(
-            f"{name}: has {len(weights)} safetensors files and no {INDEX_NAME}; name one: {example}"
-        )
+        found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
+        raise InputError(f"{name}: {found}; name one: {example}")
     raise InputError(
         f"{name}: has no safetensors file in its top folder"
         + (f", but {', '.join(others[:3])}" if others else "")
@@ -348,9 +344,7 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
         if not _has_digest(blob):
             blob.unlink()
             file.unlink(missing_ok=True)
-            raise InputError(
-                f"{file.name}: the hub sent other bytes than announced; run the command again"
-            )
+            raise InputError(f"{file.name}: the hub sent other bytes than announced; run it again")
 
 
 def _has_digest(blob: Path) -> bool:
@@ -383,9 +377,7 @@ def _explained(name: Name, error: BaseException) -> str:
         )
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
-        return (
-            f"cannot be stored in the cache{where}: {error.strerror}; set HF_HOME to another folder"
-        )
+        return f"cannot be stored in the cache{where}: {error.strerror}; set HF_HOME"
     if not isinstance(error, errors.HfHubHTTPError):
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return (

@@ -54,9 +54,7 @@ OF_EXPERTS = "PEFT takes it for an expert because of its name"
 MOST_LAYERS = 10_000
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
-MERGE_FIRST = (
-    "merge the adapter into it with PEFT (merge_and_unload) and give the result as a model"
-)
+MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def under_stored_names(
     fused = {place.name for place in places.values() if place.kind == "fused"}
     if parts := sorted(unknown & fused):
         raise InputError(
-            f"{path}: stores {parts[0]}, one tensor of the adapter, in several; {MERGE_FIRST}"
+            f"{path}: stores {parts[0]}, one of the adapter's, in several; {MERGE_FIRST}"
         )
     stored = {p.name: name for name, p in places.items() if p.kind not in ("fused", "absent")}
     names = {stored.get(name, name): name for name in adapter.tensors}
@@ -202,9 +200,8 @@ def _by_transformers(
         import transformers
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
-        raise InputError(
-            f"{where}: a {config['model_type']!a} needs {NEEDED}; or {remedy}"
-        ) from None
+        kind = config["model_type"]
+        raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
     model = _without_weights(where, config, remedy)
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
@@ -251,7 +248,7 @@ def _refuse_doubles(folder: Path, places: Mapping[str, Place]) -> None:
         other = stored.setdefault(place.name, name)
         if other != name and place.kind not in ("fused", "absent"):
             raise InputError(
-                f"{folder}: {other} and {name} are one in memory; save it again with transformers"
+                f"{folder}: {other} and {name} are one tensor; save it with transformers"
             )
 
 
@@ -274,9 +271,8 @@ def _without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any
             return build(found)
     except Exception as error:  # whatever a configuration can do to a model's code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InputError(
-            f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
-        ) from error
+        text = f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
+        raise InputError(text) from error
 
 
 @contextlib.contextmanager
@@ -298,9 +294,7 @@ def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
     found: Any = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if not is_model:
-        raise InputError(
-            f"{where}: architectures names {name!a}, which transformers does not have, {so}"
-        )
+        raise InputError(f"{where}: names {name!a}, which transformers does not have, {so}")
     return found
 
 

@@ -40,11 +40,9 @@ REFUSED = {
     "use_qalora": "QA-LoRA pools its input, so it is not equal to a change of the weights",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "layer_replication": "its base has repeated layers, and this base does not",
-    "alora_invocation_tokens": ("an activated LoRA applies only to some tokens"),
+    "alora_invocation_tokens": "an activated LoRA applies only to some tokens",
     "target_parameters": "LoRA on bare parameters (experts) is not supported",
-    "arrow_config": (
-        "Arrow chooses adapters for each token, so it is not equal to a change of the weights"
-    ),
+    "arrow_config": "Arrow chooses adapters for each token, so it is no change of the weights",
     "kasa_config": "KaSA changes the weights of the base too",
     "trainable_token_indices": "trained token rows are not supported; merge it with PEFT first",
 }
@@ -97,9 +95,7 @@ class ModulePattern:
         while group := _GROUP.search(text):
             inner = group[1]
             if _REPEAT.match(text, group.end()) and ("|" in inner or _REPEAT.search(inner)):
-                raise ValueError(
-                    "repeats a group with repeats or alternatives inside; name the modules"
-                )
+                raise ValueError("repeats a group with repeats or alternatives; name the modules")
             self._ways *= 1 + inner.count("|")
             text = text[: group.start()] + inner.replace("|", "x") + text[group.end() :]
         self._ways *= (1 + text.count("|")) * 2 ** text.count("?")
@@ -204,9 +200,7 @@ class LoraSource(SourceView):
         if other is None:
             reason = f"{key} is not a known kind of tensor; merge the adapter into its base with"
         else:
-            reason = (
-                f"{other} and {key} are for the same tensor; save one of them, or merge them with"
-            )
+            reason = f"{other} and {key} are for the same tensor; save one, or merge them with"
         return f"{self.path}: {reason} PEFT (merge_and_unload) and give the result as a model"
 
     def _add_pair(self, module: str, kind: str, pair: Mapping[str, str]) -> None:
@@ -216,9 +210,8 @@ class LoraSource(SourceView):
         down, up = (self._stored.tensors[pair[letter]] for letter in "AB")
         rank, height = down.shape[0], up.shape[0]
         if math.prod(up.shape[1:]) != rank or not rank:
-            raise InputError(
-                f"{self.path}: {module}: lora_A is {down.form}, lora_B {up.form}; they do not fit"
-            )
+            forms = f"lora_A is {down.form}, lora_B {up.form}"
+            raise InputError(f"{self.path}: {module}: {forms}; they do not fit")
         scale = self.adapter.scaling(module, rank)
         if kind == "embedding" or self._is_transposed(module):
             product = Product(pair["A"], pair["B"], True, scale)
@@ -257,13 +250,10 @@ class LoraSource(SourceView):
         saved = [name for name in names if name not in self._products]
         held = [name for name in names if name in self._whole]
         if saved and not is_one and (saved != list(names) or not others):
-            raise InputError(
-                f"{self.path}: {saved[0]} is saved in full, and tied in the base; {MERGE_WITH_PEFT}"
-            )
+            raise InputError(f"{self.path}: {saved[0]} is tied in the base; {MERGE_WITH_PEFT}")
         if len({(info.shape, info.dtype) for info in infos}) > 1 or not self._hold_same(held):
-            raise InputError(
-                f"{self.path}: {' and '.join(names)} are tied in the base; {MERGE_WITH_PEFT}"
-            )
+            tied = " and ".join(names)
+            raise InputError(f"{self.path}: {tied} are tied in the base; {MERGE_WITH_PEFT}")
         parts = [product for name in names for product in self._products.get(name, ())]
         if held:
             self._whole[first] = self._whole[held[0]]
@@ -332,9 +322,7 @@ def open_adapter(path: Path, base_config: Mapping[str, Any] | None = None) -> Lo
     adapter = read_config(path)
     weights = path / WEIGHTS_NAME
     if not weights.exists():
-        raise InputError(
-            f"{path}: has no {WEIGHTS_NAME}; save the adapter again with safe_serialization=True"
-        )
+        raise InputError(f"{path}: has no {WEIGHTS_NAME}; save it with safe_serialization=True")
     kind = (base_config or {}).get("model_type")
     is_conv1d = None if kind is None else kind in CONV1D_MODELS
     return LoraSource(path, adapter, open_source(weights), is_conv1d=is_conv1d)
@@ -354,16 +342,14 @@ def read_config(path: Path) -> Adapter:
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise InputError(
             f"{file}: init_lora_weights is {start!r}, which changes the weights of the base too; "
-            "save it with PEFT's path_initial_model_for_weight_conversion, as a plain LoRA"
+            "save it with PEFT's path_initial_model_for_weight_conversion"
         )
     name = config.get("base_model_name_or_path")
+    alphas = config.get("alpha_pattern") or {}
     try:
         adapter = Adapter(
             alpha=_finite(config["lora_alpha"]),
-            alpha_pattern={
-                str(key): _finite(value)
-                for key, value in (config.get("alpha_pattern") or {}).items()
-            },
+            alpha_pattern={str(key): _finite(value) for key, value in alphas.items()},
             use_rslora=bool(config.get("use_rslora")),
             fan_in_fan_out=bool(config.get("fan_in_fan_out")),
             base_name=name if isinstance(name, str) else None,

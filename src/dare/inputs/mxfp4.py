@@ -51,10 +51,8 @@ class UnpackedSource(SourceView):
         stored = {name + end for name in packed for end in ("_blocks", "_scales")}
         tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
         super().__init__(inner, {**tensors, **packed})
-        self.remarks += (
-            f"{times(len(packed), 'MXFP4 tensor is', 'MXFP4 tensors are')} read as "
-            "bfloat16, which is exact",
-        )
+        count = times(len(packed), "MXFP4 tensor is", "MXFP4 tensors are")
+        self.remarks += (f"{count} read as bfloat16, which is exact",)
         largest = max(info.elements // max(info.shape[0], 1) for info in packed.values())
         self.reading_bytes += largest // 2 + largest // GROUP + TILE_BYTES
         self._kept: dict[int, tuple[str, int, Bytes, Bytes]] = {}

@@ -215,14 +215,11 @@ def _is_one(
         if _holds_one(given, first, alias):
             continue
         if _is_told(given, first, alias):
-            unused.append(
-                f"{given.name}: its {alias} is not used, because tie_word_embeddings is true"
-            )
+            unused.append(f"{given.name}: its {alias} is not used (tie_word_embeddings is true)")
         elif given is not base and says_tied(base.config) and _is_told(base, first, alias):
             raise MismatchError(
                 f"{alias}: the base's configuration ties it to {first} (tie_word_embeddings), and "
-                f"{given.name} has two different tensors; untie the base (store both, and set "
-                f"tie_word_embeddings to false), or give {given.name} without {alias}"
+                f"{given.name} has two; untie the base, or give {given.name} without {alias}"
             )
         else:
             return False
@@ -237,9 +234,8 @@ def _holds_one(given: _Input, first: str, alias: str) -> bool:
         return says_tied(given.config) is not False or not {first, alias} & set(tensors)
     if first not in tensors or alias not in tensors:
         return says_tied(given.config) is not False
-    return _share_storage(source, first, alias) or hold_same(
-        source, first, alias, whole=not _is_told(given, first, alias)
-    )
+    whole = not _is_told(given, first, alias)
+    return _share_storage(source, first, alias) or hold_same(source, first, alias, whole=whole)
 
 
 def _is_told(given: _Input, first: str, alias: str) -> bool:

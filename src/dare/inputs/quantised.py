@@ -41,11 +41,7 @@ CODES = ("U8", "I8", "U16", "I16", "U32", "I32", *fp8.FP8_TYPES)
 """Types that codes are stored in. Positions and indices, which other models have, are I64."""
 SCALES = ("scale", "absmax", "zero_point", "zeros")
 
-IN_USE = {
-    "bitnet": (
-        "its layers round their weights whenever they are used, and a merged model would not"
-    )
-}
+IN_USE = {"bitnet": "its layers round their weights in use, and a merged model would not"}
 """Schemes that change what plain weights do, and what they would do without the configuration."""
 HOW = {
     "bitsandbytes": "load it in transformers, call model.dequantize()",

@@ -138,9 +138,7 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
     The base's rows are the base's to the bit: if the types differ, both are presented in float32.
     """
     if model.drop_of(info.name) is not None:
-        raise MismatchError(
-            f"{info.name}: its rows cannot move; make a model of the delta file with `dare apply`"
-        )
+        raise MismatchError(f"{info.name}: its rows cannot move; first run `dare apply`")
     if model.holds_delta(info.name):
         return RowTensor(model, info, info.dtype, rows, _zeros)
     base_type = base.info.dtype

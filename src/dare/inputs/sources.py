@@ -191,9 +191,8 @@ class InputFiles(Source):
     def check_unchanged(self) -> None:
         for file, stamp in self._stamps.items():
             if self._open[file].stamp[:-1] != stamp[:-1]:
-                raise InputError(
-                    f"{file}: changed since the merge was planned; run the merge again"
-                )
+                text = f"{file}: changed since the merge was planned; run the merge again"
+                raise InputError(text)
 
     def read(self, name: str, start: int, into: Raw) -> None:
         self.read_bytes(self._home[name], self.tensors[name].position(start), into, name)
@@ -210,9 +209,8 @@ class InputFiles(Source):
         except OSError as error:
             raise InputError(f"{file}: cannot read {what}: {error.strerror or error}") from error
         if count < into.nbytes:
-            raise InputError(
-                f"{file}: ends inside {what}; the file was cut while it was being read"
-            )
+            text = f"{file}: ends inside {what}; the file was cut while it was being read"
+            raise InputError(text)
 
     def prefetch_bytes(self, file: Path, position: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
@@ -385,9 +383,8 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
     if len(weights) == 1:
         return {path / weights[0]: None}
     if weights:
-        raise InputError(
-            f"{path}: has {len(weights)} safetensors files and no {INDEX_NAME}; name one file"
-        )
+        found = f"has {len(weights)} safetensors files and no {INDEX_NAME}"
+        raise InputError(f"{path}: {found}; name one file")
     raise InputError(f"{path}: has no safetensors file and no {INDEX_NAME}")
 
 
@@ -403,9 +400,8 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     shards: dict[Path, set[str]] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise HeaderError(
-                f"{index}: {tensor} is in {name!r}; a shard must be a file in the same folder"
-            )
+            must = "a shard must be a file in the same folder"
+            raise HeaderError(f"{index}: {tensor} is in {name!r}; {must}")
         shards.setdefault(index.parent / name, set()).add(tensor)
     return shards
 
@@ -414,6 +410,5 @@ def check_against_index(index: Path, file: Path, held: set[str], promised: set[s
     """Refuse a shard that holds other tensors than its index promises."""
     for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
         if tensors:
-            raise HeaderError(
-                f"{index}: {file.name} {complaint} {some_of(sorted(tensors))}; they do not fit"
-            )
+            names = some_of(sorted(tensors))
+            raise HeaderError(f"{index}: {file.name} {complaint} {names}; they do not fit")

@@ -122,9 +122,7 @@ class Tokenizers:
             self._parsed[found] = _parse(found[1], directory / found[0])
         tokens = self._parsed[found]
         if tokens is None:
-            self.notes.append(
-                f"{directory / found[0]}: is of no known form; rows are matched by number"
-            )
+            self.notes.append(f"{directory / found[0]}: is of no known form; rows go by number")
         return tokens and _with_further_tokens(tokens, directory)
 
 
@@ -202,8 +200,5 @@ def _checked(vocab: Any, where: Path) -> dict[str, int]:
 
 def _checked_one(token: Any, number: Any, where: Path) -> dict[str, int]:
     if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
-        raise InputError(
-            f"{where}: the token {_shown(token)} has the id {_shown(number)}; expected text and a "
-            f"whole number below {MAX_TOKENS}"
-        )
+        raise InputError(f"{where}: the token {_shown(token)} has the id {_shown(number)}")
     return {token: number}

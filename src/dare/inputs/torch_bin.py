@@ -69,9 +69,7 @@ class TorchSource(InputFiles):
     def _look_into(self, file: Path) -> set[str]:
         """Read what a file says of its tensors, and no weights; return their names."""
         if isinstance(file, StorePath):
-            raise InputError(
-                f"{file}: is a pickle in a store; save it as safetensors, or download it"
-            )
+            raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
         with self.first_look(file) as opened:
             assert isinstance(opened, LocalFile)
             edges = _read_edges(opened.file_descriptor, file)
@@ -92,9 +90,7 @@ class TorchSource(InputFiles):
     def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
         if not isinstance(loaded, Mapping):
             kind = type(loaded).__name__
-            raise InputError(
-                f"{file}: contains a {kind}; expected a dict of tensors (a state dict)"
-            )
+            raise InputError(f"{file}: contains a {kind}; expected a dict of tensors (state dict)")
         for key in CONTAINERS:
             inner = loaded.get(key)
             if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
@@ -166,9 +162,7 @@ def _read_edges(file_descriptor: int, file: Path) -> list[int]:
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, EOFError, OSError):
         raise InputError(f"{file}: {_what_else(file_descriptor)}") from None
     if is_big:
-        raise InputError(
-            f"{file}: was written on a big-endian machine; save it again on a little-endian one"
-        )
+        raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")
     if any(info.filename.endswith("/constants.pkl") for info in infos):
         raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
     if any(i.filename.endswith(".pkl") and i.file_size > MAX_PICKLE_BYTES for i in infos):
@@ -256,22 +250,18 @@ def _load(file: Path) -> object:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
-        raise InputError(
-            f"{file}: reading it needs torch: pip install 'dare-merge[torch]'"
-        ) from None
+        raise InputError(f"{file}: needs torch: pip install 'dare-merge[torch]'") from None
     try:
         with FakeTensorMode():
             return torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused is None:
-            raise InputError(
-                f"{file}: its pickle is damaged, or not one that torch.save writes"
-            ) from None
+            text = f"{file}: its pickle is damaged, or not one that torch.save writes"
+            raise InputError(text) from None
         raise InputError(
-            f"{file}: refused, because it contains more than weights ({refused[1]}), "
-            "and loading it could run any program. If you trust it, load it with "
-            "torch and save the state dict alone, as safetensors"
+            f"{file}: refused, because it contains more than weights ({refused[1]}), and could run "
+            "any program. If you trust it, load it with torch and save it as safetensors"
         ) from None
     except Exception as error:  # a damaged file can make torch raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -300,7 +290,5 @@ def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> Tenso
     end = next(iter(edges[bisect_right(edges, record) :]), -1)
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, tensor.stride(), strict=True))
     if info.position(0 if 0 in shape else extent) > end:
-        raise HeaderError(
-            f"{file}: {name} reaches beyond its record; the file is damaged or truncated"
-        )
+        raise HeaderError(f"{file}: {name} reaches beyond its record; the file is truncated")
     return info

@@ -119,11 +119,7 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
         return f"{other.name}: {counts}, and {whose} has no tokenizer to name them"
     fresh = {token: number for token, number in other.ids.items() if token not in base.ids}
     lacking = {token: number for token, number in base.ids.items() if token not in other.ids}
-    moved = {
-        token: number
-        for token, number in other.ids.items()
-        if base.ids.get(token, number) != number
-    }
+    moved = {token: n for token, n in other.ids.items() if base.ids.get(token, n) != n}
     findings = [
         f"{times(len(tokens), *forms)}: {_listed(tokens)}"
         for forms, tokens in (
@@ -197,12 +193,8 @@ def _obstacles(base: Vocabulary, other: Vocabulary) -> Iterator[str]:
         if base.rows < other.rows:
             yield (f'{_difference(base, other)}; set vocabulary = "base" to keep the base\'s rows')
         return
-    inner = {
-        token: number
-        for token, number in other.ids.items()
-        if token not in base.tokens.ids and token not in other.tokens.added
-    }
-    if inner:
+    known = {*base.tokens.ids, *other.tokens.added}
+    if inner := {token: number for token, number in other.ids.items() if token not in known}:
         yield (f'{other.name}: is of another tokenizer ({_listed(inner)}); set vocabulary = "base"')
 
 
@@ -226,9 +218,7 @@ def _tokenizer_files(
         return {}
     tokenizer = read_json(directory, TOKENIZER_FILE)
     if tokenizer is None:
-        raise MismatchError(
-            f'{directory}: has no {TOKENIZER_FILE}; make one, or set vocabulary = "base"'
-        )
+        raise MismatchError(f'{directory}: has no {TOKENIZER_FILE}; set vocabulary = "base"')
     flags = dict(base.tokens.added)
     for model in models:
         for token, known in (model.tokens.added if model.tokens else {}).items():
@@ -237,10 +227,8 @@ def _tokenizer_files(
     listed = tokenizer.setdefault("added_tokens", [])
     present = {entry["content"] for entry in listed}
     further = {token: base.tokens.ids[token] for token in base.tokens.added if token not in present}
-    listed += [
-        {"id": number, "content": token, **flags[token]}
-        for token, number in {**further, **appended}.items()
-    ]
+    more = {**further, **appended}.items()
+    listed += [{"id": number, "content": token, **flags[token]} for token, number in more]
     listed.sort(key=lambda entry: int(entry["id"]))  # ids are given out in this order
     files = {TOKENIZER_FILE: dump_json(tokenizer, directory / TOKENIZER_FILE, indent=None)}
     config = read_json(directory, TOKENIZER_CONFIG)

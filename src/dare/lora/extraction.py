@@ -147,9 +147,8 @@ def extract_adapter(
             extracted = list(_extract(change, chosen, wanted, writing))
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
-                raise InputError(
-                    f"nothing to extract: {times(len(chosen), 'module')} as in the base"
-                )
+                count = times(len(chosen), "module")
+                raise InputError(f"nothing to extract: {count} as in the base")
             saved, left_out = _sort_others(change, set(ranks), save_others)
             for tensor in saved:
                 name, shape = change.places[tensor].name, change.base.tensors[tensor].shape
@@ -211,10 +210,8 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     problems = [f"{name}: not in {model}" for name in missing]
     problems += [f"{name}: in {model}, not in the base" for name in sorted(theirs - ours)]
     if problems:
-        raise MismatchError(
-            "the model's tensors do not match; give the base that it was fine-tuned from:",
-            *list_findings(problems),
-        )
+        head = "the model's tensors do not match; give the base that it was fine-tuned from:"
+        raise MismatchError(head, *list_findings(problems))
     if as_stored:
         is_tied = configs["base_config"].get("tie_word_embeddings") is True
         loaded = Loaded(places_as_stored(opened.tensors, is_tied=is_tied))
@@ -228,9 +225,8 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
 
 def _choose(change: Change, patterns: Sequence[str] | None) -> list[str]:
     """The tensors to extract, in order of their modules' names."""
-    layers = {
-        change.places[name].module: name for name in filter(change.can_have_lora, change.places)
-    }
+    able = filter(change.can_have_lora, change.places)
+    layers = {change.places[name].module: name for name in able}
     if patterns is None:
         return [name for _, name in sorted(layers.items()) if not is_embedding(name)]
     chosen: set[str] = set()

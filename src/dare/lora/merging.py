@@ -186,24 +186,15 @@ def plan_adapters(
     )
     combine = recipe.chain[-1][0].name
     if combine not in COMBINES:
-        raise RecipeError(
-            f"method {method!r}: {combine} needs the base; use {', '.join(COMBINES)}, {HOW_ELSE}"
-        )
+        usable = ", ".join(COMBINES)
+        raise RecipeError(f"method {method!r}: {combine} needs the base; use {usable}, {HOW_ELSE}")
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     opened = open_adapters([entry.file for entry in recipe.models])
     check_inputs(recipe, ArraySource({}), opened)
-    plan = AdapterPlan(
-        recipe,
-        opened,
-        tuple(_modules(opened, recipe)),
-        wanted,
-        _plain_weights(recipe),
-        weight_type(dtype),
-    )
+    modules, plain = tuple(_modules(opened, recipe)), _plain_weights(recipe)
+    plan = AdapterPlan(recipe, opened, modules, wanted, plain, weight_type(dtype))
     if wanted is None and not plan.is_additive:
-        raise RecipeError(
-            f"method {plan.method!r}: its result has full rank; set rank = 16 or energy = 0.9"
-        )
+        raise RecipeError(f"method {plan.method!r}: has full rank; set rank = 16 or energy = 0.9")
     if not plan.modules:
         raise InputError("no adapter has a LoRA module and a weight other than 0")
     return replace(plan, notes=tuple(_notes(plan)))
@@ -282,9 +273,7 @@ def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
         raise RecipeError("weights: give one number in each rule; it is the same for all layers")
     weights = [weight for weight in recipe.weights() if isinstance(weight, int | float)]
     if len(weights) < len(recipe.models):
-        raise RecipeError(
-            "weights: give one number for each adapter; it is the same for all layers"
-        )
+        raise RecipeError("weights: give one number for each adapter, the same for all layers")
     return tuple(map(float, weights))
 
 
@@ -306,18 +295,15 @@ def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module
 def _notes(plan: AdapterPlan) -> Iterator[str]:
     bases = {str(adapter.adapter.base_name) for adapter in plan.adapters}
     if len(bases) > 1:
-        yield (
-            f"different bases are named ({', '.join(sorted(bases))}); the result names the first"
-        )
+        named = ", ".join(sorted(bases))
+        yield f"different bases are named ({named}); the result names the first"
     partial = [module for module in plan.modules if len(module.owners) < len(plan.adapters)]
     if partial:
         yield (f"{len(partial)} of {len(plan.modules)} modules are not in every adapter")
     if plan.adapters[0].saved.tensors:
         total = math.fsum(plan.weights)
         if total == 0:
-            raise RecipeError(
-                "weights: they sum to 0, so what is stored in full cannot be averaged; give others"
-            )
+            raise RecipeError("weights: they sum to 0, and what is stored in full is averaged")
         how = "the weights" if np.isclose(total, 1) else f"the weights divided by their sum {total}"
         yield (f"tensors that are stored in full are averaged with {how}, not dropped or scaled")
     if plan.is_additive:
@@ -442,12 +428,7 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
         "energy": plan.wanted and plan.wanted.energy,
         "dtype": plan.dtype.name,
         "adapters": [
-            {
-                "path": told(adapter.path, output),
-                "weight": weight,
-                "seed": seed,
-                "settings": entry.settings,
-            }
-            for adapter, weight, seed, entry in given
+            {"path": told(file.path, output), "weight": w, "seed": s, "settings": entry.settings}
+            for file, w, s, entry in given
         ],
     }

@@ -86,9 +86,7 @@ def open_adapters(paths: Sequence[Path]) -> tuple[AdapterFile, ...]:
     """Read configurations and headers; raise MismatchError if the adapters do not fit together."""
     for path in paths:
         if not lora.looks_like(path):
-            raise InputError(
-                f"{path}: has no {lora.CONFIG_NAME}; give the directory of a LoRA adapter"
-            )
+            raise InputError(f"{path}: has no {lora.CONFIG_NAME}; give a LoRA adapter's folder")
     adapters = tuple(AdapterFile(lora.open_adapter(path)) for path in paths)
     if problems := list(_find_problems(adapters)):
         head = [f"{len(problems)} things do not fit together:"] if len(problems) > 1 else []
@@ -125,9 +123,8 @@ def _find_problems(adapters: Sequence[AdapterFile]) -> Iterator[str]:
     modules = {module for adapter in adapters for module in adapter.pairs}
     biases = {module for adapter in adapters for module in adapter.biases}
     if biases and modules - biases:
-        yield (
-            f"{min(biases)} has a lora_bias, {min(modules - biases)} none; leave it out, {HOW_ELSE}"
-        )
+        some, others = min(biases), min(modules - biases)
+        yield f"{some} has a lora_bias, {others} none; leave it out, {HOW_ELSE}"
 
 
 def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
@@ -138,9 +135,7 @@ def _different_shapes(adapters: Sequence[AdapterFile]) -> Iterator[str]:
             layer = f"{'an embedding' if pair.is_embedding else 'a layer'} of {form}"
             name, expected = first.setdefault(module, (adapter.name, layer))
             if layer != expected:
-                yield (
-                    f"{module}: {expected} in {name}, {layer} in {adapter.name}; give one base's"
-                )
+                yield f"{module}: {expected} in {name}, {layer} in {adapter.name}; give one base's"
 
 
 def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
@@ -151,10 +146,8 @@ def _different_names(adapters: Sequence[AdapterFile]) -> Iterator[str]:
             for module in adapter.pairs:
                 ends = (module[place:] for place, char in enumerate(module) if char == ".")
                 if end := next((end for end in ends if end in shorter), None):
-                    yield (
-                        f"{module} in {adapter.name} is {end[1:]} in {other.name}; save both "
-                        f"from one class, {HOW_ELSE}"
-                    )
+                    both = f"{module} in {adapter.name} is {end[1:]} in {other.name}"
+                    yield f"{both}; save both from one class, {HOW_ELSE}"
                     break
 
 
@@ -164,9 +157,8 @@ def _saved_by_some(adapters: Sequence[AdapterFile]) -> Iterator[str]:
         lacking = [a.name for a, info in zip(adapters, infos, strict=True) if info is None]
         forms = {info.shape: info.form for info in infos if info is not None}
         if lacking:
-            yield (
-                f"{tensor}: is not stored in full by {', '.join(lacking)}; leave it out, {HOW_ELSE}"
-            )
+            names = ", ".join(lacking)
+            yield f"{tensor}: is not stored in full by {names}; leave it out, {HOW_ELSE}"
         elif len(forms) > 1:
             listed = ", ".join(forms[shape] for shape in sorted(forms))
             yield (f"{tensor}: has different shapes ({listed}) and cannot be averaged")

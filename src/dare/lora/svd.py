@@ -51,9 +51,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.rank is None and self.energy is None:
-            raise RecipeError(
-                "rank and energy: one of them is needed; set rank = 16, or energy = 0.95"
-            )
+            raise RecipeError("rank and energy: one of them is needed, as in rank = 16")
         if self.rank is not None and self.rank < 1:
             raise RecipeError(f"rank = {self.rank}: must be at least 1")
         if self.energy is not None and not 0 < self.energy <= 1:
@@ -107,9 +105,8 @@ def truncate_product(left: Floats, right: Floats, wanted: Wanted, where: str) ->
     energies = values**2
     rank = wanted.choose(energies, float(energies.sum()))
     roots = np.sqrt(values[:rank])
-    left, right = _oriented(
-        basis @ (inner[:, :rank] * roots), (roots[:, None] * other_inner[:rank]) @ other_basis.T
-    )
+    tall = basis @ (inner[:, :rank] * roots)
+    left, right = _oriented(tall, (roots[:, None] * other_inner[:rank]) @ other_basis.T)
     return LowRank(left, right, float(energies.sum()), lost=float(energies[rank:].sum()))
 
 
@@ -190,10 +187,8 @@ def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
     """Fix the signs, which a decomposition leaves open: a column's largest entry is positive."""
     places = np.abs(left).argmax(axis=0)
     signs = np.where(left[places, np.arange(left.shape[1])] < 0, -1.0, 1.0)
-    return (
-        np.ascontiguousarray(left * signs, np.float32),
-        np.ascontiguousarray(right * signs[:, None], np.float32),
-    )
+    left, right = left * signs, right * signs[:, None]
+    return np.ascontiguousarray(left, np.float32), np.ascontiguousarray(right, np.float32)
 
 
 def _check_finite(figure: float, where: str) -> None:

@@ -128,9 +128,8 @@ class _Report:
         worst = max(self.modules, key=lambda module: module.error)
         lines = self._lines()
         if worst.error:
-            lines.append(
-                f"relative error {self.error:.3g} in total, {worst.error:.3g} in {worst.name}"
-            )
+            total, most = f"{self.error:.3g}", f"{worst.error:.3g}"
+            lines.append(f"relative error {total} in total, {most} in {worst.name}")
         return "\n  ".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _lines(self) -> list[str]:
@@ -213,9 +212,7 @@ class AdapterOutput:
         self, target: Path, dtype: StorageType, inputs: Sequence[Path], *, overwrite: bool
     ) -> None:
         if OTHER_FORMATS.fullmatch(target.suffix):
-            raise OutputError(
-                f"{target}: an adapter is a directory; give a name without {target.suffix}"
-            )
+            raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
         layout = Layout(target, {WEIGHTS_NAME: ()})
         settle(layout)
         check_target(layout, inputs, overwrite=overwrite)
@@ -261,9 +258,8 @@ class AdapterOutput:
         for piece in pieces:
             raw = np.empty(piece.size, self._dtype.carrier)
             if reference.encode(piece, raw) >= self._dtype.overflow_bits:
-                raise InputError(
-                    f"{name}: has values that {self._dtype.name} cannot hold; store a wider dtype"
-                )
+                kind = self._dtype.name
+                raise InputError(f"{name}: has values that {kind} cannot hold; store a wider dtype")
             with explaining(self.target):
                 self._spool.write(raw.tobytes())
             self.bytes_written += raw.nbytes
@@ -278,11 +274,8 @@ class AdapterOutput:
 
         `made` says for the manifest how the adapter was made.
         """
-        versions = {
-            "dare-merge": __version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        }
+        versions = {"dare-merge": __version__, "numpy": np.__version__}
+        versions["python"] = platform.python_version()
         known = [parent for file in self._inputs for parent in (file, file.parent)]
         report = replace(report, notes=tuple(without_folders(n, known) for n in report.notes))
         figures = report.to_dict()
