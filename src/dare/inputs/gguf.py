@@ -234,7 +234,8 @@ class GgufSource(InputFiles):
             raise InputError(f"{self.path}: {key} is {heads!r}; expected a whole number above 0")
         rows = tensor.shape[0] if tensor.shape else 1
         if rows % (2 * heads):
-            raise HeaderError(f"{self.path}: {tensor.name} has {rows} rows, not {heads} even heads")
+            what = f"{tensor.name} has {rows} rows, not {heads} heads of even size"
+            raise HeaderError(f"{self.path}: {what}")
         return replace(tensor, head_rows=rows // heads)
 
     def read(self, name: str, start: int, into: Raw) -> None:
@@ -418,7 +419,7 @@ class _Cursor:
             text = f"{self.file}: {name} is of type {number}; try: pip install --upgrade gguf"
             raise InputError(text) from None
         row = shape[-1] if shape else 1
-        text = f"{name} has rows of {row} elements, and {kind.name} has blocks of {elements}"
+        text = f"{name} has rows of {row} elements, and {kind.name} comes in blocks of {elements}"
         self.require(row % elements == 0, text)
         return Stored(name, self.file, kind, shape, offset, elements, nbytes)
 
