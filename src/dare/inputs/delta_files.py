@@ -233,10 +233,7 @@ class DeltaFile:
     def kept_changes(
         self, count: int, parts: Sequence[Raw], base: Raw | None, lanes: Bytes
     ) -> NDArray[np.float32]:
-        """The change of the kept elements of a chunk, in order, without rescaling.
-
-        It is in an array that each thread has one of.
-        """
+        """The change of a chunk's kept elements, not rescaled, in an array for each thread."""
         run = kernels.load("cpu")
         if not hasattr(self._local, "change"):
             self._local.change = np.empty(CHUNK, np.float32)

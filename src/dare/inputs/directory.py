@@ -329,10 +329,7 @@ def _walk(directory: Path, folder: str) -> Iterator[str]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Where a name of a directory really leads, if that is in it (or in its place in a hub cache).
-
-    A model in a hub's cache is a folder `snapshots/REVISION` of links to `blobs`.
-    """
+    """Where a name leads, if inside its directory, or to the `blobs` of a hub's cache."""
     if isinstance(directory, StorePath):  # which has no links
         return directory / name
     home = Path(os.path.realpath(directory))

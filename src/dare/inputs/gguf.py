@@ -91,11 +91,7 @@ class Stored:
         return self.kind.name not in _AS_STORED or self.shift != 0
 
     def row_in_file(self, row: int) -> int:
-        """Where a row lies: of each head, llama.cpp has the halves' rows in turns.
-
-        Hugging Face has the first half of a head's rows and then the second; GGUF has the first
-        of each half, then the second of each half, and so on.
-        """
+        """Where a row lies: llama.cpp has the rows of the two halves of each head in turns."""
         head, within = divmod(row, self.head_rows)
         half, index = divmod(within, self.head_rows // 2)
         return head * self.head_rows + 2 * index + half

@@ -332,11 +332,7 @@ def _check_answer(response: Any) -> None:
 
 
 def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
-    """Hold files of the cache against the digests that the hub announced them with.
-
-    The cache calls what it has received by its digest: SHA-256, or Git's for a small file. What
-    was `known` there before is not read again. What does not fit is deleted.
-    """
+    """Check new files of the cache against their names, which are digests; delete what is wrong."""
     for file in files:
         blob = file.resolve()
         if blob.name in known or blob.parent.name != "blobs" or not blob.is_file():

@@ -100,10 +100,7 @@ def find_places(
     tensors: Mapping[str, TensorInfo],
     remedy: str = AS_STORED,
 ) -> Loaded:
-    """Say what the tensors of a model become when it is loaded by its configuration.
-
-    `remedy` is what a user can do where nobody knows.
-    """
+    """Say what tensors become when a model is loaded; `remedy` is for what nobody knows."""
     if "model_type" not in config:
         return Loaded(
             places_as_stored(tensors, is_tied=config.get("tie_word_embeddings") is True),

@@ -222,11 +222,7 @@ class LoraSource(SourceView):
         self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
-        """Whether the base stores a layer as inputs × outputs.
-
-        PEFT decides this for each layer and writes down only what it was for the last one, so the
-        base's architecture, where it is known, is the better witness.
-        """
+        """Whether the base has inputs × outputs there; PEFT notes only that of the last layer."""
         if self._is_conv1d is None:
             return self.adapter.fan_in_fan_out
         return self._is_conv1d and not module.endswith(("lm_head", "score"))
@@ -239,11 +235,7 @@ class LoraSource(SourceView):
             self._products[info.name] = (product,)
 
     def tie(self, names: Sequence[str]) -> str:
-        """Take tensors of the adapter for one, the first, as the base does; say what that changes.
-
-        What PEFT adds to a tied weight under any of its names, merging adds to the one weight. With
-        `ensure_weight_tying` the names have one adapter, which counts once.
-        """
+        """Take tensors for one, the first, as the base does, and add their changes; say if so."""
         first, *others = names
         infos = [self.tensors[name] for name in names]
         is_one = self.adapter.ensure_weight_tying

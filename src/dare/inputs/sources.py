@@ -340,10 +340,7 @@ class _UnderNames(SourceView):
 
 
 class RenamedSource(_UnderNames):
-    """A source's tensors under other names; one that has no new name is not shown.
-
-    Two names may stand for the same tensor.
-    """
+    """A source's tensors under other names, and only those; two names may be of one tensor."""
 
     def __init__(self, inner: Source, names: Mapping[str, str]) -> None:
         if isinstance(inner, RenamedSource):  # so that what is inside is found at once

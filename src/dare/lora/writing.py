@@ -203,10 +203,7 @@ class ExtractionReport(_Report):
 
 
 class AdapterOutput:
-    """An adapter under way; use as a context manager, and call `finish` at the end.
-
-    An output is refused that is no directory name, one of the inputs, or there already.
-    """
+    """An adapter under way; use as a context manager, and call `finish` at the end."""
 
     def __init__(
         self, target: Path, dtype: StorageType, inputs: Sequence[Path], *, overwrite: bool
@@ -270,10 +267,7 @@ class AdapterOutput:
         config: Mapping[str, Any],
         made: Mapping[str, Any],
     ) -> None:
-        """Put everything into its place, sync, and give the directory its name.
-
-        `made` says for the manifest how the adapter was made.
-        """
+        """Put all into place, sync, and name the directory; `made` says in the manifest how."""
         versions = {"dare-merge": __version__, "numpy": np.__version__}
         versions["python"] = platform.python_version()
         known = [parent for file in self._inputs for parent in (file, file.parent)]
